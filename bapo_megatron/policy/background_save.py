@@ -21,11 +21,11 @@ from bapo_megatron.runtime.processes import die_with_parent
 
 
 class BackgroundSave:
-    """An asynchronous checkpoint write; implements ``interfaces.Saving``.
+    """The asynchronous write of a checkpoint by a forked process; implements ``interfaces.Saving``.
 
-    A fork sees tensors on a CPU as they were; those on a GPU are copied to this machine's memory before it.
-    Such copies are pinned, and parent and child share pinned memory after a fork: here they are kept until
-    the writer has ended, or torch would give their blocks to the next copy while they are written.
+    A fork sees CPU tensors as they were (copy on write); GPU tensors are copied to host memory before it.
+    These copies are pinned, and a fork shares pinned memory: they are kept until the writer has ended,
+    because torch would reuse their blocks while they are being written.
     """
 
     def __init__(self, request: AsyncRequest) -> None:
@@ -47,7 +47,7 @@ class BackgroundSave:
         return ended
 
     def finish(self) -> None:
-        """Make the parts a checkpoint, when all are written. Collective; raises if one has failed."""
+        """Commit the checkpoint, when all ranks' parts are written. Collective; raises if one failed."""
         if self._process is not None and self._process.exitcode:
             why = death(self._process.exitcode)
             raise OutOfMemoryError(f"the process that writes the checkpoint has not finished: {why}")
@@ -55,21 +55,21 @@ class BackgroundSave:
             finalize()
 
     def _stage(self, preload: Callable[[], Any]) -> Any:
-        """The copies on the host, kept."""
+        """Make the host copies, and keep them."""
         self._staged.append(preload())
         return self._staged[-1]
 
 
 def replace_results_queue() -> None:
-    """Give megatron a results queue in shared memory for the next checkpoint write.
+    """Replace megatron's results queue for the next checkpoint write by one in shared memory.
 
-    Its own is a third process, which takes seconds to start and outlives a trainer that is killed.
+    Megatron's own needs a third process, which takes seconds to start and outlives a killed trainer.
     """
     filesystem_async._results_queue = _Results()
 
 
 class _Results:
-    """A results queue of one object in shared memory: a forked process puts it, this one takes it."""
+    """A queue of one result in shared memory: the forked writer puts it, this process gets it."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("results")
@@ -88,9 +88,11 @@ class _Results:
 
 
 def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The writer in the forked process: it and its own forks end when the trainer does."""
-    gc.freeze()  # garbage of the trainer, such as a store, may wait for threads that this process has not
+    """The main function of the forked writer process: it and its own forks end with the trainer."""
+    # First: collecting the trainer's garbage, such as a store, would wait for threads that a fork lacks.
+    gc.freeze()
     _die_with_parent()
+    # Before megatron's writer forks: it waits for ever for a fork that was killed.
     signal.signal(signal.SIGCHLD, _die_with_child)
     inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data
 
@@ -104,14 +106,14 @@ def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) ->
 
 
 def _die_with_parent() -> None:
-    """End with the parent process, and ignore the signals that stop a run: the trainer handles them."""
+    """End with the parent process, and ignore signals that stop a run: the trainer handles them."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
 
 
 def _die_with_child(_number: int, _frame: FrameType | None) -> None:
-    """End when a fork was killed, as the kernel does where memory is short: megatron would wait for ever."""
+    """End when a fork was killed, by the kernel when memory is short, say: megatron would wait for ever."""
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         found = os.waitid(os.P_PID, int(child), os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is not None and found.si_code != os.CLD_EXITED:

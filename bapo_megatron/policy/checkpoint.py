@@ -1,10 +1,10 @@
-"""Distributed checkpoints: model and optimizer in torch_dist format, loadable at any parallel layout.
+"""Distributed checkpoints (torch_dist): save and load of model and optimizer, at any parallel layout.
 
-The optimizer's format is ``fully_reshardable``, the one that survives a change of TP and PP. With torch's
-AdamW (no Transformer Engine, no apex) megatron's loading needs three repairs, made here on the instance.
+The optimizer's format is ``fully_reshardable``, which allows a change of TP and PP. With torch's AdamW (no
+Transformer Engine, no apex) megatron's loading needs three repairs, made here on the instance.
 
-Checkpoints of Transformer Engine's layers and of torch's differ by ``_extra_state`` alone, which holds
-scales of fp8: empty for these models, so each kind of layers loads what the other has written.
+Checkpoints of Transformer Engine's and torch's layers differ only in ``_extra_state`` (fp8 scales, empty for
+these models), so each kind of layers loads the other's.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _CONTENT = {
 
 
 def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
-    """Begin to write the checkpoint into ``path``. Collective."""
+    """Begin an asynchronous write of the checkpoint into ``path``. Collective."""
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+    dist.barrier()  # every rank writes into the folder
     for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
         _create_state(wrapper)
     replace_results_queue()
@@ -59,9 +59,10 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
 def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     """Load the checkpoint in ``path`` into the model and the optimizer. Collective.
 
-    CheckpointError, on every rank, if it is damaged or names code (``state/stored_checkpoint.py``).
+    CheckpointError, on every rank, if it is damaged or would run code (``state/stored_checkpoint.py``).
     """
     inner = list(_torch_adams(optimizer))
+    # Before the state is described: megatron loads into the moments that exist.
     for wrapper, adam in inner:
         _create_adam_state(adam)
         _add_step_on_load(wrapper, adam)
@@ -69,6 +70,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     state = _read(_state(model, optimizer, loading=True), stored)
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(state[name], strict=True)
+    # Kept over the load, which would bring back the settings of the recipe that wrote the checkpoint.
     settings = [_settings(group) for group in optimizer.param_groups]
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])
@@ -79,7 +81,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
 
 
 def _opened(path: Path) -> StoredCheckpoint:
-    """The checkpoint in ``path``. Collective: if a rank cannot open it, CheckpointError on every rank."""
+    """Open the checkpoint in ``path``. Collective: if one rank cannot, CheckpointError on every rank."""
     try:
         stored, problem = open_stored(path), None
     except CheckpointError as error:
@@ -91,9 +93,9 @@ def _opened(path: Path) -> StoredCheckpoint:
 
 
 def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
-    """The state ``asked`` for, read from ``stored``; an ``_extra_state`` that is not there is None.
+    """Read the state ``asked`` for from ``stored``; a missing ``_extra_state`` is None.
 
-    RuntimeError if anything else is not there, or cannot be read: torch's own error is no Exception.
+    RuntimeError if anything else is missing or unreadable: torch's own error is no Exception.
     """
     keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
@@ -119,7 +121,7 @@ def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _replicas() -> Any:
-    """The ranks of DP x CP, which hold the same weights: each writes and reads its share of them."""
+    """The DP x CP group, whose ranks hold the same weights: each writes and reads a share of them."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
@@ -133,7 +135,7 @@ def _state(model: Sequence[Any], optimizer: Any, loading: bool) -> dict[str, Any
 
 
 def _layout(chunks: int) -> dict[str, int]:
-    """Sizes of the process groups that wrote the checkpoint, for information: any others can load it."""
+    """The layout that wrote the checkpoint, for information: any other can load it."""
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -151,7 +153,7 @@ def _named_chunks(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's settings of a parameter group, to keep: megatron would load those of an earlier recipe."""
+    """The recipe's settings of a parameter group, such as weight decay."""
     return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 
@@ -162,18 +164,19 @@ def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
 
 
 def _create_state(wrapper: Any) -> None:
-    """Make the moments and the count of steps, which no Adam makes before its first step."""
+    """Initialize moments and step count, so that a checkpoint before the first step is complete."""
     if isinstance(wrapper.optimizer, torch.optim.AdamW):
         _create_adam_state(wrapper.optimizer)
         _note_step(wrapper.optimizer)
     elif wrapper.init_state_fn is not None:
         wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
         for group in wrapper.optimizer.param_groups:
-            group.setdefault("step", 0)  # AdamW, which may continue the run, asks for it
+            group.setdefault("step", 0)  # torch's AdamW, which may resume the run, needs it
 
 
 def _create_adam_state(adam: torch.optim.Optimizer) -> None:
-    """Repair 1: torch makes the moments at the first step; megatron saves and loads them before, too."""
+    """Repair 1: initialize the moments, which torch does only at the first step; megatron needs them
+    before."""
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         state = adam.state[parameter]
         if not state:
@@ -183,7 +186,7 @@ def _create_adam_state(adam: torch.optim.Optimizer) -> None:
 
 
 def _add_step_on_load(wrapper: Any, adam: torch.optim.Optimizer) -> None:
-    """Repair 2: megatron copies every key of the state, but checkpoints carry ``step`` elsewhere."""
+    """Repair 2: add ``step`` to each loaded state. Megatron copies all keys; checkpoints lack this one."""
     original = type(wrapper)._set_main_param_and_optimizer_states
 
     def with_step(model_param: Any, tensors: dict[str, Any]) -> Any:
@@ -195,16 +198,19 @@ def _add_step_on_load(wrapper: Any, adam: torch.optim.Optimizer) -> None:
 
 
 def _note_step(adam: torch.optim.Optimizer) -> None:
-    """Write the count of steps where FusedAdam has it: with Transformer Engine megatron looks nowhere else,
-    and then an AdamW is that of ``optimizer.device=cpu``."""
+    """Copy the step count into the groups, as FusedAdam has it: with Transformer Engine installed megatron
+    reads it only there, also for the AdamW of ``optimizer.device=cpu``."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             group["step"] = int(adam.state[parameter]["step"])
 
 
 def _separate_step_tensors(adam: torch.optim.Optimizer) -> None:
-    """Repair 3: megatron gives all parameters one ``step`` tensor, which torch would advance once for each;
-    with Transformer Engine it gives them none. Its groups have the count that was loaded."""
+    """Repair 3: a ``step`` tensor of its own for each parameter, from the group's loaded count.
+
+    Megatron gives all parameters one tensor, which torch would advance once for each; with Transformer Engine
+    none.
+    """
     for group in adam.param_groups:
         for parameter in group["params"]:
             if group.get("step") is None:

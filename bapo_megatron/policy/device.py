@@ -1,7 +1,7 @@
-"""Device and communication backend of this process, and the CPU mode of megatron-core.
+"""Device and communication backend of this process, and CPU mode: megatron-core without CUDA.
 
-With CUDA nothing here changes any library. Without it, megatron-core still names "cuda" devices in a few
-dozen places; ``cpu_mode`` serves those requests with the CPU, for the calling thread and its process.
+megatron-core names "cuda" devices in a few dozen places. Without CUDA ``cpu_mode`` redirects them to the CPU,
+for the calling thread and its process. With CUDA no library is changed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bapo_megatron.runtime.device import choose_vector_kernels, has_apex, uses_g
 _CPU = torch.device("cpu")
 _thread = threading.local()
 _NORM_BLOCK = 2**14
-"""Numbers that are widened to float64 at a time: 128 KiB, which a cache holds. torch gives so few to one
-thread, so the sum does not depend on the number of threads."""
+"""Block size of the gradient norm, in elements: 128 KiB of float64, which a cache holds. torch sums so few on
+one thread, so the sum does not depend on the number of threads."""
 
 
 def has_cuda() -> bool:
@@ -32,15 +32,15 @@ def has_cuda() -> bool:
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether layers come from Transformer Engine: on a GPU, in half precision.
+    """Whether layers are Transformer Engine's: on a GPU, if installed, in half precision.
 
-    Its attention takes packed documents in half precision only.
+    Its attention for packs requires half precision.
     """
     return dtype != torch.float32 and has_cuda() and find_spec("transformer_engine") is not None
 
 
 def optimizer_problem() -> str | None:
-    """Why megatron's choice of Adam would fail on this GPU, with the fix; None if nothing is wrong."""
+    """The problem with megatron's choice of Adam on this GPU, with the fix; None if there is none."""
     if not has_cuda() or find_spec("transformer_engine") is not None or not has_apex():
         return None
     if find_spec("amp_C") is not None:
@@ -52,9 +52,9 @@ def optimizer_problem() -> str | None:
 
 
 def attention_problem(dtype: torch.dtype) -> str | None:
-    """A missing attention kernel for ``dtype`` on this machine, with the fix; None if nothing is missing.
+    """A missing attention kernel for ``dtype`` on this machine, with the fix; None if there is one.
 
-    What Transformer Engine has for a layout and a GPU is asked later, by ``layers.layer_spec``.
+    Transformer Engine's kernels for a layout and a GPU are checked later, by ``layers.layer_spec``.
     """
     if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None
@@ -62,7 +62,7 @@ def attention_problem(dtype: torch.dtype) -> str | None:
 
 
 def varlen_problem() -> str | None:
-    """A missing variable-length attention of torch, with the fix; None if torch has it."""
+    """torch's missing variable-length attention, with the fix; None if torch has it."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release >= (2, 11):
         return None
@@ -73,12 +73,12 @@ def varlen_problem() -> str | None:
 
 
 def backend() -> str:
-    """The process-group backend: tensors on GPUs go over NCCL; objects and CPU tensors over gloo."""
+    """The process-group backend: NCCL for GPU tensors, gloo for objects and CPU tensors."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def select_device() -> torch.device:
-    """Select this process's device (by LOCAL_RANK on a GPU node), once, before any tensor is made."""
+    """Select this process's device (by LOCAL_RANK on a GPU node). Call it once, before any tensor is made."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_cuda():
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -89,25 +89,22 @@ def select_device() -> torch.device:
 
 
 def release_cached_memory() -> None:
-    """Give the GPU memory that torch's allocator keeps for later back to the driver.
+    """Release the GPU memory that torch's allocator caches to the driver.
 
-    A save makes tensors of other sizes than an update, and NCCL, which does not ask that allocator, makes
-    buffers for groups that it uses for the first time.
+    A save allocates tensors of other sizes than an update, and NCCL, which does not use that allocator,
+    allocates buffers when a group is first used.
     """
     if has_cuda():
         torch.cuda.empty_cache()
 
 
 def free_gpu_bytes() -> int | None:
-    """Bytes that are free on this process's GPU, as the driver says; None without a GPU.
-
-    What torch's allocator keeps for later, in any process, is not free.
-    """
+    """Free bytes of this process's GPU by the driver (torch's cache is not free); None without a GPU."""
     return int(torch.cuda.mem_get_info()[0]) if has_cuda() else None
 
 
 def gpu_name() -> str:
-    """This process's GPU, by node and number, for messages."""
+    """The name of this process's GPU for messages: node and number."""
     return f"{socket.gethostname()}, GPU {torch.cuda.current_device()}" if has_cuda() else "the CPU"
 
 
@@ -137,7 +134,8 @@ def _answer_cuda_queries() -> None:
 
 
 def use_torch_optimizer() -> None:
-    """Let megatron take torch's AdamW also where Transformer Engine or apex is: their kernels need a GPU.
+    """Make megatron use torch's AdamW, even if Transformer Engine or apex is installed: their kernels need a
+    GPU.
 
     A login node and a cluster's CPU nodes share the environment of its GPU nodes.
     """
@@ -159,10 +157,10 @@ def use_torch_optimizer() -> None:
 def _l2_norm(
     _chunk_size: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], _each: bool, *_: Any
 ) -> tuple[Tensor, None]:
-    """The norm of all tensors, float32 [1], from squares that are added in float64.
+    """sqrt(sum of squares) of all tensors, float32 [1], accumulated in float64.
 
-    It has the arguments of apex's ``multi_tensor_l2norm``. Megatron's own stand-in adds float32 numbers one
-    after another: at 28 M of them its norm is 0.16 % too small, and gradients are clipped by it.
+    The signature is that of apex's ``multi_tensor_l2norm``. Megatron's own stand-in adds float32 numbers
+    sequentially: at 28 M of them its norm, by which gradients are clipped, is 0.16 % too small.
     """
     blocks = [block for tensors in lists for one in tensors for block in one.flatten().split(_NORM_BLOCK)]
     norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
@@ -170,7 +168,7 @@ def _l2_norm(
 
 
 class _CpuStream:
-    """The stream of a CPU, where everything happens in order: there is nothing to wait for."""
+    """A stand-in for a CUDA stream: on a CPU everything runs in order, so waits return at once."""
 
     def wait_stream(self, _stream: Any) -> None:
         """Return at once."""
@@ -185,10 +183,10 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaToCpuMode(TorchFunctionMode):
-    """A torch function mode that turns requests for a CUDA device into requests for the CPU.
+    """A torch function mode that redirects requests for a CUDA device to the CPU.
 
-    It sees every call of torch's functions, so its first lines are fast. Wrapping the functions that make
-    tensors would be faster still, and miss those that megatron has taken as default arguments.
+    It intercepts every torch call, so its first lines are fast. Patching the tensor factories would be
+    faster, but miss those that megatron has bound as default arguments.
     """
 
     def __torch_function__(

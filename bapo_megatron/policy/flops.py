@@ -1,8 +1,7 @@
-"""Model FLOPs: the arithmetic of a decoder's forward pass, counted from its shape. Needs no torch.
+"""Model FLOPs of a decoder's forward pass, from its shape (as for MFU). Needs no torch.
 
-A multiply and an add are two FLOPs. Counted are the matrix products, as in model FLOPs utilization
-(Chowdhery et al. 2022, PaLM, appendix B), and attention as causal: a query sees the keys before it.
-A backward pass costs twice the forward pass.
+Matrix products (Chowdhery et al. 2022, PaLM, appendix B) and causal attention are counted; a multiply-add is
+two FLOPs. A backward pass costs twice the forward pass.
 """
 
 from __future__ import annotations
@@ -11,36 +10,36 @@ from bapo_megatron.hf.config import ModelShape
 
 
 def attention_matmuls(shape: ModelShape) -> int:
-    """Entries of one layer's matrices around the attention: queries, keys, values, output projection."""
+    """2 hidden head_dim (heads + kv_heads): entries of one layer's q, k, v and output projections."""
     return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
 
 
 def mlp_matmuls(shape: ModelShape) -> int:
-    """Entries of one layer's MLP matrices: gate, up, down."""
+    """3 hidden ffn: entries of one layer's MLP matrices (gate, up, down)."""
     return 3 * shape.hidden * shape.ffn
 
 
 def head_flops_per_token(shape: ModelShape) -> float:
-    """Forward FLOPs of the output layer for one token."""
+    """2 hidden vocab: forward FLOPs of the output layer for one token."""
     return 2.0 * shape.hidden * shape.vocab
 
 
 def linear_flops_per_token(shape: ModelShape) -> float:
-    """Forward FLOPs of all matrices for one token, the output layer included, attention scores not."""
+    """Forward FLOPs of all weight matrices for one token, output layer included, without attention scores."""
     per_layer = attention_matmuls(shape) + mlp_matmuls(shape)
     return 2.0 * shape.layers * per_layer + head_flops_per_token(shape)
 
 
 def attention_flops(shape: ModelShape, n: float) -> float:
-    """Forward FLOPs of attention (scores and weighted values), all layers, for a sequence of ``n`` tokens.
+    """2 layers heads head_dim n^2: forward FLOPs of causal attention for a sequence of ``n`` tokens.
 
-    Scores and values take 2 x heads x head_dim FLOPs each for a pair of tokens; n^2 / 2 pairs are causal.
+    Scores and weighted values take 2 heads head_dim FLOPs each for one of the n^2 / 2 causal pairs of tokens.
     """
     return 2.0 * shape.layers * shape.heads * shape.head_dim * n**2
 
 
 def attention_weight(shape: ModelShape) -> float:
-    """Relative cost of attention: w such that n tokens cost ``n + w n^2``, in units of a token's linear cost.
+    """w of the cost n + w n^2 of n tokens: the relative cost of attention, in units of a token's linear cost.
 
     About 1e-5 for a 32B model: at n = 1 / w, some 98,000 tokens, attention costs as much as the matrices.
     """

@@ -1,10 +1,9 @@
-"""The optimizer on the host: master weights and moments in its memory, AdamW on its cores.
+"""The CPU-offloaded optimizer: master weights and moments in host memory, AdamW on the host's cores.
 
-A GPU keeps weights and gradients alone: 12 bytes a parameter less, divided by DP x CP. Gradients are
-reduced, measured and clipped on the GPU as ever. Then, bucket by bucket, they are copied to the host, AdamW
-steps there, and the new weights are copied back in the model's type, into the buffer that megatron gathers
-from. While the cores step one bucket, streams of their own carry the gradients of the next and the weights
-of the last.
+A GPU keeps only weights and gradients, 12 bytes a parameter less, divided by DP x CP. Gradients are reduced
+and clipped on the GPU as usual. Then, bucket by bucket, they are copied to the host, AdamW steps there, and
+the new weights are copied back in the model's dtype, into the buffer of megatron's all-gather. Two CUDA
+streams overlap the copies with the steps.
 
     GPU    gradients 0   1   2   ...        weights    0   1   2
     cores                step 0   1   2   ...
@@ -12,8 +11,8 @@ of the last.
 Megatron's own ``HybridDeviceOptimizer`` is not used: after a load without optimizer state it steps on the
 weights from before the load (Megatron-LM, pull request 5071).
 
-Masters and moments are in pageable memory. A checkpoint is written by a fork, which sees pageable memory as
-it was; pinned memory it would share with the updates that follow. Only the buffers of a bucket are pinned.
+Masters and moments are in pageable memory, of which the fork that writes a checkpoint sees a snapshot; pinned
+memory it would share with later updates. Only the buffers of a bucket are pinned.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from torch import Tensor
 from bapo_megatron.config import OptimizerConfig
 
 _FUSED = {"fused": True, "foreach": False}
-"""One pass over each parameter, by all cores."""
+"""AdamW's fused CPU kernel: one pass over each parameter, on all cores."""
 BUCKET = 2**26
-"""Elements that are copied and stepped at a time: 256 MiB of gradients in each of two pinned buffers."""
+"""Bucket size in elements: 256 MiB of gradients in each of two pinned buffers."""
 
 
 def move_to_host(optimizer: Any, config: OptimizerConfig) -> None:
-    """Move the state of a chain of megatron's ``DistributedOptimizer`` to the host, and its steps with it."""
+    """Move the state and the steps of megatron's ``DistributedOptimizer`` chain to the host."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             _move_part_to_host(part, config)
 
 
 class _Shard:
-    """This rank's share of a parameter. Megatron measures and clips ``grad`` as it does a parameter's."""
+    """This rank's shard of a parameter; megatron takes it for a parameter in gradient norm and clipping."""
 
     def __init__(self, master: Tensor, weights: Tensor) -> None:
         self.master = master
-        """float32, on the host: the parameter that AdamW steps."""
+        """Master weights, float32 on the host: the parameter of AdamW."""
         self.weights = weights
-        """On the device, in the model's type: a view of what the ranks gather after the step."""
+        """Weights on the device in the model's dtype: a view of the all-gather's buffer."""
         self.grad: Tensor | None = None
-        """float32, on the device: a view of the reduced gradients."""
+        """Reduced gradients, float32 on the device: a view of megatron's buffer."""
 
 
 def _move_part_to_host(part: Any, config: OptimizerConfig) -> None:
@@ -73,14 +72,14 @@ def _move_part_to_host(part: Any, config: OptimizerConfig) -> None:
     adam = HostAdamW(part.optimizer.param_groups, shards, config)
     part.optimizer = adam
     for group_range, group in zip(part.opt_group_ranges, adam.param_groups, strict=True):
-        group_range["orig_group"]["params"] = group["params"]  # or the old masters would live on
+        group_range["orig_group"]["params"] = group["params"]  # releases the old masters on the device
     part.get_parameters = lambda: adam.shards
     part._copy_model_grads_to_main_grads = lambda: _take_gradients(part, owners)
-    part._copy_main_params_to_model_params = lambda: None  # each bucket has been copied by the step
+    part._copy_main_params_to_model_params = lambda: None  # the step has copied each bucket
 
 
 def _shard_of(part: Any, parameter: Tensor, master: Tensor) -> _Shard:
-    """The shard of a parameter whose master weights are ``master`` until now."""
+    """The host shard of a parameter, from its master weights on the device, ``master``."""
     place = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
     buffer, _, bucket = part.model_param_gbuf_map[parameter]
     weights = part.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
@@ -94,9 +93,9 @@ def _shard_of(part: Any, parameter: Tensor, master: Tensor) -> _Shard:
 
 
 def _take_gradients(part: Any, owners: Sequence[tuple[_Shard, Any]]) -> None:
-    """Note where the reduced gradients are: nothing is copied before they are clipped.
+    """Set the shards' gradients to views of the reduced ones; they are copied after clipping.
 
-    ``owners``: each shard with the model's parameter that it is of.
+    ``owners``: each shard with its parameter of the model.
     """
     for shard, parameter in owners:
         place = part._get_model_param_range_map(parameter)["param"]
@@ -104,12 +103,12 @@ def _take_gradients(part: Any, owners: Sequence[tuple[_Shard, Any]]) -> None:
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW whose parameters are on the host, and gradients and weights on the device."""
+    """AdamW with master weights and moments on the host, and gradients and weights on the device."""
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], shards: dict[Tensor, _Shard], config: OptimizerConfig
     ) -> None:
-        """``groups``: those of the optimizer that this one replaces; ``shards``: by their old parameters."""
+        """``groups``: of the optimizer that this one replaces; ``shards``: by their old parameters."""
         self.shards = [shards[parameter] for group in groups for parameter in group["params"]]
         moved = [{**g, **_FUSED, "params": [shards[p].master for p in g["params"]]} for g in groups]
         betas = (config.beta1, config.beta2)
@@ -118,16 +117,17 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of all parameters, bucket by bucket; the new weights are on the device when it returns."""
+        """One AdamW step, bucket by bucket; the new weights are on the device when it returns."""
         del closure
         copies = self._copies
         with rank_threads():
             copies.begin()
             for bucket in range(len(copies.buckets)):
+                # The next bucket's gradients travel while the cores step this one.
                 copies.fetch(bucket + 1)
                 for shard, gradient in copies.gradients(bucket):
                     shard.master.grad = gradient
-                super().step()  # of those that have a gradient
+                super().step()  # steps only parameters with a gradient: those of this bucket
                 for shard in copies.buckets[bucket]:
                     shard.master.grad = shard.grad = None
                 copies.send(bucket)
@@ -135,7 +135,7 @@ class HostAdamW(torch.optim.AdamW):
 
 
 class _Copies:
-    """The copies of buckets between device and host: two buffers for each direction, a stream for each."""
+    """The overlapped copies of buckets: for each direction two pinned buffers and one CUDA stream."""
 
     def __init__(self, shards: Sequence[_Shard]) -> None:
         self.buckets = buckets_of(shards, BUCKET)
@@ -146,13 +146,13 @@ class _Copies:
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def begin(self) -> None:
-        """Begin to fetch the first bucket, when the work of the current stream is done."""
+        """Begin to fetch the first bucket, after the current stream's work, which clips the gradients."""
         if self._streams["fetch"] is not None:
             self._streams["fetch"].wait_stream(torch.cuda.current_stream(self._device))
         self.fetch(0)
 
     def fetch(self, bucket: int) -> None:
-        """Begin to copy a bucket's gradients to the host, if there is such a bucket."""
+        """Begin to copy a bucket's gradients to the host; no effect after the last bucket."""
         if bucket < len(self.buckets):
             with self._copying("fetch", bucket):
                 for shard, gradient in self._views("fetch", bucket):
@@ -160,13 +160,13 @@ class _Copies:
                     gradient.copy_(shard.grad, non_blocking=True)
 
     def gradients(self, bucket: int) -> Iterator[tuple[_Shard, Tensor]]:
-        """The gradients of a bucket, once they are on the host."""
+        """Wait for a bucket's gradients on the host; returns them by shard."""
         self._wait("fetch", bucket)
         return self._views("fetch", bucket)
 
     def send(self, bucket: int) -> None:
-        """Round the master weights of a bucket, and begin to copy them to the device."""
-        self._wait("send", bucket)
+        """Round a bucket's master weights to the model's dtype, and begin to copy them to the device."""
+        self._wait("send", bucket)  # the buffer's last copy, two buckets ago, may still run
         for shard, weights in self._views("send", bucket):
             weights.copy_(shard.master)
         with self._copying("send", bucket):
@@ -174,12 +174,12 @@ class _Copies:
                 shard.weights.copy_(weights, non_blocking=True)
 
     def end(self) -> None:
-        """Have the current stream wait for the weights."""
+        """Let the current stream wait for the copies of the weights."""
         if self._streams["send"] is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._streams["send"])
 
     def _views(self, way: str, bucket: int) -> Iterator[tuple[_Shard, Tensor]]:
-        """Each shard of a bucket with its part of the buffer."""
+        """Each shard of a bucket with its view of the buffer."""
         shards = self.buckets[bucket]
         dtype = torch.float32 if way == "fetch" else shards[0].weights.dtype
         key = (way, bucket % 2, dtype)
@@ -202,7 +202,7 @@ class _Copies:
             self._done[way, bucket % 2] = stream.record_event()
 
     def _wait(self, way: str, bucket: int) -> None:
-        """Until the last copy through a bucket's buffer is done."""
+        """Wait until the last copy through a bucket's buffer is done."""
         if event := self._done.pop((way, bucket % 2), None):
             event.synchronize()
 
@@ -211,7 +211,7 @@ class _Copies:
 
 
 def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
-    """The shards in order, in buckets of at most ``most`` elements or one shard, with weights of one type."""
+    """Bucketing: shards in order, in buckets of at most ``most`` elements (or one shard) and of one dtype."""
     buckets: list[list[_Shard]] = []
     held = 0
     for shard in shards:
@@ -227,8 +227,8 @@ def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
 
 @contextmanager
 def rank_threads() -> Iterator[None]:
-    """Let torch use the cores of this rank. torchrun gives a rank one thread: there they are its share of the
-    node's. Slurm and `bapo train` have said how many before."""
+    """Thread count of this rank's share of the cores, within the block. torchrun gives a rank only one
+    thread; under Slurm and `bapo train` the count is set already."""
     before, ranks = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")
     if ranks is not None:
         torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(ranks)))

@@ -1,4 +1,4 @@
-"""The layer spec for megatron-core: Transformer Engine (GPU, half precision, if installed), else torch."""
+"""The layer spec for megatron-core: Transformer Engine's layers (GPU, half precision), else torch's."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from bapo_megatron.policy.attention.te_backend import has_te_attention
 
 
 def layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, type]:
-    """The spec of one layer, and the class of the final norm.
+    """The spec of one transformer layer, and the class of the final norm.
 
-    ``longest`` is the length of the longest document. ConfigError if this GPU has no attention kernel for it.
+    ``longest``: length of the longest document. ConfigError if this GPU has no attention kernel for it.
     """
     if device.uses_transformer_engine(config.params_dtype):
         return _te_layer_spec(config, longest)
@@ -29,7 +29,7 @@ def layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, typ
 
 
 def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, type]:
-    """Transformer Engine's layers; the attention is torch's where it has no kernel for packs."""
+    """Transformer Engine's layers; torch's attention where Transformer Engine has no kernel for packs."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     from bapo_megatron.policy.attention.te_attention import PackAttention
@@ -68,7 +68,7 @@ def _torch_layer_spec(qk_norm: bool) -> ModuleSpec:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, marked so that sequence parallelism sums its gradient over the TP ranks."""
+    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

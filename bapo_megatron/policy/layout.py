@@ -1,6 +1,6 @@
-"""The parallel layout: how many processes it takes, whether it can split a model, and its process groups.
+"""The parallel layout: data-parallel size, divisibility checks, and megatron's process groups.
 
-The checks need neither megatron-core nor a process group: they run before either exists.
+The checks need neither megatron-core nor a process group, and run before either exists.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bapo_megatron.hf.config import ModelShape
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
-    """The data-parallel size for ``world_size`` processes (None: no launcher has started any yet)."""
+    """The data-parallel size for ``world_size`` processes; None: they are not started yet. ConfigError."""
     if world_size is None:
         return parallel.data or 1
     size, rest = divmod(world_size, parallel.model_size)
@@ -33,7 +33,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
 
 
 def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
-    """Sizes of the model that the layout cannot split, each with the fix."""
+    """Divisibility problems of a model in a layout, each with the fix."""
     sizes = {
         "attention heads": shape.heads,
         "KV heads": shape.kv_heads,
@@ -60,7 +60,7 @@ def _divisors(*numbers: int) -> list[int]:
 
 @contextmanager
 def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
-    """Process groups of torch.distributed and megatron, and this rank's device, for the length of a block."""
+    """The process groups of torch.distributed and megatron, and this rank's device, within the block."""
     from bapo_megatron.policy.device import backend, select_device  # torch, which layouts do not need
     from bapo_megatron.runtime.distributed import process_group
 
@@ -76,7 +76,7 @@ def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
 
 
 def initialize_groups(parallel: ParallelConfig) -> None:
-    """Megatron's process groups of the layout, and its tracker of random states. A world must exist."""
+    """Initialize megatron's process groups and its RNG tracker. The default process group must exist."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
@@ -86,8 +86,8 @@ def initialize_groups(parallel: ParallelConfig) -> None:
         virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
         context_parallel_size=parallel.context,
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=parallel.timeout_minutes,  # of its own, 30, if it is not told
+        distributed_timeout_minutes=parallel.timeout_minutes,  # megatron's default is 30
     )
-    # Nothing draws random numbers in the model (no dropout, weights come from a file), so the tracker
-    # that leaves the generator alone serves, on the GPU as well.
+    # The model draws no random numbers (no dropout, weights come from a file), so the tracker that leaves
+    # the generator alone is enough, on a GPU as well.
     initialize_rng_tracker(inference_rng_tracker=True)

@@ -1,7 +1,7 @@
 """The megatron-core policy (the actor): GPTModel, pipeline schedule, DDP and distributed optimizer.
 
-Every forward and backward pass, training or not, goes through ``passes.py``: it takes packs and returns one
-additive vector of sums, equal on all ranks.
+All forward and backward passes are in ``passes.py``: packs in, one additive vector of sums out, equal on all
+ranks.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronPolicy:
-    """The trained policy (actor) on megatron-core; implements ``interfaces.Policy``.
-
-    Process groups must exist (``layout.parallel_processes``).
-    """
+    """The ``Policy`` (actor) on megatron-core. Process groups must exist (``layout.parallel_processes``)."""
 
     def __init__(
         self,
@@ -57,10 +54,10 @@ class MegatronPolicy:
         temperature: float = 1.0,
         reader: TensorReader | None = None,
     ) -> None:
-        """Build the model of an HF folder with its weights, its optimizer and its schedule.
+        """Build the model of an HF folder with its weights, optimizer and learning-rate schedule.
 
-        ``temperature`` divides the logits: the trained distribution is the sampled one. ``reader`` gives the
-        weights; None: those of the folder.
+        ``temperature`` divides the logits, as in sampling. ``reader``: source of the weights; None: the
+        folder.
         """
         self.version = 0
         self._parallel = parallel
@@ -91,7 +88,7 @@ class MegatronPolicy:
 
     @property
     def optimizer_name(self) -> str:
-        """Whose AdamW steps: what is installed decides."""
+        """The AdamW implementation in use: Transformer Engine's, apex's or torch's, as installed."""
         return implementation(self._optimizer)
 
     @property
@@ -110,19 +107,18 @@ class MegatronPolicy:
         )
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """Forward-only pass: the sum of ``fn`` over the packs of all ranks, float64. Collective."""
+        """Forward pass: the sum of ``fn`` over the packs of all ranks, float64. Collective."""
         self._offload.check_loaded("token_sums")
         return self._passes.forward(batches, fn)
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``token_sums`` of pi_old's log-probs, which the packs hold; needs no forward pass."""
+        """``token_sums`` at pi_old, whose log-probs are a column of the packs: no forward pass."""
         return self._passes.old_sums(batches, fn)
 
     def log_probs(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
         """Log-probs and entropies of this rank's packs, in full on every rank of the replica.
 
-        ``trained_only``: zeros for tokens that are not trained on, prompts' among them, which saves their
-        logits.
+        ``trained_only``: zeros for tokens that are not trained on, such as prompts, whose logits it saves.
         """
         self._offload.check_loaded("log_probs")
         return self._passes.stats(batches, trained_only)
@@ -150,6 +146,7 @@ class MegatronPolicy:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums = self._passes.backward(batches, loss)
+        # Before the schedule and the optimizer: they must not step on such a loss.
         if not torch.isfinite(sums[0]):
             raise FloatingPointError(f"the loss of update {self.version + 1} is {sums[0].item()}")
         self._schedule.step(increment=1)
@@ -163,30 +160,32 @@ class MegatronPolicy:
         return float(self._optimizer.param_groups[0]["lr"]) if self.version else 0.0
 
     def state_digest(self) -> dict[str, list[str]]:
-        """Digests of the bits of weights and optimizer (``state/bit_digest.py``). Collective."""
+        """Layout-independent digests of weights and optimizer (``state/bit_digest.py``). Collective."""
         self._offload.check_loaded("state_digest")
         return state_digest(self._weights, self._optimizer)
 
     def hf_weights(self) -> NamedTensors:
-        """All weights under their HF names, whole, on every rank. Collective."""
+        """All-gather of the weights under their HF names, whole, on every rank. Collective."""
         self._offload.check_loaded("hf_weights", weights_alone=True)
         return self._weights.gather()
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Move weights and optimizer state to the host and free the gradients; the bytes freed here.
+        """Offload weights and optimizer state to the host, and free the gradients; returns the device bytes
+        freed on this rank.
 
-        Until ``reload`` whatever needs them raises RuntimeError. ``keep_weights``: all but the weights, which
-        ``hf_weights`` still gives; another call moves them, too. Not collective.
+        Until ``reload`` a method that needs them raises RuntimeError. ``keep_weights``: the weights stay, and
+        ``hf_weights`` works; a second call offloads them, too. Not collective.
         """
         return self._offload.offload(keep_weights)
 
     def reload(self) -> None:
-        """Bring back what ``offload`` has moved, bit for bit. Not collective."""
+        """Reload the offloaded state onto the device, bit for bit. Not collective."""
         self._offload.reload()
 
     def save(self, path: Path) -> BackgroundSave:
         """Begin an asynchronous save of model and optimizer into ``path`` (torch_dist format). Collective."""
         self._offload.check_loaded("save")
+        # First: a save allocates tensors of other sizes than an update, and would not fit beside the cache.
         release_cached_memory()
         return megatron_checkpoint.save(path, self._model, self._optimizer)
 
@@ -195,11 +194,12 @@ class MegatronPolicy:
         self._offload.check_loaded("load")
         megatron_checkpoint.load(path, self._model, self._optimizer)
         self.version = version
+        # The schedule is set from the version: it is in no checkpoint, and a new recipe may change it.
         self._schedule.num_steps = 0
         self._schedule.step(increment=version)
 
     def _wrap(self, chunks: list[Any], dtype: torch.dtype) -> list[Any]:
-        """The model chunks in Float16Module (if bfloat16) and DistributedDataParallel."""
+        """Wrap the model chunks in Float16Module (if bfloat16) and DistributedDataParallel."""
         if dtype == torch.bfloat16:
             chunks = [Float16Module(self._config, chunk) for chunk in chunks]
         settings = DistributedDataParallelConfig(

@@ -1,4 +1,4 @@
-"""The model builder: this rank's GPTModel chunks with our layer spec, from the shape of an HF model."""
+"""The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         # Batched point-to-point calls give wrong results with the interleaved schedule on gloo.
         batch_p2p_comm=has_cuda(),
-        batch_p2p_sync=False,  # it makes the host wait after each message, for versions of torch long ago
-        # Stages tell each other the length of each pack; the interleaved schedule cannot.
+        batch_p2p_sync=False,  # a host sync after each message, which only old versions of torch need
+        # Stages send each other the length of each pack; the interleaved schedule cannot.
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual == 1,
-        moe_token_dispatcher_type="alltoall",  # asked for by variable lengths, without any experts
+        moe_token_dispatcher_type="alltoall",  # variable lengths require it, also without experts
         **_recompute(batch),
     )
 
@@ -92,12 +92,12 @@ def _recompute(batch: BatchConfig) -> dict[str, object]:
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPTModel whose last stage returns hidden states instead of logits; ``output_head.py`` continues."""
+    """GPTModel whose last stage returns hidden states; ``output_head.py`` computes logits and loss."""
 
     def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        """Hidden states of all tokens of the CP rank, on every TP rank, [tokens, 1, hidden].
+        """Hidden states [tokens, 1, hidden] of all tokens of the CP rank, on every TP rank.
 
-        The gradients of the TP ranks add up.
+        Backward: the gradients of the TP ranks are summed.
         """
         if not self.post_process:
             return hidden_states
@@ -109,16 +109,16 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return cast(Tensor, enter(hidden_states, group=self.pg_collection.tp))
 
     rotary: Rotary | None = None
-    """RoPE of layers that leave it to their core attention; None where megatron-core's own is applied."""
+    """RoPE that the core attention applies; None where megatron-core applies its own."""
 
     def document_pack(self, part: MicroBatch, device: torch.device) -> DocumentPack:
-        """What the layers must know of a pack, for this rank's part of it."""
+        """The sequence parameters of a pack for the layers: document bounds, RoPE of this rank's tokens."""
         table = None if self.rotary is None else self.rotary.table(part.position_T)
         return DocumentPack.of(part.cu_seqlens, part.max_seqlen, device, table)
 
     @property
     def output_weight(self) -> Tensor:
-        """This rank's part of the output layer, [vocabulary / TP, hidden]."""
+        """This rank's shard of the output layer, [vocabulary / TP, hidden]."""
         tied = self.share_embeddings_and_output_weights
         return cast(Tensor, self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
 
@@ -128,7 +128,7 @@ def build_chunks(
 ) -> list[PolicyModel]:
     """The model chunks of this pipeline stage: one, or one for each virtual stage.
 
-    ``longest`` is the length of the longest document that they will see, at most ``max_positions``.
+    ``longest``: length of the longest document, at most ``max_positions``.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
@@ -141,9 +141,9 @@ def build_chunks(
 
 
 def _rotary_length(longest: int, _context: Any, _decoder: Any, _input: Any, _config: Any, pack: Any) -> int:
-    """Rows of the table of RoPE: of the longest document that may come.
+    """Length of megatron's RoPE table: the longest document that may come, so one table serves all packs.
 
-    Megatron makes a table of each pack's longest one and keeps the last 32: 1.1 GB at 64k tokens.
+    Megatron itself makes one for each pack's longest document, and caches 32 of them: 1.1 GB at 64k tokens.
     """
     return max(longest, int(pack.max_seqlen_q))
 

@@ -1,4 +1,4 @@
-"""AdamW on megatron's distributed optimizer, and its learning-rate schedule."""
+"""AdamW on megatron's distributed optimizer: construction, clipped step, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OWNERS = {"transformer_engine": "Transformer Engine's", "apex": "apex's", "torc
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.dtype) -> Any:
-    """Megatron's optimizer over the DDP-wrapped chunks; biases and norms have no weight decay.
+    """Megatron's distributed optimizer over the DDP-wrapped chunks; no weight decay for biases and norms.
 
-    With ``optimizer.device=cpu`` its state and its steps are on the host.
+    ``optimizer.device=cpu``: state and steps are on the host (``host_optimizer.py``).
     """
     settings = megatron_optimizer.OptimizerConfig(
         optimizer="adam",
@@ -43,7 +43,7 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
 
 
 def implementation(optimizer: Any) -> str:
-    """Whose AdamW steps: Transformer Engine's where it is, else apex's, else torch's; or the host's."""
+    """The name of the AdamW in use: Transformer Engine's, else apex's, else torch's; or the host's."""
     kinds = {type(part.optimizer) for part in optimizer.chained_optimizers if not part.is_stub_optimizer}
     names = [
         "torch's AdamW on the host"
@@ -55,10 +55,10 @@ def implementation(optimizer: Any) -> str:
 
 
 def clipped_step(optimizer: Any, clip_grad: float) -> float:
-    """One optimizer step with gradient clipping; the norm of the gradient before it. Collective.
+    """One optimizer step with gradient clipping; returns the gradient norm before it. Collective.
 
-    FloatingPointError, on every rank, if the norm is not finite; then nothing is stepped. Megatron's own
-    check of the gradients raises on the rank that meets a nan, and leaves the others waiting for it.
+    FloatingPointError, on every rank and without a step, if the norm is not finite. (Megatron's own gradient
+    check raises only on the rank with the nan, and the others would wait for it.)
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
@@ -72,7 +72,7 @@ def clipped_step(optimizer: Any, clip_grad: float) -> float:
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Any, planned_updates: int) -> OptimizerParamScheduler:
-    """The learning-rate schedule over the number of updates begun: warmup, then decay to ``min_lr``."""
+    """The learning-rate schedule over updates: warmup, then decay to ``min_lr``."""
     warmup = config.warmup_updates
     return OptimizerParamScheduler(
         optimizer,

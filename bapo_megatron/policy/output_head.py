@@ -1,24 +1,24 @@
-"""The chunked, vocabulary-parallel output layer: log-prob, entropy and loss from hidden states.
-
-For hidden state h of a token, output weights W and temperature t, with logits z = W h:
+"""The chunked, vocabulary-parallel output layer: log-probs, entropies and loss from hidden states.
 
     log pi(y) = z_y / t - logsumexp(z / t)
     H = logsumexp(z / t) - sum_v pi(v) z_v / t
     d log pi(y) / dz_v = (1[v = y] - pi(v)) / t
+
+with logits z = W h of a token's hidden state h, output weights W, and temperature t.
 
 Logits are float32 from the matmul on, whatever the type of h and W, and are divided by t in float32: the
 arithmetic of SGLang 0.5.23 under ``--enable-fp32-lm-head`` (``LogitsProcessor._compute_lm_head``,
 ``Sampler.forward``). bfloat16 logits would be off by up to 1/512 of their size, 0.06 nats at a logit of 30.
 
 Each chunk's matmul, softmax, loss and gradient are done before the next chunk begins, so the logits of a
-pack never exist (40 GB in float32 for 64k tokens and 152k entries), and no matmul is done twice. This works
-because a loss is additive over tokens: the gradient of a token needs no other token. So a ``TokenFn`` sees a
-chunk of a pack at a time; what it must know of a whole sequence comes from sums made before.
+whole pack never exist (40 GB in float32 for 64k tokens and 152k entries), and no matmul is done twice. This
+works because a loss is additive over tokens: the gradient of a token needs no other token. So a ``TokenFn``
+sees one chunk at a time; sums over whole sequences must be computed before.
 
-``rows_N`` are the rows of the hidden states whose logits are wanted (None: all), in the order of the labels
-or of the batch. They are copied a chunk at a time.
+``rows_N``: rows of the hidden states whose logits are needed (None: all), in the order of the labels or of
+the batch. They are copied a chunk at a time.
 
-Shapes: ``_T`` tokens, ``_N`` those whose logits are wanted, ``_C`` tokens of a chunk, ``_H`` hidden size,
+Shapes: ``_T`` tokens, ``_N`` tokens whose logits are needed, ``_C`` tokens of a chunk, ``_H`` hidden size,
 ``_V`` this rank's vocabulary.
 """
 
@@ -35,9 +35,9 @@ from torch import Tensor
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
 _CACHED_LOGITS = 1 << 19
-"""Logits whose softmax is taken at a time on a CPU: 2 MiB of float32, which its cache holds."""
+"""Block size of the softmax on a CPU, in logits: 2 MiB of float32, which its cache holds."""
 _SOFTMAX_LOGITS = 1 << 27
-"""Logits whose softmax is taken at a time on a GPU: 512 MiB of float32 beside the chunk's logits."""
+"""Block size of the softmax on a GPU, in logits: 512 MiB of float32 beside the chunk's logits."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class OutputHead:
     temperature: float
     """Temperature of the policy's distribution: divides the logits."""
     chunk_tokens: int
-    """Tokens whose logits exist at a time."""
+    """Chunk size in tokens."""
     group: dist.ProcessGroup | None = None
-    """Tensor-parallel ranks, which hold equal parts of the vocabulary in rank order; None for the whole.
+    """Tensor-parallel group, whose ranks hold equal shards of the vocabulary in rank order; None: unsharded.
 
-    Each of them has all tokens, and gets the part of the hidden states' gradient that its own part causes.
+    Each rank has all tokens, and gets the gradient of the hidden states from its own shard.
     """
 
     @torch.no_grad()
@@ -72,24 +72,19 @@ class OutputHead:
         loss: TokenFn,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """The vector of ``loss`` over the tokens of ``batch``, float64; element 0 is differentiable.
-
-        Its gradients are those in the hidden states and in the weights.
-        """
+        """The vector of ``loss`` summed over the tokens of ``batch``, float64. Element 0 is differentiable in
+        the hidden states and the weights."""
         total: Tensor = _LossAndGradient.apply(hidden_TH, weight_VH, batch, loss, self, rows_N)  # type: ignore[no-untyped-call]
         return total
 
     def _logits(
         self, hidden_TH: Tensor, weight_VH: Tensor, rows_N: Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """The logits / t chunk by chunk, float32, after the chunk's place and its hidden states.
-
-        The next chunk overwrites the logits.
-        """
+        """Slice, hidden states and float32 logits / t of each chunk. The next chunk overwrites the logits."""
         tokens = hidden_TH.size(0) if rows_N is None else rows_N.numel()
         size = min(self.chunk_tokens, tokens)
         buffer = hidden_TH.new_empty(size, weight_VH.size(0), dtype=torch.float32)
-        # A tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than SGLang.
+        # A tensor: CUDA multiplies by the reciprocal of a Python number, which rounds unlike SGLang.
         temperature = buffer.new_full((1,), self.temperature)
         matmul = _matmul_into_float32(weight_VH)
         for start in range(0, tokens, size):
@@ -114,7 +109,7 @@ class OutputHead:
         return log_prob_C, entropy_C, log_norm_C
 
     def _local_columns(self, label_C: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Labels as columns of this rank's part (0 where they lie elsewhere), and whether they lie here."""
+        """Labels as columns of this rank's vocabulary shard (0 if elsewhere), and whether they are here."""
         first = (self.group.rank() if self.group is not None else 0) * width
         mine_C = (label_C >= first) & (label_C < first + width)
         return torch.where(mine_C, label_C - first, 0), mine_C
@@ -126,7 +121,7 @@ class OutputHead:
 
 
 class _LossAndGradient(torch.autograd.Function):
-    """Loss and gradient of the output layer, both made in the forward pass; the backward pass only scales."""
+    """Loss and gradient of the output layer in one forward pass; the backward pass scales the gradient."""
 
     @staticmethod
     def forward(
@@ -139,7 +134,7 @@ class _LossAndGradient(torch.autograd.Function):
         rows_N: Tensor | None,
     ) -> Tensor:
         grad_hidden_TH = torch.zeros_like(hidden_TH)
-        # Chunks add up in float32 whatever the weights' type.
+        # The chunks' gradients are accumulated in float32, whatever the weights' dtype.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         total: Tensor | None = None
         for part, hidden_CH, logits_CV in head._logits(hidden_TH, weight_VH, rows_N):
@@ -181,7 +176,7 @@ class _LossAndGradient(torch.autograd.Function):
 def _sums_and_gradient(
     log_prob_C: Tensor, entropy_C: Tensor, chunk: MicroBatch, loss: TokenFn
 ) -> tuple[Tensor, Tensor]:
-    """The vector of ``loss`` over a chunk, and the gradient of its element 0 in the log-probs."""
+    """The vector of ``loss`` over a chunk, and d(element 0) / d(log-probs)."""
     with torch.enable_grad():
         log_prob_C = log_prob_C.detach().requires_grad_()
         sums = loss(TokenStats(log_prob_C, entropy_C), chunk)
@@ -190,10 +185,10 @@ def _sums_and_gradient(
 
 
 def _matmul_into_float32(weight_VH: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """The function that writes ``hidden weight^T`` into a float32 tensor, summed and kept in float32.
+    """out = hidden weight^T as a function, accumulated and stored in float32.
 
-    cuBLAS takes bfloat16 and gives float32. A CPU has no such matmul: there the weights are widened, once
-    for all chunks; the products of bfloat16 numbers are exact in float32, so both sum the same numbers.
+    cuBLAS takes bfloat16 and gives float32. A CPU has no such matmul: there the weights are cast to float32,
+    once for all chunks; products of bfloat16 numbers are exact in float32, so both sum the same numbers.
     """
     if weight_VH.dtype == torch.float32:
         return lambda hidden_CH, out: torch.mm(hidden_CH, weight_VH.t(), out=out)
@@ -204,10 +199,7 @@ def _matmul_into_float32(weight_VH: Tensor) -> Callable[[Tensor, Tensor], object
 
 
 def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp(z) and the mean of z under its softmax; in blocks, whose softmax lies beside the logits.
-
-    float64 on a CPU, float32 on a GPU.
-    """
+    """logsumexp(z) and sum_v softmax(z)_v z_v of each row, block by block; float64 on a CPU, else float32."""
     rows, width = logits_CV.shape
     block = min(rows, max(1, (_SOFTMAX_LOGITS if logits_CV.is_cuda else _CACHED_LOGITS) // width))
     softmax, dtype = (_gpu_softmax, torch.float32) if logits_CV.is_cuda else (_cpu_softmax, torch.float64)
@@ -221,7 +213,7 @@ def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp(z) and mean by one fused kernel, whose threads' sums are added as a tree."""
+    """logsumexp(z) and mean, by one fused kernel, which sums as a tree."""
     prob_CV = torch.softmax(logits_CV, 1, out=buffer_CV)
     peak_C, column_C = logits_CV.max(1)
     log_norm_C = peak_C - prob_CV.gather(1, column_C[:, None])[:, 0].log()
@@ -229,11 +221,10 @@ def _gpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp(z) and mean, from d = z - max z: log sum e^d + max z, and sum d e^d / sum e^d + max z.
+    """logsumexp(z) = log sum e^d + max z, mean = sum d e^d / sum e^d + max z, with d = z - max z.
 
-    ``sum`` adds pairwise. torch's softmax on a CPU adds one number after another, which at 49,152 float32
-    numbers makes entropies 2e-4 nats too low. The logits' size, up to a hundred times the entropy's, is added
-    in float64, and cancels there.
+    ``sum`` adds pairwise. torch's softmax on a CPU adds sequentially, which at 49,152 float32 numbers makes
+    entropies 2e-4 nats too low. max z, up to a hundred times the entropy, is added in float64, and cancels.
     """
     peak_C1 = logits_CV.amax(1, keepdim=True)
     gap_CV = torch.sub(logits_CV, peak_C1, out=buffer_CV)
@@ -243,7 +234,7 @@ def _cpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(total_VH: Tensor, gap_CV: Tensor, hidden_CH: Tensor) -> None:
-    """Add gap^T hidden to ``total_VH``, whose type may be wider."""
+    """total += gap^T hidden; the total's dtype may be wider."""
     if total_VH.dtype == gap_CV.dtype:
         total_VH.addmm_(gap_CV.t(), hidden_CH)
     else:

@@ -1,11 +1,10 @@
-"""Forward and backward passes over micro-batches on megatron-core's schedules.
+"""Forward and backward passes over micro-batches on megatron-core's pipeline schedules.
 
-Packs come in, one additive float64 vector of sums goes out, equal on all ranks; the caller's ``TokenFn``
-gives it its meaning. Packs come whole; each rank takes its context-parallel part of them here.
+Packs in, one additive float64 vector of sums out, equal on all ranks; its meaning is the caller's
+``TokenFn``. Packs are whole; each rank slices its context-parallel part here.
 
-The layers see all tokens of a part, and the output layer those that are trained on: no ``TokenFn`` reads
-others, only ``stats`` may be asked for them. Which they are is read on the host, from the pack's mask, so no
-device is waited for.
+The layers see all tokens of a part, the output layer only the trained ones (``stats`` can include others).
+The trained tokens are selected on the host, from the pack's mask, without a device synchronization.
 """
 
 from __future__ import annotations
@@ -35,30 +34,30 @@ class _Part:
     tokens: MicroBatch
     """All tokens, for the layers."""
     trained: MicroBatch
-    """The tokens that are trained on, for the output layer; the first token, which is masked, if none is."""
+    """The trained tokens, for the output layer; if there are none, the first token, which is masked."""
     rows_N: Tensor | None
-    """Their rows among all tokens; None where all are trained on."""
+    """Rows of the trained tokens among all tokens; None if all are trained."""
 
 
 Evaluate = Callable[[Tensor, _Part], Tensor]
-"""From hidden states [tokens, hidden] of a part of a pack to its vector; element 0 is differentiated."""
+"""A function from the hidden states [tokens, hidden] of a part to its vector; element 0 is differentiated."""
 
 
 class Passes:
-    """The passes of one model: ``wrapped`` chunks in DDP, ``last`` the bare chunk with the output layer."""
+    """The passes of one model. ``wrapped``: chunks in DDP; ``last``: the bare chunk of the output layer."""
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:
         self._model, self._last, self._head, self._device = wrapped, last, head, device
         self._config = last.config
 
     def forward(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``fn`` summed over the packs of all ranks; nothing is kept for a backward pass."""
+        """Forward pass without gradients: ``fn`` summed over the packs of all ranks."""
         with torch.no_grad():
             outputs = self._schedule(batches, self._measured(fn), forward_only=True)
             return self._sum_over_ranks(outputs, self._width(outputs, batches, fn))
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``fn`` of the log-probs under pi_old, summed over the packs of all ranks; entropies are zero."""
+        """``fn`` at pi_old's stored log-probs, summed over the packs of all ranks; entropies are zero."""
         parts = [self._part(batch).trained for batch in batches]
         outputs = [fn(TokenStats(p.old_log_prob_T, torch.zeros_like(p.mask_T)), p) for p in parts]
         return self._sum_over_ranks(outputs, outputs[0].numel())
@@ -66,7 +65,7 @@ class Passes:
     def stats(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
         """Log-probs and entropies of whole packs, prompts too, on every rank of the replica, on the CPU.
 
-        ``trained_only``: those of tokens that are trained on; zeros for the others, which have no logits.
+        ``trained_only``: zeros for all other tokens, whose logits are not computed.
         """
         size, rank = _context()
         found = [torch.zeros(2, batch.token_T.numel(), device=self._device) for batch in batches]
@@ -77,7 +76,7 @@ class Passes:
             held = positions(batch.cu_seqlens, size, rank).to(values.device, non_blocking=True)
             tokens, rows_N = (part.trained, part.rows_N) if trained_only else (part.tokens, None)
             stats = torch.stack(self._head.stats(hidden_TH, self._last.output_weight, tokens.label_T, rows_N))
-            if trained_only:  # the one row of a part without trained tokens is masked
+            if trained_only:  # a part without trained tokens has one masked row
                 stats = torch.where(tokens.mask_T > 0, stats, 0.0)
             values[:, held if rows_N is None else held[rows_N]] = stats
             return torch.zeros(1, device=self._device)
@@ -89,7 +88,7 @@ class Passes:
         return [TokenStats(*values.cpu()) for values in found]
 
     def backward(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> Tensor:
-        """Add the gradient of the loss (element 0, over its tokens) to the gradient buffers; its sums."""
+        """Backward pass: accumulate the gradient of the loss (element 0, per token); returns its sums."""
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
                 return self._searched_update(batches, loss)
@@ -112,7 +111,7 @@ class Passes:
         return evaluate
 
     def _searched(self, loss: SearchedLoss) -> Evaluate:
-        """The searched loss per micro-batch: sums over the replicas' present packs first, then the loss."""
+        """A searched loss per micro-batch: all-reduce of the sums over replicas, search, then the loss."""
         measure = self._measured(loss.measure)
 
         def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
@@ -123,11 +122,10 @@ class Passes:
         return evaluate
 
     def _searched_update(self, batches: Sequence[MicroBatch], loss: SearchedLoss) -> Tensor:
-        """The searched loss per update: every forward pass, the search, every backward pass.
+        """A searched loss per update: all forward passes, the search, then all backward passes.
 
-        It needs a pipeline of one stage.
-
-        The activations of all packs exist at once; with full recomputation those are the layers' inputs.
+        It needs a pipeline of one stage. The activations of all packs are held at once; with full
+        recomputation those are the layers' inputs.
         """
         parts = [self._part(batch) for batch in batches]
         held = deque((self._hidden(part.tokens, self._model[0])[:, 0], part) for part in parts)
@@ -137,6 +135,7 @@ class Passes:
         evaluate = self._differentiated(loss.loss_of(sums))
         outputs = []
         while held:
+            # Taken out of the queue, so that a pack's activations are freed after its backward pass.
             vector = evaluate(*held.popleft())
             outputs.append(vector.detach())
             self._config.grad_scale_func(vector[0]).backward()
@@ -149,7 +148,7 @@ class Passes:
     def _schedule(
         self, batches: Sequence[MicroBatch], evaluate: Evaluate, forward_only: bool
     ) -> list[Tensor]:
-        """The vectors of ``evaluate`` for all packs; an empty list on stages before the last."""
+        """Run megatron's schedule: the vectors of ``evaluate`` for all packs; empty before the last stage."""
         parts = [self._part(batch) for batch in batches]
         iterators = [iter(parts) for _ in self._model]
         outputs: list[Tensor] = get_forward_backward_func()(
@@ -193,13 +192,13 @@ class Passes:
         if rows_N.numel() == tokens.mask_T.numel():
             here = tokens.to(self._device)
             return _Part(here, here, None)
-        if rows_N.numel() == 0:  # a dummy's: collectives, and the vector's length, need a token
+        if rows_N.numel() == 0:  # a dummy pack: collectives, and the vector's length, need one token
             rows_N = rows_N.new_zeros(1)
         trained = tokens.take(rows_N).to(self._device)
         return _Part(tokens.to(self._device), trained, rows_N.to(self._device, non_blocking=True))
 
     def _width(self, outputs: list[Tensor], batches: Sequence[MicroBatch], fn: TokenFn) -> int:
-        """Length of the vectors of ``fn``; earlier stages, which have none, ask one dummy token."""
+        """Length of ``fn``'s vectors. Earlier stages have none, and evaluate ``fn`` on a dummy token."""
         if outputs:
             return outputs[0].numel()
         token = batches[0].take(slice(0, 1)).to(self._device)
@@ -210,17 +209,15 @@ class Passes:
     def _searched_width(
         self, outputs: list[Tensor], batches: Sequence[MicroBatch], loss: SearchedLoss
     ) -> int:
-        """``_width`` of the loss of a micro-batch, whose search finds what it finds without tokens."""
+        """Length of the vectors of a searched loss; earlier stages search on zero sums."""
         if outputs:
             return outputs[0].numel()
         sums = torch.zeros(self._width(outputs, batches, loss.measure), dtype=torch.float64)
         return self._width(outputs, batches, loss.loss_of(sums))
 
     def _sum_over_ranks(self, outputs: list[Tensor], width: int) -> Tensor:
-        """The sum of all packs' vectors, each counted once: only last stages have any, and TP ranks agree.
-
-        ``width`` is the vectors' length.
-        """
+        """All-reduce (sum) of the packs' vectors of length ``width``, those of the last stage and TP rank
+        0."""
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         counts = last and parallel_state.get_tensor_model_parallel_rank() == 0
         total = torch.zeros(width, dtype=torch.float64, device=self._device)
@@ -231,7 +228,7 @@ class Passes:
 
 
 def _context() -> tuple[int, int]:
-    """The context-parallel size, and this rank's place in it."""
+    """The context-parallel size and rank."""
     return (
         int(parallel_state.get_context_parallel_world_size()),
         int(parallel_state.get_context_parallel_rank()),
@@ -239,7 +236,7 @@ def _context() -> tuple[int, int]:
 
 
 def _complete_stats(values: Tensor) -> None:
-    """Complete ``values`` in place: from the CP ranks that hold the others, then from the last stage."""
+    """Complete ``values`` in place: all-reduce over the CP ranks, then broadcast from the last stage."""
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
     pipeline = parallel_state.get_pipeline_model_parallel_group()

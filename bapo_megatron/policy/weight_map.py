@@ -1,4 +1,4 @@
-"""The weight map: moves weights between Hugging Face tensors and this rank's megatron parameters."""
+"""The weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.hf.shards import shard_parts, split, unshard
 
 Key = tuple[str, int | None]
-"""A parameter of the whole model: its name in the parameter map, and its layer."""
+"""The key of a parameter of the whole model: its name in the parameter map, and its layer."""
 
 
 def stage_of(key: Key, layers: int, stages: int, virtual: int) -> int:
-    """The pipeline stage that holds a parameter; the first, where several do.
+    """The pipeline stage of a parameter; the first one of a parameter on several stages.
 
-    ``layers`` of the whole model lie in ``stages x virtual`` equal chunks, dealt out to the stages in turn.
-    The embedding is on the first stage; the final norm and the output layer are on the last.
+    The model's ``layers`` form ``stages x virtual`` equal chunks, assigned to the stages in turn. The
+    embedding is on the first stage; the final norm and the output layer are on the last.
     """
     name, layer = key
     if layer is not None:
@@ -32,7 +32,7 @@ def stage_of(key: Key, layers: int, stages: int, virtual: int) -> int:
 
 
 class WeightMap:
-    """The parameters of the whole model, and the parts of them that this rank holds."""
+    """The map between the whole model's parameters and this rank's shards."""
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:
         self.table = mapping_table(shape)
@@ -44,13 +44,13 @@ class WeightMap:
             for name, parameter in chunk.named_parameters():
                 key = canonical_name(name, first_layer)
                 if shape.tied and key[0] == "output_layer.weight":
-                    continue  # the last stage's copy; the first stage's embedding speaks for both
+                    continue  # the last stage's copy of the tied embedding: the first stage's is used
                 if key[0] not in self.table:
                     raise KeyError(f"megatron parameter {name} has no Hugging Face counterpart")
                 self.local[key] = parameter
 
     def keys(self) -> Iterator[Key]:
-        """Every parameter of the whole model, in one order on all ranks."""
+        """The keys of the whole model's parameters, in the same order on all ranks."""
         for name in self.table:
             if "{layer}" in name:
                 yield from ((name, layer) for layer in range(self.layers))
@@ -58,11 +58,11 @@ class WeightMap:
                 yield name, None
 
     def load(self, reader: TensorReader, chunks: Sequence[Any], tied: bool) -> None:
-        """Load this rank's part of every parameter from an HF folder, and read nothing else."""
+        """Load this rank's shards from an HF folder; nothing else is read."""
         for (name, layer), parameter in self.local.items():
             _fill(parameter, reader, self.table[name], layer)
         for chunk in chunks:
-            if tied and chunk.post_process and not chunk.pre_process:  # its own copy of the embedding
+            if tied and chunk.post_process and not chunk.pre_process:  # the last stage's copy
                 _fill(chunk.output_layer.weight, reader, self.table["embedding.word_embeddings.weight"], None)
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +99,7 @@ class WeightMap:
 
 
 def _fill(parameter: Tensor, reader: TensorReader, mapping: Mapping, layer: int | None) -> None:
-    """Copy this rank's shard of a parameter from its HF tensors, part by part."""
+    """Fill this rank's shard of a parameter from its HF tensors, part by part."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     row = 0

@@ -1,8 +1,9 @@
-"""Context parallelism with balanced load: which tokens of a pack a rank holds, and what they see.
+"""Context parallelism with load balancing: the sharding of a pack's tokens over CP ranks.
 
-Each document is cut into ``2 x size`` chunks of equal length; rank r holds chunks r and
-``2 x size - 1 - r``. Under a causal mask an early chunk is cheap and a late one dear, so every rank has the
-same work (the load balancing of Llama 3, arXiv 2407.21783, Sec. 3.3.2, and of Transformer Engine).
+    rank r of C holds chunks r and 2C - 1 - r of each document, which is cut into 2C chunks of equal length
+
+Under a causal mask early chunks are cheap and late ones expensive: every rank has the same work (as in Llama
+3, arXiv 2407.21783, Sec. 3.3.2, and Transformer Engine).
 
 Shapes: ``_T`` tokens of a pack, ``_L`` tokens of a pack on this rank (T / size).
 """
@@ -22,10 +23,10 @@ from bapo_megatron.types import MicroBatch
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """A rank's chunk of a packed document under CP: its queries, and the keys that they attend to."""
+    """A rank's chunk of a packed document: its queries, and the range of keys that they attend to."""
 
     queries: int
-    """Tokens of the chunk."""
+    """Number of tokens of the chunk."""
     first_key: int
     """Position in the pack of the document's first token."""
     last_key: int
@@ -33,9 +34,9 @@ class DocumentChunk:
 
 
 def document_chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[DocumentChunk]:
-    """The chunks that ``rank`` holds of documents ``bounds[d]:bounds[d + 1]``, in the order it holds them.
+    """The chunks of documents ``bounds[d]:bounds[d + 1]`` on ``rank``, in its order.
 
-    Without context parallelism a document is one chunk. ValueError if a document cannot be cut evenly.
+    At size 1 a document is one chunk. ValueError if a document cannot be cut evenly.
     """
     for start, end in pairwise(bounds):
         if size == 1:
@@ -48,22 +49,22 @@ def document_chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[D
             yield DocumentChunk(chunk, start, start + (number + 1) * chunk)
 
 
-@lru_cache(maxsize=64)  # every layer of a micro-batch asks for the same ones
+@lru_cache(maxsize=64)  # every layer of a micro-batch needs the same ones
 def positions(bounds: tuple[int, ...], size: int, rank: int) -> Tensor:
-    """Positions [L] of the pack that ``rank`` holds, in the order it holds them."""
+    """Positions [L] in the pack of the tokens on ``rank``, in its order."""
     parts = [torch.arange(s.last_key - s.queries, s.last_key) for s in document_chunks(bounds, size, rank)]
     return torch.cat(parts)
 
 
 @lru_cache(maxsize=16)
 def gathered_rows(bounds: tuple[int, ...], size: int) -> Tensor:
-    """For each position [T] of the pack its row in the concatenation of all ranks' tokens."""
+    """Rows [T]: for each position of the pack its row in the concatenation of all ranks' tokens."""
     held = torch.cat([positions(bounds, size, rank) for rank in range(size)])
     return torch.empty_like(held).scatter_(0, held, torch.arange(held.numel()))
 
 
 def slice_batch(batch: MicroBatch, size: int, rank: int) -> MicroBatch:
-    """The part of a pack that ``rank`` holds; what is no column still describes the whole pack."""
+    """The part of a pack on ``rank``; fields that are no columns still describe the whole pack."""
     if size == 1:
         return batch
     return batch.take(positions(batch.cu_seqlens, size, rank))

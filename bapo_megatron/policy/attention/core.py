@@ -1,9 +1,8 @@
-"""Core attention in torch for ``thd`` packs (block-diagonal, causal): each document attends to itself.
+"""The core attention module in torch for ``thd`` packs: causal within each document (block-diagonal).
 
-Under context parallelism keys and values are gathered over the CP ranks (they are small: grouped-query heads)
-and each rank's queries attend to the part of their document that lies before them. There is no mask tensor.
-Half precision on a GPU goes through ``flash.py``; elsewhere whole documents go in padded batches
-(``padded.py``) and chunks one by one (``prefix.py``).
+Context parallelism: an all-gather of keys and values over the CP ranks (small, with grouped-query heads);
+each rank's queries attend to the part of their document up to them. No mask tensor exists. Half precision on
+a GPU uses ``flash.py``; else whole documents use padded batches (``padded.py``), and chunks ``prefix.py``.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.
 """
@@ -31,14 +30,14 @@ from bapo_megatron.policy.attention.rope import RotaryTable, rotate
 
 @dataclass
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
-    """A pack's sequence parameters: megatron-core's, for Transformer Engine, and the bounds on the host."""
+    """The sequence parameters of a pack: megatron-core's, with the document bounds on the host, and RoPE."""
 
     bounds: tuple[int, ...] = ()
-    """``cu_seqlens`` on the host: a layer that read it from a GPU would wait for all work before it."""
+    """``cu_seqlens`` on the host: reading it from a GPU would synchronize in every layer."""
     pad_between_seqs: bool = False
     """Whether there is padding between documents; a document's own padding is part of it."""
     rotary: RotaryTable | None = None
-    """RoPE of this rank's tokens; None where queries and keys come rotated already."""
+    """RoPE of this rank's tokens; None if queries and keys are rotated already."""
 
     @classmethod
     def of(
@@ -48,7 +47,7 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
         device: torch.device,
         rotary: RotaryTable | None = None,
     ) -> DocumentPack:
-        """The parameters of a pack with documents ``bounds[d]:bounds[d + 1]``, at most ``longest`` long."""
+        """The parameters of a pack: documents ``bounds[d]:bounds[d + 1]`` of at most ``longest`` tokens."""
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
         return cls(
             qkv_format="thd",
@@ -93,8 +92,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attention of this CP rank's tokens, [tokens, heads * head_dim].
 
-        Queries are [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim];
-        ``packed_seq_params`` describes the whole pack.
+        query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim]; ``packed_seq_params``: of
+        the whole pack.
         """
         if packed_seq_params is None:
             raise ValueError("this attention takes thd packs only")
@@ -112,7 +111,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         return _by_segment(query, key, value, bounds, self.size, rank, self.scale).flatten(1)
 
     def _whole(self, x_LKHD: Tensor, bounds: tuple[int, ...]) -> Tensor:
-        """All-gather the pack's rows, in order, over the CP ranks; gradients go back to their row's rank."""
+        """All-gather the pack's rows over the CP ranks, in the pack's order; backward: a reduce-scatter."""
         gathered = gather_from_sequence_parallel_region(
             x_LKHD, tensor_parallel_output_grad=True, group=self.group
         )
@@ -134,7 +133,7 @@ def _by_segment(
     rank: int,
     scale: float,
 ) -> Tensor:
-    """Attention chunk by chunk, [tokens, heads, head_dim]."""
+    """Attention [tokens, heads, head_dim], chunk by chunk."""
     parts = [s for s in document_chunks(bounds, size, rank) if s.queries]
     outputs = []
     for part, q_LHD in zip(parts, query_LHD.split([part.queries for part in parts]), strict=True):
@@ -144,13 +143,13 @@ def _by_segment(
     return torch.cat(outputs)
 
 
-@lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same ones
+@lru_cache(maxsize=16)  # every layer of a micro-batch needs the same ones
 def _rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     return gathered_rows(bounds, size).to(device, non_blocking=True)
 
 
 class _Reorder(torch.autograd.Function):
-    """A permutation of rows that gathers in both directions: torch's own backward would add row by row."""
+    """A permutation of rows, a gather in both directions: torch's own backward would scatter-add rows."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, row_T: Tensor) -> Tensor:

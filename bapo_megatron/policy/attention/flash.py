@@ -1,7 +1,7 @@
-"""Flash attention for a GPU's half precision: a rank's chunks in one call of torch's variable-length kernel.
+"""Flash attention of packs (GPU, half precision): one call of torch's variable-length kernel for all chunks.
 
-The kernel's causal mask ends at the last query and the last key of a sequence, which is what a chunk of a
-document needs: its queries are the last of the keys that they see.
+The kernel's causal mask is aligned to the last query and the last key (bottom right), as a document's chunk
+needs: its queries are the last of the keys that they see.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.
 """
@@ -28,7 +28,7 @@ def flash_attention(
     rank: int,
     scale: float,
 ) -> Tensor:
-    """Attention of this rank's queries, [tokens, heads, head_dim]; documents ``bounds[d]:bounds[d + 1]``."""
+    """Attention [tokens, heads, head_dim] of this rank's queries; documents ``bounds[d]:bounds[d + 1]``."""
     plan = _key_plan(bounds, size, rank, query_LHD.device)
     if size > 1:  # two chunks of a document see overlapping keys: (2 x size + 1) chunks instead of 2 x size
         key_THD, value_THD = key_THD[plan.key_rows], value_THD[plan.key_rows]
@@ -49,7 +49,7 @@ def _varlen(query_LHD: Tensor, key_KHD: Tensor, value_KHD: Tensor, plan: _KeyPla
 
 
 class _KeyPlan:
-    """The arguments of the variable-length kernel for a rank's chunks."""
+    """The arguments of the variable-length kernel for a rank's chunks: bounds of queries and keys."""
 
     def __init__(self, bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> None:
         parts = [s for s in document_chunks(bounds, size, rank) if s.queries]
@@ -63,4 +63,4 @@ class _KeyPlan:
         self.most_queries, self.most_keys = max(queries), max(keys)
 
 
-_key_plan = lru_cache(maxsize=16)(_KeyPlan)  # every layer of a micro-batch asks for the same one
+_key_plan = lru_cache(maxsize=16)(_KeyPlan)  # every layer of a micro-batch needs the same plan

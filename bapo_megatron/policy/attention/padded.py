@@ -1,7 +1,7 @@
-"""Padded attention: whole documents of a pack through SDPA, causal within each, grouped-query.
+"""Padded attention (CPU, float32): a pack's documents through SDPA in right-padded batches, causal, GQA.
 
-Documents of similar length go through SDPA as one right-padded batch: under a causal mask no real query sees
-the padding behind it, so there is no mask tensor, and SDPA's flash kernels stay available.
+A batch has documents of similar length. Under a causal mask no real query sees the padding behind it, so no
+mask tensor is needed, and SDPA can use its flash kernels.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_PHD`` [rows of all batches, heads, head_dim].
 """
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from bapo_megatron.policy.attention.prefix import prefix_attention
 
-# Documents are computed as one padded batch while that has at most this many times their tokens.
+# Padding limit: a padded batch has at most this many times the tokens of its documents.
 _MAX_PADDING = 1.5
 
 
 def padded_attention(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, bounds: tuple[int, ...], scale: float
 ) -> Tensor:
-    """Causal attention within each document ``bounds[d]:bounds[d + 1]``; [tokens, heads, head_dim]."""
+    """Causal attention [tokens, heads, head_dim] within each document ``bounds[d]:bounds[d + 1]``."""
     plan = padding_plan(bounds, query_THD.device)
     q_PHD, k_PHD, v_PHD = (
         _Pad.apply(x_THD, plan)  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ def padded_attention(
 
 
 def _attend(inputs: list[Tensor], scale: float) -> Tensor:
-    """q, k and v of a right-padded batch, [documents, length, heads, head_dim], to its rows in a line."""
+    """Attention of a right-padded batch: q, k, v [documents, length, heads, head_dim] to [rows, heads, d]."""
     q, k, v = (x.transpose(1, 2) for x in inputs)
     return prefix_attention(q, k, v, scale).transpose(1, 2).flatten(0, 1)
 
@@ -50,16 +50,16 @@ class PaddingPlan:
     """The index maps between a pack's tokens and the rows of its padded batches."""
 
     batches: tuple[tuple[int, int, int], ...]
-    """First row, end row and documents of each batch."""
+    """First row, end row and number of documents of each batch."""
     token_of_row_P: Tensor
-    """Token of the pack that a row holds; a padding row repeats its document's last token."""
+    """Index of a row's token in the pack; a padding row repeats its document's last token."""
     real_P: Tensor
     """1 for a token, 0 for padding."""
     row_of_token_T: Tensor
-    """Row that holds the token."""
+    """Index of a token's row."""
 
 
-@lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same one
+@lru_cache(maxsize=16)  # every layer of a micro-batch needs the same plan
 def padding_plan(bounds: tuple[int, ...], device: torch.device) -> PaddingPlan:
     """The padding plan of a pack with documents ``bounds[d]:bounds[d + 1]``."""
     lengths = [end - start for start, end in pairwise(bounds)]
@@ -82,7 +82,7 @@ def padding_plan(bounds: tuple[int, ...], device: torch.device) -> PaddingPlan:
 
 
 def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
-    """Indices of non-empty documents in batches whose padding stays within the limit, longest first."""
+    """Batches of non-empty documents, by index, longest first, with padding within ``_MAX_PADDING``."""
     groups: list[list[int]] = []
     tokens = longest = 0
     for document in sorted((d for d, n in enumerate(lengths) if n), key=lambda d: -lengths[d]):
@@ -96,7 +96,7 @@ def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
 
 
 class _Pad(torch.autograd.Function):
-    """Tokens to padded rows, a gather in both directions: torch's own backward would add row by row."""
+    """Pad: tokens to padded rows. A gather both ways: torch's own backward would scatter-add rows."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, plan: PaddingPlan) -> Tensor:
@@ -105,12 +105,12 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_PHD: Tensor) -> tuple[Tensor, None]:
-        """No output that is kept depends on a padding row, so its gradient is zero and may be left out."""
+        """The gradient of the tokens' rows. That of padding rows is zero: no kept output depends on them."""
         return grad_PHD.index_select(0, ctx.plan.row_of_token_T), None
 
 
 class _Unpad(torch.autograd.Function):
-    """Padded rows back to tokens."""
+    """Unpad: padded rows to tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_PHD: Tensor, plan: PaddingPlan) -> Tensor:

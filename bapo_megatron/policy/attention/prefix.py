@@ -1,11 +1,12 @@
-"""Prefix attention: causal attention of queries that are the last of their keys, without a mask tensor.
+"""Prefix attention: causal attention of n queries that are the last of m keys, without a mask tensor.
 
-The keys fall into a prefix that every query sees and the chunk's own keys, which it sees causally. Two flash
-calls compute the parts; their outputs are joined by their log-sum-exps (Milakov & Gimelshein 2018, arXiv
-1805.02867). With the joint output and log-sum-exp each part's own backward pass gives its exact share of the
-gradient, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
+    softmax(scale q k^T) v, where query i sees the keys up to m - n + i
+    q [batch, heads, n, head_dim]; k, v [batch, kv_heads, m, head_dim], m >= n
 
-Shapes: q [batch, heads, queries, head_dim]; k, v [batch, kv_heads, keys, head_dim], keys >= queries.
+Two flash calls compute the prefix, which every query sees, and the last n keys, causally; their outputs are
+merged by their log-sum-exps (Milakov & Gimelshein 2018, arXiv 1805.02867). With the merged output and
+log-sum-exp each part's backward gives its exact share of the gradient, as in ring attention (Liu et al. 2023,
+arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-# torch's own flash kernels for the CPU: the public function does not return the log-sum-exp.
+# torch's flash kernels for the CPU: the public function does not return the log-sum-exp.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -26,8 +27,7 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale q k^T) v, where query i of n sees the keys up to ``keys - n + i``."""
     queries, keys = q.size(2), k.size(2)
     if q.is_cuda:
-        # Float32, where the kernel that keeps no scores knows no grouped queries. Half precision goes
-        # another way (core.py).
+        # Float32 on a GPU: its memory-efficient kernel has no grouped queries. Half precision uses flash.py.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     if queries == keys:
         gqa = q.size(1) != k.size(1)

@@ -1,14 +1,12 @@
 """Rotary position embedding (RoPE) of ``thd`` packs in float32, for layers without Transformer Engine.
 
-A head of width d is rotated pair by pair: entries i and i + d/2 of a token at position m by the angle m f_i,
-
     y_i       = x_i cos(m f_i) - x_{i+d/2} sin(m f_i)
     y_{i+d/2} = x_{i+d/2} cos(m f_i) + x_i sin(m f_i)          f_i = base^(-2 i / d)
 
-(Su et al. 2021, RoFormer, arXiv 2104.09864; halves instead of neighbours, as in Hugging Face's models). The
-cosines are computed once for a pack, from its tokens' positions, and serve all layers. megatron-core's own
-code for packs would round them to bfloat16, compute them in every layer, for queries and again for keys, and
-wait each time for the device to learn the documents' lengths.
+for entries i and i + d/2 of a head of width d, at position m (Su et al. 2021, RoFormer, arXiv 2104.09864;
+halves, not neighbours, as in Hugging Face's models). The cosines are computed once per pack, and serve all
+layers. megatron-core's own code for packs would round them to bfloat16, compute them in every layer, for
+queries and keys, and synchronize with the device each time for the documents' lengths.
 
 Shapes: ``_L`` tokens of a pack on this rank, ``_LHD`` [tokens, heads, d], ``_F`` frequencies (d / 2).
 """
@@ -23,13 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Llama 3's scaling (transformers.modeling_rope_utils): wavelengths above 8192 positions are divided by the
-# factor, those below 8192 / 4 are kept, those between are interpolated. hf/config.py refuses other numbers.
+# Llama 3's frequency scaling (transformers.modeling_rope_utils): frequencies of wavelengths above 8192 are
+# divided by the factor, those below 8192 / 4 kept, those between interpolated. hf/config.py refuses others.
 _TRAINED_POSITIONS, _HIGH_FREQUENCY = 8192, 4
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines of a pack's tokens, float32, both [tokens, d / 2]."""
+    """The cosines and sines of a pack's tokens, float32, both [tokens, d / 2]."""
 
     cos_LF: Tensor
     sin_LF: Tensor
@@ -37,7 +35,7 @@ class RotaryTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotary:
-    """The RoPE of a model."""
+    """The RoPE parameters of a model."""
 
     head_dim: int
     base: float
@@ -45,14 +43,14 @@ class Rotary:
     """Factor of Llama 3's frequency scaling; None for none."""
 
     def table(self, position_L: Tensor) -> RotaryTable:
-        """The table of tokens at these positions of their documents, on the positions' device."""
+        """The table for tokens at positions [L] in their documents, on the positions' device."""
         angle_LF = torch.outer(position_L.float(), _frequencies(self, position_L.device))
         return RotaryTable(angle_LF.cos(), angle_LF.sin())
 
 
 @lru_cache(maxsize=16)
 def _frequencies(rotary: Rotary, device: torch.device) -> Tensor:
-    """The frequencies f, float32 [d / 2], by the formula in float32 that engines use as well."""
+    """The frequencies f, float32 [d / 2], computed in float32 as engines do."""
     even = torch.arange(0, rotary.head_dim, 2, dtype=torch.float32)
     frequency_F = 1.0 / (rotary.base ** (even / rotary.head_dim))
     if rotary.factor is not None:
@@ -61,7 +59,7 @@ def _frequencies(rotary: Rotary, device: torch.device) -> Tensor:
 
 
 def _scaled(frequency_F: Tensor, factor: float) -> Tensor:
-    """Llama 3's frequencies for a longer context."""
+    """Llama 3's scaled frequencies, for a longer context."""
     wavelength_F = 2 * math.pi / frequency_F
     low_F = torch.where(wavelength_F > _TRAINED_POSITIONS, frequency_F / factor, frequency_F)
     smooth_F = (_TRAINED_POSITIONS / wavelength_F - 1) / (_HIGH_FREQUENCY - 1)
@@ -71,13 +69,13 @@ def _scaled(frequency_F: Tensor, factor: float) -> Tensor:
 
 
 def rotate(x_LHD: Tensor, table: RotaryTable) -> Tensor:
-    """The queries or keys, rotated; computed in float32, and rounded once to their own type."""
+    """Rotate queries or keys, in float32, rounded once to their own dtype."""
     rotated: Tensor = _Rotation.apply(x_LHD, *table)  # type: ignore[no-untyped-call]
     return rotated
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation, whose gradient is the inverse rotation: nothing is kept but the pack's table."""
+    """The rotation with the inverse rotation as backward: it saves only the pack's table."""
 
     @staticmethod
     def forward(ctx: Any, x_LHD: Tensor, cos_LF: Tensor, sin_LF: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Transformer Engine's attention for packs of documents without padding between them.
-
-Importing this imports Transformer Engine.
-"""
+"""Transformer Engine's attention module for packs. Importing it imports Transformer Engine."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
 
 class PackAttention(TEDotProductAttention):  # type: ignore[misc]
-    """Megatron's attention of Transformer Engine, told that there is no padding between the documents.
+    """``TEDotProductAttention`` with ``pad_between_seqs`` passed on: there is no padding between documents.
 
-    Otherwise Transformer Engine before 2.20 compares ``cu_seqlens`` with their padded ones in every layer,
-    and so waits for the GPU.
+    Without it Transformer Engine before 2.20 compares ``cu_seqlens`` with the padded ones in every layer,
+    which synchronizes with the GPU.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

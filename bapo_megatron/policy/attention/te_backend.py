@@ -1,7 +1,7 @@
-"""Transformer Engine's own choice of an attention kernel for packs, asked before a model is built.
+"""The query of Transformer Engine's attention backend for packs, before a model is built.
 
-Where it has none for a GPU it does not refuse: without context parallelism it computes all scores of the
-padded documents, with it a layer fails in the first pass.
+If it has no kernel for a GPU it does not refuse: without context parallelism it computes all scores of padded
+documents (unfused), with it a layer fails in the first pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def check_environment() -> None:
-    """ConfigError if a variable switches off one of Transformer Engine's kernels, which megatron asserts."""
+    """Check that no variable disables a kernel of Transformer Engine, which megatron asserts. ConfigError."""
     for name in _SWITCHES:
         value = os.environ.get(name, "1")
         if value != "1":
@@ -30,8 +30,8 @@ def check_environment() -> None:
 def has_te_attention(config: Any, longest: int) -> bool:
     """Whether Transformer Engine has a flash or fused kernel for this rank's heads of ``config``.
 
-    ``longest`` is the length of the longest document, in tokens. ConfigError if
-    NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 is set and it has none that is deterministic: torch's is not, either.
+    ``longest``: length of the longest document in tokens. ConfigError if NVTE_ALLOW_NONDETERMINISTIC_ALGO=0
+    is set and it has no deterministic kernel: torch has none either.
     """
     deterministic = os.environ.get(_NONDETERMINISTIC, "1") == "0"
     found = _selected(config, longest, deterministic)
@@ -45,11 +45,11 @@ def has_te_attention(config: Any, longest: int) -> bool:
 
 
 def _selected(config: Any, longest: int, deterministic: bool) -> bool:
-    """The answer of Transformer Engine's selection, asked as one of its layers does while it trains."""
+    """Transformer Engine's backend selection, called with the arguments of a layer in training."""
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
-    # The number of documents is asked about for determinism only: then it is the most that a pack can have.
+    # The number of documents matters for determinism only: then it is the most that a pack can have.
     documents = max(1, longest // (2 * context)) if deterministic else 1
     asked = {
         "qkv_dtype": config.params_dtype,

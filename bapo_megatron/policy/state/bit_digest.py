@@ -1,12 +1,12 @@
-"""The digest of weights and optimizer: sums of their bits, equal at every layout and in any order of adding.
+"""The layout-independent digest of weights and optimizer state, for the resume check.
 
     digest = sum over elements of  bits(element) * row_factor * column_factor   modulo 2^64
 
-``bits`` is the element's pattern as an integer, and the factors are odd numbers drawn from the parameter's
-name and the element's row and column in the *whole* parameter. So the sum does not depend on which rank
-holds the element. Integers modulo 2^64 add exactly in any order, so neither NCCL's rings nor another layout
-change it. An odd factor is invertible: a change of a single element always changes the digest, and changes of
-several, permutations included, go unnoticed with a chance of about 2^-32 at most.
+``bits`` is the element's bit pattern as an integer; the factors are odd numbers derived from the parameter's
+name and the element's row and column in the *whole* parameter, whichever rank holds it. Integers modulo 2^64
+add exactly in any order, so neither NCCL's rings nor another layout change the sum. An odd factor is
+invertible: a change of one element always changes the digest; changes of several, permutations included, go
+unnoticed with probability about 2^-32 at most.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ from bapo_megatron.policy.weight_map import Key, WeightMap
 WEIGHTS, STEP = "weights", "step"
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _BLOCK = 2**22
-"""Elements that are multiplied at a time: 64 MB on the device."""
+"""Block size in elements: 64 MB on the device."""
 _GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 """The increment and the multipliers of splitmix64, as signed integers (Steele, Lea and Flood 2014, "Fast
 Splittable Pseudorandom Number Generators")."""
 
 _RankSums = tuple[int, int, dict[str, tuple[int, int]], list[int]]
-"""Rank of TP; rank of DP x CP; by name the sums over parameters that TP cuts, and over those that it
-repeats; the optimizer's step counts."""
+"""A rank's sums: TP rank; DP x CP rank; by name the sums over TP-sharded and over TP-replicated parameters;
+the optimizer's step counts."""
 
 
 def state_digest(weights: WeightMap, optimizer: Any) -> dict[str, list[str]]:
-    """Digests of the weights, of each state of the optimizer, and its count of steps. Collective.
+    """Digests of the weights, of each optimizer state, and the step count, on every rank. Collective.
 
-    Equal on every rank. ``weights`` exist once on each rank of DP x CP, and some parameters on each rank of
-    TP: a name has one digest where all copies agree, else first the digest of the copy that checkpoints
-    hold, then the others.
+    Each DP x CP rank has a copy of the weights, and each TP rank one of some parameters. A name has one
+    digest if all copies agree; else that of the checkpoint's copy comes first, then the others.
     """
     own = (
         int(parallel_state.get_tensor_model_parallel_rank()),
@@ -57,7 +56,7 @@ def state_digest(weights: WeightMap, optimizer: Any) -> dict[str, list[str]]:
 
 
 def merged(ranks: Sequence[_RankSums]) -> dict[str, list[str]]:
-    """The digests of the whole state from the sums of all ranks, in any order."""
+    """The digests of the whole state, from the sums of all ranks in any order."""
     tensor_ranks = sorted({tensor for tensor, *_ in ranks})
     replicas = sorted({replica for _, replica, *_ in ranks})
 
@@ -77,7 +76,7 @@ def merged(ranks: Sequence[_RankSums]) -> dict[str, list[str]]:
 
 
 def _sums(weights: WeightMap, optimizer: Any) -> dict[str, tuple[int, int]]:
-    """This rank's sums by name: over parameters that TP cuts, and over those that every rank of TP has."""
+    """This rank's sums by name: over TP-sharded, and over TP-replicated parameters."""
     device = next(iter(weights.local.values())).device
     names = (WEIGHTS, *STATES)
     sums = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
@@ -95,7 +94,7 @@ def _sums(weights: WeightMap, optimizer: Any) -> dict[str, tuple[int, int]]:
 
 
 def _kept_states(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[int, dict[str, Tensor]]]]:
-    """Each parameter of whose state this rank keeps a piece: the piece's first element, and its tensors."""
+    """The optimizer state on this rank: parameter, first element of this rank's piece, and its tensors."""
     for part in optimizer.chained_optimizers:
         rank = part.data_parallel_group.rank()
         for placement in placements(part):
@@ -105,7 +104,7 @@ def _kept_states(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[int
 
 
 def _steps(optimizer: Any) -> list[int]:
-    """The different step counts of this rank's parameters: AdamW counts in each, FusedAdam in a group."""
+    """The distinct step counts on this rank: AdamW has one per parameter, FusedAdam one per group."""
     found = set()
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -116,7 +115,7 @@ def _steps(optimizer: Any) -> list[int]:
 
 
 def factors(key: Key, mapping: Mapping, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The odd factors of the rows and of the columns of this rank's shard of a parameter, int64."""
+    """The odd factors, int64, of the rows and columns of this rank's shard of a parameter."""
     name, layer = key
     seed = hashlib.sha256(f"{name} {layer}".encode()).digest()
     shape = (*mapping.shape, 1)[:2]  # a vector is a matrix of one column
@@ -140,9 +139,9 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def bit_sum(values: Tensor, first: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """The digest of a flat piece of a shard that begins at its element ``first``: one int64.
+    """sum bits * row_factor * column_factor, int64, of a flat piece of a shard from its element ``first``.
 
-    ``values`` may be on another device than the factors, where the sum is taken.
+    ``values`` may be on another device than the factors; the sum is computed on that of the factors.
     """
     bits = values.view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
@@ -155,7 +154,7 @@ def bit_sum(values: Tensor, first: int, rows: Tensor, columns: Tensor) -> Tensor
 
 
 def _rectangles(first: int, length: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rectangles (row, column, rows, columns) that make up a run of elements of a matrix ``width`` wide."""
+    """Rectangles (row, column, rows, columns) that tile a run of elements in a matrix ``width`` wide."""
     end = first + length
     while first < end:
         row, column = divmod(first, width)

@@ -1,17 +1,15 @@
-"""The policy's memory, given up while engines sample on its GPUs: a copy on the host takes its place.
+"""Offload of the policy's device memory to the host, while colocated engines sample on its GPUs.
 
-A tensor is a view of a storage. A storage of size zero has no memory, yet its views remain; when it gets
-memory again, wherever that lies, all of them are valid again: parameters, megatron's buckets, ``main_grad``,
-the ranges of the distributed optimizer, master weights of float32 models, the host optimizer's weights.
+    weights, master weights, moments    copied to the host, then freed; the same bits are reloaded
+    gradients                           freed; undefined after a reload: an update zeroes them first
 
-    weights, master weights, moments    copied to the host, freed; the same bits come back
-    gradients                           freed; they come back with any values: an update begins with zeros
+Storages are resized to zero and back, in place. All views of a storage stay valid: parameters, megatron's
+buckets, ``main_grad``, the distributed optimizer's ranges, master weights of float32 models, the host
+optimizer's weights. (Megatron's own offloading replaces the tensors of masters and moments, so that the
+masters of float32 models would no longer be views of the weights, and pins new host memory each time.)
 
-Megatron's own offloading is not used. It replaces the tensors of masters and moments, so that the masters of
-float32 models are views of the model's weights no longer, and pins new host memory each time.
-
-Host memory comes in blocks that are kept for the next time: torch rounds each pinned block up to a power of
-two, and these are one. The writer of a checkpoint, a fork, reads none of them: it has copies of its own.
+Host memory is allocated in blocks that are reused. torch rounds each pinned allocation up to a power of two,
+and the block size is one. A checkpoint's writer, a fork, does not read them: it has copies of its own.
 """
 
 from __future__ import annotations
@@ -27,49 +25,50 @@ from bapo_megatron.policy.device import has_cuda, release_cached_memory
 from bapo_megatron.policy.host_optimizer import HostAdamW
 
 BLOCK = 2**28
-"""Bytes of a block of host memory."""
+"""Size of a block of host memory in bytes."""
 _ALIGNMENT = 512
-"""Each storage's copy begins at a multiple of these bytes: torch's own alignment on a GPU."""
+"""Alignment of each storage's copy in bytes, as torch's on a GPU."""
 
 
 class Offload:
-    """The device memory of a model and its optimizer: freed by ``offload``, filled again by ``reload``."""
+    """The offload of a model and its optimizer: ``offload`` frees device memory, ``reload`` restores it."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._blocks: list[Tensor] = []
         self._copied: list[Tensor] = []
-        """The bytes of each storage whose copy is on the host, in the order of the host's bytes."""
+        """The offloaded storages, as byte tensors, in the order of their copies on the host."""
         self._freed_gradients: list[Tensor] = []
-        """The bytes of each storage of gradients, while it has no memory."""
+        """The freed storages of gradients, as byte tensors."""
         self._weights_offloaded = False
-        """Whether the weights, too, have no memory."""
+        """Whether the weights are offloaded, too."""
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the copies have taken, for good."""
+        """Host memory of the blocks in bytes; it is never released."""
         return sum(block.nbytes for block in self._blocks)
 
     def check_loaded(self, what: str, weights_alone: bool = False) -> None:
-        """RuntimeError if memory is given up that ``what`` would read: any, or that of weights alone."""
+        """Raise RuntimeError if state that ``what`` needs is offloaded: all of it, or ``weights_alone``."""
         if self._weights_offloaded or ((self._copied or self._freed_gradients) and not weights_alone):
             raise RuntimeError(f"{what}: the policy is offloaded; call reload() first")
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Give up the memory, all but the weights' with ``keep_weights``; the bytes that are freed.
+        """Offload the state, without the weights if ``keep_weights``; returns the device bytes freed.
 
-        Does nothing where that is given up already.
+        No effect if all is offloaded already.
         """
         if self._weights_offloaded:
             return 0
         if not self._copied:
             self._optimizer.zero_grad()
-        stays = {_key(data) for data in (*self._copied, *self._freed_gradients)}  # without memory, most of it
+        stays = {_key(data) for data in (*self._copied, *self._freed_gradients)}  # offloaded by a call before
         if keep_weights:
             stays |= {_key(tensor) for tensor in _weights(self._model)}
         leaving = _storages(state_tensors(self._model, self._optimizer, self._device), stays)
         for data, block in self._pieces([*self._copied, *leaving], first=len(self._copied)):
             block.copy_(data, non_blocking=True)
+        # Before the storages are freed: the copies run asynchronously, and read them.
         self._synchronize()
         dropped = _storages(_gradients(self._model), stays)
         self._copied, self._freed_gradients = [*self._copied, *leaving], [*self._freed_gradients, *dropped]
@@ -77,14 +76,17 @@ class Offload:
         for data in (*leaving, *dropped):
             data.untyped_storage().resize_(0)
         parallel_state.get_global_memory_buffer().buffer.clear()
+        # Last: freed storages are in torch's cache, and other processes can use them only when it is empty.
         release_cached_memory()
         return sum(data.numel() for data in (*leaving, *dropped))
 
     def reload(self) -> None:
-        """Take the memory back and fill it. Does nothing where it is there.
+        """Reload the state onto the device. No effect if nothing is offloaded.
 
-        torch.OutOfMemoryError if the device has not enough; then it may be called again.
+        torch.OutOfMemoryError if the device has too little memory; then it may be called again.
         """
+        # All memory is allocated before the first copy, and the lists are cleared after the last: a call that
+        # runs out of memory can be repeated.
         for data in (*self._copied, *self._freed_gradients):
             data.untyped_storage().resize_(data.numel())
         for data, block in self._pieces(self._copied):
@@ -93,7 +95,7 @@ class Offload:
         self._copied, self._freed_gradients, self._weights_offloaded = [], [], False
 
     def _pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The bytes of the storages from ``first`` on, piece by piece, each with its place on the host."""
+        """Pieces of the storages from ``first`` on, each with its view of a host block."""
         place = sum(_padded(data.numel()) for data in storages[:first])
         for data in storages[first:]:
             end, start = place + _padded(data.numel()), 0
@@ -105,7 +107,7 @@ class Offload:
             place = end
 
     def _block(self, number: int) -> Tensor:
-        """The block of this number, made when it is asked for first."""
+        """The block of this number, allocated at first use."""
         if number == len(self._blocks):
             self._blocks.append(torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=has_cuda()))
         return self._blocks[number]
@@ -117,7 +119,7 @@ class Offload:
 
 
 def state_tensors(model: Sequence[Any], optimizer: Any, device: torch.device) -> Iterator[Tensor]:
-    """Weights, the model's other tensors, master weights and moments, as far as they are on ``device``."""
+    """The state tensors on ``device``: weights, the model's buffers, master weights and moments."""
     yield from _weights(model)
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer or isinstance(part.optimizer, HostAdamW):
@@ -130,7 +132,7 @@ def state_tensors(model: Sequence[Any], optimizer: Any, device: torch.device) ->
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """All bytes of the storage that a tensor is a view of."""
+    """A byte view of a tensor's whole storage."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
 
@@ -150,7 +152,7 @@ def _gradients(model: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterator[Tensor], but: Collection[int] = ()) -> list[Tensor]:
-    """The bytes of the tensors' storages, each once, without those of the keys ``but``."""
+    """Byte views of the tensors' storages, each once, without the storages ``but``."""
     first: dict[int, Tensor] = {}
     for tensor in tensors:
         if (key := _key(tensor)) not in but:

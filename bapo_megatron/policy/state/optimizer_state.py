@@ -1,11 +1,11 @@
-"""The optimizer's state in checkpoints: every rank of DP x CP writes and reads its share of the parameters.
+"""Sharded optimizer state in checkpoints: each DP x CP rank writes and reads its share of whole parameters.
 
-Megatron's distributed optimizer lays all parameters end to end in flat buckets and cuts each bucket into as
-many equal ranges as DP x CP has ranks. A checkpoint (``fully_reshardable``) holds whole parameters: megatron
-0.16 gathers the state of all of them in the host memory of every rank, 12 bytes a parameter and copies of
-that, and lets one rank write it. Here each parameter has an owner, the rank whose range holds its middle. The
-owner receives what lies in other ranges (a range cuts two parameters at most) and writes the parameter alone.
-Keys, shapes and types in the files are megatron's: each of the two readers takes what either writer wrote.
+Megatron's distributed optimizer flattens all parameters into buckets and cuts each bucket into equal ranges,
+one per DP x CP rank. A checkpoint (``fully_reshardable``) holds whole parameters: megatron 0.16 gathers the
+state of all of them in the host memory of every rank (12 bytes a parameter, and copies), and one rank writes
+it. Here each parameter has an owner, the rank whose range holds its middle. An all-to-all brings the owner
+the pieces in other ranges (a range cuts two parameters at most), and the owner writes the parameter. Keys,
+shapes and dtypes in the files are megatron's: each reader can read the other's files.
 
 Sizes: with D ranks in DP x CP a rank holds, writes and reads about 12 P / D bytes of P parameters.
 """
@@ -30,7 +30,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements ``first`` to ``end`` of a flat parameter, which ``rank`` of DP x CP keeps."""
+    """A piece of a flat parameter: elements ``first`` to ``end``, on the DP x CP rank ``rank``."""
 
     rank: int
     first: int
@@ -39,23 +39,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """A parameter of this rank's model shard, and where the ranks of DP x CP keep its optimizer state."""
+    """The placement of a parameter's optimizer state on the DP x CP ranks."""
 
     number: int
-    """Its place among megatron's parameters, the key of its state in a state dict."""
+    """Index among megatron's parameters: the key of its state in a state dict."""
     parameter: torch.nn.Parameter
     pieces: tuple[Piece, ...]
-    """In order, without gaps."""
+    """The pieces in order, without gaps."""
     owner: int
-    """The rank that writes it."""
+    """The rank that writes the parameter."""
 
     def of(self, rank: int) -> Piece | None:
-        """The piece of ``rank``; None if it keeps nothing of the parameter."""
+        """The piece on ``rank``; None if it has none."""
         return next((piece for piece in self.pieces if piece.rank == rank), None)
 
 
 def placements(optimizer: Any) -> Iterator[Placement]:
-    """All parameters of a ``DistributedOptimizer``, in the order of its state dicts, equal on every rank."""
+    """The placements of a ``DistributedOptimizer``'s parameters, in state-dict order, equal on every rank."""
     number = 0
     for buffer in optimizer.buffers:
         for parameter, (start, end, bucket_number) in buffer.param_index_map.items():
@@ -68,7 +68,7 @@ def placements(optimizer: Any) -> Iterator[Placement]:
 
 
 def cut(start: int, end: int, size: int) -> tuple[Piece, ...]:
-    """The pieces of the elements ``start`` to ``end`` of a bucket whose ranks have ``size`` elements each."""
+    """The pieces of a bucket's elements ``start`` to ``end``; a rank has ``size`` elements of the bucket."""
     return tuple(
         Piece(rank, max(start, rank * size) - start, min(end, (rank + 1) * size) - start)
         for rank in range(start // size, (end - 1) // size + 1)
@@ -76,14 +76,14 @@ def cut(start: int, end: int, size: int) -> tuple[Piece, ...]:
 
 
 def shard_over_ranks(optimizer: Any) -> None:
-    """Have a ``DistributedOptimizer`` make its sharded state here, in place of the gathering in megatron."""
+    """Patch a ``DistributedOptimizer``: shard its state over the ranks, in place of megatron's gather."""
     optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
 
 
 def _sharded_state(
     optimizer: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None
 ) -> Any:
-    """The sharded state of the parameters that this rank writes, or that it needs parts of. Collective."""
+    """This rank's sharded state: parameters that it owns (save), or has pieces of (load). Collective."""
     del metadata
     shards = shards_of_parameters(model_state)
     tensors = _load_buffers(optimizer) if is_loading else _owned_states(optimizer)
@@ -97,7 +97,7 @@ def _sharded_state(
 
 
 def shard_of_state(parameter: Any, name: str, tensor: Tensor, copy: int) -> Any:
-    """One of the ``STATES`` beside its parameter's shard. ``copy`` 0 is written, others are only read."""
+    """The ``ShardedTensor`` of one of the ``STATES``, like its parameter's. Only ``copy`` 0 is written."""
     changes: dict[str, Any] = {
         "key": f"optimizer.state.{name}.{parameter.key}",
         "data": tensor.view(parameter.data.shape),
@@ -109,25 +109,25 @@ def shard_of_state(parameter: Any, name: str, tensor: Tensor, copy: int) -> Any:
 
 
 def shards_of_parameters(model_state: dict[str, Any]) -> dict[torch.nn.Parameter, Any]:
-    """Of each parameter its place in the checkpoint, as the model's own state has it."""
+    """The ``ShardedTensor`` of each parameter, from the model's sharded state dict."""
     shards, _ = extract_sharded_tensors_and_factories(model_state)
     return {shard.data: shard for shard in nested_values(shards)}
 
 
 def _load_buffers(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
-    """Room for the states of each parameter that this rank keeps a piece of, whole, on the CPU."""
+    """Empty CPU tensors to load the whole states of each parameter into that this rank has a piece of."""
     rank = optimizer.data_parallel_group.rank()
     for placement in placements(optimizer):
         if placement.of(rank):
             for name in STATES:
-                room = torch.empty(placement.parameter.numel(), dtype=torch.float32, device="cpu")
-                yield placement, name, room
+                buffer = torch.empty(placement.parameter.numel(), dtype=torch.float32, device="cpu")
+                yield placement, name, buffer
 
 
 def _owned_states(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
-    """The states of each parameter that this rank owns, whole and flat. Collective.
+    """The whole, flat states of each parameter that this rank owns. Collective.
 
-    Where this rank keeps all of a parameter they are the optimizer's own tensors, not copies.
+    They are the optimizer's own tensors, not copies, if all of a parameter is on this rank.
     """
     placed = list(placements(optimizer))
     rank = optimizer.data_parallel_group.rank()
@@ -148,7 +148,7 @@ def _owned_states(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
 
 
 def _exchange(optimizer: Any, placed: list[Placement], kept: dict[int, Tensor]) -> list[Tensor]:
-    """Send this rank's pieces to the owners of their parameters; what it receives, by sender. Collective."""
+    """All-to-all of pieces to their parameters' owners; returns the received data by sender. Collective."""
     group, device = optimizer.data_parallel_group, optimizer.buffers[0].grad_data.device
     rank, size = group.rank(), group.size()
     outgoing: list[list[Tensor]] = [[] for _ in range(size)]
@@ -164,14 +164,14 @@ def _exchange(optimizer: Any, placed: list[Placement], kept: dict[int, Tensor]) 
     received = torch.empty(sum(incoming), dtype=torch.float32, device=device)
     tensors = [tensor for tensors in outgoing for tensor in tensors]
     for place, tensor in zip(sent.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        place.copy_(tensor)  # the state may be on the host
+        place.copy_(tensor)  # a copy, because the state may be on the host
     if size > 1:
         dist.all_to_all_single(received, sent, incoming, lengths, group=group)
     return list(received.split(incoming))
 
 
 def _joined(placement: Placement, rank: int, own: Tensor, received: list[Tensor]) -> Tensor:
-    """A parameter's state from its pieces, on the CPU; what was used of ``received`` is cut off there."""
+    """A parameter's whole state from its pieces, on the CPU. Consumes the front of ``received``."""
     whole = torch.empty(placement.parameter.numel(), dtype=torch.float32, device="cpu")
     for piece in placement.pieces:
         part = own

@@ -1,9 +1,8 @@
-"""A torch_dist checkpoint as torch's and megatron's loaders read it, without a pickle that they would run.
+"""The safe reader of torch_dist checkpoints, for torch's and megatron's loaders: no pickle is executed.
 
-Their own readers unpickle ``.metadata``, ``common.pt`` and every stored object, and a pickle may call any
-function. Here the reader of ``bapo-ckpt`` takes their place (``checkpoints_tools/archives/``): it knows plain
-values and places of tensors, imports nothing for a file, and reads no file outside of the folder. The bytes
-of tensors are read from the places that it finds. Writing is megatron's.
+Their own readers unpickle ``.metadata``, ``common.pt`` and every stored object, and a pickle can call any
+function. The reader of ``bapo-ckpt`` replaces them (``checkpoints_tools/archives/``): it decodes only plain
+values and tensor places, imports nothing, and reads no file outside the folder. Writing is megatron's.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ _DTYPES = {name: getattr(torch, dtype) for dtype, name in DTYPES.items()}
 _EXTRA_STATE = "_extra_state"
 _MOST_PARTS = 1_000_000
 _MOST_TENSOR_BYTES = 1 << 30
-"""Of `common.pt` or a stored object: settings and states of random numbers, kilobytes of them."""
+"""Size limit of `common.pt` or a stored object, which hold kilobytes of settings and RNG states."""
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """The description of a checkpoint in ``folder``: all that its pickles hold, as plain values."""
+    """A checkpoint in ``folder``, opened: the content of its pickles as plain values, tensors unread."""
 
     folder: Path
     metadata: Metadata
@@ -62,10 +61,7 @@ class StoredCheckpoint:
 
 
 def open_stored(folder: Path) -> StoredCheckpoint:
-    """The checkpoint in ``folder``, its tensors unread.
-
-    CheckpointError names the file, and what it names that no checkpoint needs, or what of it is damaged.
-    """
+    """Open the checkpoint in ``folder``. CheckpointError names the file that is damaged or refers to code."""
     check_backends(folder)
     metadata, common, file = read_metadata(folder), read_common(folder), folder / "common.pt"
     check_size(common, file)
@@ -74,10 +70,10 @@ def open_stored(folder: Path) -> StoredCheckpoint:
 
 @contextmanager
 def read_by(stored: StoredCheckpoint) -> Iterator[TorchCommonLoadStrategy]:
-    """Context manager in which megatron reads ``stored`` in place of what it would unpickle.
+    """A context in which megatron's loader uses the safe reader of ``stored``.
 
-    Gives the strategy for ``common.pt``, which ``dist_checkpointing.load`` takes as an argument; megatron
-    finds the reader of everything else by a name in its module.
+    It yields the strategy for ``common.pt``, an argument of ``dist_checkpointing.load``. The reader of all
+    else is patched into megatron's module.
     """
     module: Any = megatron_strategy
     usual: Callable[..., Any] = module._get_filesystem_reader
@@ -89,7 +85,7 @@ def read_by(stored: StoredCheckpoint) -> Iterator[TorchCommonLoadStrategy]:
 
 
 class _CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """Megatron's strategy for ``common.pt``, with what was read of it before."""
+    """Megatron's load strategy for ``common.pt``, with the content that was decoded before."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         super().__init__()
@@ -101,7 +97,7 @@ class _CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
 
 
 class StoredReader(StorageReader):
-    """A ``StorageReader`` of torch.distributed.checkpoint for ``stored``."""
+    """The ``StorageReader`` (torch.distributed.checkpoint) of an opened checkpoint."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored
@@ -109,29 +105,29 @@ class StoredReader(StorageReader):
         self._chunks = {(key, chunk.offsets): chunk for key, t in tensors.items() for chunk in t.chunks}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing to do: a reader is of one checkpoint."""
+        """Do nothing: a reader is of one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether torch may make such a reader for a path: never."""
+        """False: torch must not make such a reader for a path."""
         return False
 
     def read_metadata(self) -> TorchMetadata:  # type: ignore[override]
-        """Keys, types, shapes and chunks as torch's planner asks for them."""
+        """Keys, dtypes, shapes and chunks in the form of torch's planner."""
         metadata = self._stored.metadata
         entries: dict[str, Any] = {key: _torch_entry(tensor) for key, tensor in metadata.tensors.items()}
         entries |= {key: BytesStorageMetadata() for key in metadata.objects}
         return TorchMetadata(entries, storage_data={})
 
     def set_up_storage_reader(self, metadata: TorchMetadata, is_coordinator: bool) -> None:  # type: ignore[override]
-        """Nothing to do: places are known."""
+        """Do nothing: the places are known."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans, unchanged."""
         return plans
 
     def place(self, index: MetadataIndex) -> Place:
@@ -141,7 +137,7 @@ class StoredReader(StorageReader):
         return self._chunks[index.fqn, tuple(index.offset or ())].place
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan names into the planner's tensors and objects."""
+        """Read the plan's items into the planner's tensors and objects."""
         with ChunkFiles() as files:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
@@ -167,7 +163,7 @@ class StoredReader(StorageReader):
         planner.commit_tensor(item, target)
 
     def _object(self, key: str) -> io.BytesIO:
-        """A stored object, pickled anew from its plain values: the planner unpickles what it is given."""
+        """A stored object, pickled again from its plain values, because the planner unpickles it."""
         place = self._stored.metadata.objects[key]
         with place.file.open("rb") as stream:
             value = read_archive(stream, place.file, key, place.start, place.length)
@@ -197,7 +193,7 @@ def _elements(stored: StoredTensor) -> Tensor:
 
 
 def _restored(value: Any, file: Path) -> Any:
-    """``value`` with tensors in place of their places."""
+    """``value`` with tensors read from their places."""
     if isinstance(value, StoredTensor):
         if not value.contiguous:
             raise CheckpointError(f"{file} holds a tensor that is not contiguous, which no writer leaves")
@@ -210,9 +206,9 @@ def _restored(value: Any, file: Path) -> Any:
 
 
 def check_size(value: Any, file: Path) -> None:
-    """Check that a value has no more parts, each counted where it is referred to, than a file may hold.
+    """Check the unfolded size of a value, against decompression bombs: shared parts count at each reference.
 
-    A few hundred bytes can name a list that holds another twice, which does the same, and so on.
+    A few hundred bytes can encode a list that contains another twice, which does the same, and so on.
     """
     waiting, parts, tensor_bytes = [value], 0, 0
     while waiting:
@@ -229,14 +225,14 @@ def check_size(value: Any, file: Path) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of dictionaries and lists, which megatron changes in place."""
+    """A deep copy of dictionaries and lists, which megatron modifies in place."""
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     return [_copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_empty(value: Any, file: Path, key: str) -> None:
-    """Check that the extra state of a layer is empty: Transformer Engine unpickles the bytes of any other."""
+    """Check that a layer's extra state is empty: Transformer Engine would unpickle it."""
     for one in value if isinstance(value, list) else [value]:
         if one is not None and not (isinstance(one, StoredTensor) and not prod(one.shape)):
             raise CheckpointError(

@@ -160,7 +160,7 @@ class SamplerClient:
         self._call("admit")
 
     def state(self) -> dict[str, Any]:
-        """The sampler's part of a checkpoint, for a fork or a lost journal; empty if the sampler has ended."""
+        """The sampler's part of a checkpoint, for a fork or a lost journal; empty if the sampler ended."""
         try:
             found: dict[str, Any] = self._call("state")
         except RunStopped:

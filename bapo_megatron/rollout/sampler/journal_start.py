@@ -12,7 +12,7 @@ from bapo_megatron.rollout.sampler.event_log.events import groups_opened
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 
 OUTSTANDING = "outstanding"
-"""Key in a checkpoint's state: number, epoch and prompt of each unfinished group. Earlier versions lack it."""
+"""Key in a checkpoint's state: number, epoch and prompt of each unfinished group; none in early versions."""
 
 FORKED = "forked"
 """Key in the state of a fork: the reason why its dataset starts anew; None if it goes on."""

@@ -1,5 +1,4 @@
-"""The ``bapo`` command: a table of commands, and how each ends. A command's module is imported when it is
-called: help must answer at once, and processes that write checkpoints import this module again."""
+"""Entry point of the ``bapo`` command line: the dispatch table of commands, and their exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +31,10 @@ COMMANDS = {
     "study": "commands.study:study_command",
     "doctor": "commands.doctor.doctor:run_doctor",
 }
-"""Each command's function, as ``module:name`` below this package: arguments to exit code, or None for 0."""
+"""Dispatch table: each command's function, as ``module:name`` below this package. The function takes the
+arguments and returns the exit code, or None for 0."""
+# Modules are named, not imported: help must answer at once, and processes that write checkpoints import this
+# module again.
 
 USAGE = """\
 usage: bapo COMMAND ...
@@ -95,8 +97,8 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
         if arguments[0] == "data":
             os.environ.setdefault("HF_HUB_OFFLINE", "0")  # its sources may be on the hub
-        prepare_device()
-        quiet()
+        prepare_device()  # before anything imports torch, which reads these variables once
+        silence_libraries()
         module, _, function = COMMANDS[arguments[0]].partition(":")
         code: int | None = getattr(import_module(f"bapo_megatron.{module}"), function)(arguments[1:])
         return code or 0
@@ -109,8 +111,8 @@ def run(arguments: Sequence[str]) -> int:
         return 130
 
 
-def quiet() -> None:
-    """Silence the warnings of libraries, once for each process, of what is missing on a CPU."""
+def silence_libraries() -> None:
+    """Suppression of library warnings about what a CPU machine lacks; once for each process."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours

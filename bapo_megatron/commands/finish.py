@@ -1,4 +1,4 @@
-"""The end of a run: the Hugging Face export of the policy, and a summary of the result."""
+"""End of a run: the Hugging Face export of the policy, and the printed summary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _POLL_S = 1.0
 
 
 def finish(run: Run) -> None:
-    """Export the policy, print a summary, and wait for the exports of earlier steps and the user's
-    command for them. Collective.
+    """Export the policy, print the summary, and wait for earlier exports and ``checkpoint.after_export``.
 
-    Preempted if the run is asked to stop before.
+    Collective. Preempted if the run is asked to stop before the exports are done.
     """
     bring_policy_back(run)  # engines have the GPUs after the evaluation of the last step
     output = RunPaths(run.config.directory).export
@@ -30,16 +29,14 @@ def finish(run: Run) -> None:
     if run.recorder:
         run.recorder.export(run.config.steps, output)
         print(_summary(run), flush=True)
+    # After the export: the user's command reads its folder.
     if run.exports and run.exports.after:
         run.exports.after.exported_last(is_new=run.has_work)
     wait_for_exports(run)
 
 
 def wait_for_exports(run: Run) -> None:
-    """Wait until no export, and no command for one, runs; then delete the checkpoints that they kept.
-
-    Collective.
-    """
+    """Wait until no export and no ``after_export`` command runs; then delete old checkpoints. Collective."""
     if not broadcast_from_main(run.exports.is_busy() if run.exports else False):
         return
     if run.exports:
@@ -51,7 +48,7 @@ def wait_for_exports(run: Run) -> None:
         if run.exports:
             run.exports.poll()
     if run.exports:
-        run.checkpoints.delete_old()
+        run.checkpoints.delete_old()  # only now: exports read their checkpoints
 
 
 def _summary(run: Run) -> str:

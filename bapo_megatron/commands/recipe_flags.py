@@ -1,4 +1,4 @@
-"""The command line ``bapo COMMAND RECIPE [flags]``: a recipe's path, then flags that override its fields."""
+"""Parser of the command line ``bapo COMMAND RECIPE [flags]``: flags override the recipe's fields."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]
 
 
 def _with_named_data(default: C, arguments: Sequence[str]) -> C:
-    """The recipe's defaults without its file of prompts if a flag names sources, and the other way round."""
+    """Defaults without ``data.path`` if a flag names ``data.sources``, and the other way round."""
     given = {word.partition("=")[0].removeprefix("--") for word in arguments}
     whole: Any = default
-    run = getattr(whole, "run", whole)  # of a command with flags of its own
+    run = getattr(whole, "run", whole)  # a command with flags of its own wraps the recipe
     if "data.sources" in given:
         run = replace(run, data=replace(run.data, path=None))
     if "data.path" in given:
@@ -57,10 +57,9 @@ def _with_named_data(default: C, arguments: Sequence[str]) -> C:
 
 
 def check_names(config: RunConfig) -> None:
-    """ConfigError if a recipe names an engine or a loss that is not registered, or settings that a loss or a
-    reward lacks.
+    """Check of registered names: engine, loss, and their settings. ConfigError for an unknown one.
 
-    What a dotted path names is not looked for: it may be there on the machines of the run alone.
+    Dotted paths are not imported: the module may exist on the run's machines alone.
     """
     from bapo_megatron.reward.endpoints.settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.registry import engine_backend

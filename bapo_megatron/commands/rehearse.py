@@ -19,7 +19,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rehearsal.layers import choose_layers
-from bapo_megatron.rehearsal.match import disagreements
+from bapo_megatron.rehearsal.match import collective_mismatches
 from bapo_megatron.rehearsal.processes import rehearse
 from bapo_megatron.rehearsal.records import RankRequest, RankResult
 from bapo_megatron.rehearsal.results.page import page_text
@@ -87,7 +87,7 @@ def rehearse_recipe(recipe: Path, run: RunConfig, options: RehearseOptions) -> i
     if found := problems(job):
         raise ConfigError("\n".join(found))
     results = rehearse_job(job, shape_folder(recipe, run.model.hf_path), options)
-    notes = disagreements(results) if options.all_ranks else []
+    notes = collective_mismatches(results) if options.all_ranks else []
     shown = results if not options.all_ranks else _kinds(results)
     print(page_text(shown, job, notes), end="")
     summary = as_dict(results, job, notes)

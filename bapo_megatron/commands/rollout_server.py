@@ -12,12 +12,9 @@ from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, se
 
 
 def rollout_server_command(arguments: Sequence[str]) -> None:
-    """Start the server, and wait until it ends.
-
-    ``--rollout-only`` and ``--fork`` change nothing here: a Slurm job gives its servers the flags of its
-    trainer.
-    """
-    arguments = list(_without_trainers(arguments))
+    """Start the server, and wait until it ends."""
+    # A Slurm job gives its servers the trainer's flags; a server ignores --rollout-only and --fork.
+    arguments = list(_server_flags(arguments))
     recipe = recipe_path("rollout-server", arguments)
     default = ServeCommand(load_recipe(recipe, RunConfig))
     command = parse_flags("rollout-server", recipe, default, arguments)
@@ -25,8 +22,8 @@ def rollout_server_command(arguments: Sequence[str]) -> None:
     serve(command, has_cuda())
 
 
-def _without_trainers(arguments: Sequence[str]) -> Iterator[str]:
-    """The arguments without the flags that only a trainer has."""
+def _server_flags(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments without the trainer's own flags."""
     rest = iter(arguments)
     for word in rest:
         if word == "--fork":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bapo_megatron.cli import quiet
+from bapo_megatron.cli import silence_libraries
 from bapo_megatron.commands.recipe_flags import recipe_config
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sft_command(arguments: Sequence[str]) -> None:
-    """Check the configuration, then train: in this process under torchrun, else in processes of its own."""
+    """Check the configuration, then train: as this rank under a launcher, else in ranks that it starts."""
     from bapo_megatron.config import SftConfig
     from bapo_megatron.policy.layout import data_parallel_size
     from bapo_megatron.runtime.distributed import launched_world_size, run_processes
@@ -30,11 +30,11 @@ def sft_command(arguments: Sequence[str]) -> None:
 
 
 def sft_process(config: SftConfig) -> None:
-    """One rank of a supervised warm start: process group, training, and writing the model."""
+    """Entry point of one SFT rank: process group, training, export of the model."""
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.runtime.storage import writing
     from bapo_megatron.trainer.sft import run_sft
 
-    quiet()
+    silence_libraries()
     with writing("the model", config.output), parallel_processes(config.parallel):
         run_sft(config)

@@ -1,4 +1,4 @@
-"""``bapo train RECIPE [flags]``: run or continue a recipe, in the processes that its layout needs."""
+"""``bapo train RECIPE [flags]``: start or resume a run, and the entry points of its ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bapo_megatron.cli import quiet
+from bapo_megatron.cli import silence_libraries
 
 if TYPE_CHECKING:
     from bapo_megatron.checkpoint.fork_record import ForkSource
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def train_command(arguments: Sequence[str]) -> int | None:
-    """Check the run, then train, or with ``--rollout-only`` sample: as this rank of a launcher, or in
-    processes that this one starts. The exit code; None for 0.
+    """Check the run, then train, or sample with ``--rollout-only``; the exit code, None for 0.
 
-    A signal to stop before the run has begun ends it with 85: loading and checking may take minutes.
+    Runs as one rank under a launcher; otherwise starts the layout's ranks itself.
     """
     from bapo_megatron.runtime.stop_signals import handling, stop_at_once
 
+    # Before torch is imported: loading and checking take minutes, and a stop signal then must end with 85.
     with handling(stop_at_once):
         return _train(arguments)
 
@@ -47,6 +47,7 @@ def _train(arguments: Sequence[str]) -> int | None:
         processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
         process = partial(train_process, fork=fork)
         check_run(config, read_dataset=first, fork=fork)
+    # Last: it makes the run directory, which a refused configuration must not leave behind.
     check_writable(config.directory)
     try:
         if launched is not None:
@@ -62,7 +63,10 @@ def _train(arguments: Sequence[str]) -> int | None:
 
 
 def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
-    """One rank of a training run, from its process group to its end. ``fork``: where a new one begins."""
+    """Entry point of one training rank: process group, run directory's lock, training loop, export.
+
+    ``fork``: the checkpoint of another run that a new run begins at.
+    """
     from bapo_megatron.checkpoint.fork import make_fork
     from bapo_megatron.commands.finish import finish
     from bapo_megatron.policy.layout import parallel_processes
@@ -70,14 +74,16 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     from bapo_megatron.trainer.build import open_run
     from bapo_megatron.trainer.threads import pin_threads
 
+    # Stop signals first: one that comes while process groups are made must not kill a single rank. The lock
+    # after them: the process group says which rank holds it.
     with (
-        _heeding(config) as preemption,
+        _process_guards(config) as preemption,
         parallel_processes(config.parallel),
-        _only_writer(config),
+        _run_lock(config),
     ):
         if fork is not None:
-            make_fork(config, fork)
-        config, kept = pin_threads(config)
+            make_fork(config, fork)  # under the lock, and before the run reads its directory
+        config, kept = pin_threads(config)  # before any kernel: the thread count decides how sums round
         with open_run(config, preemption) as run:
             if kept and run.recorder:
                 run.recorder.event(kept)
@@ -86,28 +92,28 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
 
 
 def rollout_only_process(config: RunConfig) -> None:
-    """One rank of a run with ``--rollout-only``. Those that a launcher has started beside rank 0 wait."""
+    """Entry point of one rank of ``--rollout-only``. Rank 0 samples; ranks of a launcher beside it wait."""
     from bapo_megatron.runtime.distributed import process_group
     from bapo_megatron.trainer.rollout_only import sample_steps
     from bapo_megatron.trainer.threads import pin_threads
 
     with (
-        _heeding(config) as preemption,
+        _process_guards(config) as preemption,
         process_group("gloo", config.parallel.timeout_minutes),
-        _only_writer(config),
+        _run_lock(config),
     ):
         config, kept = pin_threads(config)
         sample_steps(config, preemption, kept)
 
 
 @contextmanager
-def _heeding(config: RunConfig) -> Iterator[PreemptionSignal]:
-    """The signals that ask this process to stop; errors of memory and storage are named within the block."""
+def _process_guards(config: RunConfig) -> Iterator[PreemptionSignal]:
+    """Guards of a run's process: stop signals, and readable errors for lack of memory and for disk errors."""
     from bapo_megatron.runtime.out_of_memory import naming_memory
     from bapo_megatron.runtime.preemption import PreemptionSignal
     from bapo_megatron.runtime.storage import writing
 
-    quiet()
+    silence_libraries()
     preemption = PreemptionSignal()
     written = writing("a file of the run, or its output,", config.directory)
     with preemption.heeding(), naming_memory(), written:
@@ -115,8 +121,8 @@ def _heeding(config: RunConfig) -> Iterator[PreemptionSignal]:
 
 
 @contextmanager
-def _only_writer(config: RunConfig) -> Iterator[None]:
-    """The lock of the run directory, which rank 0 holds. RunStopped if the directory is removed meanwhile."""
+def _run_lock(config: RunConfig) -> Iterator[None]:
+    """Lock of the run directory, held by rank 0. RunStopped if the directory is removed meanwhile."""
     from contextlib import nullcontext
 
     from bapo_megatron.checkpoint.run_directory import only_writer
@@ -128,7 +134,7 @@ def _only_writer(config: RunConfig) -> Iterator[None]:
             yield
         except (ConfigError, Preempted):
             raise
-        except Exception as error:  # whatever needed a file first
+        except Exception as error:  # the first access to a file of a removed directory raises anything
             if config.directory.exists():
                 raise
             raise RunStopped(

@@ -1,4 +1,4 @@
-"""The flags of ``bapo train`` that are no fields of a recipe: its halves, and ``--fork``."""
+"""Flags of ``bapo train`` beside the recipe's fields: ``--rollout-only``, ``--train-only``, ``--fork``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """One half of a run without the other, and a run that begins where another was."""
+    """Modes of ``bapo train``: sampling alone, training alone, or a fork of another run."""
 
     rollout_only: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Sample, judge and report the batches of all steps from the model's weights, with engines and without a
@@ -45,20 +45,17 @@ class TrainCommand:
 
 
 class TrainRequest(NamedTuple):
-    """What the recipe and the flags of ``bapo train`` ask for."""
+    """Parsed request of ``bapo train``: the run's configuration, and its mode."""
 
     run: RunConfig
     samples_only: bool = False
-    """Whether it is to sample, and not to train."""
+    """Whether the run samples without a trainer (``--rollout-only``)."""
     fork: ForkSource | None = None
-    """The checkpoint of another run that it begins at."""
+    """The checkpoint of another run that this run begins at."""
 
 
 def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
-    """What the recipe and the flags of ``bapo train`` ask for.
-
-    ConfigError for flags that do not go together, and for a run to train on that has no rollouts.
-    """
+    """The request of a recipe and flags. ConfigError for contradicting flags or a run without rollouts."""
     recipe = recipe_path(command, arguments)
     found = parse_flags(command, recipe, TrainCommand(load_recipe(recipe, RunConfig)), arguments)
     run, options = found.run, found.options
@@ -76,7 +73,7 @@ def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
 
 
 def rollout_only_config(run: RunConfig) -> RunConfig:
-    """The run that samples alone: in a directory of its own, without evaluations. More steps may follow."""
+    """Configuration of a sampling-only run: a directory of its own, no evaluations, ``steps`` may grow."""
     if run.rollout.replay is not None:
         raise ConfigError(
             f"--rollout-only samples, and rollout.replay={run.rollout.replay} gives stored rollouts instead: "
@@ -95,7 +92,7 @@ def rollout_only_config(run: RunConfig) -> RunConfig:
 
 
 def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
-    """The run that trains on the stored rollouts of ``named``, in no more steps than there are."""
+    """Configuration of a training-only run on the stored rollouts of ``named``; at most their steps."""
     if len(named) > 1:
         raise ConfigError(f"--train-only takes one run, not {' '.join(map(str, named))}")
     replayed = run.rollout.replay
@@ -120,7 +117,7 @@ def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
 
 
 def _stored_steps(run_dir: Path) -> int:
-    """Steps whose rollouts a run has, without a gap from the first on."""
+    """Number of steps with stored rollouts, counted from step 1 without a gap."""
     journal, steps = RunPaths(run_dir).journal, 0
     while step_path(journal, steps + 1).is_file():
         steps += 1
@@ -128,5 +125,5 @@ def _stored_steps(run_dir: Path) -> int:
 
 
 def _beside(run: RunConfig, kind: str) -> Path:
-    """The run directory of one half of a run, if the flags name none."""
+    """Default run directory of a sampling-only or training-only run."""
     return Path("runs") / f"{run.name}-{kind}"

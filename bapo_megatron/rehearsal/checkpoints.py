@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from bapo_megatron.policy import checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.state.stored_checkpoint import StoredCheckpoint
-from bapo_megatron.rehearsal.replicas import known_replicas
+from bapo_megatron.rehearsal.replicas import peer_shard_lists
 from checkpoints_tools.formats.distcp import Metadata
 
 
@@ -39,7 +39,7 @@ def rehearse_save(policy: MegatronPolicy) -> Any:
     for check in ("_validate_sharding_for_key", "_validate_objects_for_key"):
         setattr(validation, check, lambda *_args, **_kwargs: None)
     planner._validate_global_plan = lambda *_args, **_kwargs: []
-    with known_replicas():
+    with peer_shard_lists():
         return staged_save(policy)
 
 
@@ -54,12 +54,12 @@ def staged_save(policy: MegatronPolicy) -> Any:
 def rehearse_load(policy: MegatronPolicy) -> None:
     """``policy.load`` of a checkpoint that has every tensor that is asked for."""
     module: Any = checkpoint
-    module.dist_checkpointing.load = _whatever_is_asked
+    module.dist_checkpointing.load = _return_placeholders
     module._opened = lambda path: StoredCheckpoint(path, Metadata({}, {}), {})
     policy.load(Path("/nowhere"), version=2)
 
 
-def _whatever_is_asked(state: Any, *_: Any, strict: Any = None, **__: Any) -> Any:
+def _return_placeholders(state: Any, *_: Any, strict: Any = None, **__: Any) -> Any:
     """The state dict with each placeholder replaced by the tensor that it would be read into.
 
     With ``strict`` beside it the keys that are missing and those that are unexpected: none.
@@ -68,12 +68,12 @@ def _whatever_is_asked(state: Any, *_: Any, strict: Any = None, **__: Any) -> An
         state, lambda one: isinstance(one, ShardedTensorFactory), return_lists_as_dicts=True
     )
     apply_factories(state)
-    dict_list_map_inplace(_filled, state)
+    dict_list_map_inplace(_target_tensor, state)
     found = apply_factory_merges(state, factories)
     return found if strict is None else (found, set(), set())
 
 
-def _filled(value: Any) -> Any:
+def _target_tensor(value: Any) -> Any:
     if isinstance(value, LocalNonpersistentObject):
         return value.unwrap()
     return value.data if isinstance(value, ShardedTensor | ShardedObject) else value

@@ -16,7 +16,7 @@ from bapo_megatron.rehearsal.fake.ledger import Ledger
 from bapo_megatron.rehearsal.records import OFFLOADED
 
 
-def name_state(ledger: Ledger, policy: MegatronPolicy) -> None:
+def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
     """Mark the blocks of weights, gradients and optimizer states."""
     for chunk in policy._model:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -34,7 +34,7 @@ def name_state(ledger: Ledger, policy: MegatronPolicy) -> None:
                         _mark(ledger, value, "optimizer")
 
 
-def name_offloaded(ledger: Ledger, policy: MegatronPolicy) -> None:
+def label_offloaded_state(ledger: Ledger, policy: MegatronPolicy) -> None:
     """Mark the host's copies of an offloaded policy."""
     for block in policy._offload._blocks:
         _mark(ledger, block, OFFLOADED)
@@ -75,7 +75,7 @@ class ModuleNames:
 
 
 @contextmanager
-def noting_saved(ledger: Ledger) -> Iterator[None]:
+def marking_saved_activations(ledger: Ledger) -> Iterator[None]:
     """Mark what autograd keeps for a backward pass, for the length of a block."""
 
     def keep(tensor: Tensor) -> Tensor:

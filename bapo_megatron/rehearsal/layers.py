@@ -47,14 +47,14 @@ def prepare_layers(layers: Layers) -> None:
 
         answer_queries(lambda: None)
         install(te_folder(), answer_cuda=False)
-        _take_fakes_for_tensors()
+        _accept_fake_tensors()
     else:  # megatron and the policy find none, also where it is installed
         for name in ("transformer_engine", "transformer_engine_torch"):
             sys.modules[name] = None  # type: ignore[assignment]
     from bapo_megatron.rehearsal import metering  # noqa: F401  with torch and megatron
 
 
-def _take_fakes_for_tensors() -> None:
+def _accept_fake_tensors() -> None:
     """Let Transformer Engine take a fake tensor for one, and a number for a GPU as torch for CUDA does."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor

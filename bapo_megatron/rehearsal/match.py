@@ -17,7 +17,7 @@ _OWN_SIZES = ("alltoall", "alltoall_base")
 """Collectives to which each rank brings as much as it has."""
 
 
-def disagreements(results: Sequence[RankResult]) -> list[str]:
+def collective_mismatches(results: Sequence[RankResult]) -> list[str]:
     """One line for each rank that leaves a group's sequence, and each pair whose messages do not match."""
     calls = {result.rank: result.calls for result in results}
     return [*_groups(calls), *_pairs(calls)]
@@ -39,7 +39,7 @@ def _groups(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
 
 def _first_difference(one: int, left: Sequence[Call], other: int, right: Sequence[Call]) -> str | None:
     for number, (a, b) in enumerate(zip_longest(left, right), start=1):
-        if a is None or b is None or _content(a) != _content(b):
+        if a is None or b is None or _signature(a) != _signature(b):
             kind = (a or b).group  # type: ignore[union-attr]
             return (
                 f"deadlock: in group {kind} ranks {one} and {other} differ at call {number}: "
@@ -48,7 +48,7 @@ def _first_difference(one: int, left: Sequence[Call], other: int, right: Sequenc
     return None
 
 
-def _content(call: Call) -> tuple[object, ...]:
+def _signature(call: Call) -> tuple[object, ...]:
     size = None if call.op in _OWN_SIZES else call.size
     return call.op, size, call.dtype, call.device, call.peer
 

@@ -63,9 +63,9 @@ def _host(
     die_with_parent()
     gc.freeze()  # the caller's garbage may wait for threads that this process does not have
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from bapo_megatron.cli import quiet
+    from bapo_megatron.cli import silence_libraries
 
-    quiet()
+    silence_libraries()
     prepare_layers(layers)
     gc.freeze()  # a rank collects garbage in every phase; what is imported is none
     running: dict[int, int] = {}

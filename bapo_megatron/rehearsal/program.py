@@ -48,12 +48,12 @@ class RankProgram:
     def update(self, packs: list[MicroBatch], number: int) -> None:
         """The search of the bounds and the update that uses them, as the training loop makes them."""
         algorithm = self._config.algorithm
-        clipping = UpdateLoss(algorithm, self._config.batch.hold_forwards, self._config.data.source_names)
+        update_loss = UpdateLoss(algorithm, self._config.batch.hold_forwards, self._config.data.source_names)
         if algorithm.old_log_probs == "trainer" and number == 1:
             with self._phase("old log-probs"):
                 self.policy.log_probs(packs, trained_only=True)
         with self._phase(f"{SEARCH} {number}"):
-            loss, _ = clipping.loss(self.policy, packs, on_policy=False)
+            loss, _ = update_loss.loss(self.policy, packs, on_policy=False)
         with self._phase(f"{UPDATE} {number}"):
             self.policy.update(packs, loss)
         gc.collect()
@@ -87,7 +87,7 @@ class RankProgram:
         if not engine.colocated:
             return
         if engine.sync == "ipc":
-            self._hand_over(int(engine.bucket_mb * 2**20), offload)
+            self._hand_over_weights(int(engine.bucket_mb * 2**20), offload)
         if offload:
             with self._phase("offload"):
                 self.policy.offload()
@@ -97,7 +97,7 @@ class RankProgram:
             with self._phase("reload"):
                 self.policy.reload()
 
-    def _hand_over(self, bucket: int, offload: bool) -> None:
+    def _hand_over_weights(self, bucket: int, offload: bool) -> None:
         """The buckets of weights that colocated engines read, when all else has left the GPU."""
         if offload:
             with self._phase("set aside"):

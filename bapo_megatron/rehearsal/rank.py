@@ -24,10 +24,15 @@ from bapo_megatron.policy.attention.context_parallel import document_chunks
 from bapo_megatron.policy.device import cpu_mode
 from bapo_megatron.rehearsal.checkpoints import rehearse_load, rehearse_save
 from bapo_megatron.rehearsal.fake.cuda_device import install
-from bapo_megatron.rehearsal.fake.fake_tensors import ListReads, repair_torch
+from bapo_megatron.rehearsal.fake.fake_tensors import ListsOfTensors, repair_torch
 from bapo_megatron.rehearsal.fake.meter import Meter, answer_reads, watch_sizes
 from bapo_megatron.rehearsal.fake.process_group import fake_world
-from bapo_megatron.rehearsal.kinds import ModuleNames, name_offloaded, name_state, noting_saved
+from bapo_megatron.rehearsal.kinds import (
+    ModuleNames,
+    label_model_state,
+    label_offloaded_state,
+    marking_saved_activations,
+)
 from bapo_megatron.rehearsal.program import RankProgram, message_shape
 from bapo_megatron.rehearsal.records import RankRequest
 from bapo_megatron.rehearsal.transformer_engine import kernel
@@ -66,9 +71,9 @@ class RankRehearsal:
         torch.set_num_threads(1)
         with ExitStack() as stack:
             repair_torch()
-            face: Any = nullcontext()
+            cuda_functions: Any = nullcontext()
             if request.device == "cuda":
-                face = install(lambda: self.meter.waits.wait(self.meter.phase, "synchronize"))
+                cuda_functions = install(lambda: self.meter.waits.wait(self.meter.phase, "synchronize"))
             else:
                 cpu_mode()
             kinds = stack.enter_context(fake_world(request.rank, request.world_size, self.config.parallel))
@@ -83,7 +88,13 @@ class RankRehearsal:
             self._names.watch()
             gc.collect()
             gc.disable()
-            for mode in (ListReads(), face, fake, self.meter, noting_saved(self.meter.ledger)):
+            for mode in (
+                ListsOfTensors(),
+                cuda_functions,
+                fake,
+                self.meter,
+                marking_saved_activations(self.meter.ledger),
+            ):
                 stack.enter_context(mode)
             torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
             (phases or RankRehearsal.all_phases)(self)
@@ -94,12 +105,12 @@ class RankRehearsal:
         packs = self.packs()
         for number in (1, 2):
             self.program.update(packs, number)
-            name_state(self.meter.ledger, self.program.policy)
+            label_model_state(self.meter.ledger, self.program.policy)
         del packs
         self.program.weight_sync()
         held = self.program.save(rehearse_save)  # its writer is still at work when engines sample
         self.program.sample()
-        name_offloaded(self.meter.ledger, self.program.policy)
+        label_offloaded_state(self.meter.ledger, self.program.policy)
         del held
         gc.collect()
         self.program.load(rehearse_load)
@@ -107,7 +118,7 @@ class RankRehearsal:
     def build(self) -> None:
         """The policy, with weights that have no values."""
         self.program.build(FakeWeights(self.config))
-        name_state(self.meter.ledger, self.program.policy)
+        label_model_state(self.meter.ledger, self.program.policy)
         self._names.learn(self.program.policy._model)
 
     def packs(self) -> list[MicroBatch]:

@@ -29,7 +29,7 @@ from bapo_megatron.policy.state.optimizer_state import (
 
 
 @contextmanager
-def known_replicas() -> Iterator[None]:
+def peer_shard_lists() -> Iterator[None]:
     """A save whose distribution over DP x CP is that of a run with all ranks."""
     owned: dict[int, list[ShardedTensor]] = defaultdict(list)
     own_state, determine, gather = (

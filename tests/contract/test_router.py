@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.doctor.recipe import Facts
+from bapo_megatron.commands.doctor.recipe import RecipeFacts
 from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
@@ -175,7 +175,7 @@ def test_with_its_own_health_check_the_router_gives_paused_servers_up(stack: Sta
 def test_the_doctor_tells_servers_from_a_router(stack: Stack, router: Node) -> None:
     shape = json.loads((stack.model / "config.json").read_text())
     urls = [server.process.url for server in stack.servers]
-    recipe = Facts(
+    recipe = RecipeFacts(
         name="run",
         directory="runs/run",
         engine="sglang",

@@ -11,7 +11,7 @@ from bapo_megatron.config import ParallelConfig
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.policy.state import offload
-from bapo_megatron.rehearsal.match import disagreements
+from bapo_megatron.rehearsal.match import collective_mismatches
 from bapo_megatron.rehearsal.processes import rehearse
 from bapo_megatron.rehearsal.records import Call, RankRequest, RankResult
 from tests.support.planted import Mistake, rehearse_with
@@ -206,7 +206,7 @@ def test_a_deadlock_is_named_at_its_first_differing_call(name: str, tmp_path: Pa
     config = small_run(tmp_path, parallel, layers=parallel.pipeline)
     ranks = [rehearse_with(mistake, config, rank, packs=parallel.pipeline + 1) for rank in range(2)]
     assert [rank.error for rank in ranks] == [None, None]
-    first = disagreements(ranks)[0]
+    first = collective_mismatches(ranks)[0]
     assert "ranks 0 and 1 differ at call" in first
     assert mistake.line in first
 
@@ -230,7 +230,7 @@ def test_every_rank_of_a_layout_agrees(tmp_path: Path) -> None:
     config = small_run(tmp_path, parallel)
     ranks = rehearse([RankRequest(config, rank, 3) for rank in range(8)], workers=2)
     assert [rank.error for rank in ranks] == [None] * 8
-    assert disagreements(ranks) == []
+    assert collective_mismatches(ranks) == []
     assert sum(len(rank.calls) for rank in ranks) > 1000
     assert {call.op for call in ranks[0].calls} >= {"send", "recv", "all_gather", "reduce_scatter"}
 
@@ -242,7 +242,7 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
     config = small_run(tmp_path, parallel)
     ranks = rehearse([RankRequest(config, rank, 1) for rank in range(4)], "te", workers=2)
     assert [rank.error for rank in ranks] == [None] * 4
-    assert disagreements(ranks) == []
+    assert collective_mismatches(ranks) == []
     ring = [call.op for call in ranks[0].calls if (call.group, call.phase) == ("CP", "bounds search 2")]
     assert ring.count("send") == ring.count("recv") == 2  # keys and values of each layer, once around
     shape = read_model_shape(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenAnswers, Totals
+from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenOutputs, Totals
 from bapo_megatron.data.packing import Sample
 
 BOUNDS = BoundsConfig(
@@ -23,7 +23,7 @@ def handmade(positive: float = 2.0) -> LayoutReference:
         identity={"model.weights_sha256": "ab", "canary.seed": 0, "algorithm.bounds.dual_clip": None},
         made={"parallel.tensor": 1},
         samples=[sample, longer],
-        tokens=TokenAnswers(
+        tokens=TokenOutputs(
             [np.array([-2, -4], np.float32), np.array([-3, -5, -7], np.float32)],
             [np.array([1, 2], np.float32), np.array([3, 2, 1], np.float32)],
         ),

@@ -15,13 +15,13 @@ from typing import Any
 
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
-from bapo_megatron.commands.plan.activations import kept
+from bapo_megatron.commands.plan.activations import activation_bytes_per_token
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job, PlanOptions
 from bapo_megatron.commands.plan.memory import FIXED, FRAGMENTATION
 from bapo_megatron.commands.plan.plan import JobPlan, make_plan
 from bapo_megatron.commands.plan.sizes import total_parameters
-from bapo_megatron.commands.plan.sync import BROADCAST
+from bapo_megatron.commands.plan.sync import BROADCAST_RATE
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -155,7 +155,7 @@ def trl_memory(shape: ModelShape) -> float:
     over eight ranks, what one layer saves, and its gradients. The layers' inputs are on the host."""
     plan = trl(shape)
     job, stage = plan.job, plan.stages[0]
-    layer = kept(shape, job.parallel, job.element, "full", "te").transient * job.tokens
+    layer = activation_bytes_per_token(shape, job.parallel, job.element, "full", "te").transient * job.tokens
     passing = layer + max(stage.workspace, stage.head)
     return 16 * total_parameters(shape) / 8 + passing * (1 + FRAGMENTATION) + stage.buffers + FIXED
 
@@ -196,7 +196,7 @@ def broadcast(shape: ModelShape) -> float:
         {},
         rollout=RolloutConfig(engine="sglang", sglang=SglangConfig(sync="broadcast", urls=("http://a:1",))),
     )
-    assert plan.sync.expected_seconds == plan.sync.sent / BROADCAST
+    assert plan.sync.expected_seconds == plan.sync.sent / BROADCAST_RATE
     return plan.sync.expected_seconds
 
 
@@ -204,8 +204,8 @@ def figures() -> list[Figure]:
     """All figures, in the order of the table."""
     even, dealt = miles(1.0), miles(busiest(32, 8))
     passes = even.speed.update_seconds - even.speed.forward_seconds + even.stepping_seconds
-    turns = even.turns
-    assert turns is not None
+    handover = even.handover
+    assert handover is not None
     sgl32 = broadcast(QWEN25_32B)
     return [
         Figure(MILES, "rollout, groups dealt at random", 307, dealt.sampling_seconds),
@@ -227,7 +227,7 @@ def figures() -> list[Figure]:
             within=2.5,
         ),
         Figure(
-            MILES, "weight sync, CUDA IPC", 2.5, turns.expected_reading_seconds, "s", "the rate is from here"
+            MILES, "weight sync, CUDA IPC", 2.5, handover.expected_reading_seconds, "s", "the rate is from here"
         ),
         Figure(VERL, "weight sync, 32B, NCCL", 14.2, sgl32, "s", "the rate is from here"),
         Figure(VERL, "the same, weights offloaded", 17.7, sgl32),

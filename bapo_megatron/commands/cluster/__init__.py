@@ -1,1 +1,1 @@
-"""Runs on a cluster: submitting them, and seeing how they are. Needs no Slurm to look at a local run."""
+"""Slurm commands: submission of runs, and their status, logs and cancellation. Local runs need no Slurm."""

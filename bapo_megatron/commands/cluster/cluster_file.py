@@ -1,4 +1,4 @@
-"""The cluster file: a TOML description of a Slurm site, checked before anything is submitted."""
+"""Cluster file: the TOML settings of a Slurm site, read and checked before anything is submitted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 @dataclass(frozen=True)
 class Budgets:
-    """Requeue budgets: how often a job may come back, for each kind of end."""
+    """Requeue budgets: how often a job may be requeued, for each kind of end."""
 
     crash: int = 5
     preemption: int = 100
@@ -46,8 +46,8 @@ class Health:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """The settings of one site, a file of `slurm/clusters/`. Times in seconds unless their name says
-    otherwise."""
+    """Settings of one Slurm site, as `slurm/clusters/*.toml` has them. Times are in seconds unless their
+    names say otherwise."""
 
     account: str
     partition: str
@@ -83,15 +83,15 @@ class ClusterFile:
     lead_s: int = 600
     """Time before the limit at which the ranks are told to save and stop."""
     margin_s: int = 30
-    """Time before the limit at which saving is given up."""
+    """Time before the limit at which ranks that still save are killed."""
     wait_s: int = 900
     """Longest wait for the other ranks, once the first has ended."""
     crash_wait_s: int = 60
-    """Longest wait for the other ranks, once one has failed: they would wait for it for hours."""
+    """Longest wait for the other ranks, once one has failed. They would wait in a collective for hours."""
     engines_wait_s: int = 1200
-    """Longest wait for the rollout servers; then the run starts with those that are there."""
+    """Longest wait for the rollout servers; then the run starts with those that are ready."""
     look_s: int = 10
-    """Time between two looks at the rollout servers."""
+    """Interval between two health checks of the rollout servers."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of every task."""
     sbatch: dict[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class ClusterFile:
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """The cluster file at ``path``. ConfigError with everything that is wrong in it."""
+    """The cluster file at ``path``. ConfigError lists every problem in it."""
     try:
         found = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def load_cluster(path: Path) -> ClusterFile:
     problems = list(_problems(ClusterFile, found, ""))
     if not problems:
         cluster = _build(found)
-        problems = list(_mistakes(cluster))
+        problems = list(_invalid_values(cluster))
     if problems:
         raise ConfigError("\n".join(f"cluster file {path}: {problem}" for problem in problems))
     return cluster
@@ -128,7 +128,7 @@ def _build(found: Mapping[str, Any]) -> ClusterFile:
 
 
 def _problems(kind: type, found: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Unknown and missing names, and values of another type, below ``prefix``."""
+    """Schema errors below ``prefix``: unknown names, missing names, values of a wrong type."""
     hints = get_type_hints(kind)
     fields = {item.name: item for item in dataclasses.fields(kind)}
     for name, value in found.items():
@@ -160,8 +160,8 @@ def _seconds(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _mistakes(cluster: ClusterFile) -> Iterator[str]:
-    """Values of the right type that are wrong all the same."""
+def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
+    """Range errors: values of the right type that are out of range or contradict each other."""
     if not _TIME.fullmatch(cluster.time):
         yield f"time = {cluster.time!r} is no time; write it as HH:MM:SS or D-HH:MM:SS"
     elif cluster.lead_s >= (limit := _seconds(cluster.time)):
@@ -173,7 +173,7 @@ def _mistakes(cluster: ClusterFile) -> Iterator[str]:
         near = difflib.get_close_matches(cluster.gpu, GPUS, 1, 0.3)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(GPUS)}"
         yield f"gpu = {cluster.gpu!r} is unknown; {hint}"
-    for name, least in _LEAST.items():
+    for name, least in _MINIMUMS.items():
         value = getattr(cluster, name)
         if value is not None and value < least:
             yield f"{name} = {value} must be at least {least}"
@@ -194,7 +194,7 @@ def _mistakes(cluster: ClusterFile) -> Iterator[str]:
             yield f"environment.{name}: NeMo-Run writes names of variables in capitals; write it so"
 
 
-_LEAST = {
+_MINIMUMS = {
     "gpus_per_node": 0, "trainer_nodes": 1, "rollout_nodes": 0, "tasks_per_node": 1, "servers_per_node": 1,
     "cpus_per_task": 1, "lead_s": 1, "margin_s": 0, "wait_s": 1, "crash_wait_s": 1, "engines_wait_s": 1,
     "look_s": 1,

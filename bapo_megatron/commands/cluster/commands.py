@@ -12,7 +12,7 @@ from bapo_megatron.errors import refuse_arguments
 
 _WATCH_S = 5.0
 
-_PATIENCE_S = 30.0
+_STATUS_DEADLINE_S = 30.0
 """Deadline, in seconds, for reading a run's status from its file system; longer than Slurm's own deadline."""
 
 
@@ -29,7 +29,8 @@ def submit_command(arguments: Sequence[str]) -> None:
     config, _, fork = train_flags("submit", [str(command.recipe), *command.flags])
     check_fork(config, fork)
     print(found := submit(command, config), end="", flush=True)
-    if not command.dry_run:  # beside the number, which alone a script reads
+    # The job id alone goes to stdout, so that a script can read it; the hints for a person go to stderr.
+    if not command.dry_run:
         run = shlex.quote(str(Path.cwd() / config.directory))
         print(
             f"job {found.strip()} is submitted; run directory {run}\n"
@@ -49,9 +50,9 @@ def status_command(arguments: Sequence[str]) -> None:
     run, switches = _run_and_switches("status", arguments, "--watch")
     while True:
         try:
-            text = within(_PATIENCE_S, lambda: status_text(read_status(run)))
+            text = within(_STATUS_DEADLINE_S, lambda: status_text(read_status(run)))
         except NoAnswer:
-            text = f"{run} has not answered for {_PATIENCE_S:g} s: its file system hangs\n"
+            text = f"{run} has not answered for {_STATUS_DEADLINE_S:g} s: its file system hangs\n"
             if "--watch" not in switches:
                 sys.exit(text.rstrip())
         if "--watch" not in switches:
@@ -80,7 +81,7 @@ def cancel_command(arguments: Sequence[str]) -> None:
 
 
 def _run_and_switches(command: str, arguments: Sequence[str], *known: str) -> tuple[Path, set[str]]:
-    """The run directory and the switches of ``arguments``; prints the usage for any not ``known``."""
+    """The run directory and the switches of ``arguments``. An unknown switch prints the usage and exits."""
     switches = {word for word in arguments if word.startswith("-")}
     names = [word for word in arguments if not word.startswith("-")]
     if len(names) != 1 or switches - set(known):

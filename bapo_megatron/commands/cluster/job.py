@@ -1,4 +1,4 @@
-"""The Slurm job of a recipe: its groups of nodes, its settings, and whether it can work."""
+"""Slurm job of a recipe: node groups, environment settings, and the checks before its submission."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A recipe with its flags on a cluster, ready to be submitted."""
+    """Slurm job of one recipe: the recipe with its flags, and the cluster file."""
 
     config: RunConfig
     cluster: ClusterFile
@@ -72,7 +72,7 @@ class ClusterJob:
         return self.root / self.config.directory
 
     def problems(self) -> Iterator[str]:
-        """Reasons why the job cannot be what the recipe wants."""
+        """Contradictions between the recipe and the cluster file; each makes the job impossible."""
         size, data = self.config.parallel.model_size, self.config.parallel.data
         if self.processes % size:
             yield (
@@ -106,7 +106,7 @@ class ClusterJob:
                 yield f"{path}: NeMo-Run replaces /nemo_run in every path; rename the folder"
 
     def _no_servers(self) -> str | None:
-        """Why the job would have no SGLang servers; None if it starts them, finds them, or needs none."""
+        """Problem of a job without SGLang servers; None if it starts some, is given some, or needs none."""
         rollout, cluster = self.config.rollout, self.cluster
         elsewhere = self.rollout_nodes or "BAPO_ENGINES" in cluster.environment
         if rollout.engine != "sglang" or rollout.replay is not None or elsewhere:
@@ -123,7 +123,7 @@ class ClusterJob:
         )
 
     def missing_mounts(self) -> list[str]:
-        """The paths that every task needs and the container does not show, with what to add to `mounts`."""
+        """Missing container mounts: paths that every task needs, with what to add to `mounts`."""
         if self.cluster.container is None:
             return []
         needed = {
@@ -135,8 +135,8 @@ class ClusterJob:
         return list(missing_mounts(needed, self.cluster.mounts))
 
     def summary(self) -> list[str]:
-        """The job in a few lines: those of `bapo plan`, or its nodes alone where the GPUs or the model's
-        config.json are not known here."""
+        """Summary of the job: the lines of `bapo plan`, or the nodes alone where the GPU type or the model's
+        config.json is unknown on this machine."""
         nodes = nodes_text(self.trainer_nodes, self.rollout_nodes)
         try:
             plan = make_plan(self.planned())
@@ -145,7 +145,7 @@ class ClusterJob:
             return [f"Nodes: {nodes}", f"No plan: {error}"]
 
     def warnings(self) -> Iterator[str]:
-        """Warnings about what works, and may surprise."""
+        """Warnings that do not stop the submission."""
         yield from absent_inputs(self.config, self.root)
         need, disk = self._disk_need(), self.cluster.health.disk_gb
         if self.cluster.health.probe == "on" and need is not None and disk < need:
@@ -165,7 +165,7 @@ class ClusterJob:
             )
 
     def _disk_need(self) -> float | None:
-        """GB of the run's folder; None where the model's config.json is on the nodes alone."""
+        """Size of the run directory in GB; None if this machine does not have the model's config.json."""
         try:
             shape = find_shape(self.recipe, self.config.model.hf_path)
         except ConfigError:
@@ -276,11 +276,12 @@ class ClusterJob:
 
 
 def check_job(job: ClusterJob, force: bool, rehearse: bool = False, dry_run: bool = False) -> list[str]:
-    """ConfigError if the job cannot work. Returns warnings, with ``force`` also what does not fit.
+    """Checks before a submission. ConfigError if the job cannot work; returns the warnings.
 
-    ``rehearse``: judge by a rehearsal, too. ``dry_run``: this may be another machine than the cluster's, with
-    the checkout at another place, so what the container does not mount is a warning.
+    ``force`` turns memory that does not fit into warnings. ``rehearse`` adds a rehearsal of the ranks.
+    ``dry_run`` turns missing mounts into warnings: this machine may have the checkout at another place.
     """
+    # Cheapest first: a rehearsal takes minutes, so everything else is checked before it.
     unmounted = job.missing_mounts()
     if found := [*job.problems(), *(unmounted if not dry_run else [])]:
         raise ConfigError("\n".join(found))

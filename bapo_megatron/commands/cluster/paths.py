@@ -1,4 +1,4 @@
-"""The paths of a Slurm job: whether its container mounts them, and what is not there yet."""
+"""Path checks of a Slurm job: missing container mounts, and inputs that do not exist on this machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from bapo_megatron.config import RunConfig
 
 
 def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator[str]:
-    """One line for each mount that is lacking: a path, by what it is, that the container does not show there.
+    """Missing mounts: one line for each path that the container does not mount. ``paths`` are named by role.
 
-    ``mounts``: HOST:CONTAINER, with options after another colon. Tasks find every path by its name on the
-    host, so only a mount whose two sides are equal serves, of the path itself or of a folder above it.
+    ``mounts``: HOST:CONTAINER, with options after another colon. Tasks use the host's paths, so only a mount
+    with two equal sides counts, of the path itself or of a folder above it.
     """
     places = [mount.split(":") for mount in mounts]
     shown = [
@@ -22,11 +22,11 @@ def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in shown):
             folder = path.parent if what == "recipe" else path
             yield f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
-            shown.append(PurePosixPath(folder))  # which serves what lies below it, too
+            shown.append(PurePosixPath(folder))  # once told, it also covers the paths below it
 
 
 def absent_inputs(config: RunConfig, root: Path) -> Iterator[str]:
-    """One line for each input of the run that this machine does not have; nodes may see other disks."""
+    """Absent inputs: one line for each model or dataset that this machine lacks; nodes may have it."""
     model = root / config.model.hf_path
     if not (model / "config.json").is_file():
         yield f"model.hf_path: {model} has no config.json on this machine; the nodes must have the model"
@@ -40,7 +40,7 @@ def absent_inputs(config: RunConfig, root: Path) -> Iterator[str]:
 
 
 def without_run_dir(flags: Sequence[str]) -> Iterator[str]:
-    """The flags of `bapo train` without `--run-dir`, in any spelling that tyro takes, and its value."""
+    """The flags of `bapo train` without `--run-dir` and its value, in any spelling that tyro accepts."""
     words = iter(flags)
     for word in words:
         name, given, _ = word.replace("_", "-").partition("=")

@@ -1,4 +1,4 @@
-"""The logs of a run's newest start, and the cancellation of a run."""
+"""Log files of a run: its newest start's, shown or followed; and the cancellation of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from bapo_megatron.commands.cluster.slurm_client import SlurmError, call, queue_state, read_job_state
-from bapo_megatron.commands.cluster.status import writer
+from bapo_megatron.commands.cluster.status import lock_holder
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import read_plain
@@ -21,7 +21,7 @@ _TAIL_BYTES = 1 << 20
 
 
 def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
-    """job.log, the first rank's and the rollout servers' logs of the newest start; all ranks' if asked."""
+    """Log files of the newest start: the job's, rank 0's and the servers'; with ``every_rank`` all."""
     starts = [
         folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
     ]
@@ -33,7 +33,7 @@ def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
 
 
 def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
-    """Print the end of each log."""
+    """Print the last lines of each log."""
     logs = newest_logs(run, every_rank)
     if not logs:
         raise ConfigError(f"{run} has no logs: a run that was started by hand writes to its terminal")
@@ -47,13 +47,13 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
 
 
 def follow_logs(
-    run: Path, out: TextIO, every_rank: bool = False, has_work: Callable[[], bool] = lambda: True
+    run: Path, out: TextIO, every_rank: bool = False, is_following: Callable[[], bool] = lambda: True
 ) -> None:
-    """Print what is written from now on, also by later starts, until interrupted."""
+    """Print new log lines, also those of later starts, until interrupted (`tail -f`)."""
     show_logs(run, out, every_rank)
     seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
     last: Path | None = None
-    while has_work():
+    while is_following():
         time.sleep(0.5)
         for path in newest_logs(run, every_rank):
             size = path.stat().st_size
@@ -71,7 +71,7 @@ def follow_logs(
 
 
 def cancel(run: Path, at_once: bool = False) -> str:
-    """End the run: it saves first, unless ``at_once``. Returns what was done."""
+    """Cancel the run: it saves first, unless ``at_once``. Returns a sentence that says what was done."""
     if not run.is_dir():
         raise ConfigError(f"run directory {run} does not exist")
     job = read_job_state(run)
@@ -82,13 +82,14 @@ def cancel(run: Path, at_once: bool = False) -> str:
             if at_once or state != "RUNNING":
                 call("scancel", job.job)
                 return f"job {job.job} is cancelled"
-            # The job's shell looks for this file when its ranks have saved, and does not requeue.
+            # Before the signal: the job's script looks for this file once its ranks have saved, and a job
+            # that does not find it would requeue itself.
             write_atomically(RunPaths(run).stop, "bapo cancel\n")
             call("scancel", "--batch", "--signal=USR1", job.job)
         except SlurmError as error:
             raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None
         return f"job {job.job} is told to save and stop; `bapo status {run}` shows when it has"
-    if (pid := writer(run)) is not None:
+    if (pid := lock_holder(run)) is not None:
         os.kill(pid, signal.SIGKILL if at_once else signal.SIGTERM)
         return f"process {pid} is told to {'end' if at_once else 'stop'}"
     raise ConfigError(f"{run} is not running here, and no job of it is in the queue")

@@ -1,4 +1,4 @@
-"""The Slurm client: calls Slurm's commands (squeue and others) and reads the job's state file."""
+"""Slurm client: calls of Slurm's commands (squeue, scancel), and the job's state file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a Slurm job: `RUN/slurm.state`, as slurm/lib/state.sh writes it."""
+    """State file of a Slurm job: `RUN/slurm.state`, as slurm/lib/state.sh writes it."""
 
     job: str
     restart: int
@@ -29,7 +29,7 @@ class JobState:
 
 
 def read_job_state(run: Path) -> JobState | None:
-    """The state of the run's job; None if no job was ever started for it."""
+    """The state file of the run's job; None if no job was ever started for it."""
     try:
         lines = RunPaths(run).slurm_state.read_text().splitlines()
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def read_job_state(run: Path) -> JobState | None:
 
 
 def queue_state(job: str) -> tuple[str, str] | None:
-    """State and reason of a job in squeue; ("", "") if it is not queued, None if Slurm does not answer."""
+    """Queue state and reason of a job; ("", "") if squeue does not list it, None if Slurm does not answer."""
     try:
         found = call("squeue", "-h", "-j", job, "-o", "%T|%r")
     except SlurmError as error:

@@ -1,5 +1,4 @@
-"""The status of a run, from its directory, and from Slurm where there is one. Nothing is changed or
-locked."""
+"""Status of a run, read from its directory and from Slurm's queue. Nothing is changed or locked."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ FRESH_S = 60.0
 
 @dataclass(frozen=True)
 class Status:
-    """The status of a run. None where nothing is known."""
+    """Status of a run, as `bapo status` shows it. A field is None where nothing is known."""
 
     run: Path
     job: JobState | None
@@ -39,21 +38,21 @@ class Status:
     checkpoint: int | None
     checkpoint_age_s: float | None
     engines: tuple[int, int] | None
-    """Engines alive, and known: by RUN/engines, or by the sampler's last metrics."""
+    """Numbers of live and of registered engines, by RUN/engines or by the sampler's last metrics."""
     moved: tuple[float, int] | None
-    """Share of the stale updates with moved clipping bounds, and of how many last steps; None without a
-    search."""
+    """Share of stale updates in which a clipping bound moved, and the number of last steps it is a mean of;
+    None without a search of the bounds."""
     stalled_s: float | None
-    """Seconds of silence of a run that works, if that is too long (``logging.stalled_minutes``)."""
+    """Seconds without progress of a running run, if above its limit (``logging.stalled_minutes``)."""
     trouble: str | None
-    """The last event of a kind that means trouble."""
+    """The last event of an error kind, as text."""
     trouble_age_s: float | None
     forked: str | None = None
-    """Where it was forked from, in words."""
+    """The run and step that it was forked from, as text."""
 
 
 def read_status(run: Path, now: float | None = None) -> Status:
-    """The present status of ``run``. ConfigError if it is no run directory."""
+    """The status of ``run`` now. ConfigError if it is no run directory."""
     now = time.time() if now is None else now
     paths = RunPaths(run)
     if not any(path.exists() for path in (paths.config, paths.slurm_state, paths.events)):
@@ -66,7 +65,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
     trouble = next((row for row in tail_rows(paths.events) if is_trouble(row)), None)
     running = job is not None and job.status == "running" and job.end > 0
     state = _state(run, job)
-    waits = state.startswith("PENDING")  # its last start's nodes and servers are no longer its own
+    waits = state.startswith("PENDING")  # a requeued job has lost the nodes and servers of its last start
     return Status(
         run=run,
         job=replace(job, nodes="") if job and waits else job,
@@ -87,12 +86,12 @@ def read_status(run: Path, now: float | None = None) -> Status:
 
 
 def _stalled_s(run: Path, config: dict[str, Any], now: float) -> float | None:
-    """Seconds of silence of a run that works, if that is too long since its last start."""
+    """Seconds without progress since the run's last start, if above its limit; else None."""
     if config.get("steps") is None:
         return None
     rows = tail_rows(RunPaths(run).events)
     start = next((row for row in rows if row.get("kind") in BEGINNINGS), {})
-    begun = now - (_age(start, now) or now)  # one that is not among the last events is long ago
+    begun = now - (_age(start, now) or now)  # a start that is not among the last events was long ago
     patience = Patience(
         config["steps"], config.get("evaluation.every") or 0, config.get("logging.stalled_minutes")
     )
@@ -107,7 +106,7 @@ def _moved(log: Path) -> tuple[float, int] | None:
 
 
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
-    """Last finished step, and time, of the newest checkpoint with a manifest, which is written last."""
+    """Step and time of the newest complete checkpoint. The manifest is written last, so it marks one."""
     found = step_entries(RunPaths(run).checkpoints)
     saved = [
         (moment, manifest.stat().st_mtime) for moment, path in found if (manifest := path / MANIFEST).exists()
@@ -118,10 +117,10 @@ def newest_checkpoint(run: Path) -> tuple[int, float] | None:
     return step, time_s
 
 
-def writer(run: Path, locks: Path = Path("/proc/locks")) -> int | None:
-    """The process on this machine that holds the run's lock.
+def lock_holder(run: Path, locks: Path = Path("/proc/locks")) -> int | None:
+    """Process id of the lock holder: the process on this machine that trains the run; None if there is none.
 
-    Looked up, not tried: to hold the lock for a moment could make a run that begins refuse to.
+    The lock is looked up in /proc/locks, not tried: a run that starts in the same moment would be refused.
     """
     try:
         inode = RunPaths(run).lock.stat().st_ino
@@ -137,7 +136,7 @@ def writer(run: Path, locks: Path = Path("/proc/locks")) -> int | None:
 
 
 def _state(run: Path, job: JobState | None) -> str:
-    pid = writer(run)
+    pid = lock_holder(run)
     if job is None:
         return f"running here, process {pid}" if pid else "not running"
     queued = queue_state(job.job)
@@ -156,12 +155,12 @@ def _state(run: Path, job: JobState | None) -> str:
 def _engines(run: Path, metrics: dict[str, Any], now: float) -> tuple[int, int] | None:
     files = list(RunPaths(run).engines.glob("*.json"))
     if files:
-        return sum(_answers(file, now) for file in files), len(files)
+        return sum(_is_ready(file, now) for file in files), len(files)
     alive = metrics.get("sampler/engines")
     return None if alive is None else (int(alive), int(alive))
 
 
-def _answers(file: Path, now: float) -> bool:
+def _is_ready(file: Path, now: float) -> bool:
     try:
         return now - file.stat().st_mtime < FRESH_S and json.loads(file.read_text())["state"] == "ready"
     except (OSError, ValueError, KeyError):  # it is being replaced

@@ -1,4 +1,4 @@
-"""The text of a run's status, one line for each thing that is known."""
+"""Text of `bapo status`: one line for each known field of a run's status."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def clock(seconds: float) -> str:
 
 
 def ago(seconds: float | None) -> str:
-    """A rough age in words."""
+    """An age as text, rounded to its largest unit."""
     if seconds is None:
         return "at an unknown time"
     for size, name in ((86400, "days"), (3600, "hours"), (60, "min")):

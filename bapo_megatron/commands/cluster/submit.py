@@ -1,4 +1,4 @@
-"""The Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``."""
+"""Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SubmitCommand:
     flags: tuple[str, ...]
     """Flags of `bapo train`."""
     rehearse: bool = False
-    """Rehearse the recipe's ranks first, and refuse it if they fail or do not fit."""
+    """Rehearse the recipe's ranks first; refuse the job if one fails or does not fit."""
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> SubmitCommand:
@@ -86,15 +86,17 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
 
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
-    """Run `slurm/launch.py`, the only user of NeMo-Run, in an interpreter that has NeMo-Run."""
+    """Run `slurm/launch.py` in an interpreter that has NeMo-Run; its standard output."""
     if not dry_run and shutil.which("sbatch") is None:
         raise ConfigError(
             "there is no sbatch on this machine: submit on a login node of the cluster; --dry-run prints the "
             "job here"
         )
     if not dry_run:
+        # Before the submission: launch.py writes the script there, and Slurm opens the job's log there.
         RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
+    # NeMo-Run's environment has other versions of packages than this one, which PYTHONPATH would mix in.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     found = subprocess.run(
         command, input=json.dumps(job.specification()), capture_output=True, text=True, env=environment
@@ -105,7 +107,7 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
 
 
 def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
-    """Python interpreter with NeMo-Run: ``BAPO_NEMO_RUN_PYTHON``, this one, or that of `make nemo-run`."""
+    """Interpreter that has NeMo-Run: ``BAPO_NEMO_RUN_PYTHON``, this one, or that of `make nemo-run`."""
     if named := os.environ.get(PYTHON_VARIABLE):
         if not Path(named).is_file():
             raise ConfigError(f"{PYTHON_VARIABLE}={named} does not exist")

@@ -1,5 +1,5 @@
-"""``bapo doctor``: what is installed, what the machine grants, and whether a recipe could start.
+"""``bapo doctor``: installation check of packages, machine and servers, and of whether a recipe could start.
 
 It must work where the rest does not. So its modules import the standard library alone, other code runs in
-child processes with a deadline, and what fails there becomes a row of the table.
+child processes with a deadline, and a failure there becomes a row of the table.
 """

@@ -1,4 +1,4 @@
-"""The doctor's command: ``bapo doctor [RECIPE] [flags of the recipe] [--json]``."""
+"""Command ``bapo doctor [RECIPE] [flags of the recipe] [--json]``: the sections of its report in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from bapo_megatron.commands.doctor.machine import Disk, machine_rows
 from bapo_megatron.commands.doctor.namespaces import sandbox_rows
 from bapo_megatron.commands.doctor.packages import package_rows
-from bapo_megatron.commands.doctor.recipe import Facts, examine
+from bapo_megatron.commands.doctor.recipe import RecipeFacts, check_recipe
 from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
 from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.commands.doctor.sglang import sglang_rows
@@ -54,16 +54,16 @@ def run_doctor(arguments: Sequence[str]) -> int:
         rows += all_rows(command)
         print(as_json(rows))
     else:
-        for line in lines(_kept(all_rows(command), rows)):
+        for line in lines(_collecting(all_rows(command), rows)):
             print(line, flush=True)
         print(f"\n{summary_line(rows, str(command.recipe or 'a run'))}")
     return 1 if any(row.state == "problem" for row in rows) else 0
 
 
 def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
-    """Every row of the report. The recipe is examined first, since it says what is needed, and printed
-    last."""
-    told, facts = ([], None) if command.recipe is None else examine(command.recipe, command.flags)
+    """Every row of the report, section by section."""
+    # The recipe is checked first, since it says what the other sections need, and printed last.
+    told, facts = ([], None) if command.recipe is None else check_recipe(command.recipe, command.flags)
     yield from guarded("training", package_rows)
     yield from guarded("SGLang", lambda: sglang_rows(*_sglang_needs(facts)))
     yield from guarded("machine", lambda: machine_rows(_disk(facts)))
@@ -74,7 +74,7 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
 
 
 def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:
-    """The rows of a section; if it breaks, a row that says so, and the report goes on."""
+    """The rows of a section. An exception in it becomes a row, and the report goes on."""
     try:
         yield from rows()
     except Exception as error:  # a machine that nobody has thought of must not cost the other sections
@@ -84,24 +84,24 @@ def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[D
         )
 
 
-def _sglang_needs(facts: Facts | None) -> tuple[bool, Path | None, bool]:
+def _sglang_needs(facts: RecipeFacts | None) -> tuple[bool, Path | None, bool]:
     if facts is None:
         return False, None, False
     python = None if facts.python is None else Path(facts.python)
     return facts.starts_servers, python, facts.starts_servers and facts.colocated
 
 
-def _sandbox_needs(facts: Facts | None) -> tuple[bool, bool, int]:
+def _sandbox_needs(facts: RecipeFacts | None) -> tuple[bool, bool, int]:
     if facts is None:
         return False, False, 0
     return facts.runs_programs, facts.allow_weak_sandbox, facts.forgeable_rows
 
 
-def _disk(facts: Facts | None) -> Disk:
+def _disk(facts: RecipeFacts | None) -> Disk:
     return Disk() if facts is None else Disk(Path(facts.directory), facts.disk_gb)
 
 
-def _kept(rows: Iterator[DoctorRow], kept: list[DoctorRow]) -> Iterator[DoctorRow]:
+def _collecting(rows: Iterator[DoctorRow], kept: list[DoctorRow]) -> Iterator[DoctorRow]:
     for row in rows:
         kept.append(row)
         yield row

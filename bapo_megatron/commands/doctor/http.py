@@ -38,7 +38,7 @@ def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] 
         return within(deadline_s, lambda: _get(url, deadline_s, dict(headers or {})))
     except urllib.error.URLError as error:
         return Answer(None, one_line(error.reason))
-    except Exception as error:  # whatever answers there may speak another language
+    except Exception as error:  # a server that does not speak HTTP raises all kinds of errors
         return Answer(None, one_line(error))
 
 

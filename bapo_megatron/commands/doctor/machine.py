@@ -24,7 +24,7 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Disk:
-    """Disk use of a run: its directory, and how much it writes."""
+    """Disk need of a run: its directory, and the size of what it writes."""
 
     directory: Path = Path("runs")
     needed_gb: float | None = None
@@ -42,7 +42,7 @@ def machine_rows(disk: Disk | None = None) -> Iterator[DoctorRow]:
 
 
 def memory_row() -> DoctorRow:
-    """The memory of the machine, and the limit of this process's control group if that is lower."""
+    """Row of the memory: the machine's, and the limit of this process's control group if that is lower."""
     total_kb = int(_field(Path("/proc/meminfo"), "MemTotal:"))
     available_kb = int(_field(Path("/proc/meminfo"), "MemAvailable:"))
     found = f"{total_kb * 1024 / _GB:.0f} GB, {available_kb * 1024 / _GB:.0f} GB available"
@@ -72,7 +72,7 @@ def control_group_limit(
 
 
 def shared_memory_row(path: Path) -> DoctorRow:
-    """The size of shared memory (/dev/shm), through which processes of a machine communicate."""
+    """Row of shared memory (/dev/shm), through which NCCL and gloo communicate within a machine."""
     fix = f"mount -o remount,size=8G {path}, or docker run --shm-size 8g"
     needed = f"{SHARED_MEMORY_MB / 1024:.0f} GiB, for several processes on GPUs"
     try:
@@ -87,7 +87,7 @@ def shared_memory_row(path: Path) -> DoctorRow:
 
 
 def open_files_row(soft: int, hard: int) -> DoctorRow:
-    """The limit on open files: a socket for each request in flight."""
+    """Row of the limit on open files: each request in flight has a socket."""
     enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
     found = f"{_limit(soft)} (at most {_limit(hard)})"
     needed = f"{OPEN_FILES}, for many requests in flight"
@@ -101,7 +101,7 @@ def open_files_row(soft: int, hard: int) -> DoctorRow:
 
 
 def locked_memory_row(soft: int, infiniband: bool) -> DoctorRow:
-    """The limit on locked memory, which InfiniBand registers."""
+    """Row of the limit on locked memory, which InfiniBand needs to register buffers."""
     if soft == resource.RLIM_INFINITY:
         return DoctorRow(SECTION, "locked memory", "ok", "unlimited")
     found, needed = f"{soft >> 10} KiB", "unlimited, for InfiniBand"
@@ -117,7 +117,7 @@ def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
 
 
 def disk_rows(disk: Disk) -> Iterator[DoctorRow]:
-    """Free disk space where the run writes, and write permission."""
+    """Rows of the run directory's disk: free space, and write permission."""
     name = f"disk of {disk.directory}"
     needed = (
         f"{_size(disk.needed_gb * _GB)}, for checkpoints and weights" if disk.needed_gb is not None else ""

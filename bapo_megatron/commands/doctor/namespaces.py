@@ -1,7 +1,7 @@
-"""Check of the sandbox: whether all of its walls stand here, and whether the kernel grants the namespaces.
+"""Code sandbox checks of ``bapo doctor``: isolation layers, and the kernel's user and network namespaces.
 
-``python -m bapo_megatron.commands.doctor.namespaces`` tries both, in a process that then ends, and prints one
-JSON object: the error number of each, 0 where it is granted.
+``python -m bapo_megatron.commands.doctor.namespaces`` enters both namespaces, in a process that then ends,
+and prints one JSON object: the error number of each, 0 if it is granted.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _SWITCHES = (
 def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterator[DoctorRow]:
     """Rows of the code sandbox.
 
-    ``needed``: the recipe's reward runs programs. ``allow_weak``: it permits a sandbox that lacks walls.
+    ``needed``: the recipe's reward runs programs. ``allow_weak``: it permits missing isolation layers.
     ``forgeable_rows``: rows of its dataset with tests that a program can pass by forging.
     """
     from bapo_megatron.reward.sandbox.requirements import sandbox_notes
 
     required = needed and not allow_weak
-    yield walls_row(sandbox_notes, required)
+    yield isolation_row(sandbox_notes, required)
     yield from namespace_rows(required)
-    if needed or forgeable_rows:  # a server that runs the programs changes nothing about them
+    if needed or forgeable_rows:  # forgeable tests are a problem on a sandbox server, too
         yield forgeable_row(forgeable_rows)
 
 
-def walls_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
-    """Whether a program that is run here has every wall around it."""
+def isolation_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
+    """Row of the sandbox's isolation layers, which its documents call walls: which of them are missing."""
     from bapo_megatron.reward.sandbox.requirements import FIX
     from bapo_megatron.reward.sandbox.sandbox import SandboxError
 
@@ -65,7 +65,7 @@ def walls_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
 
 
 def forgeable_row(rows: int) -> DoctorRow:
-    """How many rows of the dataset have tests that are decided beside the tested program."""
+    """Row of forgeable tests: dataset rows whose verdict comes from the tested program's own process."""
     if not rows:
         return DoctorRow(SECTION, "tests", "ok", "no row of data.path has a test that a program can forge")
     found = f"rows of data.path with tests that a program can forge: {rows}"
@@ -74,7 +74,7 @@ def forgeable_row(rows: int) -> DoctorRow:
 
 
 def namespace_rows(required: bool) -> Iterator[DoctorRow]:
-    """One row for each kind of namespace. ``required``: the recipe's reward runs programs."""
+    """Rows of the user and the network namespace. ``required``: the recipe's reward runs programs."""
     child = run_module("bapo_megatron.commands.doctor.namespaces", [], DEADLINE_S)
     try:
         errors = json.loads(child.output)
@@ -85,7 +85,7 @@ def namespace_rows(required: bool) -> Iterator[DoctorRow]:
 
 
 def namespace_row(name: str, error: int | str, required: bool, sysctl: Path = _SYSCTL) -> DoctorRow:
-    """One row. ``error``: 0 if the kernel granted it, its error number, or why it could not be asked."""
+    """Row of one namespace. ``error``: 0 if granted, the kernel's error number, or why there is no answer."""
     needed = "to run programs that a model has written"
     if error == 0:
         return DoctorRow(SECTION, name, "ok", "granted", needed)
@@ -102,7 +102,8 @@ def _fix(sysctl: Path) -> str:
 
 
 def try_namespaces() -> dict[str, int]:
-    """Error numbers of entering both kinds, the second with the rights that the first gives."""
+    """Error numbers of unshare(2) for both kinds of namespaces."""
+    # In this order: the user namespace gives the right to make a network namespace.
     libc = ctypes.CDLL(None, use_errno=True)
     found = {}
     for name, flag in (("user namespaces", _CLONE_NEWUSER), ("network namespaces", _CLONE_NEWNET)):

@@ -1,4 +1,4 @@
-"""Checks of the training environment: Python, torch, and what else is imported there."""
+"""Package checks of ``bapo doctor``: versions and imports of the training environment, and torch's GPUs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SECTION = "training"
 IMPORT_DEADLINE_S = 120.0
 """Seconds for all imports together, on a busy machine with a slow disk."""
 _LEAST_S = 5.0
-"""Seconds for the imports that are left when one has used the time up."""
+"""Least seconds for the remaining imports, after one has used up the time."""
 OLDEST_PYTHON = (3, 11)
 _NOT_APEX = "{}, and it is not NVIDIA's: PyPI has another package of that name"
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that is looked for, and its use."""
+    """A package to check: its name, the module to import, its use, and how to install it."""
 
     name: str
     module: str | None = None
@@ -77,7 +77,7 @@ PACKAGES = (
 
 
 def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
-    """Python, then a row for each package."""
+    """The row of Python, then one for each package."""
     yield python_row(sys.version_info[:3])
     ranges, tested = permitted(), pins(TRAINING)
     versions = {package.name: installed_version(package.name) for package in packages}
@@ -106,7 +106,7 @@ class Import:
 
 
 def python_row(version: tuple[int, ...]) -> DoctorRow:
-    """Whether this interpreter is new enough."""
+    """Row of this interpreter's version."""
     oldest = ".".join(map(str, OLDEST_PYTHON))
     found, needed = ".".join(map(str, version)), f"{oldest} or newer"
     if version >= OLDEST_PYTHON:
@@ -115,7 +115,7 @@ def python_row(version: tuple[int, ...]) -> DoctorRow:
 
 
 def installed_version(name: str) -> str | None:
-    """The version that is installed, "unknown" if its metadata cannot be read; None if there is none."""
+    """The installed version, "unknown" if its metadata cannot be read; None if it is not installed."""
     try:
         return metadata.version(name) or "unknown"
     except metadata.PackageNotFoundError:
@@ -125,7 +125,7 @@ def installed_version(name: str) -> str | None:
 
 
 def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -> dict[str, Import]:
-    """Import each in a child process. One that hangs or crashes costs itself, and no other."""
+    """Import each module in a child process. One that hangs or crashes does not affect the others."""
     found: dict[str, Import] = {}
     end = time.monotonic() + deadline_s
     while left := [name for name in modules if name not in found]:
@@ -133,9 +133,9 @@ def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -
         for line in child.output.splitlines():
             answer = json.loads(line)
             found[answer["module"]] = Import(answer["error"] and one_line(answer["error"]), answer["facts"])
-        guilty = next((name for name in left if name not in found), None)
-        if guilty is not None:
-            found[guilty] = Import(one_line(child.reason() or "no answer"))
+        failed = next((name for name in left if name not in found), None)
+        if failed is not None:
+            found[failed] = Import(one_line(child.reason() or "no answer"))
     return {name: found[name] for name in modules}
 
 
@@ -158,7 +158,7 @@ def package_row(
 
 
 def gpu_row(facts: Mapping[str, Any]) -> DoctorRow:
-    """torch's build, and the GPUs that it sees: a problem if there should be some and it sees none."""
+    """Row of torch's build and GPUs: a problem if the machine should have GPUs and torch sees none."""
     name = "torch's GPUs"
     if gpus := facts.get("gpus", []):
         model, memory = gpus[0]

@@ -37,7 +37,7 @@ def main(modules: Sequence[str]) -> None:
 
 
 def torch_facts(torch: Any) -> dict[str, Any]:
-    """Build and devices of torch: `cuda` (None for a CPU build), `gpus` (name and GB of each), `nccl`."""
+    """Facts about torch: `cuda` (None for a CPU build), `gpus` (name and GB of each), `nccl`."""
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.cuda.get_device_properties(index)
@@ -47,7 +47,7 @@ def torch_facts(torch: Any) -> dict[str, Any]:
 
 
 def device_facts() -> dict[str, Any]:
-    """`asked`: the CPU is asked for; `problem`: why torch cannot use a GPU that should be there, or None."""
+    """Facts about the device: `asked`: BAPO_DEVICE asks for the CPU; `problem` of the GPU, or None."""
     return {"asked": wants_cpu(), "problem": gpu_problem()}
 
 

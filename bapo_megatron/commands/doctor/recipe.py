@@ -1,10 +1,10 @@
-"""Check of a recipe: its own checks, run in a child process.
+"""Recipe check of ``bapo doctor``: the checks of ``bapo train``, run in a child process.
 
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
-The child prints one JSON object on its standard output: `problems`; `facts` for the other rows, None if the
-recipe could not be loaded; `rewards`, for each source whether its reward could score a response, and what
-came of it, none if they were not tried. It ends with exit code 2 where a flag is wrong.
+The child prints one JSON object on its standard output: `problems`; `facts` for the other sections, None if
+the recipe could not be loaded; `rewards`, for each source whether its reward scored a response, and the score
+or the error. It ends with exit code 2 if a flag is wrong.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts of a recipe that the doctor's other checks need."""
+class RecipeFacts:
+    """Facts of a recipe that the other sections of the doctor need."""
 
     name: str
     directory: str
@@ -59,8 +59,8 @@ class Facts:
     """Rows of the dataset with tests that a program can pass by forging."""
 
 
-def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts | None]:
-    """A row for each problem, or one that says there is none. ConfigError if a flag is wrong."""
+def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], RecipeFacts | None]:
+    """The recipe's rows, and its facts if it could be loaded. ConfigError if a flag is wrong."""
     if not recipe.is_file():
         raise ConfigError(f"recipe {recipe} does not exist")
     child = run_module("bapo_megatron.commands.doctor.recipe", [str(recipe), *flags], DEADLINE_S)
@@ -74,13 +74,13 @@ def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts 
             f"bapo train {recipe} shows the whole error; most often a package of the first section is broken"
         )
         return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
-    facts = Facts(**answer["facts"]) if answer["facts"] else None
+    facts = RecipeFacts(**answer["facts"]) if answer["facts"] else None
     rows = list(recipe_rows(str(recipe), answer["problems"]))
     return rows + [reward_row(*found) for found in answer["rewards"]], facts
 
 
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
-    """A row for each problem that ``bapo train`` would report, or one that says there is none."""
+    """Rows of the problems that ``bapo train`` would report; a single row if there is none."""
     if not problems:
         checked = "fields, model, tokenizer, layout, dataset and run directory fit together"
         yield DoctorRow(SECTION, name, "ok", checked)
@@ -90,7 +90,7 @@ def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
 
 
 def reward_row(works: bool, found: str) -> DoctorRow:
-    """The row of the reward function, which was called once."""
+    """Row of a trial call of the reward function."""
     fix = "mend the reward function, or the row that it cannot read (docs/rewards.md)"
     return DoctorRow(SECTION, "reward", "ok" if works else "problem", found, "a score", fix)
 
@@ -98,7 +98,7 @@ def reward_row(works: bool, found: str) -> DoctorRow:
 def main(arguments: Sequence[str]) -> None:
     """The child process: print problems and facts of the recipe as one JSON object."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what recipes print is no answer
+    os.dup2(2, 1)  # before the recipe is loaded: what it prints must not mix with the JSON
     problems: list[str] = []
     facts, rewards = None, list[tuple[bool, str]]()
     try:
@@ -106,26 +106,26 @@ def main(arguments: Sequence[str]) -> None:
         passed: list[object] = []
         problems = list(problems_of(config, passed))
         facts = facts_of(config)
-        tried = _tried_rewards(config, passed)
-        rewards = [one for one in tried if one[1] not in problems]  # told already: the sandbox's walls
+        tried = _try_rewards(config, passed)
+        rewards = [one for one in tried if one[1] not in problems]  # the sandbox's problem is reported once
     except ConfigError as error:
         problems.append(str(error))
     answers.write(json.dumps({"problems": problems, "facts": facts and asdict(facts), "rewards": rewards}))
     answers.flush()
 
 
-def _tried_rewards(config: RunConfig, passed: Sequence[object]) -> list[tuple[bool, str]]:
-    """The trial of each source's reward on its first row; none if the data could not be read."""
-    from bapo_megatron.commands.doctor.reward import tried_reward
+def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[tuple[bool, str]]:
+    """Trial calls of each source's reward on its first row; none if the data could not be read."""
+    from bapo_megatron.commands.doctor.reward import try_reward
     from bapo_megatron.data.prompts import PromptSet
 
     data = next((found for found in passed if isinstance(found, PromptSet)), None)
     firsts = {prompt.source: prompt for prompt in reversed(data.prompts)} if data else {}
-    return [tried_reward(config, prompt) for prompt in reversed(firsts.values())]
+    return [try_reward(config, prompt) for prompt in reversed(firsts.values())]
 
 
 def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterator[str]:
-    """Every problem of the recipe once, with those that follow from another. Wrong fields stop the search.
+    """Every problem of the recipe, each once. Wrong fields (the first check) end the search.
 
     What the checks that pass return is appended to ``passed``.
     """
@@ -139,7 +139,7 @@ def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterat
             continue
         except ConfigError as error:
             found = str(error).splitlines()
-        except Exception as error:  # a check that breaks is told like one that fails
+        except Exception as error:  # a check that crashes is reported like one that fails
             where = traceback.extract_tb(error.__traceback__)[-1]
             found = [f"{type(error).__name__} in {where.name}: {one_line(error)}"]
         yield from (problem for problem in found if problem not in told)
@@ -148,13 +148,13 @@ def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterat
             return
 
 
-def facts_of(config: RunConfig) -> Facts:
-    """The facts of a configuration, whose fields may be wrong."""
+def facts_of(config: RunConfig) -> RecipeFacts:
+    """The facts of a configuration. Its fields may be invalid."""
     from bapo_megatron.reward.functions import needs_sandbox
 
     rollout, sglang = config.rollout, config.rollout.sglang
     samples = rollout.engine == "sglang" and rollout.replay is None
-    return Facts(
+    return RecipeFacts(
         name=config.name,
         directory=str(config.directory),
         engine=rollout.engine,
@@ -207,7 +207,7 @@ def _forgeable_rows(config: RunConfig) -> int:
 
 
 def _disk_gb(config: RunConfig) -> float | None:
-    """Checkpoints, exports and weights in the run's folder; None if the model's shape cannot be read."""
+    """Disk need of the run directory in GB; None if the model's shape cannot be read."""
     from bapo_megatron.commands.plan.sizes import run_folder_bytes
     from bapo_megatron.hf.config import read_model_shape
 

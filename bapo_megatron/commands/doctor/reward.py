@@ -1,4 +1,4 @@
-"""Trial of a recipe's reward: one response to one row of its data, scored by a worker as in a run."""
+"""Trial call of a recipe's reward: one response to one row of its data, scored by a worker as in a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from bapo_megatron.reward.pool import RewardResult
     from bapo_megatron.types import Prompt
 
-PATIENCE_S = 20.0
-"""Seconds that an endpoint has to be there, and to answer."""
+ENDPOINT_DEADLINE_S = 20.0
+"""Seconds within which a reward endpoint must answer."""
 
 
-def tried_reward(config: RunConfig, prompt: Prompt) -> tuple[bool, str]:
-    """Whether the reward can score a response to ``prompt``; its score, or why it has none, with the
-    traceback."""
+def try_reward(config: RunConfig, prompt: Prompt) -> tuple[bool, str]:
+    """Whether the reward can score a response to ``prompt``; and its score, or the error with traceback."""
     response, what = _response(prompt.ground_truth)
     try:
         result = asyncio.run(_scored(config, prompt, response))
@@ -34,7 +33,7 @@ def tried_reward(config: RunConfig, prompt: Prompt) -> tuple[bool, str]:
 
 
 def _response(ground_truth: str) -> tuple[str, str]:
-    """A response that a reward may well call right, and what it is."""
+    """A plausible response to score, and its description."""
     from bapo_megatron.reward.code_tests import is_tests
 
     if is_tests(ground_truth):
@@ -42,12 +41,12 @@ def _response(ground_truth: str) -> tuple[str, str]:
     return f"\\boxed{{{ground_truth}}}", "its ground truth in a box as the response"
 
 
-def _impatient(reward: RewardConfig) -> RewardConfig:
-    """The reward with one worker; an endpoint that is not there is not waited for as long as in a run."""
+def _with_short_deadline(reward: RewardConfig) -> RewardConfig:
+    """The reward's settings with one worker, and with a short deadline for an endpoint."""
     from bapo_megatron.reward.functions import is_endpoint
 
-    hurry = {"give_up_s": min(PATIENCE_S, reward.settings.get("give_up_s", PATIENCE_S))}
-    settings = reward.settings | (hurry if is_endpoint(reward.function) else {})
+    deadline = {"give_up_s": min(ENDPOINT_DEADLINE_S, reward.settings.get("give_up_s", ENDPOINT_DEADLINE_S))}
+    settings = reward.settings | (deadline if is_endpoint(reward.function) else {})
     return replace(reward, workers=1, settings=settings)
 
 
@@ -56,7 +55,7 @@ async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardRes
     from bapo_megatron.reward.pool import RewardPool
 
     reward = settings_for(config.reward, prompt.reward or config.reward.function)
-    pool = RewardPool(_impatient(reward), config.rollout.max_response_tokens)
+    pool = RewardPool(_with_short_deadline(reward), config.rollout.max_response_tokens)
     await pool.start()
     try:
         return await pool.score(prompt, response, 1)

@@ -1,4 +1,4 @@
-"""Rows of the doctor's report: one check each, with its state and its fix; errors as one line."""
+"""Rows of the doctor's report: the outcome of one check, with its state and its fix."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ State = Literal["ok", "optional", "problem"]
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """One row of the report: what was found about one thing, what is needed of it, and what to do."""
+    """Outcome of one check: what was found, what is needed, and the fix."""
 
     section: str
     name: str
     state: State
-    """`optional`: missing, low or untested, and a run can start all the same. `problem`: it cannot."""
+    """`optional`: missing, low or untested, but a run can start. `problem`: it cannot."""
     found: str
     needed: str = ""
     fix: str = ""
@@ -27,11 +27,11 @@ class DoctorRow:
 
 
 def one_line(error: object, limit: int = 200) -> str:
-    """An error as one short line, with its type where it says nothing itself."""
+    """An error as one short line; its type if its message is empty."""
     named = " ".join(str(error).split()) or type(error).__name__
     return named if len(named) <= limit else f"{named[: limit - 1]}…"
 
 
 def missing(required: bool) -> State:
-    """The state of a thing that is not there."""
+    """State of a missing package or setting: a problem if it is ``required``."""
     return "problem" if required else "optional"

@@ -1,4 +1,4 @@
-"""The row of ``bapo doctor`` about the API key of a server: whether it asks for one, and for the run's."""
+"""API key check of ``bapo doctor``: whether a server requires a key, and whether it is the run's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from bapo_megatron.commands.doctor.http import DEADLINE_S, get
-from bapo_megatron.commands.doctor.recipe import Facts
+from bapo_megatron.commands.doctor.recipe import RecipeFacts
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
 from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     VARIABLE,
@@ -24,11 +24,8 @@ _SERVE = "start it with bapo rollout-server RECIPE --host HOST --port PORT"
 _NAME = f"name its file with rollout.sglang.api_key_file or {VARIABLE}"
 
 
-def key_check(url: str, facts: Facts) -> tuple[dict[str, str] | None, DoctorRow]:
-    """The headers with which the server at ``url`` is asked, None if it serves nobody here; and its row.
-
-    As in a run, the run's own key is sent to a server alone that proves that it has it.
-    """
+def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, DoctorRow]:
+    """Request headers for the server at ``url``, None if no known key opens it; and the row of its key."""
     named = facts.api_key_file or os.environ.get(VARIABLE)
     path = Path(named) if named else RunPaths(Path(facts.directory)).api_key
     try:
@@ -41,7 +38,8 @@ def key_check(url: str, facts: Facts) -> tuple[dict[str, str] | None, DoctorRow]
         return {}, _row(url, "problem" if must else "optional", found, _SERVE)
     if key is None:
         return None, _row(url, "problem", "asks for an API key, and none is known here", _NAME)
-    if not named and (reason := _unproved(url, key)):
+    # As in a run: the run's own key goes only to a server that has proved that it has the same key.
+    if not named and (reason := _key_proof_problem(url, key)):
         return None, _row(url, "problem", reason, f"{_SERVE} and the run's --run-dir; or {_NAME}")
     headers = {"Authorization": f"Bearer {key.value}"}
     if get(f"{url}/model_info", headers=headers).status == 401:
@@ -50,8 +48,8 @@ def key_check(url: str, facts: Facts) -> tuple[dict[str, str] | None, DoctorRow]
     return headers, _row(url, "ok", f"asks for the API key in {key.path}", "")
 
 
-def _unproved(url: str, key: ApiKey) -> str | None:
-    """Why a server is not sent the run's own key; None if it has proved that it has it."""
+def _key_proof_problem(url: str, key: ApiKey) -> str | None:
+    """Problem of the server's proof that it has the run's key; None if the proof is right."""
     try:
         proof = asyncio.run(ask_proof(url, key.value, DEADLINE_S))
     except OSError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.doctor.http import Answer, get
-from bapo_megatron.commands.doctor.recipe import Facts, read_model_config
+from bapo_megatron.commands.doctor.recipe import RecipeFacts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
 from bapo_megatron.commands.doctor.server_keys import key_check
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
@@ -37,7 +37,7 @@ _IN_PLACE = {
 }
 
 
-def server_rows(facts: Facts) -> Iterator[DoctorRow]:
+def server_rows(facts: RecipeFacts) -> Iterator[DoctorRow]:
     """The rows of every server in ``rollout.sglang.urls``; all servers are asked in parallel."""
     if not facts.urls:
         return
@@ -52,7 +52,7 @@ def server_rows(facts: Facts) -> Iterator[DoctorRow]:
         yield DoctorRow(SECTION, "weight versions", "problem", told, "the same one everywhere", fix)
 
 
-def rows_of(url: str, facts: Facts) -> tuple[list[DoctorRow], str | None]:
+def rows_of(url: str, facts: RecipeFacts) -> tuple[list[DoctorRow], str | None]:
     """The rows of one server, and the weight version that it reports."""
     ready = get(f"{url}/ready")
     if ready.status is None:
@@ -80,7 +80,7 @@ def rows_of(url: str, facts: Facts) -> tuple[list[DoctorRow], str | None]:
 
 
 def weight_version_row(url: str, version: str | None) -> DoctorRow:
-    """The weight version of a server, which must be a number: weight sync counts it up."""
+    """Row of a server's weight version. It must be a number, since the weight sync increments it."""
     if version is not None and version.isdecimal():
         return DoctorRow(SECTION, url, "ok", f"weight version {version}")
     found = f"weight version {version!r}" if version is not None else "no weight version"
@@ -88,8 +88,8 @@ def weight_version_row(url: str, version: str | None) -> DoctorRow:
     return DoctorRow(SECTION, url, "problem", found, "a number", fix)
 
 
-def model_row(url: str, model: dict[str, Any], facts: Facts) -> DoctorRow:
-    """Whether a server has the recipe's model: equal type, and equal shape if its folder is readable."""
+def model_row(url: str, model: dict[str, Any], facts: RecipeFacts) -> DoctorRow:
+    """Row of a server's model: same type as the recipe's, and same shape if its folder is readable."""
     folder = str(model.get("model_path", "unknown"))
     needed = "the recipe's model"
     fix = "start it with the recipe: bapo rollout-server RECIPE"
@@ -105,9 +105,9 @@ def model_row(url: str, model: dict[str, Any], facts: Facts) -> DoctorRow:
 
 
 def longest_sequence(server: dict[str, Any]) -> int | None:
-    """Longest sequence of prompt and response that a server serves, in tokens; None if it does not say.
+    """Longest sequence (prompt + response) of a server: context length - ``RESERVED_TOKENS``, in tokens.
 
-    That is its context, less what SGLang reserves (`RESERVED_TOKENS`).
+    None if the server does not report its context length.
     """
     context, prompt = server.get("context_length"), server.get("max_req_input_len")
     if not isinstance(context, int):
@@ -128,7 +128,7 @@ def _ready_row(url: str, ready: Answer) -> DoctorRow:
 
 
 def _other_program(url: str) -> DoctorRow:
-    """The row of a program without ``/ready``: SGLang's router, or something else."""
+    """Row of a server without ``/ready``: SGLang's router, or another program."""
     workers = get(f"{url}/workers").fields.get("workers")
     if isinstance(workers, list):
         known = " ".join(str(worker.get("url")) for worker in workers if isinstance(worker, dict))
@@ -138,7 +138,7 @@ def _other_program(url: str) -> DoctorRow:
     return DoctorRow(SECTION, url, "problem", "answers, and has no /ready", "an SGLang server", fix)
 
 
-def _context_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[DoctorRow]:
+def _context_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Iterator[DoctorRow]:
     longest = longest_sequence(server)
     if longest is None:
         return
@@ -150,8 +150,8 @@ def _context_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Do
     yield DoctorRow(SECTION, url, state, found, needed, fix)
 
 
-def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[DoctorRow]:
-    """Rows of settings under which the server's samples would not follow the policy."""
+def _setting_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Iterator[DoctorRow]:
+    """Rows of server settings under which its log-probs would differ from the policy's."""
     version, tested = _text(server.get("version")), pins(SGLANG).get("sglang")
     if version is not None:
         fix = f"{install_command()} installs the tested version; the wire format may differ in others"

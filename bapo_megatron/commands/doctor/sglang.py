@@ -1,4 +1,7 @@
-"""Checks of SGLang's environment by a short program of its interpreter. SGLang is never imported."""
+"""SGLang environment checks of ``bapo doctor``: versions and GPUs, asked of its own interpreter.
+
+SGLang is never imported here: it has an environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ DEADLINE_S = 30.0
 GPU_DEADLINE_S = 120.0
 """Seconds for that environment's torch to be imported and to initialize CUDA."""
 PACKAGES = {"sglang": True, "torch": True, "sglang-router": False}
-"""Packages that are looked up there, and whether servers need them."""
+"""Packages to look up, and whether servers need them."""
 
 _ASK = """
 import json, sys
@@ -36,8 +39,8 @@ _ASK_GPU = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 
 
 def sglang_rows(required: bool, given: Path | None = None, colocated: bool = False) -> Iterator[DoctorRow]:
-    """The environment's rows. ``required``: the run starts servers of its own, ``colocated`` ones; ``given``:
-    its interpreter."""
+    """Rows of SGLang's environment. ``required``: the run starts servers; ``colocated``: on the trainer's
+    GPUs; ``given``: the environment's interpreter."""
     use = "for rollout.engine=sglang"
     try:
         from bapo_megatron.rollout.engines.sglang.preload import tried_preload
@@ -64,7 +67,7 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
 
 
 def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow:
-    """Whether the library that colocated servers preload finds what it needs."""
+    """Row of the memory saver, the library that colocated servers preload: whether it loads."""
     name, needed = "memory saver", "a library that colocated servers preload"
     if not child.ended:
         return DoctorRow(SECTION, name, "ok", "its library is found and loads", needed)
@@ -76,7 +79,7 @@ def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow
 
 
 def sglang_gpu_row(child: CommandResult, required: bool) -> DoctorRow:
-    """Whether that environment's torch can use the GPU that this machine should have."""
+    """Row of the GPUs that SGLang's torch can use."""
     name, needed = "torch's GPUs", "GPUs that servers can use"
     if not child.ended:
         return DoctorRow(SECTION, name, "ok", f"{child.output.strip()} GPUs", needed)
@@ -87,7 +90,7 @@ def sglang_gpu_row(child: CommandResult, required: bool) -> DoctorRow:
 def sglang_package_row(
     name: str, version: str | None, tested: str | None, required: bool, needed: bool
 ) -> DoctorRow:
-    """One package of SGLang's environment. Its wire format changes between versions: others are untested."""
+    """Row of one package. SGLang's wire format changes between versions, so only the pinned one is ok."""
     purpose = "" if needed else "for the router, "
     said = f"{purpose}tested: {tested}"
     fix = f"{install_command()} installs the tested versions"

@@ -1,4 +1,4 @@
-"""The doctor's report as text for a terminal, and as JSON for a program. Needs the standard library alone."""
+"""Renderer of the doctor's report: text for a terminal, JSON for a program. Standard library alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Package versions that ``bapo doctor`` compares with: the tested pins, and the permitted ranges.
+"""Version pins and ranges of packages that ``bapo doctor`` compares with.
 
 The tested versions are pinned in ``constraints.txt``, and for SGLang's environment in
 ``rollout/engines/sglang_cpu/requirements.txt``; both files are installed with the package, and `make`

@@ -24,7 +24,7 @@ _FP32 = 4
 
 
 @dataclass(frozen=True)
-class Kept:
+class ActivationBytes:
     """Activation bytes for each token of a rank, by where they are kept."""
 
     layer: float
@@ -37,7 +37,9 @@ class Kept:
     """The output that a stage holds until its gradient comes back."""
 
 
-def kept(shape: ModelShape, parallel: ParallelConfig, element: int, recompute: Recompute, spec: Spec) -> Kept:
+def activation_bytes_per_token(
+    shape: ModelShape, parallel: ParallelConfig, element: int, recompute: Recompute, spec: Spec
+) -> ActivationBytes:
     """The activation bytes kept under ``recompute``; ``policy/model.py`` says what each mode recomputes."""
     layer = (_te_layer if spec == "te" else _torch_layer)(_Widths.of(shape, parallel, element))
     everything = layer.always + layer.core + layer.mlp
@@ -45,11 +47,11 @@ def kept(shape: ModelShape, parallel: ParallelConfig, element: int, recompute: R
         "none": (everything, 0.0),
         "selective": (
             layer.always + layer.core_arguments + layer.mlp_arguments,
-            max(layer.core_again, layer.mlp_again),
+            max(layer.core_recomputed, layer.mlp_recomputed),
         ),
         "full": (layer.input, everything - layer.shared_input),
     }[recompute]
-    return Kept(saved, transient, layer.norm, layer.input)
+    return ActivationBytes(saved, transient, layer.norm, layer.input)
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,12 @@ class _Layer:
     """Core attention: the softmax of queries and keys, times the values."""
     core_arguments: float
     """Arguments of the core attention, kept instead of it if it is recomputed."""
-    core_again: float
+    core_recomputed: float
     """Bytes that the recomputation of the core attention adds."""
     mlp: float
     """The MLP and its norm."""
     mlp_arguments: float
-    mlp_again: float
+    mlp_recomputed: float
     shared_input: float
     """The layer's input, a part of the above that full recomputation holds already."""
 
@@ -128,10 +130,10 @@ def _torch_layer(w: _Widths) -> _Layer:
         always=norm + w.b * w.h + qk_norm + w.b * w.q,
         core=core,
         core_arguments=(w.b * (w.q + w.kv) if w.qk_norm else w.copied_queries) + w.fused - shared_fused,
-        core_again=core,
+        core_recomputed=core,
         mlp=norm + w.b * w.h + gated,
         mlp_arguments=norm + w.b * w.h,
-        mlp_again=gated,
+        mlp_recomputed=gated,
         shared_input=w.b * w.h if w.b == _FP32 else 0.0,
     )
 
@@ -154,9 +156,9 @@ def _te_layer(w: _Widths) -> _Layer:
         always=norm + w.b * w.h + qk_norm + w.b * w.q,  # the last is also attention's output
         core=core,
         core_arguments=w.b * (w.q + w.kv) + w.fused,
-        core_again=statistics + w.b * (w.q + (2 if w.ring else 1) * w.kv),
+        core_recomputed=statistics + w.b * (w.q + (2 if w.ring else 1) * w.kv),
         mlp=norm + w.b * w.h + gated,
         mlp_arguments=w.b * w.h,
-        mlp_again=_FP32 + w.b * w.h + gated,
+        mlp_recomputed=_FP32 + w.b * w.h + gated,
         shared_input=w.b * w.h,
     )

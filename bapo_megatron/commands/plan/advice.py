@@ -81,16 +81,16 @@ def _neighbours(job: Job) -> Iterator[Job]:
     on the host with nothing but recomputation beside it. Colocated servers get less memory first, the least
     change first; beside other changes they get what fits when the policy is out of their way."""
     if not job.colocated:
-        yield from _lighter(job)
+        yield from _memory_saving(job)
         return
     yield _offloaded(job)
-    for less in _with_less(job):
+    for less in _with_smaller_engines(job):
         yield less
         yield _offloaded(less)
-    yield from _lighter(_sampling(job))
+    yield from _memory_saving(_with_fitting_engines(job))
 
 
-def _with_less(job: Job) -> Iterator[Job]:
+def _with_smaller_engines(job: Job) -> Iterator[Job]:
     """The job with less and less memory for its colocated servers."""
     sglang = job.run.rollout.sglang
     for step in range(1, int(sglang.memory_fraction / _FRACTION_STEP)):
@@ -98,11 +98,11 @@ def _with_less(job: Job) -> Iterator[Job]:
         yield replace(job, run=replace(job.run, rollout=replace(job.run.rollout, sglang=less)))
 
 
-def _sampling(job: Job) -> Job:
+def _with_fitting_engines(job: Job) -> Job:
     """The job offloaded, with as much memory for its colocated servers as fits."""
     budget = job.options.memory_fraction * job.gpu.memory
     stages = range(job.parallel.pipeline)
-    for other in (_offloaded(one) for one in (job, *_with_less(job))):
+    for other in (_offloaded(one) for one in (job, *_with_smaller_engines(job))):
         parts = [stage_memory(other, stage) for stage in stages]
         if all(max(part.sampling, part.handover) <= budget for part in parts):
             return other
@@ -113,7 +113,7 @@ def _offloaded(job: Job) -> Job:
     return replace(job, run=replace(job.run, parallel=replace(job.parallel, offload=True)))
 
 
-def _lighter(job: Job) -> Iterator[Job]:
+def _memory_saving(job: Job) -> Iterator[Job]:
     """Other layouts and recomputation modes of the job, and its optimizer on the host."""
     p, batch = job.parallel, job.run.batch
     modes = _MODES[_MODES.index(batch.recompute) :]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.lengths import ResponseLengths, decode_seconds, share_of_engine
+from bapo_megatron.commands.plan.lengths import ResponseLengths, busiest_engine_responses, decode_seconds
 from bapo_megatron.commands.plan.sizes import total_parameters
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy.flops import linear_flops_per_token
@@ -79,8 +79,8 @@ def engines(job: Job) -> EnginePlan:
     held = cache * size / per_token
     lengths = job.lengths
     present = job.mean_prompt + lengths.running_mean
-    share = share_of_engine(job.responses, count, options.engine_imbalance)
-    slots = min(held / present, job.most_in_flight)
+    share = busiest_engine_responses(job.responses, count, options.engine_imbalance)
+    slots = min(held / present, job.max_in_flight)
     running = min(slots, job.responses / max(1, count))
     bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
     weight_seconds, token_seconds = weights / bandwidth, per_token / size / bandwidth
@@ -112,7 +112,7 @@ def _busiest(
     lengths: ResponseLengths, share: int, responses: int, slots: int, prompt: float
 ) -> tuple[float, float]:
     """Decode steps of the busiest engine, and tokens that it reads; the layout search asks for them often."""
-    found = lengths.of_busiest_engine(share, responses)
+    found = lengths.busiest_engine_lengths(share, responses)
     return (
         decode_seconds(found, slots, prompt, step_seconds=1.0, token_seconds=0.0),
         decode_seconds(found, slots, prompt, step_seconds=0.0, token_seconds=1.0),

@@ -139,7 +139,7 @@ class Job:
         return self.colocated and self.parallel.offload
 
     @property
-    def hands_over(self) -> bool:
+    def weights_by_ipc(self) -> bool:
         """Whether colocated servers read the policy's weights from its memory."""
         return self.colocated and self.run.rollout.sglang.sync == "ipc"
 
@@ -199,20 +199,20 @@ class Job:
         return response_lengths(self.mean_response, self.options.length_spread, longest)
 
     @property
-    def most_in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         """Most requests that an engine gets at a time."""
         rollout = self.run.rollout
         return rollout.sglang.max_in_flight if rollout.engine == "sglang" else rollout.max_batch
 
     @property
-    def continues(self) -> bool:
+    def partial_rollout(self) -> bool:
         """Whether unfinished responses continue in the next step, so that no step waits for the longest."""
         return self.run.rollout.max_staleness > 0
 
     @property
     def overlaps(self) -> bool:
         """Whether engines sample while the policy trains."""
-        return self.continues and self.run.rollout.overlap and not self.colocated
+        return self.partial_rollout and self.run.rollout.overlap and not self.colocated
 
     @property
     def mean_prompt(self) -> float:

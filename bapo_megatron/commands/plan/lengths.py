@@ -63,7 +63,7 @@ class ResponseLengths:
             return self.longest
         return min(self.longest, max(1.0, exp(self._middle + self.spread * _NORMAL.inv_cdf(share))))
 
-    def of_busiest_engine(self, count: int, of: int) -> list[float]:
+    def busiest_engine_lengths(self, count: int, of: int) -> list[float]:
         """Lengths of the ``count`` responses of the engine that has the longest ``of`` all, as they come.
 
         Even quantiles instead of a random draw, in an order that has short and long ones throughout.
@@ -102,6 +102,6 @@ def decode_seconds(
     return step_seconds * decode_steps(lengths, slots) + token_seconds * read
 
 
-def share_of_engine(responses: int, engines: int, imbalance: float) -> int:
+def busiest_engine_responses(responses: int, engines: int, imbalance: float) -> int:
     """Responses of the busiest of several engines, which has ``imbalance`` times the mean."""
     return min(responses, max(1, ceil(responses / max(1, engines) * imbalance)))

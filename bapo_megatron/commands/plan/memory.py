@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapo_megatron.commands.plan.activations import Spec, kept
+from bapo_megatron.commands.plan.activations import Spec, activation_bytes_per_token
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job, in_flight
 from bapo_megatron.commands.plan.sizes import (
@@ -100,12 +100,12 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     parameters = stage_parameters(job.shape, job.parallel, stage)
     weights, gradients = parameters.total * job.element, parameters.total * _FP32
     optimizer = 0.0 if job.host_optimizer else optimizer_bytes(job, parameters.total)
-    flight = _waiting(job, stage)
+    flight = _forwards_in_flight(job, stage)
     activations = activation_bytes(job, stage, spec)
     workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job)
     steady = weights + gradients + optimizer + FIXED
     shared = job.has_servers(stage)
-    reads = shared and job.hands_over
+    reads = shared and job.weights_by_ipc
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -141,15 +141,15 @@ def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
     The transient is one recomputed layer, or the final norm, which is freed before the first layer is
     recomputed. Every model chunk but the very last also holds its output.
     """
-    part = kept(job.shape, job.parallel, job.element, job.run.batch.recompute, spec)
+    part = activation_bytes_per_token(job.shape, job.parallel, job.element, job.run.batch.recompute, spec)
     layers = job.shape.layers // (job.parallel.pipeline * job.parallel.virtual)
-    chunks = _waiting(job, stage)
+    chunks = _forwards_in_flight(job, stage)
     last = stage == job.parallel.pipeline - 1
     on_top = max(part.transient, part.final_norm * last)
     return job.tokens * (chunks * layers * part.layer + (chunks - last) * part.boundary + on_top)
 
 
-def _waiting(job: Job, stage: int) -> int:
+def _forwards_in_flight(job: Job, stage: int) -> int:
     """Forward passes in flight: those of the pipeline schedule, or all under ``batch.hold_forwards``."""
     held = job.run.batch.hold_forwards
     return job.micro_batches if held else in_flight(job.parallel, stage, job.micro_batches)
@@ -185,7 +185,7 @@ def host_bytes(job: Job) -> float:
         stage_parameters(job.shape, job.parallel, stage).total for stage in range(job.parallel.pipeline)
     )
     share = (3 * _FP32 + job.element) * largest / job.optimizer_shards
-    rank = share + 3 * _cut_parameter(job)
+    rank = share + 3 * _largest_state(job)
     if job.host_optimizer:
         bucket = max(_BUCKET, largest_parameter(job.shape) / job.parallel.tensor)
         buffers = 2 * (_FP32 + job.element) * min(bucket, largest / job.optimizer_shards)
@@ -242,10 +242,10 @@ def _buffers(job: Job) -> float:
 def _save_buffers(job: Job) -> float:
     """Buffers of the optimizer save: pieces of one float32 state that go to the owners of their parameters,
     and those that come; at most the largest parameter each."""
-    return 2 * _cut_parameter(job)
+    return 2 * _largest_state(job)
 
 
-def _cut_parameter(job: Job) -> float:
+def _largest_state(job: Job) -> float:
     """A float32 state of the largest parameter on a rank, which DP x CP may cut; 0 where nothing is cut."""
     if job.optimizer_shards == 1:
         return 0.0

@@ -11,7 +11,14 @@ from bapo_megatron.commands.plan.hardware import GB, GPUS_PER_NODE
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import StageMemory, host_bytes, stage_memory
 from bapo_megatron.commands.plan.sizes import run_folder_bytes
-from bapo_megatron.commands.plan.speed import HostUpdate, Speed, Turns, host_update, speed, turns
+from bapo_megatron.commands.plan.speed import (
+    Handover,
+    HostUpdate,
+    Speed,
+    handover_estimate,
+    host_update,
+    speed,
+)
 from bapo_megatron.commands.plan.sync import Sync, sync_traffic
 from bapo_megatron.commands.plan.traffic import Traffic, update_traffic
 
@@ -30,7 +37,7 @@ class JobPlan:
     """Bytes of host memory that a node needs while it saves."""
     host_update: HostUpdate | None
     """An optimizer step on the host; None if it is on the GPU."""
-    turns: Turns | None
+    handover: Handover | None
     """The changes between training and sampling; None if servers are not colocated."""
 
     @property
@@ -57,12 +64,12 @@ class JobPlan:
     def sampling_seconds(self) -> float:
         """Seconds that engines need for the responses of a step: until the last is done, or at full batches
         where unfinished ones continue in the next step."""
-        return self.engines.step_seconds if self.job.continues else self.engines.rollout_seconds
+        return self.engines.step_seconds if self.job.partial_rollout else self.engines.rollout_seconds
 
     @property
     def step_seconds(self) -> float:
         """Estimate of a step with the weight sync: sampling and training take turns, or overlap."""
-        changing = self.turns.seconds if self.turns else 0.0
+        changing = self.handover.seconds if self.handover else 0.0
         both = (self.sampling_seconds, self.train_seconds)
         return (max(both) if self.job.overlaps else sum(both)) + self.sync.expected_seconds + changing
 
@@ -145,7 +152,7 @@ def make_plan(job: Job) -> JobPlan:
         engines=engines(job),
         host=host_bytes(job),
         host_update=host_update(job),
-        turns=turns(job),
+        handover=handover_estimate(job),
     )
 
 
@@ -172,7 +179,7 @@ def as_dict(plan: JobPlan) -> dict[str, Any]:
         "speed": vars(plan.speed),
         "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
         "engines": vars(plan.engines),
-        "turns": vars(plan.turns) if plan.turns else None,
+        "turns": vars(plan.handover) if plan.handover else None,
         "servers_problem": plan.job.servers_problem,
         "train_seconds": plan.train_seconds,
         "sampling_seconds": plan.sampling_seconds,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bapo_megatron.commands.plan.job import Job, slots
 from bapo_megatron.commands.plan.memory import offloaded_bytes
 from bapo_megatron.commands.plan.sizes import stage_parameters, total_parameters
-from bapo_megatron.commands.plan.sync import DISK, HANDLES
+from bapo_megatron.commands.plan.sync import DISK_RATE, IPC_RATE
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
 from bapo_megatron.policy.flops import (
     attention_flops,
@@ -25,7 +25,7 @@ _STEP_BYTES = 40
 """Host memory traffic of an element in a step on the host. AdamW reads gradient, master weight and two
 moments and writes the last three, 28; rounding the new weight reads 4 and writes 2; the copies over PCIe
 write the gradient and read the weight, 6."""
-_REACHED = 0.5
+_LINK_EFFICIENCY = 0.5
 """Assumed share of the data sheets' rates that is reached."""
 
 
@@ -119,11 +119,11 @@ def _training(job: Job) -> _Work:
     return _Work(
         matrices=3 * forward.matrices + matrices,
         attention=forward.attention * (3.5 + (mode != "none")),
-        head=forward.head * (3 + _heads_twice(job)),
+        head=forward.head * (3 + _output_layer_twice(job)),
     )
 
 
-def _heads_twice(job: Job) -> bool:
+def _output_layer_twice(job: Job) -> bool:
     """Whether the output layer's forward pass runs twice: once to search the bounds, once for the loss."""
     return job.run.batch.hold_forwards or job.run.algorithm.bounds.sums_over == "micro_batch"
 
@@ -168,8 +168,8 @@ def host_update(job: Job) -> HostUpdate | None:
         return None
     stages = range(job.parallel.pipeline)
     largest = max(stage_parameters(job.shape, job.parallel, stage).total for stage in stages)
-    elements, pcie = largest / job.optimizer_shards, _REACHED * job.gpu.pcie
-    memory = _REACHED * job.gpu.host_bandwidth
+    elements, pcie = largest / job.optimizer_shards, _LINK_EFFICIENCY * job.gpu.pcie
+    memory = _LINK_EFFICIENCY * job.gpu.host_bandwidth
     return HostUpdate(
         elements=elements,
         step_seconds=_STEP_BYTES * elements * job.gpus_on_node / memory,
@@ -179,7 +179,7 @@ def host_update(job: Job) -> HostUpdate | None:
 
 
 @dataclass(frozen=True)
-class Turns:
+class Handover:
     """Seconds of a step in which colocated servers and the policy change places, and nobody works.
 
     Left out: what servers take to give up their memory and to get it back, a second or so.
@@ -197,7 +197,7 @@ class Turns:
     """From the disk one reading: the other servers of the node find the bytes in its memory. Else the copies
     within a GPU's memory alone."""
     expected_reading_seconds: float
-    """From the policy's memory at the rate that was measured elsewhere (``sync.HANDLES``)."""
+    """From the policy's memory at the rate that was measured elsewhere (``sync.IPC_RATE``)."""
 
     @property
     def seconds(self) -> float:
@@ -205,18 +205,18 @@ class Turns:
         return self.moving_seconds + self.expected_reading_seconds
 
 
-def turns(job: Job) -> Turns | None:
+def handover_estimate(job: Job) -> Handover | None:
     """The changes of a step of the job; None without colocated servers."""
     if not job.colocated:
         return None
     moved, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
-    rate = _REACHED * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
-    seconds = read * _copies_in_memory(job) if job.hands_over else read / DISK
-    expected = max(seconds, read / HANDLES) if job.hands_over else seconds
-    return Turns(moved, 2 * moved / rate, read, job.hands_over, seconds, expected)
+    rate = _LINK_EFFICIENCY * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
+    seconds = read * _copies_in_memory(job) if job.weights_by_ipc else read / DISK_RATE
+    expected = max(seconds, read / IPC_RATE) if job.weights_by_ipc else seconds
+    return Handover(moved, 2 * moved / rate, read, job.weights_by_ipc, seconds, expected)
 
 
 def _copies_in_memory(job: Job) -> float:
     """Seconds for a byte of weights through GPU memory: gathered over NVLink, copied into a bucket, and from
     there into the server's weights; each copy reads and writes it."""
-    return 1 / job.gpu.nvlink + 4 / (_REACHED * job.gpu.memory_bandwidth)
+    return 1 / job.gpu.nvlink + 4 / (_LINK_EFFICIENCY * job.gpu.memory_bandwidth)

@@ -20,8 +20,8 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
     yield f"Nodes: {nodes or _nodes(plan)}"
     if isfinite(plan.step_seconds):
         sync = (
-            f"changes {plan.turns.seconds:,.0f} s"
-            if plan.turns
+            f"changes {plan.handover.seconds:,.0f} s"
+            if plan.handover
             else f"sync {plan.sync.expected_seconds:,.0f} s"
         )
         beside = " beside it" if job.overlaps else ""

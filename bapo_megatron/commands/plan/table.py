@@ -13,14 +13,14 @@ from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import activation_bytes, optimizer_bytes, sync_bytes
 from bapo_megatron.commands.plan.plan import JobPlan
 from bapo_megatron.commands.plan.sizes import total_parameters
-from bapo_megatron.commands.plan.speed import Turns
+from bapo_megatron.commands.plan.speed import Handover
 from bapo_megatron.commands.plan.summary import summary
-from bapo_megatron.commands.plan.sync import DISK
+from bapo_megatron.commands.plan.sync import DISK_RATE
 from bapo_megatron.rollout.engines.timeouts import read_seconds
 
 _FEW_RESPONSES = 4
 """Responses below which a search often sees one sign alone: of so many 1 in 8 times, by chance."""
-_PARTS = (
+_COLUMNS = (
     ("weights", "weights"),
     ("gradients", "grads"),
     ("optimizer", "optim"),
@@ -42,8 +42,8 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
         summary(plan),
         _bounds(plan.job),
         _memory(plan),
-        _turns(plan),
-        _modes(plan),
+        _colocated_memory(plan),
+        _recomputation(plan),
         _host_and_sync(plan),
         _traffic(plan),
         _speed(plan),
@@ -96,10 +96,10 @@ def _bounds(job: Job) -> Iterator[str]:
 def _memory(plan: JobPlan) -> Iterator[str]:
     memory = plan.job.gpu.memory / GB
     yield f"GB on a GPU of each pipeline stage; it may use {plan.budget / GB:.1f} of {memory:.0f}"
-    header = ["stage", "layers", "in flight", "params B", *(title for _, title in _PARTS), ""]
+    header = ["stage", "layers", "in flight", "params B", *(title for _, title in _COLUMNS), ""]
     rows = [header]
     for stage in plan.stages:
-        values = [getattr(stage, name) / GB for name, _ in _PARTS]
+        values = [getattr(stage, name) / GB for name, _ in _COLUMNS]
         shape = [str(stage.stage), str(stage.parameters.layers), str(stage.in_flight)]
         verdict = "fits" if stage.policy_peak + stage.kept <= plan.budget else "OVER"
         rows.append([*shape, f"{stage.parameters.total / 1e9:.3f}", *(f"{v:.1f}" for v in values), verdict])
@@ -108,9 +108,9 @@ def _memory(plan: JobPlan) -> Iterator[str]:
     yield "UPDATE, SAVE and SYNC are peaks at different times; work, comm and reserve are estimates."
 
 
-def _turns(plan: JobPlan) -> Iterator[str]:
+def _colocated_memory(plan: JobPlan) -> Iterator[str]:
     """Whose memory is on a GPU when, with colocated servers: both turns must fit."""
-    if plan.turns is None:
+    if plan.handover is None:
         return
     free = plan.job.gpu.memory - plan.budget
     yield f"GB on a GPU while the policy trains, and while servers sample; {free / GB:.1f} must stay free"
@@ -127,24 +127,24 @@ def _turns(plan: JobPlan) -> Iterator[str]:
             values = [f"{value / GB:.1f}" for value in (policy, servers, total, left)]
             rows.append([str(stage.stage), turn, *values, "fits" if total <= plan.budget else "OVER"])
     yield from _aligned(rows, left=2)
-    yield _changes(plan.turns)
+    yield _handover(plan.handover)
     yield _cores(plan.job)
 
 
-def _changes(turns: Turns) -> str:
-    """What moves between two turns."""
+def _handover(handover: Handover) -> str:
+    """What moves between two handover."""
     policy = (
-        f"{turns.moved / GB:.1f} GB a GPU to the host and back, {turns.moving_seconds:,.1f} s"
-        if turns.moved
+        f"{handover.moved / GB:.1f} GB a GPU to the host and back, {handover.moving_seconds:,.1f} s"
+        if handover.moved
         else "the policy stays (parallel.offload is off)"
     )
     reading = (
-        f"from the policy's memory: copies {turns.reading_seconds:,.1f} s, expected "
-        f"{turns.expected_reading_seconds:,.1f} s (measured with miles)"
-        if turns.by_handles
-        else f"from the disk: {turns.reading_seconds:,.1f} s at {DISK / GB:.0f} GB/s"
+        f"from the policy's memory: copies {handover.reading_seconds:,.1f} s, expected "
+        f"{handover.expected_reading_seconds:,.1f} s (measured with miles)"
+        if handover.by_handles
+        else f"from the disk: {handover.reading_seconds:,.1f} s at {DISK_RATE / GB:.0f} GB/s"
     )
-    return f"Changes of a step: {policy}; servers read {turns.read / GB:.1f} GB of weights {reading}"
+    return f"Changes of a step: {policy}; servers read {handover.read / GB:.1f} GB of weights {reading}"
 
 
 def _cores(job: Job) -> str:
@@ -163,11 +163,11 @@ def _model_row(plan: JobPlan) -> list[str]:
     parameters = total_parameters(job.shape)
     copies = (job.element, 4, optimizer_bytes(job, 1) * job.optimizer_shards)
     whole = [f"{parameters * size / GB:.1f}" for size in copies]
-    blank = [""] * (len(_PARTS) - len(whole) + 1)
+    blank = [""] * (len(_COLUMNS) - len(whole) + 1)
     return ["model", str(job.shape.layers), "", f"{parameters / 1e9:.3f}", *whole, *blank]
 
 
-def _modes(plan: JobPlan) -> Iterator[str]:
+def _recomputation(plan: JobPlan) -> Iterator[str]:
     yield f"Activations in GB by recomputation, at {plan.job.tokens:,.0f} tokens a GPU (* as planned)"
     modes: tuple[Recompute, ...] = ("none", "selective", "full")
     chosen = plan.job.run.batch.recompute
@@ -190,7 +190,7 @@ def _host_and_sync(plan: JobPlan) -> Iterator[str]:
     )
     way = (
         "see the changes of a step"
-        if plan.job.hands_over
+        if plan.job.weights_by_ipc
         else f"wire {plan.sync.seconds:.1f} s at one network port, expected "
         f"{plan.sync.expected_seconds:.1f} s ({plan.sync.basis})"
     )

@@ -29,7 +29,7 @@ from bapo_megatron.commands.report.plots import (
     nothing_measured,
     write_png,
 )
-from bapo_megatron.commands.report.series import marks
+from bapo_megatron.commands.report.series import event_marks
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
 """The colours of the runs, distinct with any kind of colour vision (Okabe and Ito)."""
@@ -144,7 +144,7 @@ def _draw_run(axes: Any, panel: Panel, run: RunRecord, colour: str) -> tuple[lis
     lines = [line_of(run, curve, panel) for curve in curves_of(panel)]
     for line, style in zip(lines, LINES, strict=False):
         artists += draw_line(axes, line, colour, style)
-    for mark in marks(run):
+    for mark in event_marks(run):
         dashes = (0, (1, 2)) if mark.loss else (0, (4, 3))
         artists.append(axes.axvline(mark.position, color=colour, linewidth=0.9, linestyle=dashes, alpha=0.7))
     return artists, lines

@@ -18,7 +18,7 @@ Fact = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchOutcome:
     """How the searches for the bounds ended, as shares of the updates."""
 
     moved: float
@@ -34,7 +34,7 @@ def bounds_of(run: RunRecord) -> BoundsConfig | None:
     return BoundsConfig(**stored) if "low_start" in stored and "high_start" in stored else None
 
 
-def search_of(run: RunRecord) -> Search | None:
+def search_outcome(run: RunRecord) -> SearchOutcome | None:
     """How the searches ended; None for fixed bounds, for another loss, and for logs without them."""
     bounds = bounds_of(run)
     rows = run.updates or run.steps
@@ -42,8 +42,8 @@ def search_of(run: RunRecord) -> Search | None:
     if not _is_searched(run, bounds) or not moves or reached is None:
         return None
     if stale := known_values(rows, "bapo/bounds_moved"):
-        return Search(sum(stale) / len(stale), reached, "stale updates")
-    return Search(sum(count > 0 for count in moves) / len(moves), reached)
+        return SearchOutcome(sum(stale) / len(stale), reached, "stale updates")
+    return SearchOutcome(sum(count > 0 for count in moves) / len(moves), reached)
 
 
 def _is_searched(run: RunRecord, bounds: BoundsConfig | None) -> bool:
@@ -107,7 +107,7 @@ def _target(run: RunRecord) -> str:
     if not _is_searched(run, bounds):
         return "none: fixed bounds aim at nothing" if _loss(run) == "clip" else "none"
     said = f"{bounds.target:g} of the gradient from positive tokens"
-    found = search_of(run)
+    found = search_outcome(run)
     if found is None:
         return said
     return (
@@ -184,7 +184,7 @@ def _count(count: int, one: str, many: str = "") -> str:
 # --- the configuration in short -------------------------------------------------------------------
 
 
-def in_short(config: dict[str, Any]) -> list[Fact]:
+def main_settings(config: dict[str, Any]) -> list[Fact]:
     """The settings that a reader asks for first, from a resolved configuration by dotted names."""
     get = config.get
     rows = [

@@ -19,17 +19,17 @@ from bapo_megatron.commands.report.data import (
     mean,
     read_run,
 )
-from bapo_megatron.commands.report.header import facts, in_short
+from bapo_megatron.commands.report.header import facts, main_settings
 from bapo_megatron.commands.report.panels import PANELS, Panel
 from bapo_megatron.commands.report.readings import readings
-from bapo_megatron.commands.report.series import FEW_TOKENS, marks
+from bapo_megatron.commands.report.series import FEW_TOKENS, event_marks
 from bapo_megatron.commands.report.sources import SOURCE_COLUMNS, source_cells
 from bapo_megatron.commands.report.text import (
     event_cells,
     number,
     render,
     setting_lines,
-    short,
+    short_count,
     staleness_cells,
     svg_uri,
 )
@@ -94,13 +94,13 @@ def _render(run: RunRecord, pictures: list[Picture], window: int) -> str:
         numbers=_numbers(run, figures),
         facts=facts(run),
         readings=readings(run),
-        in_short=in_short(run.config),
+        main_settings=main_settings(run.config),
         pictures=pictures,
         smoothing=window,
         metrics=list(_metric_rows(run, figures["window"])),
         settings=setting_lines(run.config),
         few=FEW_TOKENS,
-        losses=any(mark.loss for mark in marks(run)),
+        losses=any(mark.loss for mark in event_marks(run)),
         staleness=staleness_cells(run),
         sources=source_cells(run, figures["window"]),
         source_columns=SOURCE_COLUMNS,
@@ -113,7 +113,7 @@ def _numbers(run: RunRecord, figures: Headline) -> list[tuple[str, str]]:
     return [
         (f"{figures['steps']:,}", "steps"),
         (f"{len(run.updates):,}", "updates"),
-        (short(figures["tokens"]), "tokens"),
+        (short_count(figures["tokens"]), "tokens"),
         (str(timedelta(seconds=round(figures["time_s"]))), "training time"),
     ]
 

@@ -25,7 +25,7 @@ from bapo_megatron.commands.report.panels import (
     Panel,
     bands,
 )
-from bapo_megatron.commands.report.series import FEW_TOKENS, marks, tokens_behind
+from bapo_megatron.commands.report.series import FEW_TOKENS, event_marks, tokens_averaged
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
 
@@ -166,7 +166,7 @@ def line_of(run: RunRecord, curve: Curve, panel: Panel) -> Line:
         raw = mean
     smooth, few = Series(mean.step, moving_mean(mean.value, window)), np.zeros(len(mean.value), dtype=bool)
     rows = run.updates or run.steps
-    tokens = tokens_behind(rows, curve.share) if curve.share else None
+    tokens = tokens_averaged(rows, curve.share) if curve.share else None
     if tokens is not None:
         values = run.by_update(curve.metric).value if run.updates else mean.value
         smooth, few = _weighted(mean.step, rows, values, tokens, window)
@@ -257,7 +257,7 @@ def mark_cut_offs(axes: Any, line: Line, colour: str) -> list[Any]:
 def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> None:
     for band in shaded:
         draw_band(axes, band)
-    for mark in marks(run):
+    for mark in event_marks(run):
         colour, line = (NEGATIVE, (0, (1, 2))) if mark.loss else (_PALE_INK, (0, (4, 3)))
         axes.axvline(mark.position, color=colour, linewidth=0.8, linestyle=line, alpha=0.7)
     if len(panel.curves) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bapo_megatron.commands.report.data import Headline, RunRecord, headline
-from bapo_megatron.commands.report.header import bounds_of, search_of
+from bapo_megatron.commands.report.header import bounds_of, search_outcome
 from bapo_megatron.commands.report.text import number, percent
 
 _SELDOM = 0.05
@@ -44,7 +44,7 @@ def _of_sources(run: RunRecord) -> Iterator[str]:
 
 
 def _of_search(run: RunRecord) -> Iterator[str]:
-    bounds, found = bounds_of(run), search_of(run)
+    bounds, found = bounds_of(run), search_outcome(run)
     if bounds is None or found is None:
         return
     starts = f"{bounds.low_start:g} and {bounds.high_start:g}"

@@ -73,7 +73,7 @@ def ratio_tokens(run: RunRecord) -> np.ndarray | None:
     return counts
 
 
-def tokens_behind(rows: Sequence[Row], share: str) -> np.ndarray | None:
+def tokens_averaged(rows: Sequence[Row], share: str) -> np.ndarray | None:
     """The number of tokens behind a mean in each row, with the metric ``share``; None if not counted."""
     if not any(row.get("policy/tokens") is not None and row.get(share) is not None for row in rows):
         return None
@@ -136,7 +136,7 @@ def _tokens(row: Row) -> float:
     return 1.0 if tokens is None else float(tokens)
 
 
-def marks(run: RunRecord) -> list[Mark]:
+def event_marks(run: RunRecord) -> list[Mark]:
     """Marks of resumes and of losses (of an engine etc.); an event without a step is placed by its time."""
     timed = [(_seconds(event), event) for event in run.events]
     anchors = [(time, _finished_step(event)) for time, event in timed if time is not None]
@@ -172,7 +172,7 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "final share of clipped tokens": None if high is None or low is None else high + low,
         "c_high over positive tokens, after the first pass": c_high,
         "c_low over negative tokens, after the first pass": c_low,
-        "updates of a batch (the paper's staleness)": passes(run),
+        "updates of a batch (the paper's staleness)": updates_per_batch(run),
         "mean staleness": mean(known_values(run.steps, "staleness/mean")),
         "Eq. 6 (covariance) against measurement, correlation": prediction(run).correlation,
         "Eq. 6 (effects) against measurement, correlation": prediction(run, reading="effect").correlation,
@@ -185,7 +185,7 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
     }
 
 
-def passes(run: RunRecord) -> int | None:
+def updates_per_batch(run: RunRecord) -> int | None:
     """The paper's staleness (2x, 4x, 8x), updates of a batch: passes over it times its mini-batches."""
     reuse, mini_batches = (
         run.config.get(f"algorithm.{name}") for name in ("reuse_epochs", "updates_per_epoch")
@@ -213,7 +213,7 @@ def bounds_in_force(run: RunRecord) -> tuple[float | None, float | None]:
     return low, high
 
 
-def by_staleness(run: RunRecord) -> list[tuple[str, list[float | None]]]:
+def staleness_table(run: RunRecord) -> list[tuple[str, list[float | None]]]:
     """The staleness buckets with tokens: share, clipped, entropy, effect, and the correlation of Eq. 6."""
     rows = run.updates or run.steps
     table = []

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.series import by_staleness
+from bapo_megatron.commands.report.series import staleness_table
 
 NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
@@ -40,7 +40,7 @@ def number(value: float | None) -> str:
     return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}"
 
 
-def short(count: float) -> str:
+def short_count(count: float) -> str:
     """A count in short, e.g. 12.3M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
@@ -70,7 +70,7 @@ def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
     """Table rows, one for each staleness bucket with tokens; the first two values are percentages."""
     return [
         (bucket, [*(percent(value) for value in values[:2]), *(number(value) for value in values[2:])])
-        for bucket, values in by_staleness(run)
+        for bucket, values in staleness_table(run)
     ]
 
 

@@ -93,7 +93,7 @@ class VerifyConfig(RunConfig):
         return CanarySpec(self.seed, tokens, longest, read_model_shape(self.model.hf_path).vocab)
 
     @property
-    def by_hand(self) -> bool:
+    def runs_reference(self) -> bool:
         """Whether this command runs the reference itself."""
         return self.certificate is None and self.save is None
 
@@ -101,7 +101,7 @@ class VerifyConfig(RunConfig):
 def check_verify(config: VerifyConfig, launched: bool) -> None:
     """Check the configuration before any process group exists; ConfigError for the first mistake."""
     config.check()
-    if launched and config.by_hand:
+    if launched and config.runs_reference:
         raise ConfigError(
             "under a launcher there is only the recipe's layout, and nothing to compare it with: first "
             "write a certificate at a smaller layout (--save FILE with other --parallel flags), then give "
@@ -109,10 +109,10 @@ def check_verify(config: VerifyConfig, launched: bool) -> None:
         )
     check_weights(config.model, config.parallel)
     _check_canary(config)
-    if config.by_hand:
+    if config.runs_reference:
         _check_reference(config)
     if config.certificate is not None:
-        _matching(config.certificate, config)
+        _matching_reference(config.certificate, config)
     if config.save is not None:
         check_output_file("--save", config.save)
 
@@ -145,14 +145,14 @@ def verify_layout(config: VerifyConfig) -> int:
 
     Returns the exit code, equal on every rank: 0 if written or all quantities agree, 1 if any differs.
     """
-    reference = None if config.certificate is None else _matching(config.certificate, config)
+    reference = None if config.certificate is None else _matching_reference(config.certificate, config)
     policy = build_policy(config)
     ours = measure_layout(policy, config, reference)
     code = 0
     if is_main():
         if config.save is not None:
             write_layout_reference(config.save, ours)
-        code = _conclude(reference, ours, config) if reference else 0
+        code = _print_comparison(reference, ours, config) if reference else 0
     return broadcast_from_main(code)
 
 
@@ -174,7 +174,7 @@ def measure_layout(
         totals = not_measured(reference.totals)
     else:
         totals = measure_totals(policy, config, samples, at)
-    return LayoutReference(_identity(config), _made(config, policy), samples, tokens, totals)
+    return LayoutReference(_identity(config), _provenance(config, policy), samples, tokens, totals)
 
 
 def _bounds_of(reference: LayoutReference, config: VerifyConfig) -> Bounds:
@@ -182,7 +182,7 @@ def _bounds_of(reference: LayoutReference, config: VerifyConfig) -> Bounds:
     return search_bounds(reference.totals.sums[: sum_count(bounds)].tolist(), bounds)
 
 
-def _matching(path: Path, config: VerifyConfig) -> LayoutReference:
+def _matching_reference(path: Path, config: VerifyConfig) -> LayoutReference:
     """Read the layout reference in ``path``. ConfigError if its model, canary or objective is another."""
     reference = read_layout_reference(path)
     differences = identity_differences(reference, _identity(config))
@@ -209,7 +209,7 @@ def _identity(config: VerifyConfig) -> dict[str, Any]:
     return {f"{part}.{name}": value for part, fields in named.items() for name, value in fields.items()}
 
 
-def _made(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
+def _provenance(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
     """Parallel layout and package versions, for the printed report."""
     parallel = dataclasses.replace(config.parallel, data=policy.pack_layout.data_size)
     return {
@@ -220,7 +220,7 @@ def _made(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
     }
 
 
-def _conclude(reference: LayoutReference, ours: LayoutReference, config: VerifyConfig) -> int:
+def _print_comparison(reference: LayoutReference, ours: LayoutReference, config: VerifyConfig) -> int:
     rows = compare_layouts(reference, ours.tokens, ours.totals, config.algorithm.bounds, _tolerances(config))
     print(f"\nreference:   {_layout(reference)}\nthis layout: {_layout(ours)}\n\n{comparison_table(rows)}\n")
     print(_verdict(rows, reference), flush=True)

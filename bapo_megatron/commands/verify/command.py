@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bapo_megatron.cli import quiet
+from bapo_megatron.cli import silence_libraries
 from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ def verify_command(arguments: Sequence[str]) -> None:
     check_verify(config, launched is not None)
     if launched is not None:
         verify_process(config)
-    elif config.by_hand:
-        _verify_by_hand(config, processes)
+    elif config.runs_reference:
+        _run_both_layouts(config, processes)
     else:
         run_processes(verify_process, (config,), processes, apart=True)
 
 
-def _verify_by_hand(config: VerifyConfig, processes: int) -> None:
+def _run_both_layouts(config: VerifyConfig, processes: int) -> None:
     """Measure the reference layout, then the recipe's layout, and compare them."""
     from bapo_megatron.runtime.distributed import run_processes
 
@@ -57,7 +57,7 @@ def verify_process(config: VerifyConfig) -> None:
     from bapo_megatron.commands.verify.check import verify_layout
     from bapo_megatron.policy.layout import parallel_processes
 
-    quiet()
+    silence_libraries()
     with parallel_processes(config.parallel):
         code = verify_layout(config)
     if code:

@@ -18,9 +18,9 @@ from bapo_megatron.algo.bounds import (
     low_values,
     positive_share,
     search_bounds,
+    sum_count,
 )
-from bapo_megatron.algo.bounds import sum_count as candidates
-from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenAnswers, Totals
+from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenOutputs, Totals
 from bapo_megatron.data.packing import Sample
 
 
@@ -86,7 +86,7 @@ class QuantityRow:
 
 def compare_layouts(
     reference: LayoutReference,
-    tokens: TokenAnswers,
+    tokens: TokenOutputs,
     totals: Totals,
     config: BoundsConfig,
     tolerances: Tolerances,
@@ -120,7 +120,7 @@ def comparison_table(rows: Sequence[QuantityRow]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def first_not_finite(tokens: TokenAnswers, samples: Sequence[Sample]) -> str | None:
+def first_not_finite(tokens: TokenOutputs, samples: Sequence[Sample]) -> str | None:
     """The place of the first log-prob that is nan or inf; None if all are finite."""
     bad = np.flatnonzero(~np.isfinite(np.concatenate(tokens.log_probs)))
     return _place(int(bad[0]), samples) if len(bad) else None
@@ -214,7 +214,7 @@ def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
     detail = ""
     if not np.array_equal(there, here):
         detail = f"({there[0]:g}, {there[1]:g}) in the reference, ({here[0]:g}, {here[1]:g}) here"
-        tie = _tie(theirs, ours, config, tolerances)
+        tie = _tie_reason(theirs, ours, config, tolerances)
         verdict, detail = ("tie", f"{detail}: {tie}") if tie else ("DIFFERS", detail)
     return QuantityRow(
         "bounds (low, high)",
@@ -227,14 +227,14 @@ def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
     )
 
 
-def _tie(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> str:
+def _tie_reason(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> str:
     """Reason for a tie: unequal bounds that follow from sums which agree; empty if it is no tie.
 
     The search stops at the first pair of bounds whose contribution reaches the target. Where one search
     stopped and the other went on, both contributions must lie so near the target that the tolerated
     difference of P and of N (each once) carries them across it.
     """
-    sums = [totals.sums[: candidates(config)] for totals in (theirs, ours)]
+    sums = [totals.sums[: sum_count(config)] for totals in (theirs, ours)]
     if not all(np.isfinite(one).all() for one in sums):
         return ""
     found = [search_bounds(one.tolist(), config) for one in sums]

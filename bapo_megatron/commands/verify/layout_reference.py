@@ -28,7 +28,7 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZi
 
 
 @dataclass(frozen=True)
-class TokenAnswers:
+class TokenOutputs:
     """Per-token outputs of one layout: log-probs and entropies, an array for each sample, [positions]."""
 
     log_probs: list[np.ndarray]
@@ -62,7 +62,7 @@ class LayoutReference:
     made: dict[str, Any]
     """Layout and versions; printed, not compared."""
     samples: list[Sample]
-    tokens: TokenAnswers
+    tokens: TokenOutputs
     totals: Totals
 
 
@@ -133,7 +133,7 @@ def _reference_from(about: dict[str, Any], columns: dict[str, np.ndarray]) -> La
         identity=dict(about["identity"]),
         made=dict(about["made"]),
         samples=[Sample(*fields) for fields in zip(*parts, strict=True)],
-        tokens=TokenAnswers(
+        tokens=TokenOutputs(
             _split(columns["log_probs"], lengths - 1), _split(columns["entropies"], lengths - 1)
         ),
         totals=Totals(columns["sums"], low, high, loss, grad_norm),

@@ -13,29 +13,29 @@ import numpy as np
 from bapo_megatron.algo.bapo import Bounds, contributions
 from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
-from bapo_megatron.commands.verify.layout_reference import TokenAnswers, Totals
+from bapo_megatron.commands.verify.layout_reference import TokenOutputs, Totals
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import broadcast_from_main, gather, is_main
 from bapo_megatron.types import MicroBatch
 
-_OfSample = dict[int, tuple[np.ndarray, np.ndarray]]
+_BySample = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
-def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> TokenAnswers:
+def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> TokenOutputs:
     """Log-probs and entropies of ``samples`` at every predicting position, equal on all ranks. Collective."""
     packs = _packs(policy, config, samples)
-    mine: _OfSample = {}
+    mine: _BySample = {}
     for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
         for index, start, length in pack.rows:
             log_prob, entropy = (values[start : start + length].cpu().numpy().copy() for values in stats)
             mine[index] = (log_prob, entropy)
-    found: _OfSample = {}
+    found: _BySample = {}
     for ranks in gather(mine):  # ranks of one replica send the same
         found = {**ranks, **found}
     ordered = broadcast_from_main([found[index] for index in range(len(samples))] if is_main() else None)
-    return TokenAnswers([log_prob for log_prob, _ in ordered], [entropy for _, entropy in ordered])
+    return TokenOutputs([log_prob for log_prob, _ in ordered], [entropy for _, entropy in ordered])
 
 
 def measure_totals(

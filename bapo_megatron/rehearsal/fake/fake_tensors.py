@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 def repair_torch() -> None:
     """Let modules move fake parameters, optimizers take them for tensors, storages have addresses."""
-    torch.utils.swap_tensors = _take_over
+    torch.utils.swap_tensors = _swap_data
     # Fused and foreach optimizers look at the exact type of a parameter.
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._foreach_supported_types.append(FakeTensor)
@@ -26,7 +26,7 @@ def repair_torch() -> None:
     storages.data_ptr = lambda self: self._cdata if self.device.type == "meta" else plain(self)
 
 
-def _take_over(old: Tensor, new: Tensor) -> None:
+def _swap_data(old: Tensor, new: Tensor) -> None:
     """What ``swap_tensors`` does, which refuses a tensor that anything refers to weakly."""
     if old.untyped_storage()._cdata == new.untyped_storage()._cdata:
         return
@@ -35,7 +35,7 @@ def _take_over(old: Tensor, new: Tensor) -> None:
         old._fake_device = new.device
 
 
-class ListReads(TorchFunctionMode):
+class ListsOfTensors(TorchFunctionMode):
     """``torch.tensor`` of lists with tensors in them, whose values torch reads past the dispatcher."""
 
     def __torch_function__(

@@ -10,7 +10,7 @@ from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.table import layout_name
 from bapo_megatron.rehearsal.records import OFFLOADED, SAMPLE, UPDATE, RankResult
 from bapo_megatron.rehearsal.results.summary import collectives, model_flops
-from bapo_megatron.rehearsal.results.verdict import misfits, needed, node_bytes, servers_bytes
+from bapo_megatron.rehearsal.results.verdict import misfits, needed, node_bytes, server_bytes
 
 _KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "passing")
 _MOST_LINES = 40
@@ -53,7 +53,7 @@ def _memory(result: RankResult, job: Job) -> Iterator[str]:
         yield (f"  {phase:26}{peak.size / GB:9.2f}{need:11.2f}{kinds}{host:9.2f}")
     if SAMPLE in result.gpu:
         stage = result.place["stage"]
-        kept, all_of_it = (servers_bytes(job, stage, phase) / GB for phase in (UPDATE, SAMPLE))
+        kept, all_of_it = (server_bytes(job, stage, phase) / GB for phase in (UPDATE, SAMPLE))
         copies = result.host[SAMPLE].kinds.get(OFFLOADED, 0) / GB
         yield (
             f"while engines sample {result.gpu[SAMPLE].size / GB:.2f} GB of the policy stay on the GPU, and "

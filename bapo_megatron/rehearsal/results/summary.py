@@ -13,9 +13,9 @@ from bapo_megatron.rehearsal.records import RankResult
 from bapo_megatron.rehearsal.results.verdict import misfits, needed, node_bytes
 
 
-def as_dict(results: Sequence[RankResult], job: Job, disagreements: Sequence[str] = ()) -> dict[str, Any]:
+def as_dict(results: Sequence[RankResult], job: Job, mismatches: Sequence[str] = ()) -> dict[str, Any]:
     """The rehearsal as plain numbers. ``peak_gb`` and the waits are the highest of any rank."""
-    problems = [*misfits(results, job), *disagreements]
+    problems = [*misfits(results, job), *mismatches]
     phases = list(dict.fromkeys(phase for result in results for phase in result.gpu))
     return {
         "recipe": job.run.name,

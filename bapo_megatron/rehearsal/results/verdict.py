@@ -18,18 +18,18 @@ def needed(result: RankResult, phase: str, job: Job) -> float:
     The reserve is for the CUDA context and NCCL's buffers, and in passes for fragments of what comes and
     goes.
     """
-    servers = servers_bytes(job, result.place["stage"], phase)
-    return _alone(phase, result.gpu[phase]) + servers
+    servers = server_bytes(job, result.place["stage"], phase)
+    return _policy_bytes(phase, result.gpu[phase]) + servers
 
 
-def servers_bytes(job: Job, stage: int, phase: str) -> float:
+def server_bytes(job: Job, stage: int, phase: str) -> float:
     """What a colocated server has on a GPU of a stage: what it keeps, while it reads the policy's weights its
     own, and in its turn all of its memory."""
     memory = stage_memory(job, stage)
     return memory.kept + {HAND_OVER: memory.reading, SAMPLE: memory.serving}.get(phase, 0.0)
 
 
-def _alone(phase: str, peak: Peak) -> float:
+def _policy_bytes(phase: str, peak: Peak) -> float:
     passing = peak.size - sum(peak.kinds.get(kind, 0) for kind in _STEADY)
     return peak.size + FIXED + (FRAGMENTATION * passing if is_pass(phase) else 0.0)
 

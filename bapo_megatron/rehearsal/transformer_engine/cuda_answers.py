@@ -17,7 +17,7 @@ def answer_queries(architecture: tuple[int, int]) -> None:
     """Answer Transformer Engine's questions for a GPU of ``architecture``, a compute capability."""
     answer_architecture(architecture)
     torch.cuda.is_current_stream_capturing = lambda: False
-    torch.cuda.Stream = torch.cuda.Event = _InOrder  # type: ignore[misc,assignment]
+    torch.cuda.Stream = torch.cuda.Event = _SynchronousStream  # type: ignore[misc,assignment]
     torch.cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     available, on_gpu = torch.cuda.is_available, torch.Tensor.is_cuda
     torch.cuda.is_available = lambda: _asked_by_transformer_engine() or available()
@@ -42,7 +42,7 @@ def _asked_by_transformer_engine() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("transformer_engine")
 
 
-class _InOrder:
+class _SynchronousStream:
     """A stream or an event where everything happens in order: each of its methods does nothing."""
 
     def __init__(self, *_arguments: Any, **_named: Any) -> None: ...
@@ -59,11 +59,11 @@ def wait_once_for_messages() -> None:
 
     communicate = context_parallel.flash_attn_p2p_communicate
     context_parallel.flash_attn_p2p_communicate = lambda *arguments: [
-        _WaitedOnce(request) for request in communicate(*arguments)
+        _IdempotentWait(request) for request in communicate(*arguments)
     ]
 
 
-class _WaitedOnce:
+class _IdempotentWait:
     """A request of torch.distributed whose ``wait`` returns at once from the second time on."""
 
     def __init__(self, request: Any) -> None:

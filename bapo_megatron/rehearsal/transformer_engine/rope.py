@@ -26,17 +26,17 @@ def fused_rope_forward(
 
     ``cu_seqlens`` are those of the whole pack.
     """
-    return _turned(x, freqs, interleaved, cu_seqlens, cp_size, cp_rank, 1.0)
+    return _rotated(x, freqs, interleaved, cu_seqlens, cp_size, cp_rank, 1.0)
 
 
 @kernel
 def fused_rope_backward(grad: Tensor, freqs: Tensor, *rest: Any) -> Tensor:
     """The gradient turned back. Since 2.20 the start positions come before the format."""
     interleaved, cu_seqlens, cp_size, cp_rank = rest[-4:]
-    return _turned(grad, freqs, interleaved, cu_seqlens, cp_size, cp_rank, -1.0)
+    return _rotated(grad, freqs, interleaved, cu_seqlens, cp_size, cp_rank, -1.0)
 
 
-def _turned(
+def _rotated(
     x: Tensor,
     freqs: Tensor,
     interleaved: bool,

@@ -23,10 +23,10 @@ from bapo_megatron.commands.doctor.machine import (
 )
 from bapo_megatron.commands.doctor.namespaces import (
     forgeable_row,
+    isolation_row,
     namespace_row,
     namespace_rows,
     sandbox_rows,
-    walls_row,
 )
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.reward.sandbox.sandbox import SandboxError
@@ -173,16 +173,16 @@ def test_namespaces(tmp_path: Path) -> None:
 
 
 def test_walls_that_are_missing_stop_a_run_that_needs_them() -> None:
-    assert walls_row(list, True).state == "ok"
-    row = walls_row(lambda: ["no namespaces"], True)
+    assert isolation_row(list, True).state == "ok"
+    row = isolation_row(lambda: ["no namespaces"], True)
     assert (row.state, row.found) == ("problem", "no namespaces")
     assert "docker" in row.fix.lower()
-    assert walls_row(lambda: ["no namespaces"], False).state == "optional"
+    assert isolation_row(lambda: ["no namespaces"], False).state == "optional"
 
     def broken() -> list[str]:
         raise SandboxError("it does not work")
 
-    assert walls_row(broken, True).found == "it does not work"
+    assert isolation_row(broken, True).found == "it does not work"
     assert forgeable_row(0).state == "ok"
     assert forgeable_row(3).found.endswith("forge: 3")
     states = {row.name: row.state for row in sandbox_rows(True, allow_weak=True, forgeable_rows=1)}

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.doctor.recipe import examine, reward_row
-from bapo_megatron.commands.doctor.reward import tried_reward
+from bapo_megatron.commands.doctor.recipe import check_recipe, reward_row
+from bapo_megatron.commands.doctor.reward import try_reward
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.types import Prompt
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 def test_a_reward_is_tried_on_a_row(function: str, works: bool, says: str) -> None:
     config = load_recipe(RECIPE, RunConfig)
     config = dataclasses.replace(config, reward=RewardConfig(function=function))
-    found = tried_reward(config, Prompt(3, np.zeros(1, np.int32), "34", "test"))
+    found = try_reward(config, Prompt(3, np.zeros(1, np.int32), "34", "test"))
     assert found[0] is works
     assert re.search(says, found[1])
     row = reward_row(*found)
@@ -45,20 +45,22 @@ def test_a_reward_is_tried_on_a_row(function: str, works: bool, says: str) -> No
 def test_the_doctor_calls_the_reward_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_rewards.py").write_text("def score(prompt, response):\n    return prompt.truth\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    rows, _ = examine(RECIPE, [f"--run-dir={tmp_path / 'run'}", "--reward.function=broken_rewards:score"])
+    rows, _ = check_recipe(
+        RECIPE, [f"--run-dir={tmp_path / 'run'}", "--reward.function=broken_rewards:score"]
+    )
     [row] = [row for row in rows if row.name == "reward"]
     assert row.state == "problem"
     assert "AttributeError: 'Prompt' object has no attribute 'truth'" in row.found
 
 
 def test_a_judge_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapo_megatron.commands.doctor.reward.PATIENCE_S", 0.3)
+    monkeypatch.setattr("bapo_megatron.commands.doctor.reward.ENDPOINT_DEADLINE_S", 0.3)
     config = load_recipe(RECIPE, RunConfig)
     prompt = Prompt(3, np.zeros(1, np.int32), "34", "test", messages=[{"role": "user", "content": "17*2="}])
 
     def tried(url: str) -> tuple[bool, str]:
         reward = RewardConfig(function="llm_judge", settings={"url": url, "model": "m"})
-        return tried_reward(dataclasses.replace(config, reward=reward), prompt)
+        return try_reward(dataclasses.replace(config, reward=reward), prompt)
 
     with judge_server(judged("Score: 1"), says({"error": "no such model"}, 404)) as server:
         assert tried(server.url) == (True, "score 1 for row 3 with its ground truth in a box as the response")

@@ -15,7 +15,7 @@ import pytest
 
 from bapo_megatron.commands.doctor import http
 from bapo_megatron.commands.doctor.http import get
-from bapo_megatron.commands.doctor.recipe import Facts, facts_of, problems_of, recipe_rows
+from bapo_megatron.commands.doctor.recipe import RecipeFacts, facts_of, problems_of, recipe_rows
 from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.commands.doctor.servers import longest_sequence, server_rows
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
@@ -109,8 +109,8 @@ def server(model: Path) -> Iterator[Played]:
     played.stop()
 
 
-def facts(*urls: str, **more: Any) -> Facts:
-    usual = Facts(
+def facts(*urls: str, **more: Any) -> RecipeFacts:
+    usual = RecipeFacts(
         name="demo",
         directory="runs/demo",
         engine="sglang",

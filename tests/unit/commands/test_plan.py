@@ -16,7 +16,7 @@ from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper
 from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.commands.plan import memory as plan_memory
-from bapo_megatron.commands.plan.activations import kept
+from bapo_megatron.commands.plan.activations import activation_bytes_per_token
 from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.commands.plan.engines import cache_bytes_per_token, engines
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, in_flight, slots
@@ -33,7 +33,7 @@ from bapo_megatron.commands.plan.sizes import (
     stage_parameters,
     total_parameters,
 )
-from bapo_megatron.commands.plan.speed import host_update, speed, turns
+from bapo_megatron.commands.plan.speed import handover_estimate, host_update, speed
 from bapo_megatron.commands.plan.summary import duration, nodes_text, summary
 from bapo_megatron.commands.plan.sync import Sync
 from bapo_megatron.commands.plan.table import plan_text
@@ -243,23 +243,29 @@ def test_activations_by_hand() -> None:
     attention = (16 + 4) + 16 + 16  # norm, its output, the projection's input; RoPE is fused
     core, arguments = 2 * (8 + 2 * 4), 2 * (8 + 4) + 2 * (8 + 2 * 4)
     mlp = (16 + 4) + 16 + 3 * 2 * 16  # norm, its output; gate, up and their product: SwiGLU is fused
-    none = kept(SMALL, ONE, 2, "none", "te")
+    none = activation_bytes_per_token(SMALL, ONE, 2, "none", "te")
     assert none.layer == attention + core + 16 + mlp
-    assert kept(SMALL, ONE, 2, "selective", "te").layer == attention + arguments + 16
-    full = kept(SMALL, ONE, 2, "full", "te")
+    assert activation_bytes_per_token(SMALL, ONE, 2, "selective", "te").layer == attention + arguments + 16
+    full = activation_bytes_per_token(SMALL, ONE, 2, "full", "te")
     assert (full.layer, full.transient) == (16, none.layer - 16)
     # Sequence parallelism cuts the norms as well; a norm's number a row stays.
-    halved = kept(SMALL, ParallelConfig(tensor=2, sequence=True), 2, "none", "te")
+    halved = activation_bytes_per_token(SMALL, ParallelConfig(tensor=2, sequence=True), 2, "none", "te")
     assert halved.layer == (none.layer - 8) / 2 + 8
 
 
 def test_norms_of_queries_and_keys_keep_copies() -> None:
     """Norms of queries and keys keep copies of their inputs, which lie scattered in the fused output."""
     normed = replace(SMALL, qk_norm=True)
-    extra = kept(normed, ONE, 2, "none", "te").layer - kept(SMALL, ONE, 2, "none", "te").layer
+    extra = (
+        activation_bytes_per_token(normed, ONE, 2, "none", "te").layer
+        - activation_bytes_per_token(SMALL, ONE, 2, "none", "te").layer
+    )
     assert extra == 2 * (8 + 4) + 4 * (4 + 2)
     two = ParallelConfig(tensor=2)  # one group on a rank
-    extra = kept(normed, two, 2, "none", "te").layer - kept(SMALL, two, 2, "none", "te").layer
+    extra = (
+        activation_bytes_per_token(normed, two, 2, "none", "te").layer
+        - activation_bytes_per_token(SMALL, two, 2, "none", "te").layer
+    )
     assert extra == 2 * (4 + 2) + 4 * (2 + 1)
 
 
@@ -418,8 +424,8 @@ def test_activations_of_transformer_engines_layer_by_hand() -> None:
     """
     tp8 = ParallelConfig(tensor=8, sequence=True)
     layer = 2 * (1284 + 1280) + 1280 + 1280 + 2 * 256 + 20 + 6 * 3456
-    assert kept(BIG, tp8, 2, "none", "te").layer == layer
-    assert kept(BIG, replace(tp8, context=2), 2, "none", "te").layer == layer
+    assert activation_bytes_per_token(BIG, tp8, 2, "none", "te").layer == layer
+    assert activation_bytes_per_token(BIG, replace(tp8, context=2), 2, "none", "te").layer == layer
 
 
 sizes = st.sampled_from([1, 2, 4, 8])
@@ -607,7 +613,7 @@ def test_a_hand_over_by_hand() -> None:
 
 def test_the_seconds_of_a_hand_over_by_hand() -> None:
     """Gathered over NVLink at 450 GB/s; two copies, each read and written, at half of 3.35 TB/s."""
-    found = turns(colocated(sync="ipc"))
+    found = handover_estimate(colocated(sync="ipc"))
     assert found is not None
     assert found.by_handles
     assert found.reading_seconds == pytest.approx(2 * 2952 * (1 / 450e9 + 4 / (0.5 * 3.35e12)))
@@ -635,11 +641,11 @@ def test_the_copies_of_an_offloaded_policy_by_hand() -> None:
     assert offloaded_bytes(job(ParallelConfig(offload=True))) == 0
     host = replace(both, run=replace(both.run, optimizer=OptimizerConfig(device="cpu")))
     assert offloaded_bytes(host) == 2 * largest
-    found = turns(both)
+    found = handover_estimate(both)
     assert found is not None
     assert found.moving_seconds == pytest.approx(2 * 14 * largest / 32e9)  # half of PCIe's rate, both ways
     assert found.reading_seconds == pytest.approx(2 * 2952 / 2e9)
-    assert turns(job()) is None
+    assert handover_estimate(job()) is None
     plan = make_plan(both)
     parts = (plan.sampling_seconds, plan.train_seconds, plan.sync.expected_seconds, found.seconds)
     assert plan.step_seconds == pytest.approx(sum(parts))

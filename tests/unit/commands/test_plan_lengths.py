@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from bapo_megatron.commands.plan.lengths import (
     ResponseLengths,
+    busiest_engine_responses,
     decode_seconds,
     decode_steps,
-    share_of_engine,
 )
 
 
@@ -46,12 +46,12 @@ def test_distributions_at_the_ends() -> None:
 
 def test_lengths_of_an_engine_keep_the_mean_and_have_the_longest() -> None:
     lengths = ResponseLengths(2048, 1.5, 8192)
-    found = lengths.of_busiest_engine(128, 1024)
+    found = lengths.busiest_engine_lengths(128, 1024)
     assert fmean(found) == pytest.approx(2048, rel=0.01)
     assert max(found) == 8192
     for half in (found[:64], found[64:]):
         assert fmean(half) == pytest.approx(2048, rel=0.1)
-    few = ResponseLengths(2048, 0.5, 65536).of_busiest_engine(2, 1024)
+    few = ResponseLengths(2048, 0.5, 65536).busiest_engine_lengths(2, 1024)
     assert max(few) == ResponseLengths(2048, 0.5, 65536).quantile(1 - 0.5 / 1024)
 
 
@@ -91,8 +91,8 @@ def test_the_closed_form_is_a_simulation(
 
 
 def test_the_share_of_the_busiest_engine() -> None:
-    assert share_of_engine(256, 8, 1.0) == 32
-    assert share_of_engine(256, 8, 1.76) == 57  # 56.3
-    assert share_of_engine(256, 8, 99) == 256
-    assert share_of_engine(3, 8, 1.0) == 1
-    assert share_of_engine(7, 2, 1.0) == 4
+    assert busiest_engine_responses(256, 8, 1.0) == 32
+    assert busiest_engine_responses(256, 8, 1.76) == 57  # 56.3
+    assert busiest_engine_responses(256, 8, 99) == 256
+    assert busiest_engine_responses(3, 8, 1.0) == 1
+    assert busiest_engine_responses(7, 2, 1.0) == 4

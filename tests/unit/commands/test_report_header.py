@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.algo.bounds import BoundsConfig, balanced, clip_higher, fixed, floored, grpo, paper
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.header import facts, in_short
+from bapo_megatron.commands.report.header import facts, main_settings
 from bapo_megatron.commands.report.readings import comparison_readings, readings
 
 
@@ -178,10 +178,10 @@ def test_settings_in_short() -> None:
         "evaluation.suites": ["sums"],
         "seed": 0,
     }
-    assert in_short(config) == [
+    assert main_settings(config) == [
         ("model", "models/tiny"),
         ("batch", "16 prompts of 8 responses, at most 64 tokens, temperature 1"),
         ("evaluation", "every 10 steps, 1 response a problem: sums"),
         ("seed", "0"),
     ]
-    assert in_short({}) == []
+    assert main_settings({}) == []

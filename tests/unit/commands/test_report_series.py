@@ -14,12 +14,12 @@ from bapo_megatron.commands.report.series import (
     RATIO_CENTRES,
     Mark,
     bounds_in_force,
-    by_staleness,
+    event_marks,
     final_results,
-    marks,
-    passes,
     prediction,
     ratio_profile,
+    staleness_table,
+    updates_per_batch,
 )
 from bapo_megatron.commands.report.text import number
 
@@ -93,7 +93,7 @@ def test_the_part_of_a_bucket() -> None:
     assert found.measured == pytest.approx([0.5, -0.5])
 
 
-def test_a_table_by_staleness_has_the_buckets_with_tokens() -> None:
+def test_the_staleness_table_has_the_buckets_with_tokens() -> None:
     rows = [
         {
             "step": 1,
@@ -104,7 +104,7 @@ def test_a_table_by_staleness_has_the_buckets_with_tokens() -> None:
         },
         {"step": 1, "staleness/0/tokens": 0.0, "staleness/16+/tokens": 1.0, "staleness/16+/clipped": 0.4},
     ]
-    assert by_staleness(run_of(rows)) == [
+    assert staleness_table(run_of(rows)) == [
         ("0", [0.5, 0.2, 0.5, None, None]),
         ("16+", [0.5, 0.4, None, None, None]),
     ]
@@ -124,7 +124,7 @@ def test_a_loss_lies_between_the_steps_around_it() -> None:
         event(40, "resume", step=9),
         event(50, "server_ended", server="http://a"),
     ]
-    assert marks(run_of([], events)) == [Mark(8.5, False), Mark(6.0, True), Mark(8.0, True)]
+    assert event_marks(run_of([], events)) == [Mark(8.5, False), Mark(6.0, True), Mark(8.0, True)]
 
 
 def test_final_results_of_an_empty_log_are_unknown() -> None:
@@ -172,5 +172,5 @@ def test_bounds_that_acted_on_nothing_are_unknown() -> None:
 def test_staleness_is_counted_as_the_paper_does() -> None:
     """Two passes in four mini-batches: the authors' script calls it staleness 8."""
     counts = {"algorithm.reuse_epochs": 2, "algorithm.updates_per_epoch": 4}
-    assert passes(RunRecord(Path("run"), [{"step": 1}], [], [], counts)) == 8
-    assert passes(run_of([])) is None
+    assert updates_per_batch(RunRecord(Path("run"), [{"step": 1}], [], [], counts)) == 8
+    assert updates_per_batch(run_of([])) is None

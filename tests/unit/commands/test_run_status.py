@@ -15,7 +15,7 @@ from bapo_megatron.checkpoint.run_directory import FORMAT
 from bapo_megatron.commands.cluster.commands import status_command
 from bapo_megatron.commands.cluster.run_logs import cancel, follow_logs, newest_logs, show_logs
 from bapo_megatron.commands.cluster.slurm_client import read_job_state
-from bapo_megatron.commands.cluster.status import read_status, tail_rows, writer
+from bapo_megatron.commands.cluster.status import lock_holder, read_status, tail_rows
 from bapo_megatron.commands.cluster.status_text import ago, status_text
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import within
@@ -149,7 +149,7 @@ def test_a_local_run_needs_no_slurm(run: Path) -> None:
     assert "job         not running" in status_text(read_status(run, NOW))
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert writer(run) == os.getpid()
+        assert lock_holder(run) == os.getpid()
         assert f"job         running here, process {os.getpid()}" in status_text(read_status(run, NOW))
 
 
@@ -226,7 +226,7 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path) -> None:
     first.write_text("old\n")
     out, turns = io.StringIO(), iter(range(3))
 
-    def has_work() -> bool:
+    def is_following() -> bool:
         turn = next(turns)
         if turn == 0:
             first.write_text("old\nnew\n")
@@ -235,7 +235,7 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path) -> None:
             second.write_text("again\n")
         return turn < 2
 
-    follow_logs(run, out, has_work=has_work)
+    follow_logs(run, out, is_following=is_following)
     assert out.getvalue() == (
         "==> logs/41/0/job.log <==\nold\n==> logs/41/0/job.log <==\nnew\n==> logs/41/1/job.log <==\nagain\n"
     )

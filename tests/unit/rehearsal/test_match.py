@@ -16,7 +16,7 @@ from bapo_megatron.config import (
     RunConfig,
     SglangConfig,
 )
-from bapo_megatron.rehearsal.match import disagreements
+from bapo_megatron.rehearsal.match import collective_mismatches
 from bapo_megatron.rehearsal.records import Call, Peak, RankRequest, RankResult
 from bapo_megatron.rehearsal.results.verdict import needed
 from tests.unit.commands.test_plan import SMALL
@@ -36,20 +36,20 @@ def result(rank: int, *calls: Call, **other: object) -> RankResult:
 
 def test_like_sequences_agree() -> None:
     ranks = [result(rank, call("all_reduce"), call("all_gather", 16)) for rank in (0, 1)]
-    assert disagreements(ranks) == []
+    assert collective_mismatches(ranks) == []
 
 
 def test_the_first_differing_call_is_named_with_both_lines() -> None:
     one = result(0, call("all_reduce"), call("all_gather", 16, line="b.py:2"))
     other = result(1, call("all_reduce"), call("all_gather", 32, line="c.py:3"))
-    [line] = disagreements([one, other])
+    [line] = collective_mismatches([one, other])
     assert line.startswith("deadlock: in group TP ranks 0 and 1 differ at call 2: all_gather of 16 bytes")
     assert "b.py:2" in line
     assert "c.py:3" in line
 
 
 def test_a_rank_that_stays_away_is_named() -> None:
-    [line] = disagreements([result(0, call("all_reduce", line="b.py:2")), result(1)])
+    [line] = collective_mismatches([result(0, call("all_reduce", line="b.py:2")), result(1)])
     assert "differ at call 1: all_reduce of 8 bytes of float32 at b.py:2" in line
     assert "no call any more" in line
 
@@ -58,13 +58,13 @@ def test_groups_are_compared_apart() -> None:
     """Two groups in another order are not one sequence: each group's own order counts."""
     pair, all_four = call("all_reduce"), call("all_reduce", ranks=(0, 1, 2, 3))
     ranks = [result(0, pair, all_four), result(1, all_four, pair), result(2, all_four), result(3, all_four)]
-    assert disagreements(ranks) == []
+    assert collective_mismatches(ranks) == []
 
 
 def test_messages_are_matched_with_their_receives() -> None:
     sender = result(0, call("send", 8, peer=1), call("send", 4, peer=1))
-    assert disagreements([sender, result(1, call("recv", 8, peer=0), call("recv", 4, peer=0))]) == []
-    [line] = disagreements([sender, result(1, call("recv", 8, peer=0), call("recv", 8, peer=0))])
+    assert collective_mismatches([sender, result(1, call("recv", 8, peer=0), call("recv", 4, peer=0))]) == []
+    [line] = collective_mismatches([sender, result(1, call("recv", 8, peer=0), call("recv", 8, peer=0))])
     assert line.startswith("deadlock: message 2 from rank 0 to rank 1")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.commands.train import _only_writer
+from bapo_megatron.commands.train import _run_lock
 from bapo_megatron.errors import RunStopped
 
 
@@ -18,11 +18,11 @@ def test_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int)
     monkeypatch.setattr("bapo_megatron.runtime.distributed.is_main", lambda: rank == 0)
     config: Any = SimpleNamespace(directory=tmp_path / "run")
     config.directory.mkdir()
-    with pytest.raises(OSError, match="of another folder"), _only_writer(config):
+    with pytest.raises(OSError, match="of another folder"), _run_lock(config):
         raise OSError("of another folder")
     with (
         pytest.raises(RunStopped, match=r"run was removed or moved while the run used it"),
-        _only_writer(config),
+        _run_lock(config),
     ):
         shutil.rmtree(config.directory)
         (config.directory / "journal").open("w")

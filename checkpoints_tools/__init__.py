@@ -1,4 +1,4 @@
-"""Convert, reshard, inspect and compare checkpoints: bytes are moved from file to file, no model is built."""
+"""Checkpoint tools: convert, reshard, inspect, compare. Bytes move from file to file; no model is built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for: conversions start without them."""
+    """Lazy import of a public name, so that a conversion does not load what it does not use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face folder that no checkpoint of Megatron has a place for, carried along verbatim."""
+"""Config, tokenizer and licence files of a Hugging Face folder, copied unchanged into a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PATTERNS = (
 def carried_files(folder: Path) -> dict[str, Path]:
     """Config, tokenizer, chat templates and licence of a model, by their paths in the folder.
 
-    CheckpointError for a link that leads outside of it: what it leads to would become part of the copy.
+    CheckpointError for a link to a file outside of it, which would become part of the copy.
     """
     check_files_inside(folder)
     files = {path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()}
@@ -42,7 +42,7 @@ def carried_files(folder: Path) -> dict[str, Path]:
 def carried_beside(folder: Path, checkpoint: Path) -> dict[Path, Path]:
     """``carried_files`` and the index of a sharded model, by their paths in a Megatron checkpoint.
 
-    The index says how tensors are to be dealt to files again.
+    The index keeps the division into safetensors files for a conversion back.
     """
     carried = carried_files(folder)
     if (folder / INDEX).is_file():

@@ -1,4 +1,4 @@
-"""The ``bapo-ckpt`` command: dispatch and exit codes."""
+"""Entry point of the ``bapo-ckpt`` command line: dispatch and exit codes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The commands of ``bapo-ckpt``: their flags, and what they do.
+"""Commands of ``bapo-ckpt``: the flags of each, and its call of the Python API.
 
-Each imports what it alone needs when it runs: start-up is a good part of a small conversion.
+A command imports its own modules when it runs, since start-up is a good part of a small conversion.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Inspect:
     """Which checkpoint, if there are several: a number, or latest."""
 
     def run(self) -> int:
-        """Look, and print what was found."""
+        """Inspect the checkpoint, and print the result."""
         from checkpoints_tools.inspection import inspect_checkpoint
         from checkpoints_tools.inspection_text import as_text
 

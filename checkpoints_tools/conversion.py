@@ -1,5 +1,4 @@
-"""The steps that all conversions share: check, plan, and copy into a folder that appears whole or not at
-all."""
+"""Conversion driver of all formats: space check, then the copy of a plan into an atomic output folder."""
 
 from __future__ import annotations
 
@@ -77,9 +76,9 @@ class Conversion:
 def convert(
     source: Path, tensors: Mapping[str, BlockTensor], plan: OutputPlan, output: Path, settings: Settings
 ) -> Conversion:
-    """Carry out a plan, made for ``temporary_folder(output)``.
+    """Execute an output plan, whose paths lie in ``temporary_folder(output)``.
 
-    ConfigError if the disk has not the space, or turns out not to have it; nothing is left behind.
+    ConfigError if the disk lacks the space, before or during the copy; nothing is left behind.
     """
     free = check_space(output, plan.nbytes - holes(tensors))
     weights = [tensor for name, tensor in plan.tensors.items() if not name.startswith(OPTIMIZER)]
@@ -99,13 +98,13 @@ def convert(
         ByteProgress(sum(tensor.nbytes for tensor in plan.tensors.values())) if settings.progress else None
     )
     with atomic_output(output):
-        plan.create()
-        copy_tensors(tensors, plan.tensors, settings.thread_count(), shown.add if shown else _nobody)
+        plan.create()  # files of zeros first: the copy skips the source's holes
+        copy_tensors(tensors, plan.tensors, settings.thread_count(), shown.add if shown else _no_progress)
         plan.complete()
     if shown:
         shown.end()
     return result
 
 
-def _nobody(_: int) -> None:
-    """A progress callback that shows nothing."""
+def _no_progress(_: int) -> None:
+    """Progress callback that shows nothing."""

@@ -1,7 +1,6 @@
-"""The inspection of a checkpoint: format, origin, model, optimizer, sizes, and a tree of keys.
+"""Checkpoint inspection: format, origin, model, optimizer, sizes, and a tree of keys.
 
-Only descriptions are read, no weights. So an inspection is quick, and says nothing of damaged weights: for
-that, compare the checkpoint with another.
+Only metadata is read, no weights: an inspection is quick and cannot find damaged weights. `verify` can.
 """
 
 from __future__ import annotations

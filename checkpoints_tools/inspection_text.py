@@ -1,4 +1,4 @@
-"""The text of an inspection, for people."""
+"""Text of a checkpoint inspection: one line for each fact, then the keys as a tree."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The common state (``common.pt``) of a torch_dist checkpoint, rewritten for another with the same
-content."""
+"""Common state (``common.pt``) of a resharded torch_dist checkpoint: the source's, under stacked keys."""
 
 from __future__ import annotations
 
@@ -19,10 +18,9 @@ _CONTENT = "content_metadata"
 
 
 def common_for_stacked(source: TorchDist) -> bytes:
-    """``common.pt`` of a checkpoint that has the source's content under stacked keys.
+    """``common.pt`` of the resharded checkpoint; the source's bytes, if its keys are stacked already.
 
-    Byte for byte the source's where that is stacked as well. CheckpointError if it holds what cannot be
-    written anew.
+    CheckpointError for an object that the pickle writer cannot write.
     """
     path = source.folder / _COMMON
     if source.layout == "stacked":
@@ -32,26 +30,26 @@ def common_for_stacked(source: TorchDist) -> bytes:
     changed = {**kept, **CONTENT}
     changed.pop("non_homogeneous_layers", None)
     try:
-        return object_archive(_writable({**source.common, _CONTENT: changed}))
+        return object_archive(_as_written({**source.common, _CONTENT: changed}))
     except (TypeError, CheckpointError) as error:
         raise CheckpointError(
             f"{path} cannot be written anew ({error}); --weights-only leaves it behind"
         ) from None
 
 
-def _writable(value: Any) -> Any:
-    """``value``, as a file was read, as it is written."""
+def _as_written(value: Any) -> Any:
+    """A value of the pickle reader as objects of the pickle writer. CheckpointError if there are none."""
     if isinstance(value, dict):
-        return {key: _writable(inner) for key, inner in value.items()}
+        return {key: _as_written(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_writable(inner) for inner in value)
+        return type(value)(_as_written(inner) for inner in value)
     if isinstance(value, StoredTensor):
         raise CheckpointError("it holds a tensor")
     if not isinstance(value, PickledObject):
         return value
     module, _, name = value.class_name.rpartition(".")
     if not value.arguments:
-        return Instance(Name(module, name), _writable(value.state))
+        return Instance(Name(module, name), _as_written(value.state))
     if value.state is not None:
         raise CheckpointError(f"it holds an object of {value.class_name}")
-    return Call(Name(module, name), _writable(value.arguments))
+    return Call(Name(module, name), _as_written(value.arguments))

@@ -1,4 +1,4 @@
-"""Megatron-to-HF conversion: a Hugging Face folder, which transformers and engines load, of a checkpoint."""
+"""Megatron-to-HF conversion: a checkpoint as a Hugging Face folder that transformers and engines load."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The conversion of a Hugging Face folder to a torch_dist checkpoint that megatron-core loads at any
-layout."""
+"""HF-to-Megatron conversion: a Hugging Face folder as a torch_dist checkpoint that loads at any layout."""
 
 from __future__ import annotations
 
@@ -48,10 +47,10 @@ def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings
 
 
 def model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
-    """The tensors of a Hugging Face folder, which are exactly those of the model.
+    """The tensors of a Hugging Face folder. CheckpointError names missing, unknown and misshapen ones.
 
-    CheckpointError names those that are missing, unknown or of another shape. Tied models are often stored
-    with a copy of the embedding as the output layer: it is left out if it is one, and refused if it is not.
+    Tied models are often stored with a copy of the embedding as the output layer: an equal copy is left out,
+    an unequal one is refused.
     """
     found = read_safetensors_folder(folder)
     expected = hf_tensors(shape)
@@ -74,7 +73,7 @@ def model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
 
 
 def arguments(shape: ModelShape) -> Mapping[str, Any]:
-    """The arguments of a Megatron-LM run that it looks up in a checkpoint, or compares with its own."""
+    """Megatron-LM's arguments of a model, which it reads from a checkpoint or compares with its own."""
     return {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,

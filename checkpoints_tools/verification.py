@@ -1,4 +1,4 @@
-"""The comparison of two checkpoints, of any formats: do they hold the same model bit for bit?"""
+"""Bitwise verification of two checkpoints of any formats: the same model, and the same optimizer state."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def verify(
     weights_only: bool = False,
     settings: Settings = DEFAULTS,
 ) -> Verification:
-    """Compare the checkpoints that two paths mean, tensor by tensor under their Hugging Face names.
+    """Compare the checkpoints that two paths name, tensor by tensor under their Hugging Face names.
 
     ``reference`` is the folder of config.json for a checkpoint that carries none; without it, the other's is
     taken. Vocabulary padding and copies of tied tensors do not count. The optimizer's state is compared where
@@ -84,7 +84,7 @@ def verify(
     here, there = _open(first, second, reference, step)
     pairs = {"": (here.tensors, there.tensors)}
     result = Verification(here.location.folder, there.location.folder)
-    result.optimizer = "not compared, as asked" if weights_only else _why_not(here, there)
+    result.optimizer = "not compared, as asked" if weights_only else _optimizer_not_compared(here, there)
     if not result.optimizer:
         others = there.optimizer()
         pairs |= {f"optimizer {state} ": (t, others[state]) for state, t in here.optimizer().items()}
@@ -119,12 +119,12 @@ def _reports(
 def _open(
     first: Path, second: Path, given: Path | None, step: str
 ) -> tuple[OpenedCheckpoint, OpenedCheckpoint]:
-    """Open both checkpoints; one that carries no config.json is read with that of the other."""
+    """Open both checkpoints; one without a config.json is read with that of the other."""
     references: list[Path | None] = []
     for path in (first, second):
         location = locate(path, step)
         try:
-            # One that has its own keeps it: another's would hide that it is of another shape.
+            # A checkpoint's own config.json comes first: another's would hide a difference in shape.
             references.append(hf_reference(location, None))
         except CheckpointError:
             references.append(given)
@@ -135,7 +135,7 @@ def _open(
     )
 
 
-def _why_not(here: OpenedCheckpoint, there: OpenedCheckpoint) -> str:
+def _optimizer_not_compared(here: OpenedCheckpoint, there: OpenedCheckpoint) -> str:
     """Why the optimizers cannot be compared; empty if they can."""
     for name, checkpoint in (("first", here), ("second", there)):
         if checkpoint.location.format is Format.HF:

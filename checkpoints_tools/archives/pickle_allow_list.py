@@ -1,9 +1,8 @@
-"""A pickle reader that runs nothing of what a pickle names.
+"""Safe unpickler with an allow-list: it reads torch's checkpoint pickles and imports or runs no code.
 
-Checkpoints of torch hold pickles, and a pickle may call any function of any module. Here nothing is ever
-imported for a file: a name in a pickle stands for a constant (``torch.bfloat16`` is "BF16"), for a builtin
-container, or for a ``PickledObject`` that keeps what the class would have been given. Every other name is
-refused.
+A pickle may call any function of any module. Here a name in it stands for a constant (``torch.bfloat16`` is
+"BF16"), for a builtin container, or for a ``PickledObject`` that keeps the class's arguments. Every other name
+is refused.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ _RECORDS = {
 # Megatron puts its arguments, with settings of many kinds, beside the weights.
 _RECORD_MODULES = ("megatron.", "transformer_engine.")
 
-_USELESS_OPCODES = (
+_FORBIDDEN_OPCODES = (
     pickle.INST + pickle.OBJ + pickle.NEWOBJ_EX + pickle.PERSID + pickle.EXT1 + pickle.EXT2 + pickle.EXT4
     # Reserves as much memory as the file asks for, whatever the file's own length.
     + pickle.BYTEARRAY8 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER
@@ -95,7 +94,7 @@ _USELESS_OPCODES = (
 
 
 class PickledObject:
-    """An object of a class that a pickle names: what it was made from, none of its code."""
+    """Record of an object in a pickle: its class's name, arguments and state, and none of its code."""
 
     __slots__ = ("arguments", "state")
     class_name = ""
@@ -139,14 +138,14 @@ def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | Non
 
 
 def shown(text: str) -> str:
-    """``text`` of a file as a message may show it: cut, and without line breaks or a terminal's codes."""
+    """Text of a file, escaped for a message: cut, and without line breaks or terminal codes."""
     cut = text[:_MOST_SHOWN] + ("..." if len(text) > _MOST_SHOWN else "")
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
 
 
 def _is_key(value: Any) -> bool:
-    """Whether a dictionary or a set takes ``value``. Of tuples within tuples the hash has no bound: in a few
-    bytes a pickle describes one that takes for ever, or overflows the interpreter's stack."""
+    """Whether ``value`` is allowed as a key of a dictionary or a set. Nested tuples are not: the hash of one
+    that a few bytes describe may take for ever, or overflow the interpreter's stack."""
     if isinstance(value, tuple):
         return all(isinstance(part, _SCALARS) for part in value)
     return isinstance(value, (*_SCALARS, PickledObject))
@@ -164,7 +163,7 @@ _KEYS_ON_STACK = {
 
 
 def _with_checked_keys(code: bytes, keys: slice) -> Callable[[Any], None]:
-    """The instruction ``code``, after its keys are known to be some that a checkpoint has."""
+    """The instruction ``code``, preceded by a check of its keys."""
 
     def run(unpickler: Any) -> None:
         _check_keys(unpickler.stack[keys])
@@ -183,7 +182,7 @@ def _check_keys(keys: Iterable[Any]) -> None:
 # an array as long as the largest index), and this one lets us leave out instructions.
 class _Unpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        code: method for code, method in _ORDINARY.items() if code not in _USELESS_OPCODES
+        code: method for code, method in _ORDINARY.items() if code not in _FORBIDDEN_OPCODES
     }
     stack: list[Any]
     metastack: list[list[Any]]

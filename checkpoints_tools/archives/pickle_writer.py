@@ -1,7 +1,7 @@
-"""A pickle writer that names classes of torch without importing torch.
+"""Pickle writer that refers to torch's classes without importing torch.
 
-The pickle module imports what it names. These few objects say instead what is to be named, called or made
-when the pickle is read; everything else is what it is.
+The pickle module imports the classes that it writes. Here ``Name``, ``Call``, ``Instance`` and ``Persistent``
+stand for them; plain values are written as they are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """A reference to what the reader of the pickle knows under ``key``."""
+    """A persistent identifier, which the reader of the pickle resolves; torch's storages are some."""
 
     key: tuple[Any, ...]
 

@@ -1,8 +1,7 @@
-"""The ``torch.save`` archive of one tensor: the bytes around its own, so that it is written in place, by
-pieces.
+"""``torch.save`` archive of one tensor: the zip headers around its bytes, which are copied in later.
 
-An archive is a zip file. torch checks no checksum of its entries, and that of a tensor's bytes is left zero:
-to know it, every byte would have to pass through the processor once more.
+torch checks no checksum of the entries. The tensor's is left zero: to compute it, every byte would have to
+pass through the processor once more.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _PAYLOAD = "archive/data/0"
 
 @dataclass(frozen=True, slots=True)
 class TensorArchive:
-    """A planned archive: what surrounds a tensor's bytes."""
+    """A planned archive: the bytes before and after a tensor's own."""
 
     before: bytes
     payload: int
@@ -44,7 +43,7 @@ class TensorArchive:
 
 
 def tensor_archive(dtype: str, shape: Sequence[int], position: int) -> TensorArchive:
-    """The archive of a contiguous tensor for byte ``position`` of a file, in which the tensor is aligned."""
+    """The archive of a contiguous tensor for byte ``position`` of a file, with its first element aligned."""
     tensor = stored_tensor(dtype, shape, "0")
     elements = prod(shape)
     return _archive(dumps(tensor), elements * ITEM_BYTES[dtype], position)
@@ -60,7 +59,7 @@ def stored_tensor(dtype: str, shape: Sequence[int], key: str) -> Call:
 
 
 def object_archive(value: Any) -> bytes:
-    """``torch.save`` of something without tensors; ``value`` as ``pickle_writer.py`` has it."""
+    """``torch.save`` of an object without tensors; ``value`` consists of ``pickle_writer.py``'s objects."""
     archive = _archive(dumps(value), None, 0)
     return archive.before + archive.after
 
@@ -96,7 +95,7 @@ def _add(
     nbytes: int = 0,
     extra: bytes = b"",
 ) -> None:
-    """An entry's header, and its data if they are given, to the archive and to its directory."""
+    """Append an entry's header, and its data if given, to the archive and to its central directory."""
     encoded = name.encode()
     crc, size = (0, nbytes) if data is None else (zlib.crc32(data), len(data))
     out += _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, _DATE, crc, size, size, len(encoded), len(extra))

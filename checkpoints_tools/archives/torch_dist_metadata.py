@@ -1,5 +1,5 @@
-"""The pickles of a torch_dist checkpoint: ``.metadata``, which says where each piece of each key lies, and
-``common.pt``, what all ranks share."""
+"""Metadata files of a torch_dist checkpoint: ``.metadata`` (where each key's pieces lie) and ``common.pt``
+(the state that all ranks share)."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ def metadata(stored: Mapping[str, StoredKey]) -> bytes:
 
 
 def common(arguments: Mapping[str, Any], iteration: int = 0) -> bytes:
-    """The bytes of ``common.pt``, with the ``arguments`` of the Megatron-LM run that would have written
-    it."""
+    """The bytes of ``common.pt``, with ``arguments`` as those of the Megatron-LM run that wrote it."""
     namespace = Instance(Name("argparse", "Namespace"), arguments)
     return object_archive(
         {"checkpoint_version": 3.0, "iteration": iteration, "content_metadata": CONTENT, "args": namespace}

@@ -1,7 +1,7 @@
-"""A reader of ``torch.save`` archives that finds the bytes of tensors, without torch.
+"""Reader of ``torch.save`` archives: positions of the tensors' bytes in the file, without torch.
 
-Such an archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the storages of
-the tensors, uncompressed. It may be a file, or lie in a file of torch_dist behind others.
+An archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the tensors' storages,
+uncompressed. It may be a whole file, or one of many in a file of torch_dist.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _MemberReader:
         return self.archive.read(self.root + name)
 
     def _payload(self, name: str) -> zipfile.ZipInfo:
-        """The member, after it is known to be stored as it is."""
+        """The zip member ``name``. CheckpointError if it is missing or compressed."""
         member = self.members.get(self.root + name)
         if member is None:
             raise CheckpointError(f"{self.source} has no member {name}: it is damaged")
@@ -156,7 +156,7 @@ class _MemberReader:
         return _Storage(self.start + position, dtype, elements)
 
     def _tensors(self, value: Any) -> Any:
-        """``value`` with its tensors found. A part that occurs twice is still one part."""
+        """``value`` with StoredTensors in place of pickled ones. Shared parts stay shared."""
         if not isinstance(value, PickledObject | dict | list | tuple):
             return value
         if id(value) not in self._done:
@@ -201,7 +201,7 @@ def _natural(values: Sequence[Any]) -> bool:
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of a file, as if they were a file; leaves the file's own position alone."""
+    """File object over a byte range of a file; leaves the file's own position alone."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""An output folder that appears whole or not at all.
+"""Atomic output folder: it appears whole or not at all.
 
-It is written under a hidden name beside its own and renamed when every byte is on disk. What a killed run
-has left is recognized by that name and removed by the next run for the same output; a lock on the folder
-keeps two runs from each other.
+It is written under a hidden name beside its own and renamed when every byte is on disk. The next run for the
+same output recognizes the leftovers of a killed run by that name and removes them. A lock on the folder
+excludes a second run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bapo_megatron.runtime.written_folders import (
 )
 
 WRITER = "bapo-ckpt"
-"""Who wrote an output, as its mark says."""
+"""Name of these tools in the mark file of an output that they wrote."""
 
 _FOLDER_ALONE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = {
@@ -42,7 +42,7 @@ def temporary_folder(output: Path) -> Path:
 
 
 def replaced_folder(output: Path) -> Path:
-    """Where ``output`` is moved while another takes its name."""
+    """Hidden name of the old ``output`` between the two renames that replace it."""
     return output.with_name(f".{output.name}.bapo-ckpt.replaced")
 
 
@@ -50,7 +50,7 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
     """``output`` as an absolute path. ConfigError if it may not be written there."""
     output = output.absolute()
     output = output.parent.resolve() / output.name
-    _restore(output)
+    _restore(output)  # before the checks, which must see an output that a killed run had moved away
     for source in (source.resolve() for source in sources):
         if output == source or output in source.parents or source in output.parents:
             raise ConfigError(
@@ -64,7 +64,7 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
 
 
 def foreign(folder: Path) -> str | None:
-    """What ``folder`` is or holds that these tools did not write, in words; None if they wrote all of it."""
+    """Description of a foreign file in ``folder``, or of the folder; None if these tools wrote all of it."""
     return foreign_content(folder, WRITER)
 
 
@@ -82,7 +82,7 @@ def check_space(output: Path, nbytes: int) -> int:
 
 @contextmanager
 def atomic_output(output: Path) -> Iterator[Path]:
-    """The empty folder in which to write; renamed to ``output`` at the end, removed if anything goes wrong.
+    """Context manager of the temporary folder; renamed to ``output`` at the end, removed after an error.
 
     ``output``, as ``check_output`` gives it, may hold a checkpoint that is to be replaced. ConfigError if the
     disk is full, or if another process is writing the same output.
@@ -95,46 +95,46 @@ def atomic_output(output: Path) -> Iterator[Path]:
         try:
             _begin(folder, lock)
             yield folder
-            _publish(folder, output)
+            _publish(folder, output)  # still under the lock: a second run must not clear a folder in use
         except OSError as error:
             if error.errno not in _FULL:
                 raise
             raise ConfigError(
                 f"{_FULL[error.errno]}: output {output} was not written, and nothing of it was left"
             ) from error
-    except _Taken:
-        raise
+    except _FolderInUse:
+        raise  # the folder is another process's, and stays
     except BaseException:  # also a signal, at whatever moment
-        lock.release()
-        with suppress(_Taken):
+        lock.release()  # first: _clear takes the lock itself, so that no other run begins in the folder
+        with suppress(_FolderInUse):
             _clear(folder, ignore_errors=True)
         raise
     finally:
         lock.release()
 
 
-class _Taken(ConfigError):
-    """Another process is writing the folder."""
+class _FolderInUse(ConfigError):
+    """Error of an output folder that another process is writing."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"another process is writing {folder}: wait for it, or end it")
 
 
 class _FolderLock:
-    """The lock on a folder, which one process can hold. A signal while it is taken loses no open descriptor:
-    that would hold the lock as long as the process lives, against this process, too."""
+    """Exclusive lock (flock) on a folder. A signal while it is taken leaks no open descriptor, which would
+    hold the lock until the process ends, against this process, too."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: list[int] = []
 
     def take(self) -> None:
-        """Lock the folder, or raise ``_Taken``."""
+        """Lock the folder, or raise ``_FolderInUse``."""
         try:
             # One call in C: no signal handler runs between the opening and the note of it.
             self._open.extend(map(os.open, [self._folder], [_FOLDER_ALONE]))
         except FileNotFoundError:
-            raise _Taken(self._folder) from None
+            raise _FolderInUse(self._folder) from None
         except NotADirectoryError:  # so the system says of links, too
             raise ConfigError(
                 f"{self._folder}, in which the output is written first, is no folder: move it away"
@@ -143,12 +143,14 @@ class _FolderLock:
             fcntl.flock(self._open[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
-            raise _Taken(self._folder) from None
+            raise _FolderInUse(self._folder) from None
         except OSError:
             pass  # some network file systems lock no folders; there a second run is the user's to avoid
-        if not _is_still(self._folder, self._open[0]):  # removed, and perhaps made anew, since it was opened
+        if not _is_same_folder(
+            self._folder, self._open[0]
+        ):  # removed, and perhaps made anew, since it was opened
             self.release()
-            raise _Taken(self._folder)
+            raise _FolderInUse(self._folder)
 
     def release(self) -> None:
         """Give the lock back, if it is held."""
@@ -159,7 +161,7 @@ class _FolderLock:
 
 
 def _clear(folder: Path, ignore_errors: bool = False) -> None:
-    """Remove what a killed run has left. Locked meanwhile, so that nobody else begins in it."""
+    """Remove the leftovers of a killed run, under the lock, so that no other run begins in the folder."""
     if os.path.lexists(folder):
         lock = _FolderLock(folder)
         try:
@@ -174,14 +176,14 @@ def _begin(folder: Path, lock: _FolderLock) -> None:
     try:
         folder.mkdir()
     except FileExistsError:  # made by one that began at the same moment
-        raise _Taken(folder) from None
+        raise _FolderInUse(folder) from None
     lock.take()
 
 
 def _restore(output: Path) -> None:
-    """Give ``output`` its name back if a run was killed between the two renames; ``_Taken`` if the run lives.
+    """Undo the first of the two renames of a killed run, which had moved the old ``output`` away.
 
-    Under the lock of the temporary folder: between its renames, that folder is still there and held.
+    ``_FolderInUse`` if that run is alive: between its renames it holds the lock of the temporary folder.
     """
     aside = replaced_folder(output)
     if os.path.lexists(aside) and not os.path.lexists(output):
@@ -196,7 +198,7 @@ def _restore(output: Path) -> None:
             lock.release()
 
 
-def _is_still(folder: Path, descriptor: int) -> bool:
+def _is_same_folder(folder: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(folder), os.fstat(descriptor))
     except FileNotFoundError:
@@ -204,5 +206,6 @@ def _is_still(folder: Path, descriptor: int) -> bool:
 
 
 def _publish(folder: Path, output: Path) -> None:
-    write_mark(folder, WRITER)
+    """Rename the folder to ``output``."""
+    write_mark(folder, WRITER)  # before the rename: an output without its mark could not be replaced later
     put_in_place(folder, output, replaced_folder(output), WRITER, foreign)

@@ -1,9 +1,9 @@
-"""Blocks: every checkpoint format as Hugging Face tensors that are cut into rectangles of files.
+"""Blocks: the common model of all checkpoint formats, Hugging Face tensors cut into rectangles of files.
 
-A reader of a format says, for each tensor by its Hugging Face name, where its elements lie: in one block of a
-safetensors file, in the query rows of many KV groups of a stacked ``linear_qkv``, in the column shards of
-eight ranks. A writer says the same of files that are yet to be filled. To convert is to copy where a block of
-the one meets a block of the other; to verify is to compare there.
+A reader gives the blocks of each tensor by its Hugging Face name: one block of a safetensors file, the query
+rows of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer gives the
+blocks of files that are yet to be filled. A conversion copies the intersections of both sides' blocks; a
+verification compares them.
 """
 
 from __future__ import annotations

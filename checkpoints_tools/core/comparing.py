@@ -1,4 +1,4 @@
-"""The comparison of tensors, bit for bit, in bands of rows, whatever the formats are."""
+"""Bitwise comparison of the tensors of two checkpoints, in bands of rows, for any two formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkpoints_tools.core.copying import BUFFER_BYTES, OpenFiles, RowBand, in_
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between two checkpoints in one tensor."""
+    """The difference of one tensor between two checkpoints."""
 
     tensor: str
     kind: str
@@ -30,7 +30,7 @@ class TensorReport:
     name: str
     difference: Difference | None
     digests: tuple[str, str] | None
-    """SHA-256 of the elements in the order of their indices, here and there; only where asked for."""
+    """SHA-256 of the elements in index order, in the first and in the second; only if asked for."""
 
 
 def compare_tensors(
@@ -58,7 +58,7 @@ def compare_tensors(
 
 
 def tensor_difference(here: BlockTensor, there: BlockTensor) -> str | None:
-    """How two tensors, whatever their names, differ in type, shape or an element; None if they are equal."""
+    """Difference of two tensors in type, shape or an element, as text; None if they are equal."""
     if (difference := _structure(here.name, here, there)) is None:
         with OpenFiles() as files:
             difference = _compare(here, there, files, False, lambda nbytes: None).difference
@@ -66,7 +66,7 @@ def tensor_difference(here: BlockTensor, there: BlockTensor) -> str | None:
 
 
 def _structure(name: str, here: BlockTensor | None, there: BlockTensor | None) -> Difference | None:
-    """Difference in presence, type or shape of a tensor, found before any element is read."""
+    """Difference of a tensor in presence, type or shape; no element is read."""
     if here is None or there is None:
         return Difference(name, "missing", f"is missing in {'the first' if here is None else 'the second'}")
     if here.dtype != there.dtype:

@@ -1,8 +1,8 @@
-"""The copy of tensors from the blocks of one checkpoint into the blocks of another.
+"""Tensor copy from the blocks of one checkpoint into the blocks of another, in bounded memory.
 
-A tensor is moved in bands: as many whole rows as a buffer holds, between two rows at which no block begins or
-ends. The source's blocks fill the band, the destination's blocks drain it. So every byte is read once and
-written once however the two are cut, and memory is one buffer for each thread.
+A tensor is copied in bands: as many whole rows as a buffer holds, within which no block begins or ends. The
+source's blocks are read into the buffer, the destination's blocks are written from it. So every byte is read
+once and written once however the two are cut, and memory is one buffer for each thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WRITE_BEHIND_BYTES = 32 << 20
 _NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _VECTORS = 1024  # of one readv or writev: Linux' IOV_MAX
 Moved = Callable[[int], None]
-"""A callback that is told, from any thread, how many bytes of the destination are done."""
+"""Progress callback: takes the number of bytes that were copied, from any thread."""
 
 
 def copy_tensors(
@@ -34,13 +34,13 @@ def copy_tensors(
     threads: int,
     moved: Moved = lambda nbytes: None,
 ) -> None:
-    """Fill the destination's blocks from the source's, where the types differ through ``number_types.py``.
+    """Copy the source's blocks into the destination's, with a cast to BF16 where the types differ.
 
-    The destination's files must exist at their full size and hold zeros: holes of the source are left out.
-    Tensors of one destination file are written by one thread, because two would wait for each other in the
-    file system; it waits for the disk when the file is full, while other threads copy. Raises CheckpointError
-    if a source file ends early, OSError as the system does.
+    The destination's files must exist at their full size and hold zeros: holes of the source are skipped.
+    Raises CheckpointError if a source file ends early, OSError as the system does.
     """
+    # One thread for each destination file: two writers of one file would wait for each other in the file
+    # system. The largest file first, so that the last thread to end does not begin late.
     by_file: dict[Path, list[str]] = {}
     for name, tensor in destination.items():
         by_file.setdefault(tensor.blocks[0].file, []).append(name)
@@ -58,7 +58,7 @@ def copy_tensors(
                     buffer = _copy(band, files, buffer)
                     behind.copied(band)
                     moved(band.rows * band.written_row)
-            os.fsync(files.writing(file))
+            os.fsync(files.writing(file))  # here, while other threads copy, and not for all files at the end
         except BaseException:
             failed.set()
             raise
@@ -77,7 +77,7 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self.kernel_copies = True
-        """Until the system refuses one."""
+        """Whether copy_file_range is used; False once the system has refused one."""
         self._open: dict[tuple[Path, int], int] = {}
         self._sparse: set[int] = set()
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class OpenFiles:
         return self._descriptor(path, os.O_WRONLY)
 
     def is_hole(self, path: Path, position: int, nbytes: int) -> bool:
-        """Whether the file system keeps no data for these bytes, which then read as zeros."""
+        """Whether these bytes are a hole of a sparse file, which reads as zeros."""
         descriptor = self.reading(path)
         if descriptor not in self._sparse:
             return False
@@ -169,7 +169,7 @@ class RowBand:
 
 
 def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
-    """The bands of a tensor, from its first row to its last, for both ways in which it is cut into blocks."""
+    """The row bands of a tensor, first to last: no block of either checkpoint begins or ends within one."""
     rows = source.shape[0]
     columns = source.shape[1] if len(source.shape) == 2 else 1
     blocks = (*source.blocks, *destination.blocks)
@@ -192,7 +192,7 @@ def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand
 
 
 class _Sweep:
-    """The blocks that hold a row, asked for from the first row to the last."""
+    """Sweep line over the blocks of a tensor: those that hold a row, for ascending rows."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._ahead = sorted(blocks, key=lambda block: block.row, reverse=True)
@@ -206,7 +206,7 @@ class _Sweep:
 
 
 def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
-    """Move one band. Returns the buffer, which had to grow if a single row is longer."""
+    """Copy one band. Returns the buffer, a larger one if a single row did not fit."""
     if all(in_a_hole(band, block, files) for block in band.read) or _copy_in_kernel(band, files):
         return buffer
     if len(buffer) < band.rows * band.read_row:
@@ -222,9 +222,9 @@ def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
 
 
 def _copy_in_kernel(band: RowBand, files: OpenFiles) -> bool:
-    """Move a band that lies in one piece here and there without reading it: half the work.
+    """Copy a band by copy_file_range, if it is contiguous in both files: half the work of a read and a write.
 
-    Returns whether it was moved; file systems of different kinds, for one, do not do it.
+    Returns whether it was copied; the system refuses it, for one, between different file systems.
     """
     if len(band.read) != 1 or len(band.written) != 1 or band.read_type != band.written_type:
         return False
@@ -255,7 +255,7 @@ def _copy_in_kernel(band: RowBand, files: OpenFiles) -> bool:
 
 
 def in_a_hole(band: RowBand, block: Block, files: OpenFiles) -> bool:
-    """Whether the file system keeps no data for a block's share of the band, which then reads as zeros."""
+    """Whether a block's part of the band is a hole of a sparse file, which reads as zeros."""
     span = (band.rows - 1) * block.stride + block.columns * ITEM_BYTES[band.read_type]
     return files.is_hole(block.file, block.position + (band.row - block.row) * block.stride, span)
 
@@ -267,7 +267,7 @@ Transfer = Callable[[int, Sequence[memoryview], int], int]
 def move_rows(
     transfer: Transfer, descriptor: int, block: Block, band: RowBand, data: memoryview, dtype: str
 ) -> None:
-    """Transfer rows between a block's share of the band in its file and that in memory."""
+    """Transfer a block's part of the band between its file and the buffer ``data``."""
     item = ITEM_BYTES[dtype]
     row, width, first = band.columns * item, block.columns * item, block.column * item
     position = block.position + (band.row - block.row) * block.stride
@@ -289,7 +289,7 @@ def _transfer(
     path: Path,
     name: str,
 ) -> None:
-    """Transfer all pieces: in one call, or once more in as many as the system wants."""
+    """Transfer all pieces in one call; after a short transfer again piece by piece."""
     if transfer(descriptor, pieces, position) == sum(len(piece) for piece in pieces):
         return
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16, bit for bit as torch rounds."""
+"""Cast to bfloat16, rounded to nearest even, bit for bit as torch does."""
 
 from __future__ import annotations
 

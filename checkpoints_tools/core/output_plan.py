@@ -1,4 +1,4 @@
-"""The plan of an output: where each tensor will lie, and the bytes around them."""
+"""Output plan of a conversion: the files to write, each tensor's place in them, and the bytes in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTIAL = ".partial"
 
 @dataclass
 class OutputPlan:
-    """The planned files of an output folder. Paths are those within the folder in which it is written."""
+    """Planned files of an output folder. Paths are those in its temporary folder."""
 
     tensors: dict[str, BlockTensor] = field(default_factory=dict)
     """Tensors by Hugging Face name; their blocks lie in files whose names end in ``PARTIAL``."""
@@ -27,7 +27,8 @@ class OutputPlan:
     copied: dict[Path, Path] = field(default_factory=dict)
     """Files that are copied as they are, with their source."""
     last: dict[Path, bytes] = field(default_factory=dict)
-    """Small files, written when all others are whole, in this order: without them it is no checkpoint."""
+    """Commit files: small, written in this order after all others are whole. Without them a folder is no
+    checkpoint."""
 
     @property
     def nbytes(self) -> int:
@@ -36,8 +37,7 @@ class OutputPlan:
         return sum(self.sizes.values()) + carried + sum(len(data) for data in self.last.values())
 
     def create(self) -> None:
-        """Create the folders, and the data files at full size: zeros but for what stands between the
-        tensors."""
+        """Create the folders, and the data files at full size, with zeros in place of the tensors."""
         for folder in {path.parent for path in (*self.sizes, *self.copied, *self.last)}:
             folder.mkdir(parents=True, exist_ok=True)
         by_file: dict[Path, list[tuple[int, bytes]]] = {path: [] for path in self.sizes}
@@ -52,7 +52,9 @@ class OutputPlan:
             _copy_file(source, path)
 
     def complete(self) -> None:
-        """Make the data files last, give them their names, and write the files that come last."""
+        """Sync the data files, give them their names, and write the commit files."""
+        # The order makes a torn output recognizable: data on disk, then final names, then the files that a
+        # reader looks for, each whole before it has its name; folders last, since they hold the names.
         for path in (*self.sizes, *self.copied):
             sync_file(path)
         for path in self.sizes:
@@ -67,7 +69,7 @@ class OutputPlan:
 
 
 def holes(tensors: Mapping[str, BlockTensor]) -> int:
-    """Bytes of the tensors' files for which the file system keeps no data; nor will it for a copy."""
+    """Bytes of holes in the tensors' sparse files; a copy has the same holes and needs no space for them."""
     files = {block.file for tensor in tensors.values() for block in tensor.blocks}
     return sum(map(_hole_bytes, files))
 

@@ -1,4 +1,4 @@
-"""Progress of a copy, a line on stderr: how much is done, how fast, and how long it will take."""
+"""Progress line of a copy on stderr: share done, rate, ETA."""
 
 from __future__ import annotations
 

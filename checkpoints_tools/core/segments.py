@@ -1,4 +1,4 @@
-"""Segments: blocks of megatron's fused parameters as blocks of the Hugging Face tensors in them."""
+"""Segments: blocks of Megatron's fused parameters (QKV, gate and up) split by Hugging Face tensor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from checkpoints_tools.core.blocks import Block, BlockTensor
 def cut_into_sources(
     segments: Sequence[RowSegment], sources: int, blocks: Iterable[Block]
 ) -> tuple[list[Block], ...]:
-    """The same elements, block by block, in the rows of each of the ``sources`` HF tensors.
+    """Blocks of a fused parameter, split into the blocks of each of its ``sources`` HF tensors.
 
-    ``blocks`` count their rows in the parameter, which ``segments`` stack from its first row on; rows behind
-    the last segment (a padded vocabulary) are left out.
+    ``segments`` stack the HF tensors' rows in the parameter, from its first row on. Rows after the last
+    segment (vocabulary padding) are left out.
     """
     starts = [0, *accumulate(segment.rows for segment in segments)]
     cut: tuple[list[Block], ...] = tuple([] for _ in range(sources))

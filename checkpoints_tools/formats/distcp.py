@@ -1,4 +1,4 @@
-"""The files of a torch_dist checkpoint: its ``.metadata``, and where each tensor's bytes are.
+"""Reader of torch_dist files: ``.metadata``, and the byte ranges of each tensor's chunks.
 
 ``.metadata`` lists global tensors by key, each with its chunks (rectangles), and for each chunk a range of a
 ``.distcp`` file that is one archive of torch.save.
@@ -67,8 +67,7 @@ class Metadata:
 def read_metadata(folder: Path) -> Metadata:
     """The content of ``folder/.metadata``.
 
-    CheckpointError if it is damaged, or if it does not fit the files beside it: it is then named which file
-    is missing or too short, and for which tensor.
+    CheckpointError if it is damaged, or names a file that is missing or too short.
     """
     path = file_inside(folder, METADATA)
     try:
@@ -96,7 +95,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def check_backends(folder: Path) -> None:
-    """Check that ``metadata.json``, by which megatron chooses its readers, names those of torch_dist.
+    """Check of the backends in ``metadata.json``, by which megatron chooses its readers: those of torch_dist.
 
     CheckpointError if it is missing, damaged, or names others.
     """
@@ -112,7 +111,7 @@ def check_backends(folder: Path) -> None:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What ``common.pt`` holds beside the tensors: iteration, arguments, the optimizer's settings."""
+    """Content of ``common.pt``: iteration, arguments, the optimizer's settings."""
     path = file_inside(folder, "common.pt")
     try:
         with path.open("rb") as stream:
@@ -155,7 +154,7 @@ class ChunkFiles:
         return stored
 
     def read(self, place: Place) -> bytes:
-        """The bytes of an archive; for what is no tensor, and small. What they name is allowed."""
+        """The bytes of a small archive without tensors; its classes are on the allow-list."""
         if place.length > _MOST_OBJECT_BYTES:
             raise CheckpointError(
                 f"{place.file}: an object of {place.length:,} bytes is too long to carry along"

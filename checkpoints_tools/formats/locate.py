@@ -1,4 +1,4 @@
-"""Location of a checkpoint: which one a path means, its format, and its model's config.json.
+"""Checkpoint locator: the checkpoint that a path names, its format, and its model's config.json.
 
 HF folder            config.json  *.safetensors
 torch_dist           .metadata  __R_N.distcp  common.pt
@@ -185,7 +185,7 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
 
 
 def _of_run(folder: Path) -> Location:
-    """A checkpoint of a run, after its files are known to be there in full length."""
+    """A run's checkpoint. CheckpointError unless every file of its manifest has its full length."""
     manifest = _json(folder / MANIFEST)
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):

@@ -1,4 +1,4 @@
-"""The reader of Megatron-LM's legacy checkpoints: a ``torch.save`` file for each TP and PP rank.
+"""Reader of Megatron-LM's legacy checkpoints: a ``torch.save`` file for each TP and PP rank.
 
     mp_rank_00/model_optim_rng.pt  mp_rank_01/...            TP 2
     mp_rank_00_000/...  mp_rank_00_001/...  mp_rank_01_000/  TP 2 x PP 2
@@ -46,7 +46,7 @@ class ModelChunk:
 
 
 class RankFiles:
-    """The files of a legacy checkpoint, whatever model they hold.
+    """Rank files of a legacy checkpoint, for any model.
 
     CheckpointError names a rank that is missing and a file that is damaged.
     """

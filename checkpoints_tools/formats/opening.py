@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any format as the tensors that it holds."""
+"""Checkpoint opener: any format as tensors under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> OpenedCheckpoint:
-    """The checkpoint that ``path`` means (``locate.py``), after its tensors are known to be there.
+    """The checkpoint that ``path`` names (``locate.py``), with a check that all of its tensors are there.
 
     ``reference`` names the folder of config.json for a checkpoint that carries none. CheckpointError names
     what is wrong with it.

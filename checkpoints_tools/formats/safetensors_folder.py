@@ -1,5 +1,4 @@
-"""The reader of Hugging Face folders: where their tensors lie. Only headers are read, and nothing is
-believed."""
+"""Reader of Hugging Face folders: positions of the tensors, from the checked headers of the safetensors."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor as the folder's index says; None for a folder of a single file."""
+    """Weight map of the folder's index: the file of each tensor; None for a folder of a single file."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
         if single.exists():
@@ -139,7 +138,7 @@ def _counts(values: Iterable[Any]) -> bool:
 
 
 def _parse(text: bytes) -> Any:
-    """JSON in which no key stands twice."""
+    """Parse JSON; ValueError for a duplicate key."""
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -1,4 +1,4 @@
-"""The writer of Hugging Face folders: plans safetensors files, byte for byte as that library writes them."""
+"""Writer of Hugging Face folders: output plan of safetensors files, byte for byte those of the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of torch_dist, megatron-core's format: weights and optimizer as Hugging Face tensors.
+"""Reader of torch_dist, megatron-core's format: weights and optimizer state as Hugging Face tensors.
 
 Three layouts of the layers occur. *stacked*: one key for all, with the layer as the first dimension.
 *per_layer*: a key for each. *singleton*: as per_layer, and gate and up projection under keys of their own
@@ -39,7 +39,7 @@ _MASTERS = ("param", "fp32_param")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A key (for one layer, where layers are stacked) that holds some rows of a parameter."""
+    """Key that holds some rows of a parameter; of one layer, if layers are stacked."""
 
     key: str
     layer: int | None
@@ -47,10 +47,7 @@ class _Part:
 
 
 class TorchDist:
-    """A torch_dist folder as a model. Reading it checks that every tensor of the model is there, whole.
-
-    CheckpointError names what is missing, unknown, damaged or of another shape.
-    """
+    """Model in a torch_dist folder. CheckpointError if a tensor is missing, unknown, damaged or misshapen."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The writer of torch_dist, the format of megatron-core's ``dist_checkpointing``: plans its files.
+"""Writer of torch_dist, the format of megatron-core's ``dist_checkpointing``: output plan of its files.
 
 The parameters are global tensors, those of all layers stacked under one key, cut into a grid of chunks: a TP
 rank reads the chunks that meet its slice, so a grid of 8 spares every rank of TP2, TP4 or TP8 the rest.
@@ -48,7 +48,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Contents:
-    """The content of a checkpoint beside the weights."""
+    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding."""
 
     common: bytes
     """The bytes of ``common.pt``."""
@@ -171,7 +171,7 @@ class _TorchDistPlanner:
 
 
 def chunks(parameter: Parameter, item: int, grid: int) -> Iterator[Rectangle]:
-    """The rectangles of a parameter that are stored each on its own, ``item`` bytes an element.
+    """The chunks of a parameter, each stored on its own; ``item`` bytes an element.
 
     Vectors are stored whole: a piece costs a reader more than a vector's bytes.
     """

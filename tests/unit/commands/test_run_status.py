@@ -171,7 +171,7 @@ def test_a_file_system_that_hangs_does_not_hang_status(
     monkeypatch.setattr(
         "bapo_megatron.commands.cluster.status.read_job_state", lambda run: (run / "hangs").read_text()
     )
-    monkeypatch.setattr("bapo_megatron.commands.cluster.commands._PATIENCE_S", 0.5)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.commands._STATUS_DEADLINE_S", 0.5)
     with pytest.raises(SystemExit, match="has not answered for 0.5 s: its file system hangs"):
         status_command([str(run)])
 

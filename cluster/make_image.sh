@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The container image of cluster/Dockerfile as a squashfs file for enroot and pyxis: `make image [IMAGE=FILE]`.
-# Needs docker or podman to build it, and enroot to write the file; without enroot the image stays in the builder's
-# store, and the commands are printed that turn it into a file elsewhere, for enroot and for apptainer.
+# Build of the container image (cluster/Dockerfile) as a squashfs file for enroot and pyxis: `make image [IMAGE=FILE]`.
+# Needs docker or podman to build it, and enroot to write the file. Without enroot the image stays in the builder's
+# store, and the commands that convert it elsewhere are printed, for enroot and for apptainer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 image=${IMAGE:-bapo-megatron.sqsh}

@@ -1,4 +1,4 @@
-"""BP-Math-7B with 64k responses: the paper's 7B main run, on two trainer nodes of eight 80 GB GPUs.
+"""Recipe BP-Math-7B, 64k responses: the paper's 7B main run, on two trainer nodes of eight 80 GB GPUs.
 
 From the paper (arXiv 2510.18927, section 5.1): responses of up to 64k tokens "to align with the SFT
 setting", GRPO advantages, the BAPO bounds (the preset), staleness by reuse of samples; Table 1 has its

@@ -1,4 +1,4 @@
-"""The demo: a small policy learns sums on a CPU, off-policy, under BAPO's default preset, in a few minutes.
+"""Recipe of the CPU demo: a small policy learns sums, off-policy, under BAPO's default preset, in minutes.
 
 The policy has 0.23 M parameters and reads bytes. A supervised warm start (demo/warm_start.py) taught it two
 habits: to work a sum out digit by digit, which is short and mostly right, and to slip, doubt, begin again and
@@ -7,7 +7,7 @@ the paper), positive tokens hold less than BAPO's target of 0.4 of the gradient,
 long habit is unlearnt. Each batch of rollouts is used for eight updates (two passes of four), so tokens are
 up to seven updates stale.
 
-The task is made so. That BAPO learns it better than GRPO does, it does not show: docs/results.md.
+The task was built to have these properties. It does not show that BAPO beats GRPO: docs/results.md.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A pretrained chat model learns a public task on a CPU, off-policy, under the preset `paper`.
+"""Recipe of the second CPU demo: a pretrained chat model learns a public task, off-policy, preset `paper`.
 
     make demo-real
 
@@ -14,7 +14,7 @@ separate orders) held-out answers rose from 15.8 % (9.2 to 23.3) to 78.3 % (68.3
 28 to 12 tokens, and a bound moved in 32 of 90 updates, in 12 of 15 steps. Other seeds have not been tried.
 
 It does not show that BAPO learns this better than fixed bounds do (docs/results.md), and nothing of long
-responses. 60 problems with two responses each are a coarse ruler, too.
+responses. 60 problems with two responses each are a small sample, too.
 """
 
 from pathlib import Path

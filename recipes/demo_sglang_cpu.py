@@ -1,4 +1,4 @@
-"""The demo with a real, unmodified SGLang server on the CPU.
+"""Recipe of the CPU demo with a real, unmodified SGLang server on the CPU.
 
     make sglang                                    # SGLang's own environment, once
     bapo train recipes/demo_sglang_cpu.py

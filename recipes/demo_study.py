@@ -1,4 +1,4 @@
-"""The task of `bapo study staleness`: stale data does harm here, and on-policy entropy is kept.
+"""Base recipe of `bapo study staleness`: a task on which stale data harms and on-policy entropy stays.
 
 Sums of two-digit numbers. The policy (0.13 M parameters, two layers) mostly slips in a column, doubts it,
 begins again, and fails after two to four attempts: a wrong response has 46 tokens, a right one 30, so the

@@ -1,4 +1,4 @@
-"""OctoThinker-Llama3.2-3B-Long-Zero: the paper's Llama run, on one node of eight 80 GB GPUs.
+"""Recipe OctoThinker-Llama3.2-3B-Long-Zero: the paper's Llama run, on one node of eight 80 GB GPUs.
 
 From the paper (arXiv 2510.18927, appendix A, Fig. 13, Table 2): c_low in [0.8, 0.9], c_high in [1.2, 2.0],
 target 0.45, on a Llama after mid-training, "since Llama family models behave badly in RL".

@@ -1,4 +1,4 @@
-"""R1-Distill-Qwen-7B with partial rollout: Fig. 12 of the paper.
+"""Recipe R1-Distill-Qwen-7B with partial rollout: Fig. 12 of the paper.
 
 From the paper (section 5.3): a rollout that exceeds a fixed token budget is stored unfinished and resumed
 in later iterations, so parts of one response come from several policies; BAPO against GRPO. Model, data and

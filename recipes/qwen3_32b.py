@@ -1,4 +1,4 @@
-"""Qwen3-32B with 32k responses on eight nodes of eight 80 GB GPUs: four train, four sample.
+"""Recipe Qwen3-32B, 32k responses, on eight nodes of eight 80 GB GPUs: four train, four sample.
 
 From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
 temperature 0.6 of its 8k experiments (section 5.1).

@@ -1,9 +1,9 @@
-"""Qwen3-32B with 32k responses on two nodes of eight 80 GB GPUs: one trains, one samples.
+"""Recipe Qwen3-32B, 32k responses, on two nodes of eight 80 GB GPUs: one trains, one samples.
 
-qwen3_32b.py says what is of the paper (arXiv 2510.18927, section 5.1) and what of the model's card.
-Chosen here, other than there: TP 8 on one node, the optimizer's state in host memory, which takes 49 GB off
-a GPU, and recomputation of attention and MLP. The node that trains needs 1.1 TB of host memory: 393 GB for
-the state, as much again while a checkpoint is written, and buffers.
+The settings from the paper (arXiv 2510.18927, section 5.1) and from the model's card are in qwen3_32b.py.
+Different here: TP 8 on one node, the optimizer's state in host memory, which saves 49 GB of a GPU, and
+recomputation of attention and MLP. The node that trains needs 1.1 TB of host memory: 393 GB for the state, as
+much again while a checkpoint is written, and buffers.
 
     bapo plan recipes/qwen3_32b_two_nodes.py --engine-gpus 8
     BAPO_SERVERS_PER_NODE=2 BAPO_SERVER_GPUS=4 sbatch --nodes=1 : --nodes=1 slurm/train.sbatch \\

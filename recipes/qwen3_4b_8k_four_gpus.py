@@ -1,7 +1,7 @@
-"""Qwen3-4B-Instruct-2507 with 8k responses on four 80 GB GPUs of a node, which train and sample in turns.
+"""Recipe Qwen3-4B-Instruct-2507, 8k responses, on four 80 GB GPUs of a node with colocated servers.
 
-qwen3_4b_8k.py says what is of the paper (arXiv 2510.18927, section 5.1), what of the model's card and what
-is chosen here; the layout alone differs.
+The settings are those of qwen3_4b_8k.py, with their sources (the paper, arXiv 2510.18927, section 5.1, and
+the model's card); only the layout differs.
 
     bapo plan recipes/qwen3_4b_8k_four_gpus.py
     sbatch --ntasks-per-node=4 --gpus-per-node=4 slurm/colocated.sbatch \\

@@ -1,4 +1,4 @@
-"""Qwen3-8B with 16k responses, on one node of eight 80 GB GPUs, which train and sample in turns.
+"""Recipe Qwen3-8B, 16k responses, on one node of eight 80 GB GPUs with colocated servers.
 
 From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
 temperature 0.6 of its 8k experiments (section 5.1).
@@ -9,8 +9,8 @@ behind `</think>` alone (docs/rewards.md). To train it without thinking: docs/cu
 
 Chosen here, not in the paper: the model, responses of 16k tokens (the context is 40,960), 64 prompts x 16
 responses a step, four updates of a quarter of the batch each, which is staleness 4 as the paper counts
-(passes x batch / mini-batch), weight decay, steps, layout. While servers sample the policy is in host memory.
-By the plan at least 10 % of a GPU's memory stays free in both turns.
+(passes x batch / mini-batch), weight decay, steps, layout. All GPUs train and sample in turns: while servers
+sample, the policy is in host memory. By the plan at least 10 % of a GPU's memory stays free in both turns.
 
     bapo plan recipes/qwen3_8b_16k.py
     sbatch slurm/colocated.sbatch recipes/qwen3_8b_16k.py

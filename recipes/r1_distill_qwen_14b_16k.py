@@ -1,4 +1,4 @@
-"""R1-Distill-Qwen-14B with 16k responses, on one node of eight 80 GB GPUs, which train and sample in turns.
+"""Recipe R1-Distill-Qwen-14B, 16k responses, on one node of eight 80 GB GPUs with colocated servers.
 
 From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
 temperature 0.6 of its 8k experiments (section 5.1).
@@ -6,8 +6,8 @@ temperature 0.6 of its 8k experiments (section 5.1).
 Chosen here, not in the paper: the model, DeepSeek-R1-Distill-Qwen-14B (the paper has the 7B and the 32B
 of this family), responses of 16k tokens, 64 prompts x 16 responses a step, four updates of a quarter of
 the batch each, which is staleness 4 as the paper counts (passes x batch / mini-batch), weight decay,
-steps, layout. While servers sample the policy is in host memory. By the plan at least 10 % of a GPU's
-memory stays free in both turns.
+steps, layout. All GPUs train and sample in turns: while servers sample, the policy is in host memory. By the
+plan at least 10 % of a GPU's memory stays free in both turns.
 
     bapo plan recipes/r1_distill_qwen_14b_16k.py
     sbatch slurm/colocated.sbatch recipes/r1_distill_qwen_14b_16k.py

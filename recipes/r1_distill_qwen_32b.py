@@ -1,4 +1,4 @@
-"""R1-Distill-Qwen-32B with 32k responses, on four trainer nodes of eight 80 GB GPUs.
+"""Recipe R1-Distill-Qwen-32B, 32k responses, on four trainer nodes of eight 80 GB GPUs.
 
 From the paper (arXiv 2510.18927): DeepSeek-R1-Distill-Qwen-32B is among its backbones (section 5.1). GRPO
 advantages, the BAPO bounds (the preset).

@@ -1,4 +1,4 @@
-"""R1-Distill-Qwen-7B with 8k responses under BAPO: the analysis runs, on one node of eight 80 GB GPUs.
+"""Recipe R1-Distill-Qwen-7B, 8k responses, BAPO: the paper's analysis runs, on one node of eight 80 GB GPUs.
 
 From the paper (arXiv 2510.18927, section 5.1, implementation details): DeepSeek-R1-Distill-Qwen-7B,
 Skywork-OR1-RL-Data, responses of up to 8k tokens, learning rate 2e-6, temperature 0.6, GRPO advantages,

@@ -1,7 +1,7 @@
-"""The analysis run on four 80 GB GPUs of a node, which train and sample in turns.
+"""Recipe of the analysis run on four 80 GB GPUs of a node with colocated servers.
 
-r1_distill_qwen_7b_8k.py says what is of the paper (arXiv 2510.18927, section 5.1) and what is chosen
-here; the layout alone differs. Other methods by flags, e.g. GRPO: `--algorithm.bounds.low-start 0.8
+The settings are those of r1_distill_qwen_7b_8k.py, with their sources (arXiv 2510.18927, section 5.1); only
+the layout differs. Other methods by flags, e.g. GRPO: `--algorithm.bounds.low-start 0.8
 --algorithm.bounds.low-end 0.8 --algorithm.bounds.high-start 1.2 --algorithm.bounds.high-end 1.2`.
 
     bapo plan recipes/r1_distill_qwen_7b_8k_four_gpus.py

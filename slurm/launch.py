@@ -1,4 +1,4 @@
-"""Builds a job with NeMo-Run and submits it: the only file that imports nemo_run.
+"""NeMo-Run launcher of a Slurm job: its batch script, printed or submitted. Only this file imports nemo_run.
 
 ``python launch.py [--dry-run] < specification.json`` prints the job's id, or the script that would be
 submitted, the same to the byte. It runs in NeMo-Run's own environment, so it imports nothing of this project;
@@ -39,7 +39,7 @@ wait() {{
 
 
 def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
-    """One group of nodes."""
+    """NeMo-Run executor of one group of nodes."""
     role = group["role"]
     where = ("--container-workdir=" if job["container"] else "--chdir=") + job["root"]
     ending = ["--wait=0", "--no-kill"] if role == "rollout" else ['--wait="$BAPO_WAIT_S"']
@@ -71,7 +71,7 @@ def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
 
 
 def script_of(job: dict[str, Any]) -> str:
-    """The batch script."""
+    """The batch script of the job."""
     groups = job["groups"]
     executors = [executor_of(job, group) for group in groups]
     executor = SlurmExecutor.merge(executors, num_tasks=len(groups))

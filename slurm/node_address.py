@@ -1,8 +1,8 @@
-"""Prints the address on which a node's rollout servers listen: ``python node_address.py NODE``, on that node.
+"""Listening address of a node's rollout servers: ``python node_address.py NODE`` prints it, on that node.
 
-It is the address that the node's name stands for, and not every interface. On many a cluster a node's own
-name leads to 127.0.1.1 on the node itself; then it is the node's address on the way to MASTER_ADDR, the first
-node of the job. The standard library alone, since nodes run it before anything else.
+It is the address of the node's name, not of every interface. On many a cluster a node's own name resolves to
+127.0.1.1 on the node itself; then it is the source address of the route to MASTER_ADDR, the first node of the
+job. The standard library alone, since nodes run it before anything else.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 def node_address(name: str, other: str) -> str:
     """The IPv4 address of this node, whose name is ``name``; ``other`` is the name of another node, if any.
 
-    The loopback address only where nothing else is found: one machine that plays all nodes, say. OSError if
-    the name stands for nothing.
+    The loopback address only if there is no other, e.g. on one machine that simulates all nodes. OSError if
+    the name does not resolve.
     """
     own = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
     if not str(own).startswith("127."):
@@ -31,7 +31,7 @@ def node_address(name: str, other: str) -> str:
 
 
 def main() -> None:
-    """Print it; say so if only this machine can reach it."""
+    """Print the address; with a warning if only this machine can reach it."""
     name = sys.argv[1]
     try:
         found = node_address(name, os.environ.get("MASTER_ADDR", ""))

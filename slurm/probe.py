@@ -1,4 +1,4 @@
-"""The probe of one node before a run starts on it; every node of a group runs this at the same time.
+"""Health check of one node before a run starts on it; every node of a group runs it at the same time.
 
 Each node checks itself (GPUs, memory, disk, the shared folder), calls every other over TCP (is it reachable,
 what is its time?), and takes part in one small all-reduce. It writes its findings to FOLDER/NODE.json; the
@@ -33,13 +33,13 @@ _ELEMENTS = 1 << 18
 """Elements of the all-reduce: one megabyte of float32."""
 _CONNECT_S = 5.0
 _LOOK_S = 0.3
-"""Time between two looks for the others."""
+"""Interval at which the shared folder is polled for the other nodes' files, seconds."""
 _MEETING_PART, _ALL_REDUCE_PART = 0.6, 0.85
 """Parts of the probe's time at which nodes stop to wait for each other, and the all-reduce ends."""
 
 
 class Clock:
-    """Real time; tests give another."""
+    """Real clock; tests pass a simulated one."""
 
     monotonic = staticmethod(time.monotonic)
     sleep = staticmethod(time.sleep)
@@ -116,9 +116,9 @@ def cuda_problems(gpus: int) -> Iterator[str]:
 
 
 def begin_of_probe(folder: Path, seconds: float, clock: Clock) -> float:
-    """The moment at which the job's shell began the probe, on this process's monotonic clock.
+    """Start of the probe by the job's shell, on this process's monotonic clock.
 
-    Without that file, or by a clock that is off (which the probe finds), it is now.
+    Now, if FOLDER/start is missing or this node's clock is off, which the probe reports.
     """
     elapsed = -1.0
     with suppress(OSError, ValueError):
@@ -127,7 +127,7 @@ def begin_of_probe(folder: Path, seconds: float, clock: Clock) -> float:
 
 
 def canary_problems(folder: Path, node: str) -> Iterator[str]:
-    """Whether this node reads in the shared folder what the job's first node wrote, and can write there."""
+    """Problems of the shared folder: this node cannot read the first node's file, or cannot write its own."""
     try:
         canary = (folder / "canary").read_text()
         write_whole(folder / f"{node}.canary", canary)
@@ -138,7 +138,7 @@ def canary_problems(folder: Path, node: str) -> Iterator[str]:
 
 
 class Meeting:
-    """A listener on this node that answers with its time, and calls to the listeners of all others."""
+    """Network and clock check: a listener that answers with this node's time, and calls to all others."""
 
     def __init__(self, folder: Path, node: str, clock: Clock | None = None) -> None:
         self._folder, self._node, self._clock = folder, node, clock or Clock()
@@ -185,7 +185,7 @@ class Meeting:
 
 
 def all_reduce(folder: Path, nodes: Sequence[str], rank: int, seconds: float) -> tuple[str, float | None]:
-    """`ok` and how long one megabyte took, or why it failed. NCCL where there is a GPU, else gloo."""
+    """Small all-reduce over all nodes: `ok` or the error, and its seconds. NCCL on GPUs, else gloo."""
     try:
         from datetime import timedelta
 
@@ -291,7 +291,7 @@ def probe_node(
     reduce: Callable[[Path, Sequence[str], int, float], tuple[str, float | None]] | None,
     clock: Clock | None = None,
 ) -> None:
-    """One node's part: its ``problems``, the meeting, the all-reduce; on the first node also the verdict.
+    """Probe of one node: its own ``problems``, network, all-reduce; on the first node also the verdict.
 
     ``seconds``: for the whole probe, from the time in FOLDER/start. ``reduce``: the all-reduce, if any.
     """

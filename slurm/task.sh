@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What every task of an srun runs, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`.
+# Entry point of every task of an srun, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`.
 set -u
 role=$1
 shift
@@ -7,13 +7,13 @@ shift
 . "$BAPO_LIB/run_paths.sh"
 . "$BAPO_LIB/events.sh"
 
-told() {  # signal: pass it to the rank; before the rank starts there is nothing to save
-    # shellcheck disable=SC2046  # a rank that bash has started, and not yet named
+forward_signal() {  # signal: send it to the rank; before the rank starts there is nothing to save
+    # shellcheck disable=SC2046  # a rank that bash has started, and whose pid is not yet in $child
     [[ -n $child ]] || { kill "-$1" $(jobs -p) 2>/dev/null; exit 85; }
     kill "-$1" "$child" 2>/dev/null
 }
 
-ended() {  # exit code: write it where the job's shell looks; print an error if a signal killed the rank
+record_exit() {  # exit code: write it to the job's logs/ended/RANK; print an error if a signal killed the rank
     local file=$BAPO_LOGS/ended/$RANK words=
     if (($1 > 128)); then
         (($1 != 137)) || words=', most likely because the node had no memory left (dmesg there says so)'
@@ -24,8 +24,9 @@ ended() {  # exit code: write it where the job's shell looks; print an error if 
 
 trainer() {  # one rank, on one GPU
     local child='' code
-    trap 'told USR1' USR1
-    trap 'told TERM' TERM
+    # Before the rank starts: a signal that found no trap would kill this shell, and orphan the rank.
+    trap 'forward_signal USR1' USR1
+    trap 'forward_signal TERM' TERM
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_STEP_NUM_TASKS
     local urls=()
     if ((BAPO_EXPECTED > 0)); then
@@ -40,11 +41,11 @@ trainer() {  # one rank, on one GPU
     code=$?
     # Killed by the signal itself: the rank was still starting, and has nothing to save.
     ((code != 138 && code != 143)) || code=85
-    ended "$code"
+    record_exit "$code"  # before the exit: srun's own code is the largest of all ranks, not the first
     exit "$code"
 }
 
-answers() {  # address, port: whether the server there takes requests
+is_ready() {  # address, port: whether the server there accepts requests
     local status
     # shellcheck disable=SC2016  # the inner shell expands them
     status=$(timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1" &&
@@ -52,9 +53,9 @@ answers() {  # address, port: whether the server there takes requests
     [[ $status == *" 200"* ]]
 }
 
-# Whether the process serves there: another program may have taken the port. It proves that it has the key of
-# the file in its environment. One that is paused for new weights is not ready, but proves it.
-proves() {  # address, port, process
+# Whether the process is the server at this port, which another program may have taken: it proves that it has the
+# API key of the file in its environment. A server that is paused for new weights is not ready, but proves it.
+proves_key() {  # address, port, process
     local file
     file=$(sed -z -n 's/^BAPO_SGLANG_API_KEY_FILE=//p' "/proc/$3/environ" 2>/dev/null | tr -d '\0')
     timeout 10 "$BAPO_PYTHON" -m bapo_megatron.rollout.engines.sglang_launch.api_key "http://$1:$2" \
@@ -79,15 +80,16 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
         "$BAPO_PYTHON" -m bapo_megatron.cli rollout-server "$@" --run-dir "$BAPO_RUN" --host "$host" \
             --port "$port" --rollout.sglang.first-gpu $((number * BAPO_SERVER_GPUS)) &
         pid=$!
-        until answers "$at" "$port" || ! kill -0 "$pid" 2>/dev/null; do sleep 1; done
+        until is_ready "$at" "$port" || ! kill -0 "$pid" 2>/dev/null; do sleep 1; done
         while kill -0 "$pid" 2>/dev/null; do
-            if proves "$at" "$port" "$pid"; then register "$port" ready; fi
+            if proves_key "$at" "$port" "$pid"; then register "$port" ready; fi
             sleep 5
         done
         wait "$pid"
         code=$?
         register "$port" down
         BAPO_TRAINER=other bapo_event server_ended "engine=http://$SLURMD_NODENAME:$port" "exit_code=$code"
+        # Exponential backoff to a minute for a crash loop; a server that has lived for a minute starts at once.
         pause=$((SECONDS - began > 60 ? 1 : pause * 2 > 60 ? 60 : pause * 2))
         sleep "$pause"
     done

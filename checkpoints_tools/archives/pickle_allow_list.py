@@ -1,8 +1,8 @@
 """Safe unpickler with an allow-list: it reads torch's checkpoint pickles and imports or runs no code.
 
 A pickle may call any function of any module. Here a name in it stands for a constant (``torch.bfloat16`` is
-"BF16"), for a builtin container, or for a ``PickledObject`` that keeps the class's arguments. Every other name
-is refused.
+"BF16"), for a builtin container, or for a ``PickledObject`` that keeps the class's arguments. Every other
+name is refused.
 """
 
 from __future__ import annotations

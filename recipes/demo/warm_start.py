@@ -1,4 +1,4 @@
-r"""The supervised warm start of the demo's policy: `bapo sft recipes/demo/warm_start.py`.
+r"""SFT recipe of the demo's policy (its supervised warm start): `bapo sft recipes/demo/warm_start.py`.
 
 `python recipes/demo/make_task.py --out recipes/demo` makes its inputs: the tokenizer and random model in
 `model/`, and `warm_start.jsonl` with solutions. The result, `policy/`, is part of the repository, and the

@@ -1,4 +1,4 @@
-"""The analysis run with asymmetric bounds: the validation experiment of section 4.1, Fig. 7 of the paper.
+"""Recipe of the analysis run with asymmetric bounds: the validation experiment of Fig. 7 (section 4.1).
 
 The legend of the figure has three pairs of bounds: [0.8, 1.5], which keeps the entropy up and helps and is
 this recipe; [0.8, 1.2], r1_distill_qwen_7b_8k_grpo.py; and [0.5, 1.2], with which the entropy collapses:

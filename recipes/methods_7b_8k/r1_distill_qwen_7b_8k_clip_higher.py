@@ -1,4 +1,4 @@
-"""The analysis run with clip-higher: bounds 0.8 and 1.28, the second baseline of Fig. 11.
+"""Recipe of the analysis run with clip-higher: bounds 0.8 and 1.28, the second baseline of Fig. 11.
 
 The paper gives 1.28 as DAPO's upper bound (section 4.3, "connection to prior work"); everything else is
 that of r1_distill_qwen_7b_8k.py.

@@ -1,4 +1,4 @@
-"""The analysis run under GRPO: bounds 0.8 and 1.2. The baseline of Figs. 2, 4, 5, 9 and 11 of the paper.
+"""Recipe of the analysis run with GRPO: bounds 0.8 and 1.2, the baseline of Figs. 2, 4, 5, 9 and 11.
 
 The paper calls its bounds "symmetric fixed, e.g. [0.8, 1.2]" (section 3); everything else is that of
 r1_distill_qwen_7b_8k.py, levels of staleness included.

@@ -1,7 +1,7 @@
-"""The analysis run under BAPO with polarity-aware advantages (PAPO, arXiv 2605.11775); not in BAPO's paper.
+"""Recipe of the analysis run with BAPO and PAPO, polarity-aware advantages (arXiv 2605.11775).
 
-PAPO's abstract names no values; strength, band, memory and target are the defaults that docs/algorithm.md
-explains. Everything else is that of r1_distill_qwen_7b_8k.py.
+It is not in BAPO's paper. PAPO's abstract names no values; strength, band, memory and target are the defaults
+that docs/algorithm.md explains. Everything else is that of r1_distill_qwen_7b_8k.py.
 """
 
 from dataclasses import replace

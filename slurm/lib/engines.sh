@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Rollout servers register in RUN/engines/HOST-PORT.json, and renew that file while they answer.
+# Registry of rollout servers: RUN/engines/HOST-PORT.json, which each server's task renews while it is alive.
 
-bapo_engines_alive() {  # their addresses, one a line
+bapo_engines_alive() {  # addresses of the live servers, one a line
     local file url
     for file in "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json; do
         [[ -f $file && ! -L $file && -O $file ]] || continue  # of this user, and no link
@@ -13,12 +13,12 @@ bapo_engines_alive() {  # their addresses, one a line
     done
 }
 
-bapo_forget_engines() {  # those of this job's last start
+bapo_forget_engines() {  # delete the entries of this job's last start
     mkdir -p "$BAPO_RUN/$BAPO_ENGINES_FOLDER"
     grep -lsZ "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json | xargs -0r rm -f
 }
 
-# Wait for the expected servers, then write their addresses where the tasks look.
+# Wait for the expected servers, then write their addresses to logs/engines, which the trainer's tasks poll.
 bapo_await_engines() {
     local deadline=$((SECONDS + BAPO_ENGINES_WAIT_S)) found=0
     while :; do
@@ -38,7 +38,7 @@ bapo_await_engines() {
     bapo_event engines_ready "engines=$found" "expected=$BAPO_EXPECTED"
 }
 
-bapo_watch_engines() {  # write an event for each server that came or went; the run continues with the others
+bapo_watch_engines() {  # write an event for each server that is lost or back; the run continues without lost ones
     local now url
     now=$(bapo_engines_alive | sort)
     for url in $(comm -23 <(echo "$bapo_engines") <(echo "$now")); do

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Lines for RUN/events.jsonl, in the form of the trainer's own: {"time": ..., "kind": ..., fields}.
+# Event log: lines of RUN/events.jsonl, in the trainer's format: {"time": ..., "kind": ..., fields}.
 
 bapo_json() {  # text as a JSON string of valid UTF-8, cut so that a line stays one write
     local LC_ALL=C text=${1:0:800}  # bytes, in every locale: the cut may lie within a character
@@ -32,7 +32,7 @@ bapo_event() {
     printf '%s}\n' "$line" >>"$BAPO_RUN/$BAPO_EVENTS_FILE"
 }
 
-# A trainer that was killed may leave half a line. It is cut off, but only while none could be writing it.
+# Cut off the half line that a killed trainer may have left; only while no trainer runs, which may be writing it.
 bapo_mend_events() {
     local file=$BAPO_RUN/$BAPO_EVENTS_FILE whole
     [[ -z ${BAPO_TRAINER:-} && -s $file && -n $(tail -c 1 "$file") ]] || return 0

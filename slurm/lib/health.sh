@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The probe of every node before anything starts. Bad nodes are excluded, once.
+# Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, once for each job.
 
 bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NODE.json and FOLDER/verdict
     local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags
@@ -42,9 +42,9 @@ bapo_health() {
         bapo_event nodes_healthy "nodes=$(bapo_all_nodes)"
         return 0
     fi
-    bapo_remove_containers
+    bapo_remove_containers  # now, while this job still has the nodes: after the requeue it may get others
     if grep -q '^\*' <<<"$bad"; then
-        bapo_stop health "nobody can say which node is bad" "$bad" 1
+        bapo_stop health "the bad node could not be identified" "$bad" 1
         exit 1
     fi
     nodes=$(cut -d' ' -f1 <<<"$bad" | sort -u | paste -sd,)

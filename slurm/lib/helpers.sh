@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Jobs beside a run's own: rollout servers, evaluations, conversions. They do not touch its state and budgets.
+# Helper jobs of a run: rollout servers, evaluations, conversions. They do not change its state and budgets.
 
 bapo_begin_helper() {  # RECIPE [flags of bapo train]
     [[ -n ${1:-} && $1 != -* ]] || bapo_refuse "usage: sbatch slurm/rollout.sbatch RECIPE --run-dir RUN"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# One job: begin, start the groups, supervise, finish. Sourced by every template and by what
-# `bapo submit` generates.
+# Supervisor of a job: begin, health check, wait for the trainer, requeue or stop. Sourced by every template and
+# by the script of `bapo submit`.
 
 BAPO_LIB=$(dirname -- "${BASH_SOURCE[0]}")
 for bapo_part in settings run_paths events logs state nodes engines requeue health helpers; do
@@ -38,14 +38,15 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     fi
     bapo_export
     ((BAPO_RESTART > 0)) || rm -f "$BAPO_RUN/$BAPO_STOP_FILE"  # of a job that was cancelled
-    bapo_account
-    bapo_forget_engines
+    bapo_account  # first: a job whose budget is spent must not start anything
+    bapo_forget_engines  # before servers start: an old entry would count as one of them
+    # Before the health check, which takes minutes: a signal during it is noted, and the job ends with 85.
     trap 'bapo_told USR1' USR1
     trap 'bapo_told TERM' TERM
     bapo_health
 }
 
-# Count the last start if it ended without a record: its node died, or Slurm took its nodes away.
+# Count the last start against a budget if it ended without a record: its node died, or Slurm requeued the job.
 bapo_account() {
     local kind why
     bapo_read_state
@@ -53,7 +54,7 @@ bapo_account() {
         kind=node
         [[ -z ${bapo_state[signal]} ]] || kind=preemption
         if ! why=$(bapo_may_requeue "$kind"); then
-            bapo_stop "$kind" "$why" "the start before this one ended without a word" 1
+            bapo_stop "$kind" "$why" "the start before this one ended without a record" 1
             exit 1
         fi
         bapo_read_state
@@ -101,7 +102,7 @@ bapo_supervise() {
         elif ((failed_at > 0 && SECONDS - failed_at >= BAPO_CRASH_WAIT_S)); then
             failed_at=0
             bapo_event ranks_ended "rank=${failed% *}" "exit_code=${failed#* }"
-            bapo_say "rank ${failed% *} ended with ${failed#* } and others wait for it: they are ended"
+            bapo_say "rank ${failed% *} ended with ${failed#* } and others wait for it: they are killed"
             kill -TERM "$BAPO_TRAINER" 2>/dev/null
         fi
         if ((BAPO_EXPECTED > 0 && SECONDS - looked >= BAPO_LOOK_S)); then
@@ -111,7 +112,7 @@ bapo_supervise() {
     done
     builtin wait "$BAPO_TRAINER"
     code=$?
-    # srun returns the largest code; ranks that were ended, or failed after the first, do not show the cause.
+    # srun returns the largest code of all ranks. The cause is in the first failure's: later ones follow from it.
     failed=${failed:-$(bapo_first_failure)}
     [[ -z $failed || $code = 85 ]] || code=${failed#* }
     [[ -z $rollout ]] || kill -TERM "$rollout" 2>/dev/null

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The logs of a job: RUN/logs/JOB/RESTART/{job.log, trainer-NODE-RANK.log, rollout-NODE-RANK.log}.
+# Log files of a job: RUN/logs/JOB/RESTART/{job.log, trainer-NODE-RANK.log, rollout-NODE-RANK.log}.
 
 bapo_say() { echo "[$(date +%T)] $*"; }
 
@@ -66,7 +66,7 @@ bapo_cause() {
         fi
     done < <(bapo_logs_in_order)
     line=$(grep -E '^(srun|slurmstepd).*(Killed|oom|Node failure|error:)' "$BAPO_LOGS/job.log" | tail -n 1)
-    echo "${line:-no trainer said why}"
+    echo "${line:-no error in the trainer's logs}"
 }
 
 bapo_logs_in_order() {  # of the trainer: the first rank's that ended badly, then as they were last written
@@ -76,7 +76,7 @@ bapo_logs_in_order() {  # of the trainer: the first rank's that ended badly, the
     ls -tr "$BAPO_LOGS"/trainer-*.log 2>/dev/null
 }
 
-# The reason why a job is not requeued, at the top of its log and at the end.
+# Write the reason why a job is not requeued to the top of job.log and to its end.
 bapo_headline() {
     local text=$1 temporary=$BAPO_LOGS/.job.log.tmp
     { echo "$text"; echo; cat "$BAPO_LOGS/job.log"; } >"$temporary"

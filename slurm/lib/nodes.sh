@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The nodes of a job, their ports, and the flags of srun.
+# Nodes of a job: host lists, rendezvous address and ports, srun's flags.
 
 bapo_nodes() {  # of a group of a heterogeneous job, or of the job
     local name=SLURM_JOB_NODELIST_HET_GROUP_$1
@@ -29,8 +29,8 @@ bapo_rendezvous() {
     export MASTER_ADDR MASTER_PORT BAPO_FIRST_PORT
 }
 
-# Nodes of the trainer that failed in this start. One that has come back since is no longer down, but srun
-# has said that it failed.
+# Nodes of the trainer that failed in this start: those that are down, and those whose failure srun reported,
+# which may be up again.
 bapo_lost_nodes() {
     local nodes failed
     nodes=$(bapo_nodes 0 | paste -sd,)

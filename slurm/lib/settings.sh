@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The settings of a job: variables with their defaults. `bapo submit` sets them from the cluster file;
+# Settings of a job: environment variables with their defaults. `bapo submit` sets them from the cluster file;
 # with plain sbatch set them in the shell, e.g. `BAPO_CONTAINER=... sbatch slurm/train.sbatch RECIPE`.
 
 BAPO_ROOT=${BAPO_ROOT:-$PWD}                        # where recipes' paths begin; tasks start here
@@ -9,7 +9,7 @@ BAPO_MODULES=${BAPO_MODULES:-}                      # environment modules, loade
 BAPO_CONTAINER=${BAPO_CONTAINER:-}                  # image for pyxis; none: no container
 BAPO_MOUNTS=${BAPO_MOUNTS:-}                        # HOST:CONTAINER,... for pyxis
 BAPO_LEAD_S=${BAPO_LEAD_S:-600}                     # before the end of the job, to save and stop
-BAPO_MARGIN_S=${BAPO_MARGIN_S:-30}                  # before the end of the job, when saving is given up
+BAPO_MARGIN_S=${BAPO_MARGIN_S:-30}                  # before the end of the job, when ranks that still save are killed
 BAPO_WAIT_S=${BAPO_WAIT_S:-900}                     # for the other ranks, once the first has ended
 BAPO_CRASH_WAIT_S=${BAPO_CRASH_WAIT_S:-60}         # for the others, once one of them has failed
 BAPO_DISK_WAIT_S=${BAPO_DISK_WAIT_S:-300}           # at the start, for a file system that fails
@@ -22,12 +22,12 @@ BAPO_SERVERS_PER_NODE=${BAPO_SERVERS_PER_NODE:-1}   # SGLang servers on a rollou
 BAPO_SERVER_GPUS=${BAPO_SERVER_GPUS:-8}             # GPUs of each: rollout.sglang.tensor
 BAPO_SERVER_HOST=${BAPO_SERVER_HOST:-}              # address that they listen on; none: the node's own
 BAPO_ENGINES=${BAPO_ENGINES:-}                      # servers to wait for; none: all of this job's own
-BAPO_ENGINES_WAIT_S=${BAPO_ENGINES_WAIT_S:-1200}    # then the run starts with those that are there
+BAPO_ENGINES_WAIT_S=${BAPO_ENGINES_WAIT_S:-1200}    # then the run starts with those that are ready
 BAPO_HEALTH=${BAPO_HEALTH:-on}                      # off: no probe of the nodes
 BAPO_HEALTH_WAIT_S=${BAPO_HEALTH_WAIT_S:-600}       # for the whole probe, the unpacking of an image included
 BAPO_HEALTH_FLAGS=${BAPO_HEALTH_FLAGS:-}            # more flags of probe.py, e.g. --memory-gb 500
 BAPO_FRESH_S=${BAPO_FRESH_S:-60}                    # a server that is silent for longer is gone
-BAPO_LOOK_S=${BAPO_LOOK_S:-10}                      # between two looks at the rollout servers
+BAPO_LOOK_S=${BAPO_LOOK_S:-10}                      # between two checks of the rollout servers
 
 bapo_refuse() {  # message: refuse a job that cannot run as asked
     echo "error: $*" >&2

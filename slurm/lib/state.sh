@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# RUN/slurm.state: the state that outlives a restart, as name=value lines. Written aside, then renamed.
+# State file RUN/slurm.state: requeue counters and status that outlive a restart, as name=value lines.
 
 BAPO_STATE_NAMES=(job restart status signal progress crash preemption time_limit node storage engines health
     idle excluded end nodes)
@@ -34,6 +34,7 @@ bapo_read_state() {
     done <"$BAPO_RUN/$BAPO_STATE_FILE"
 }
 
+# Written aside, synced and renamed: a node may die at any moment, and the next start needs the counters whole.
 bapo_write_state() {  # [name=value ...] to change before it is written
     local field name temporary=$BAPO_RUN/.$BAPO_STATE_FILE.$SLURM_JOB_ID.tmp
     for field in "$@"; do bapo_state[${field%%=*}]=${field#*=}; done
@@ -42,8 +43,8 @@ bapo_write_state() {  # [name=value ...] to change before it is written
     done >"$temporary" && sync "$temporary" && mv -f "$temporary" "$BAPO_RUN/$BAPO_STATE_FILE"
 }
 
-# How far the newest checkpoint with a manifest (it is written last) is: steps, as millions, and updates of
-# the step after them. 0 for none.
+# Progress of the newest checkpoint with a manifest, which is written last: 1,000,000 x steps + updates of the
+# next step. 0 for none.
 bapo_progress() {
     local folder progress newest=0
     for folder in "$BAPO_RUN/$BAPO_CHECKPOINTS_FOLDER"/*; do

@@ -12,7 +12,7 @@ from tests.slurm.cluster.cluster import Cluster, reason_not_to_run
 
 @pytest.fixture(scope="session")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Four nodes of eight GPUs that are none."""
+    """Slurm cluster of four nodes with eight fake GPUs each."""
     if reason := reason_not_to_run():
         pytest.skip(reason)
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))

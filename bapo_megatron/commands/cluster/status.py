@@ -146,7 +146,7 @@ def _state(run: Path, job: JobState | None) -> str:
     if state in ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "SUSPENDED"):
         return f"{state} ({reason})" if reason else state
     if job.status == "running":
-        return f"{state or 'not in the queue'}; it ended without a word"
+        return f"{state or 'not in the queue'}; it ended without a record"
     if job.status == "requeued":
         return f"{state or 'not in the queue'}; it was cancelled before it started again"
     return job.status

@@ -106,7 +106,7 @@ def test_a_checkpoint_within_a_step_counts(run: Path) -> None:
     ("queued", "status", "told"),
     [
         (("PENDING", "BeginTime"), "requeued", "PENDING (BeginTime)"),
-        (("", ""), "running", "not in the queue; it ended without a word"),
+        (("", ""), "running", "not in the queue; it ended without a record"),
         (("", ""), "stopped", "stopped"),
         (("", ""), "requeued", "not in the queue; it was cancelled before it started again"),
         (("CANCELLED", ""), "requeued", "CANCELLED; it was cancelled before it started again"),

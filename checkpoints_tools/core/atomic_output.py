@@ -146,9 +146,8 @@ class _FolderLock:
             raise _FolderInUse(self._folder) from None
         except OSError:
             pass  # some network file systems lock no folders; there a second run is the user's to avoid
-        if not _is_same_folder(
-            self._folder, self._open[0]
-        ):  # removed, and perhaps made anew, since it was opened
+        # The folder may have been removed, and perhaps made anew, between the opening and the lock.
+        if not _is_same_folder(self._folder, self._open[0]):
             self.release()
             raise _FolderInUse(self._folder)
 

@@ -66,7 +66,7 @@ bapo_cause() {
         fi
     done < <(bapo_logs_in_order)
     line=$(grep -E '^(srun|slurmstepd).*(Killed|oom|Node failure|error:)' "$BAPO_LOGS/job.log" | tail -n 1)
-    echo "${line:-no error in the trainer's logs}"
+    echo "${line:-no error in the logs of the trainer}"
 }
 
 bapo_logs_in_order() {  # of the trainer: the first rank's that ended badly, then as they were last written

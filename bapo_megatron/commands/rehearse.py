@@ -1,4 +1,4 @@
-"""``bapo rehearse RECIPE [flags]``: the recipe's real program, rank by rank, without GPU and weights."""
+"""``bapo rehearse RECIPE [flags]``: a dry run of the recipe's real program on fake tensors, rank by rank."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def rehearse_command(arguments: Sequence[str]) -> int:
 
 
 def rehearse_recipe(recipe: Path, run: RunConfig, options: RehearseOptions) -> int:
-    """Rehearse the ranks that the options name, print the page, write the JSON; the exit code."""
+    """Rehearse the chosen ranks, print the page, write the JSON; the exit code."""
     options.check()
     run.check()
     check_names(run)
@@ -130,7 +130,7 @@ def packs_of(job: Job, options: RehearseOptions) -> int:
 
 
 def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankResult]:
-    """The results of the ranks that the options name. ``folder`` has the model's config.json."""
+    """The results of the chosen ranks. ``folder`` has the model's config.json."""
     run = replace(job.run, model=replace(job.run.model, hf_path=folder))
     requests = [RankRequest(run, rank, packs_of(job, options)) for rank in ranks_of(job, options)]
 
@@ -144,7 +144,7 @@ def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankR
 
 
 def _kinds(results: Sequence[RankResult]) -> list[RankResult]:
-    """One rank of each stage, those that failed and the one with the highest peak first."""
+    """One rank of each stage: a failed one, else the one with the highest peak."""
     by_stage: dict[int, RankResult] = {}
     for result in sorted(results, key=lambda one: (not one.error, -one.highest)):
         by_stage.setdefault(result.place["stage"], result)

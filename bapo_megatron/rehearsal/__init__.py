@@ -1,1 +1,1 @@
-"""The rehearsal: a rank of a recipe's layout at real shapes, without GPU, weights, arithmetic or peers."""
+"""Rehearsal: dry run of a rank at real shapes on fake tensors, without GPU, weights, arithmetic or peers."""

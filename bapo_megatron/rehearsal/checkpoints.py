@@ -1,4 +1,4 @@
-"""A rehearsed save, up to the fork of its writer, and load, of a checkpoint that holds what is asked for."""
+"""Checkpoint save and load of a rehearsal: the save up to the fork of its writer, the load without files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from checkpoints_tools.formats.distcp import Metadata
 
 
 class _StagedSave:
-    """Stands in for ``BackgroundSave``: the copies to the host that precede the fork, and no fork."""
+    """Stand-in for ``BackgroundSave``: the copies to the host that precede the fork, and no fork."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
@@ -34,7 +34,7 @@ class _StagedSave:
 
 
 def rehearse_save(policy: MegatronPolicy) -> Any:
-    """``staged_save`` without peers."""
+    """``staged_save`` without peers: on fake process groups."""
     # Rank 0 checks the plans of all ranks against each other; its peers' are copies of its own here.
     for check in ("_validate_sharding_for_key", "_validate_objects_for_key"):
         setattr(validation, check, lambda *_args, **_kwargs: None)
@@ -44,7 +44,7 @@ def rehearse_save(policy: MegatronPolicy) -> Any:
 
 
 def staged_save(policy: MegatronPolicy) -> Any:
-    """``policy.save`` up to the fork. Returns what the writer would hold."""
+    """``policy.save`` up to the fork of its writer. Returns the host copies that the writer would hold."""
     module: Any = checkpoint
     module.BackgroundSave = _StagedSave
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def staged_save(policy: MegatronPolicy) -> Any:
 
 
 def rehearse_load(policy: MegatronPolicy) -> None:
-    """``policy.load`` of a checkpoint that has every tensor that is asked for."""
+    """``policy.load`` from an imaginary checkpoint that has every requested tensor."""
     module: Any = checkpoint
     module.dist_checkpointing.load = _return_placeholders
     module._opened = lambda path: StoredCheckpoint(path, Metadata({}, {}), {})
@@ -60,9 +60,9 @@ def rehearse_load(policy: MegatronPolicy) -> None:
 
 
 def _return_placeholders(state: Any, *_: Any, strict: Any = None, **__: Any) -> Any:
-    """The state dict with each placeholder replaced by the tensor that it would be read into.
+    """Stand-in for ``dist_checkpointing.load``: the state dict with each placeholder replaced by its target.
 
-    With ``strict`` beside it the keys that are missing and those that are unexpected: none.
+    With ``strict`` also the missing and the unexpected keys: none.
     """
     factories, _rest = extract_matching_values(
         state, lambda one: isinstance(one, ShardedTensorFactory), return_lists_as_dicts=True

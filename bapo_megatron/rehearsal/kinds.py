@@ -1,4 +1,4 @@
-"""Kinds of memory and names of modules: what the ledger's blocks are to the policy."""
+"""Labels of the ledger's blocks: kind of memory (weights, gradients, optimizer, activations), module name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bapo_megatron.rehearsal.records import OFFLOADED
 
 
 def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
-    """Mark the blocks of weights, gradients and optimizer states."""
+    """Label the blocks of weights, gradients and optimizer states."""
     for chunk in policy._model:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             _mark(ledger, buffer.grad_data, "gradients")
@@ -35,7 +35,7 @@ def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
 
 
 def label_offloaded_state(ledger: Ledger, policy: MegatronPolicy) -> None:
-    """Mark the host's copies of an offloaded policy."""
+    """Label the host copies of an offloaded policy."""
     for block in policy._offload._blocks:
         _mark(ledger, block, OFFLOADED)
 
@@ -47,14 +47,14 @@ def _mark(ledger: Ledger, tensor: Tensor, kind: str) -> None:
 
 
 class ModuleNames:
-    """The names of the modules whose forward pass is running, innermost last: ``decoder.layers.*.mlp``."""
+    """Stack of the modules in their forward pass, innermost last, such as ``decoder.layers.*.mlp``."""
 
     def __init__(self, running: list[str]) -> None:
         self._running = running
         self._names: dict[int, str] = {}
 
     def learn(self, chunks: list[Any]) -> None:
-        """Take the names of the modules of the model's chunks; before that a module goes by its class."""
+        """Read the module names of the model's chunks. Until then a module is named by its class."""
         for chunk in chunks:
             while hasattr(chunk, "module"):
                 chunk = chunk.module
@@ -62,7 +62,7 @@ class ModuleNames:
                 self._names[id(one)] = re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
     def watch(self) -> None:
-        """Follow the modules of this process from now on."""
+        """Register forward hooks for all modules of this process."""
         torch_module.register_module_forward_pre_hook(self._enter)
         torch_module.register_module_forward_hook(self._leave, always_call=True)
 
@@ -76,7 +76,7 @@ class ModuleNames:
 
 @contextmanager
 def marking_saved_activations(ledger: Ledger) -> Iterator[None]:
-    """Mark what autograd keeps for a backward pass, for the length of a block."""
+    """Context manager that labels the tensors which autograd saves for a backward pass."""
 
     def keep(tensor: Tensor) -> Tensor:
         block = ledger.block(tensor) if tensor.layout is torch.strided else None

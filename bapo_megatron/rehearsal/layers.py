@@ -1,4 +1,4 @@
-"""The layers that are rehearsed: Transformer Engine's where its sources are found, else torch's."""
+"""Choice of the rehearsed layer spec: Transformer Engine's if its sources are found, else torch's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Layers = Literal["te", "torch"]
 
 
 def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
-    """The layers to rehearse, and a sentence that says why. ConfigError if they are asked for and missing.
+    """The layers to rehearse, and a sentence with the reason. ConfigError if ``asked`` ones are missing.
 
-    ``asked`` None: those that the run would have on a GPU, if that can be.
+    ``asked`` None: those of the run on a GPU, if they can be rehearsed.
     """
     if asked == "torch":
         return "torch", "torch's layers, as asked for"
@@ -35,10 +35,9 @@ def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
 
 
 def prepare_layers(layers: Layers) -> None:
-    """Import what a rank needs, before any rank is forked; this process must do nothing else.
-
-    Transformer Engine asks for the GPU when it is imported, and megatron for Transformer Engine.
-    """
+    """Import everything that a rank needs, before any rank is forked; this process must do nothing else."""
+    # The order of the imports: Transformer Engine asks for a GPU when it is imported, so the fake one comes
+    # first; megatron looks for Transformer Engine when it is imported, so megatron comes last.
     for name in ("apex", "amp_C"):  # its compiled kernels take no fake tensors
         sys.modules[name] = None  # type: ignore[assignment]
     if layers == "te":
@@ -55,7 +54,7 @@ def prepare_layers(layers: Layers) -> None:
 
 
 def _accept_fake_tensors() -> None:
-    """Let Transformer Engine take a fake tensor for one, and a number for a GPU as torch for CUDA does."""
+    """Patch Transformer Engine's checks: a fake tensor counts as a tensor, an int as a CUDA device."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -77,5 +76,5 @@ def _accept_fake_tensors() -> None:
 
 
 def te_folder() -> Path:
-    """The folder of Transformer Engine's sources that are rehearsed. ConfigError if it is not there."""
+    """Folder of the rehearsed version of Transformer Engine's sources. ConfigError if it is missing."""
     return find_sources(VERSIONS[0])

@@ -1,8 +1,7 @@
-"""The agreement of all ranks: whether members of a group enter the same collectives in the same order.
+"""Deadlock check: whether all members of a group enter the same collectives in the same order.
 
-Each rank is rehearsed alone, so a rank that would hang on the cluster goes on here; the first call in which
-two members of a group differ is where they would wait for each other. Sends are matched with the receives of
-the other rank.
+Each rank is rehearsed alone, so a rank that would hang on the cluster goes on here. The first call in which
+two members of a group differ is where they would deadlock. Sends are matched with the other rank's receives.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _OWN_SIZES = ("alltoall", "alltoall_base")
 
 
 def collective_mismatches(results: Sequence[RankResult]) -> list[str]:
-    """One line for each rank that leaves a group's sequence, and each pair whose messages do not match."""
+    """Deadlocks: one line for each rank that deviates in a group, and each pair with unmatched messages."""
     calls = {result.rank: result.calls for result in results}
     return [*_groups(calls), *_pairs(calls)]
 

@@ -1,4 +1,4 @@
-"""The metering of one rank: it is rehearsed, and what its meter holds becomes a plain result."""
+"""Metering of one rank: runs its rehearsal and turns the meter's records into a ``RankResult``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rehearse_rank(request: RankRequest, layers: str) -> RankResult:
 
 
 def result_of(rehearsal: RankRehearsal, layers: str, error: str | None) -> RankResult:
-    """What the meter of a rehearsal holds."""
+    """The result of a rehearsal, from its meter."""
     request, meter = rehearsal.request, rehearsal.meter
     gpu, highest = _peaks(meter.ledger, request.device)
     return RankResult(
@@ -49,7 +49,7 @@ def result_of(rehearsal: RankRehearsal, layers: str, error: str | None) -> RankR
 
 
 def describe(error: BaseException, phase: str) -> str:
-    """One line for a rank that failed: phase, innermost line of the project and of its libraries, error."""
+    """Error text of a failed rank: phase, innermost line of the project and of its libraries, error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [
         f"{short_path(frame.filename)}:{frame.lineno}"
@@ -63,7 +63,7 @@ def describe(error: BaseException, phase: str) -> str:
 
 
 def _peaks(ledger: Ledger, device: str) -> tuple[dict[str, Peak], list[Block]]:
-    """Peaks by phase, and the blocks that were alive at the highest."""
+    """Peak memory by phase, and the blocks that were allocated at the highest."""
     peaks: dict[str, Peak] = {}
     highest: list[Block] = []
     best = -1

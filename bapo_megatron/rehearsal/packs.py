@@ -1,4 +1,4 @@
-"""The packs of a rehearsed update: as long as the recipe allows, made by the project's own packing."""
+"""Synthetic packs of a rehearsed update: full ones of the recipe's longest sequences."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SHORTEST = 256
 
 
 def full_packs(config: RunConfig, layout: PackLayout, vocabulary: int, packs: int) -> list[MicroBatch]:
-    """``packs`` full packs of this rank: sequences of full length, and one that fills the rest of the pack.
+    """``packs`` full packs of this rank: sequences of the longest length, and one that fills the rest.
 
-    Every replica has the same. Half of the advantages are negative.
+    All replicas have equal packs. Half of the advantages are negative.
     """
     lengths = sequence_lengths(config, layout.document_multiple)
     rng = np.random.default_rng(0)

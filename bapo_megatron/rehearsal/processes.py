@@ -1,7 +1,7 @@
-"""The processes of a rehearsal: each rank has one of its own, because a rehearsal changes torch for good.
+"""Process pool of a rehearsal: one process for each rank, because a rehearsal patches torch for good.
 
-One host process imports what the ranks need, once, and forks a process for each rank. The caller's process
-stays as it is.
+One host process imports everything once, and forks a process for each rank. The caller's process stays
+unpatched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rehearse(
     workers: int | None = None,
     on_result: Callable[[RankResult], None] = lambda _: None,
 ) -> list[RankResult]:
-    """The results of all requests, in their order; ``on_result`` is called with each as it comes.
+    """Rehearse all requests; the results in their order. ``on_result`` is called as each one is done.
 
     ``workers`` ranks at a time, None: one for each core. RuntimeError if a rank's process dies.
     """
@@ -44,7 +44,7 @@ def rehearse(
         receiver, sender = context.Pipe(duplex=False)
         host = context.Process(target=_host, args=(requests, layers, workers, Path(folder), sender))
         host.start()
-        sender.close()
+        sender.close()  # so that recv() fails when the host dies
         while len(results) < len(requests):
             try:
                 index = receiver.recv()
@@ -59,15 +59,15 @@ def rehearse(
 def _host(
     requests: Sequence[RankRequest], layers: Layers, workers: int, folder: Path, sender: Connection
 ) -> None:
-    """Import everything, then fork a process for each request, ``workers`` at a time."""
+    """Host process: import everything, then fork a process for each request, ``workers`` at a time."""
     die_with_parent()
-    gc.freeze()  # the caller's garbage may wait for threads that this process does not have
+    gc.freeze()  # finalizers of the caller's garbage may wait for threads that this process does not have
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from bapo_megatron.cli import silence_libraries
 
     silence_libraries()
     prepare_layers(layers)
-    gc.freeze()  # a rank collects garbage in every phase; what is imported is none
+    gc.freeze()  # before the forks: a rank collects garbage in every phase, and need not scan the imports
     running: dict[int, int] = {}
     waiting = list(range(len(requests)))
     while waiting or running:
@@ -97,7 +97,7 @@ def _fork(request: RankRequest, layers: Layers, path: Path) -> int:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(code)  # a fork must not run what its parent has left to do
+        os._exit(code)  # a fork must not run its parent's exit handlers
 
 
 def _write(result: RankResult, path: Path) -> None:

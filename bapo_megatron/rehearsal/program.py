@@ -1,6 +1,6 @@
-"""The program of one rank: what a run does with its policy, phase by phase, on whatever device there is.
+"""Program of one rank, phase by phase: build, search, update, weight sync, save, sampling, load.
 
-The rehearsal runs it on fakes. On a real device it gives the figures that a rehearsal is held against.
+The rehearsal runs it on fake tensors. On a real device it gives the figures that test the rehearsal.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from bapo_megatron.types import MicroBatch
 
 
 class RankProgram:
-    """The phases of one rank. Process groups must exist.
+    """Phases of one rank, as methods. Process groups must exist.
 
-    ``phase`` is entered with the name of each phase, for its length.
+    ``phase`` is the context manager of a phase by its name.
     """
 
     def __init__(self, config: RunConfig, phase: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -36,7 +36,7 @@ class RankProgram:
         self.policy: MegatronPolicy
 
     def build(self, reader: TensorReader) -> None:
-        """The policy with the weights of ``reader``."""
+        """Build the policy with the weights of ``reader``."""
         with self._phase("build"):
             self.policy = build_policy(self._config, reader)
 
@@ -46,7 +46,7 @@ class RankProgram:
         return full_packs(self._config, self.policy.pack_layout, vocabulary, number)
 
     def update(self, packs: list[MicroBatch], number: int) -> None:
-        """The search of the bounds and the update that uses them, as the training loop makes them."""
+        """Run update ``number``: old log-probs (once), search of the clipping bounds, optimizer step."""
         algorithm = self._config.algorithm
         update_loss = UpdateLoss(algorithm, self._config.batch.hold_forwards, self._config.data.source_names)
         if algorithm.old_log_probs == "trainer" and number == 1:
@@ -59,7 +59,7 @@ class RankProgram:
         gc.collect()
 
     def weight_sync(self) -> None:
-        """The gathering of all weights within the first replica, and on rank 0 the buckets of a broadcast."""
+        """Weight sync: weights gathered within the first replica; on rank 0 the buckets of a broadcast."""
         if self.policy.data_rank != 0:
             return
         engine = self._config.rollout.engine_config
@@ -75,14 +75,14 @@ class RankProgram:
             buckets.release()
 
     def save(self, save: Callable[[MegatronPolicy], object]) -> object:
-        """A checkpoint, by ``save``; what it returns."""
+        """Save a checkpoint by ``save``; its result."""
         with self._phase("save"):
             held = save(self.policy)
         gc.collect()
         return held
 
     def sample(self) -> None:
-        """The turn of colocated engines, for which the policy leaves; nothing where there are none."""
+        """Colocated sampling: weight hand-over, offload of the policy, and its reload; else nothing."""
         engine, offload = self._config.rollout.engine_config, self._config.parallel.offload
         if not engine.colocated:
             return
@@ -98,7 +98,7 @@ class RankProgram:
                 self.policy.reload()
 
     def _hand_over_weights(self, bucket: int, offload: bool) -> None:
-        """The buckets of weights that colocated engines read, when all else has left the GPU."""
+        """Weight hand-over by IPC: buckets that colocated engines read, with all other state offloaded."""
         if offload:
             with self._phase("set aside"):
                 self.policy.offload(keep_weights=True)
@@ -112,12 +112,12 @@ class RankProgram:
             buckets.release()
 
     def load(self, load: Callable[[MegatronPolicy], None]) -> None:
-        """A checkpoint taken up, by ``load``."""
+        """Load a checkpoint by ``load``."""
         with self._phase("load"):
             load(self.policy)
 
 
 def message_shape(config: RunConfig, tokens: int, hidden: int) -> tuple[int, int, int]:
-    """Shape of what a pipeline stage sends to the next one for a pack of ``tokens``."""
+    """Shape [tokens / CP / SP, 1, hidden] of a pipeline stage's message for a pack of ``tokens``."""
     p = config.parallel
     return (tokens // p.context // (p.tensor if p.sequence else 1), 1, hidden)

@@ -1,6 +1,6 @@
-"""One rank of a recipe's layout, rehearsed: its policy is built, updated twice, synced, saved and loaded.
+"""Rehearsal of one rank: set-up of the fake backend and the meter, then the rank's program under them.
 
-The rank's process must do nothing else: torch is changed in it for good.
+The rank's process must do nothing else: torch stays patched in it.
 """
 
 from __future__ import annotations
@@ -40,35 +40,37 @@ from bapo_megatron.types import MicroBatch
 
 
 class FakeWeights:
-    """A reader of a model's tensors that have shapes and no values."""
+    """Weight reader that gives tensors of the model's shapes without values."""
 
     def __init__(self, config: RunConfig) -> None:
         self._shapes = hf_tensors(read_model_shape(config.model.hf_path))
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """One tensor on the host, or some of its rows and columns; no more is allocated."""
+        """One tensor on the host, or a slice of it; only the slice is allocated."""
         cuts = zip(self._shapes[name], (rows, columns), strict=False)
         shape = [len(range(*cut.indices(size))) for size, cut in cuts]
         return torch.empty(shape, dtype=torch.bfloat16)
 
 
 class RankRehearsal:
-    """The program of one rank under the meter."""
+    """The program of one rank, run under the meter."""
 
     def __init__(self, request: RankRequest) -> None:
         self.request, self.config = request, request.config
         self.seconds: dict[str, float] = {}
         self.failed_in = "start"
-        """The phase in which the program has raised."""
+        """Phase in which the program raised an error."""
         self.meter: Meter
         self.program = RankProgram(self.config, self._phase)
 
     def run(self, phases: Callable[[RankRehearsal], None] | None = None) -> None:
-        """Rehearse ``phases``, None: all. What the program raises propagates; what was metered stays."""
+        """Rehearse ``phases``, None: all. Errors of the program propagate; the meter's records stay."""
         request = self.request
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         os.environ["LOCAL_RANK"] = "0"
         torch.set_num_threads(1)
+        # The order of the set-up: patches of torch; the fake device, which process groups ask for; the
+        # groups, whose names the meter needs; the modes last, since the set-up itself is not metered.
         with ExitStack() as stack:
             repair_torch()
             cuda_functions: Any = nullcontext()
@@ -87,7 +89,8 @@ class RankRehearsal:
             self._names = ModuleNames(self.meter.modules)
             self._names.watch()
             gc.collect()
-            gc.disable()
+            gc.disable()  # cycles are collected between phases, not at random places of the program
+            # The mode entered last is called first: the meter sees a call before the fake mode answers it.
             for mode in (
                 ListsOfTensors(),
                 cuda_functions,
@@ -100,15 +103,15 @@ class RankRehearsal:
             (phases or RankRehearsal.all_phases)(self)
 
     def all_phases(self) -> None:
-        """Build, search, two updates, weight sync, save, colocated engines' turn, load: as a run has them."""
+        """All phases in a run's order: build, two updates, weight sync, save, colocated sampling, load."""
         self.build()
         packs = self.packs()
-        for number in (1, 2):
+        for number in (1, 2):  # twice: only the second update has Adam's moments from its beginning
             self.program.update(packs, number)
             label_model_state(self.meter.ledger, self.program.policy)
         del packs
         self.program.weight_sync()
-        held = self.program.save(rehearse_save)  # its writer is still at work when engines sample
+        held = self.program.save(rehearse_save)  # kept over the sampling: a run's writer may still be at work
         self.program.sample()
         label_offloaded_state(self.meter.ledger, self.program.policy)
         del held
@@ -116,7 +119,7 @@ class RankRehearsal:
         self.program.load(rehearse_load)
 
     def build(self) -> None:
-        """The policy, with weights that have no values."""
+        """Build the policy with weights that have no values."""
         self.program.build(FakeWeights(self.config))
         label_model_state(self.meter.ledger, self.program.policy)
         self._names.learn(self.program.policy._model)

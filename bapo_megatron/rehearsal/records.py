@@ -1,4 +1,4 @@
-"""The records of a rehearsal: what is asked of a rank and what was metered of it, as plain data."""
+"""Records of a rehearsal as plain data: the request for a rank, and its metered result."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from bapo_megatron.config import RunConfig
 
 SEARCH, UPDATE, HAND_OVER, SAMPLE = "bounds search", "update", "hand over", "sample"
 OFFLOADED = "offloaded"
-"""Kind of the host's copies of a policy that is out of the way of colocated engines."""
+"""Kind of memory of an offloaded policy's host copies."""
 STEADY_UPDATE = (f"{SEARCH} 2", f"{UPDATE} 2")
-"""The phases of an update whose optimizer has its states: the second one."""
+"""Phases of a steady update, which is the second one: its optimizer has its states."""
 
 
 @dataclass(frozen=True)
 class RankRequest:
-    """What to rehearse: a rank of a recipe whose ``model.hf_path`` holds at least a config.json."""
+    """Request to rehearse one rank of a recipe whose ``model.hf_path`` has at least a config.json."""
 
     config: RunConfig
     rank: int
@@ -59,7 +59,7 @@ class Call:
 
 
 class Wait(NamedTuple):
-    """One place where the host waits."""
+    """Place of a host wait."""
 
     phase: str
     what: str
@@ -68,7 +68,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory of one device in one phase, in bytes, by kind."""
+    """Peak memory of one device in one phase, in bytes, by kind."""
 
     size: int
     kinds: dict[str, int]
@@ -76,7 +76,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class LargeTensor:
-    """Tensors of one shape that one place of the program has made, alive together at a peak."""
+    """Tensors of one shape and origin that are allocated at a peak."""
 
     size: int
     """Bytes of all of them."""
@@ -90,7 +90,7 @@ class LargeTensor:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What was metered of one rank."""
+    """Metered result of one rank."""
 
     rank: int
     place: dict[str, int]
@@ -123,5 +123,5 @@ class RankResult:
         return max((peak.size for peak in self.gpu.values()), default=0)
 
     def update_waits(self) -> dict[Wait, int]:
-        """The host's waits in a steady update: the second one, with its search."""
+        """Host waits of a steady update, with its search."""
         return {wait: n for wait, n in self.waits.items() if wait.phase in STEADY_UPDATE}

@@ -1,8 +1,8 @@
-"""What the other ranks of DP x CP say of their parts of a checkpoint, for a rehearsed save.
+"""Shard lists of the DP x CP peers, for the save of a rehearsal: they decide which shards this rank writes.
 
-They hold the same weights, and each the optimizer state of the parameters that it owns. Megatron gathers the
-list of each rank's shards and gives each shard to one of the ranks that hold it, so the peers' lists decide
-what this rank writes. All of it follows from the placement of the parameters, which every rank knows.
+Peers hold the same weights, and each the optimizer state of the parameters that it owns. Megatron gathers the
+list of each rank's shards and assigns each shard to one of its holders. The lists follow from the placement
+of the parameters, which every rank knows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bapo_megatron.policy.state.optimizer_state import (
 
 @contextmanager
 def peer_shard_lists() -> Iterator[None]:
-    """A save whose distribution over DP x CP is that of a run with all ranks."""
+    """Context manager under which a save is distributed over DP x CP as in a run with all ranks."""
     owned: dict[int, list[ShardedTensor]] = defaultdict(list)
     own_state, determine, gather = (
         optimizer_state._sharded_state,
@@ -67,7 +67,7 @@ def peer_shard_lists() -> Iterator[None]:
 
 
 def _states_by_owner(optimizer: Any, model_state: dict[str, Any]) -> dict[int, list[ShardedTensor]]:
-    """The shards of the optimizer's state that each rank of DP x CP owns, without their values."""
+    """Optimizer shards by owner, a rank of DP x CP; without values."""
     shards = shards_of_parameters(model_state)
     found: dict[int, dict[str, Any]] = defaultdict(dict)
     for placement in placements(optimizer):

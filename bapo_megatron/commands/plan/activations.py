@@ -1,4 +1,4 @@
-"""Activation memory: bytes that a training pass keeps for its backward pass, for each token, layer by layer.
+"""Activation memory of ``bapo plan``: bytes that autograd saves for the backward pass, per token and layer.
 
 Every entry is a tensor that autograd saves, once for each storage. ``torch`` is the spec of
 ``policy/layers.py`` on a CPU, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et
@@ -25,12 +25,12 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Activation bytes for each token of a rank, by where they are kept."""
+    """Activation bytes for each token of a rank, by owner: layers, final norm, stage boundary."""
 
     layer: float
     """Saved by each layer."""
     transient: float
-    """Made anew, for one layer at a time, in the backward pass."""
+    """Recomputed in the backward pass, for one layer at a time."""
     final_norm: float
     """Saved by the last stage's final norm."""
     boundary: float
@@ -40,7 +40,7 @@ class ActivationBytes:
 def activation_bytes_per_token(
     shape: ModelShape, parallel: ParallelConfig, element: int, recompute: Recompute, spec: Spec
 ) -> ActivationBytes:
-    """The activation bytes kept under ``recompute``; ``policy/model.py`` says what each mode recomputes."""
+    """The activation bytes under a recompute mode; ``policy/model.py`` says what each mode recomputes."""
     layer = (_te_layer if spec == "te" else _torch_layer)(_Widths.of(shape, parallel, element))
     everything = layer.always + layer.core + layer.mlp
     saved, transient = {

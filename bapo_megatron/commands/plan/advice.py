@@ -19,11 +19,11 @@ _MODES = ("none", "selective", "full")
 _MOST_TENSOR = 8  # beyond a node its traffic would leave NVLink
 _OFFLOAD = "--parallel.offload"
 _FRACTION_STEP = 0.05
-"""Step in which the memory of colocated servers is made less."""
+"""Step by which the memory fraction of colocated servers is lowered."""
 
 
 def problems(job: Job) -> list[str]:
-    """Reasons other than memory why the layout is invalid."""
+    """Problems of the layout other than memory; each makes it invalid."""
     found = list(layout_problems(job.parallel, job.shape))
     try:
         job.run.check()
@@ -42,12 +42,10 @@ class Change:
 
 
 def smallest_changes(plan: JobPlan) -> list[Change]:
-    """The smallest change that makes training fit, and the smallest one on the same GPUs if it is another.
+    """The smallest change that makes training fit; and the smallest on the same GPUs, if it is another one.
 
-    The smallest has the fewest flags, then the fewest GPUs, then the least GPU time for each token with no
-    communication hidden and with the optimizer's step, if that is on the host. ``parallel.offload``, which
-    colocated servers are made for, is not counted.
-    Empty if none was found.
+    Order: fewest flags, then fewest GPUs, then least GPU time for each token (``JobPlan.cost``).
+    ``parallel.offload`` is not counted as a flag: it belongs to colocated servers. Empty if none was found.
     """
     best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
     before = flat(plan.job.run)
@@ -77,9 +75,8 @@ def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
 
 
 def _neighbours(job: Job) -> Iterator[Job]:
-    """Variants of the job: settings changed towards less memory, CP and DP in both directions; the optimizer
-    on the host with nothing but recomputation beside it. Colocated servers get less memory first, the least
-    change first; beside other changes they get what fits when the policy is out of their way."""
+    """Neighbours of the job in the search: settings with less memory, CP and DP in both directions."""
+    # Colocated servers first get less memory, in small steps: that keeps the training layout as it is.
     if not job.colocated:
         yield from _memory_saving(job)
         return
@@ -91,7 +88,7 @@ def _neighbours(job: Job) -> Iterator[Job]:
 
 
 def _with_smaller_engines(job: Job) -> Iterator[Job]:
-    """The job with less and less memory for its colocated servers."""
+    """The job with ever lower ``memory_fraction`` of its colocated servers."""
     sglang = job.run.rollout.sglang
     for step in range(1, int(sglang.memory_fraction / _FRACTION_STEP)):
         less = replace(sglang, memory_fraction=round(sglang.memory_fraction - step * _FRACTION_STEP, 2))
@@ -99,7 +96,7 @@ def _with_smaller_engines(job: Job) -> Iterator[Job]:
 
 
 def _with_fitting_engines(job: Job) -> Job:
-    """The job offloaded, with as much memory for its colocated servers as fits."""
+    """The job with the policy offloaded while it samples, and the largest ``memory_fraction`` that fits."""
     budget = job.options.memory_fraction * job.gpu.memory
     stages = range(job.parallel.pipeline)
     for other in (_offloaded(one) for one in (job, *_with_smaller_engines(job))):
@@ -114,7 +111,7 @@ def _offloaded(job: Job) -> Job:
 
 
 def _memory_saving(job: Job) -> Iterator[Job]:
-    """Other layouts and recomputation modes of the job, and its optimizer on the host."""
+    """Variants with less memory: recompute modes, layouts, shorter packs, or the optimizer on the host."""
     p, batch = job.parallel, job.run.batch
     modes = _MODES[_MODES.index(batch.recompute) :]
     on_host = replace(job, run=replace(job.run, optimizer=replace(job.run.optimizer, device="cpu")))

@@ -1,4 +1,4 @@
-"""Rollout estimate of ``bapo plan``: KV cache of the inference engines, and duration of the sampling.
+"""Rollout estimate of ``bapo plan``: KV cache of the inference engines, and sampling time of a step.
 
 Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of
 every sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2).
@@ -20,7 +20,7 @@ from bapo_megatron.policy.flops import linear_flops_per_token
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Memory and speed of the run's inference engines."""
+    """Estimated memory and speed of the run's inference engines."""
 
     gpus: int
     count: int
@@ -43,7 +43,8 @@ class EnginePlan:
     """Estimate of the seconds until the last response of a step is done, with the prompts' prefill and the
     tail, in which few responses run."""
     prefill_seconds: float
-    """Those of them for the prompts, each response's own: a lower one if engines share a group's prompt."""
+    """Part of ``rollout_seconds`` for the prompts, one prefill for each response: an upper estimate, since
+    engines may share a group's prompt."""
     cut_share: float
     """Share of the responses that reach the longest length, by the assumed distribution."""
     longest_seconds: float
@@ -111,7 +112,7 @@ def engines(job: Job) -> EnginePlan:
 def _busiest(
     lengths: ResponseLengths, share: int, responses: int, slots: int, prompt: float
 ) -> tuple[float, float]:
-    """Decode steps of the busiest engine, and tokens that it reads; the layout search asks for them often."""
+    """Decode steps of the busiest engine, and KV entries that it reads. Cached for the layout search."""
     found = lengths.busiest_engine_lengths(share, responses)
     return (
         decode_seconds(found, slots, prompt, step_seconds=1.0, token_seconds=0.0),

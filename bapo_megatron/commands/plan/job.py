@@ -1,4 +1,4 @@
-"""The job that is planned: the recipe, the model's shape, the flags, and what follows from these alone.
+"""Planned job of ``bapo plan``: the recipe, the model's shape and the flags, and the sizes that follow.
 
 The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
@@ -45,14 +45,13 @@ class GpuOptions:
 
 @dataclass(frozen=True)
 class PlanOptions(GpuOptions):
-    """The flags of ``bapo plan`` beside the recipe's: the machines, and assumptions, so that they can be
-    doubted."""
+    """The flags of ``bapo plan`` beside the recipe's: the machines, and every assumption of the estimates."""
 
     mfu: Annotated[float, Gt(0), Le(1)] = 0.3
-    """Share of the GPU's bf16 peak that it reaches in matrices, with the communication and the gaps between
-    packs that a run shows. Recomputation and the pipeline's idle time come on top."""
+    """Model FLOPs utilization in matrix products, with the communication and the gaps between packs of a real
+    run. Recomputation and the pipeline bubble come on top."""
     attention_mfu: Annotated[float, Gt(0), Le(1)] = 0.5
-    """The same in attention, whose kernels reach more, the more of a pass is attention."""
+    """The same in attention. Long sequences reach more, since more of a pass is in its kernels."""
     mean_response_tokens: Annotated[int | None, Ge(1)] = None
     """Mean length of a response. None: a quarter of the longest."""
     length_spread: Annotated[float, Gt(0)] = 1.5
@@ -94,7 +93,7 @@ def shape_folder(recipe: Path, hf_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """The job to plan: one recipe and its model's shape on one kind of GPU."""
+    """Planned job: one recipe and its model's shape on one type of GPU."""
 
     run: RunConfig
     shape: ModelShape
@@ -122,15 +121,15 @@ class Job:
 
     @property
     def servers_problem(self) -> str | None:
-        """Why the run's servers cannot run on its first node, in the words of `bapo train`; None if they can,
-        or are there already, or the engine has none."""
+        """Problem of placing the run's servers on its first node, as `bapo train` reports it; None if they
+        fit, run already, or the engine has no servers."""
         if self.run.rollout.engine != "sglang":
             return None
         return placement_problem(self.run.rollout, GPUS_PER_NODE, self.gpus)
 
     @property
     def colocated(self) -> bool:
-        """Whether the run's servers take turns with the policy on its GPUs."""
+        """Whether the run's servers are colocated: they and the policy use the same GPUs in turns."""
         return self.run.rollout.engine == "sglang" and self.run.rollout.sglang.colocated
 
     @property
@@ -140,7 +139,7 @@ class Job:
 
     @property
     def weights_by_ipc(self) -> bool:
-        """Whether colocated servers read the policy's weights from its memory."""
+        """Whether colocated servers read the weights from the policy's GPU memory (``sync=ipc``)."""
         return self.colocated and self.run.rollout.sglang.sync == "ipc"
 
     @property
@@ -149,8 +148,8 @@ class Job:
         return self.options.engine_memory_fraction or self.run.rollout.sglang.memory_fraction
 
     def has_servers(self, stage: int) -> bool:
-        """Whether colocated servers take turns with a rank of pipeline stage ``stage``: rank 0's node has
-        them, and each of its GPUs the rank of its number."""
+        """Whether a GPU of pipeline stage ``stage`` has a colocated server. They are on rank 0's node, where
+        GPU i has rank i."""
         sglang, per_stage = self.run.rollout.sglang, self.gpus // self.parallel.pipeline
         ranks = range(stage * per_stage, (stage + 1) * per_stage)
         servers = range(sglang.first_gpu, sglang.first_gpu + sglang.servers * sglang.tensor)
@@ -200,13 +199,13 @@ class Job:
 
     @property
     def max_in_flight(self) -> int:
-        """Most requests that an engine gets at a time."""
+        """Limit of concurrent requests of an engine."""
         rollout = self.run.rollout
         return rollout.sglang.max_in_flight if rollout.engine == "sglang" else rollout.max_batch
 
     @property
     def partial_rollout(self) -> bool:
-        """Whether unfinished responses continue in the next step, so that no step waits for the longest."""
+        """Whether unfinished responses continue in the next step (partial rollout)."""
         return self.run.rollout.max_staleness > 0
 
     @property
@@ -237,7 +236,7 @@ class Job:
 
     @property
     def responses_per_search(self) -> float | None:
-        """Responses that one search of the clipping bounds sees, on average; None where none is made."""
+        """Mean number of responses in one search of the clipping bounds; None if none is made."""
         algorithm, bounds = self.run.algorithm, self.run.algorithm.bounds
         if algorithm.loss != "clip" or sum_count(bounds) == 2:
             return None
@@ -258,15 +257,12 @@ class Job:
 
     @property
     def typical_length(self) -> float:
-        """Length of the sequence that a token sits in, on average.
-
-        Sum of n^2 over sum of n: with lengths spread exponentially, twice the mean.
-        """
+        """Token-weighted mean sequence length, sum n^2 / sum n; twice the mean for exponential lengths."""
         return min(self.run.longest_sequence, 2 * (self.mean_prompt + self.mean_response))
 
 
 def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
-    """Most forward passes of one model chunk that wait on ``stage`` for their backward pass.
+    """Largest number of forward passes in flight on ``stage``, of one model chunk each.
 
     1F1B: those of the warm-up, PP - stage - 1, and the one that runs. Interleaved: the warm-up has
     2 (PP - stage - 1) + (virtual - 1) PP chunks, each 1 / virtual of the stage's layers.
@@ -279,8 +275,8 @@ def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
 
 
 def slots(parallel: ParallelConfig, micro_batches: int) -> float:
-    """Length of a pass over all micro-batches, in units of a stage's time for one of them.
+    """Duration of a pipeline pass, M + (PP - 1) / virtual, in units of a stage's time for one micro-batch.
 
-    Each of the other stages adds the time of one chunk while the pipeline fills and drains.
+    M micro-batches; each other stage adds one chunk while the pipeline fills and drains.
     """
     return micro_batches + (parallel.pipeline - 1) / parallel.virtual

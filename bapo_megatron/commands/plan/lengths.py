@@ -1,4 +1,4 @@
-"""Lengths of a step's responses in ``bapo plan``, and how long engines decode until the last of them ends."""
+"""Response length distribution of ``bapo plan`` (truncated log-normal), and the decode time of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class ResponseLengths:
-    """A log-normal distribution of lengths that is cut at the longest, with a given mean after the cut."""
+    """Log-normal distribution of response lengths, truncated at the longest, with a given mean."""
 
     mean: float
     """Mean length of the responses as they come, the cut ones included."""
@@ -50,7 +50,7 @@ class ResponseLengths:
 
     @property
     def running_mean(self) -> float:
-        """Tokens that a running response has, on average: half of E[n^2] / E[n], for long ones run longer."""
+        """Mean tokens of a running response: E[n^2] / (2 E[n]), since long responses run longer."""
         if self._middle is None:
             return self.longest / 2
         cut = (log(self.longest) - self._middle) / self.spread
@@ -64,9 +64,9 @@ class ResponseLengths:
         return min(self.longest, max(1.0, exp(self._middle + self.spread * _NORMAL.inv_cdf(share))))
 
     def busiest_engine_lengths(self, count: int, of: int) -> list[float]:
-        """Lengths of the ``count`` responses of the engine that has the longest ``of`` all, as they come.
+        """Lengths of the ``count`` responses of the busiest engine, which has the longest of all ``of``.
 
-        Even quantiles instead of a random draw, in an order that has short and long ones throughout.
+        Even quantiles instead of a random draw, in a fixed order that mixes short and long ones.
         """
         shares = [(i + 0.5) / count for i in range(count)]
         shares[-1] = 1 - 0.5 / max(count, of)
@@ -76,12 +76,12 @@ class ResponseLengths:
 
 @lru_cache(maxsize=64)
 def response_lengths(mean: float, spread: float, longest: float) -> ResponseLengths:
-    """The distribution, made once for all layouts that a search looks at."""
+    """The distribution, cached for the layout search."""
     return ResponseLengths(mean, spread, longest)
 
 
 def decode_steps(lengths: Sequence[float], slots: int) -> float:
-    """Steps until all responses are done, if ``slots`` run at a time and the next starts when one ends."""
+    """Decode steps until all responses are done, with ``slots`` running at a time (continuous batching)."""
     ends = list(lengths[:slots])
     heapq.heapify(ends)
     for length in lengths[slots:]:
@@ -92,7 +92,7 @@ def decode_steps(lengths: Sequence[float], slots: int) -> float:
 def decode_seconds(
     lengths: Sequence[float], slots: int, prompt: float, step_seconds: float, token_seconds: float
 ) -> float:
-    """Seconds until all responses are done: the steps of the engine, and each response's own reading.
+    """Decode time: ``step_seconds`` x decode steps + ``token_seconds`` x sum over responses n (prompt + n/2).
 
     A step takes ``step_seconds`` for the weights, however few responses run, and ``token_seconds`` for every
     token present. A response of n tokens reads its prompt n times and its own tokens n^2 / 2 times, whenever
@@ -103,5 +103,5 @@ def decode_seconds(
 
 
 def busiest_engine_responses(responses: int, engines: int, imbalance: float) -> int:
-    """Responses of the busiest of several engines, which has ``imbalance`` times the mean."""
+    """Responses of the busiest engine: ``imbalance`` x the mean over ``engines``."""
     return min(responses, max(1, ceil(responses / max(1, engines) * imbalance)))

@@ -46,7 +46,7 @@ class StageMemory:
     activations: float
     """Activations saved for the backward passes in flight, and those of the one layer that is recomputed."""
     workspace: float
-    """Estimate: gradients of one layer's activations, and its input gathered over the TP ranks."""
+    """Estimate of the backward workspace: gradients of one layer's activations, and its gathered input."""
     head: float
     """Output layer: one chunk of logits, the hidden states with their gradient, the matrix's gradient."""
     buffers: float
@@ -58,15 +58,15 @@ class StageMemory:
     syncing: float
     """Peak while weights are gathered for the engines, one parameter at a time."""
     resting: float
-    """What the policy keeps while engines sample: offloaded, CUDA's context and NCCL's buffers."""
+    """The policy's memory while engines sample; if offloaded, the CUDA context and NCCL's buffers."""
     kept: float
-    """What a colocated server keeps all the time, at most: ``rollout.sglang.kept_gb``; 0 without one."""
+    """Memory that a colocated server never releases: ``rollout.sglang.kept_gb``; 0 without one."""
     serving: float
     """A colocated server's weights and KV cache, while it samples; 0 without one."""
     handing: float
-    """The policy's memory while a colocated server reads its weights (``sync=ipc``); 0 if none does."""
+    """The policy's memory during the weight hand-over to a colocated server (``sync=ipc``), else 0."""
     reading: float
-    """The weights that the server has then; 0 if none does."""
+    """The server's weights during the hand-over, else 0."""
 
     @property
     def training(self) -> float:
@@ -86,12 +86,12 @@ class StageMemory:
 
     @property
     def handover(self) -> float:
-        """Memory of a GPU while a colocated server reads the policy's weights; 0 if none does."""
+        """Memory of a GPU during the weight hand-over to a colocated server; 0 without one."""
         return self.handing + self.kept + self.reading if self.handing else 0.0
 
     @property
     def peak(self) -> float:
-        """The most memory of a GPU, with what a colocated server has on it."""
+        """Peak memory of a GPU, the colocated server's included."""
         return max(self.policy_peak + self.kept, self.handover, self.sampling)
 
 
@@ -156,30 +156,30 @@ def _forwards_in_flight(job: Job, stage: int) -> int:
 
 
 def sync_bytes(job: Job) -> float:
-    """Weight sync buffers: the largest parameter, whole, and the shards that it is gathered from."""
+    """Weight sync buffers: 2 x the largest parameter, gathered and in shards."""
     return 2.0 * largest_parameter(job.shape) * job.element
 
 
 def handover_bytes(job: Job, resting: float) -> float:
-    """The policy's peak while servers read its weights: what is ``resting`` there, two buckets, and twice
-    the largest parameter, which is gathered, or copied to be read. Of a tied model too much by the buckets:
-    its largest parameter, the embedding, is gathered before there are any."""
+    """The policy's peak during the weight hand-over: ``resting`` + two buckets + 2 x the largest parameter.
+
+    Too much by the buckets for a tied model, whose embedding is gathered before there are any.
+    """
     return resting + sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
 
 
 def server_weights(job: Job) -> float:
-    """Weights of a server on one of its GPUs."""
+    """Bytes of a server's weights on one of its GPUs."""
     return total_parameters(job.shape) * job.element / job.run.rollout.sglang.tensor
 
 
 def host_bytes(job: Job) -> float:
-    """Host memory of a node while it saves a checkpoint: copies of what its ranks write.
+    """Host memory of a node during a checkpoint save: (12 + b) bytes a parameter / (DP x CP), and more.
 
-    Master weight, moments and weight are 12 + b bytes a parameter, which the ranks of DP x CP share
-    (``policy/state/optimizer_state.py``). Parameters are written whole: a rank may write one more than its
-    share, at most the largest. An optimizer on the host is there all the time, and once more while a save
-    lasts (the writer sees its memory as it was, and updates change their own) or a load, which also holds one
-    state more. The copies of an offloaded policy keep their memory for the next time.
+    Master weight, moments and weight are split over DP x CP (``policy/state/optimizer_state.py``). Parameters
+    are written whole, so a rank may write one more than its share, at most the largest. A host optimizer is
+    there all the time, and once more during a save (the writer's copy-on-write pages) or a load, which holds
+    one more state. The buffers of an offloaded policy stay allocated.
     """
     largest = max(
         stage_parameters(job.shape, job.parallel, stage).total for stage in range(job.parallel.pipeline)
@@ -196,10 +196,7 @@ def host_bytes(job: Job) -> float:
 
 
 def offloaded_bytes(job: Job) -> float:
-    """What a rank of the largest stage copies to the host while engines sample; 0 without offloading.
-
-    Weights, and an optimizer that is on the GPU.
-    """
+    """Bytes that a rank of the largest stage offloads to the host: weights, and the GPU optimizer; else 0."""
     if not job.offloads:
         return 0.0
     stages = (stage_memory(job, stage) for stage in range(job.parallel.pipeline))
@@ -214,7 +211,7 @@ def _workspace(job: Job) -> float:
 
 
 def _head(job: Job, stage: int) -> float:
-    """Output layer's memory on the last stage, 0 on others.
+    """Memory of the output layer on the last stage; 0 on others.
 
     One chunk of logits in float32, and beside it the softmax of a block of them in float32, or later their
     gradient in the model's type; all hidden states and their gradient; the gradient of the output matrix in
@@ -240,13 +237,13 @@ def _buffers(job: Job) -> float:
 
 
 def _save_buffers(job: Job) -> float:
-    """Buffers of the optimizer save: pieces of one float32 state that go to the owners of their parameters,
-    and those that come; at most the largest parameter each."""
+    """Buffers of the optimizer save: shards of one float32 state, sent to and received by the owners of their
+    parameters; at most the largest parameter each."""
     return 2 * _largest_state(job)
 
 
 def _largest_state(job: Job) -> float:
-    """A float32 state of the largest parameter on a rank, which DP x CP may cut; 0 where nothing is cut."""
+    """Bytes of a float32 state of the largest parameter on a rank; 0 if DP x CP splits nothing."""
     if job.optimizer_shards == 1:
         return 0.0
     return _FP32 * largest_parameter(job.shape) / job.parallel.tensor

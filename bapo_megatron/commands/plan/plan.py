@@ -1,4 +1,4 @@
-"""The plan of a training job: memory of every stage, speed, traffic and engines, and what does not fit."""
+"""Plan of a training job: memory of every stage, speed, traffic, engines, and the limits it exceeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bapo_megatron.commands.plan.traffic import Traffic, update_traffic
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The plan of one job: its memory, speed, traffic and engines."""
+    """Plan of one job: estimated memory, speed, traffic and engines."""
 
     job: Job
     stages: list[StageMemory]
@@ -38,7 +38,7 @@ class JobPlan:
     host_update: HostUpdate | None
     """An optimizer step on the host; None if it is on the GPU."""
     handover: Handover | None
-    """The changes between training and sampling; None if servers are not colocated."""
+    """The GPU hand-overs between training and sampling; None if servers are not colocated."""
 
     @property
     def budget(self) -> float:
@@ -57,13 +57,12 @@ class JobPlan:
 
     @property
     def stepping_seconds(self) -> float:
-        """Seconds of an optimizer step on the host; 0 where it is on the GPU, and takes next to nothing."""
+        """Seconds of an optimizer step on the host; 0 on the GPU, where it is negligible."""
         return self.host_update.seconds if self.host_update else 0.0
 
     @property
     def sampling_seconds(self) -> float:
-        """Seconds that engines need for the responses of a step: until the last is done, or at full batches
-        where unfinished ones continue in the next step."""
+        """Sampling time of a step: until its last response is done; with partial rollout at full batches."""
         return self.engines.step_seconds if self.job.partial_rollout else self.engines.rollout_seconds
 
     @property
@@ -80,7 +79,7 @@ class JobPlan:
 
     @property
     def server_nodes(self) -> int:
-        """Nodes that sample beside those that train; 0 where the run's servers need none of their own."""
+        """Nodes of rollout servers beside the trainer's; 0 if the servers fit on the trainer's."""
         return -(-self.engines.gpus // GPUS_PER_NODE) if self.job.servers_problem else 0
 
     @property
@@ -130,7 +129,7 @@ class JobPlan:
             )
 
     def engine_misfit(self) -> str | None:
-        """Why the engines cannot hold a sequence of full length, with the fix; None if they can."""
+        """Problem of engines whose KV cache is too small for the longest sequence, with the fix; or None."""
         if self.engines.fits:
             return None
         if not self.engines.count:
@@ -157,7 +156,7 @@ def make_plan(job: Job) -> JobPlan:
 
 
 def as_dict(plan: JobPlan) -> dict[str, Any]:
-    """The plan as plain numbers, in bytes, FLOPs and seconds."""
+    """JSON object of a plan, in bytes, FLOPs and seconds."""
     misfits = [*plan.misfits(), *filter(None, [plan.engine_misfit()])]
     return {
         "recipe": plan.job.run.name,

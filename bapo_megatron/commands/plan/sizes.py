@@ -1,4 +1,4 @@
-"""Parameter counts of each pipeline stage, from the HF-to-Megatron table that loads and converts weights."""
+"""Parameter counts of each pipeline stage, and disk size of a run; from the HF-to-Megatron weight table."""
 
 from __future__ import annotations
 
@@ -52,12 +52,11 @@ def largest_parameter(shape: ModelShape) -> int:
 
 
 def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
-    """Most bytes of a run's folder, but for rollouts and logs.
+    """Disk size of a run directory at most, without rollouts and logs.
 
     A checkpoint has 12 bytes a parameter (master weight and two moments) and, in bfloat16, 2 more. There are
-    those that are kept, and one more while it is written. Beside them lie the exports (the run's end makes
-    one), and two versions of the weights for SGLang where it reads them from the disk; one where it does so
-    only at its start (``sync=ipc``).
+    the kept ones, and one more during a save. In addition the exports (one at the run's end), and the weights
+    for SGLang: two versions with ``sync=disk``, one with ``sync=ipc``, which is read at a server's start.
     """
     kept, sglang = run.checkpoint, run.rollout.engine == "sglang"
     checkpoints = kept.keep_last or -(-run.steps // kept.every)

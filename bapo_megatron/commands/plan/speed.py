@@ -1,4 +1,4 @@
-"""Training speed estimate of ``bapo plan``: FLOPs, duration and MFU of an update.
+"""Training speed estimate of ``bapo plan``: FLOPs, duration and MFU of an update; GPU hand-over time.
 
 A GPU is taken to compute matrices at ``mfu`` x its dense bf16 peak, and attention at ``attention_mfu`` x. The
 costs of the layout come on top: recomputation, and the pipeline bubble. Communication is listed apart and not
@@ -22,11 +22,11 @@ from bapo_megatron.policy.flops import (
 )
 
 _STEP_BYTES = 40
-"""Host memory traffic of an element in a step on the host. AdamW reads gradient, master weight and two
-moments and writes the last three, 28; rounding the new weight reads 4 and writes 2; the copies over PCIe
+"""Host memory traffic of an element in a host optimizer step, bytes: AdamW reads gradient, master weight and
+two moments and writes the last three, 28; rounding the new weight reads 4 and writes 2; the copies over PCIe
 write the gradient and read the weight, 6."""
 _LINK_EFFICIENCY = 0.5
-"""Assumed share of the data sheets' rates that is reached."""
+"""Assumed efficiency of PCIe and memory against the data sheets' rates."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Speed:
 
 
 def speed(job: Job) -> Speed:
-    """The estimated speed of an update whose packs are full."""
+    """Estimated speed of an update with full packs."""
     forward = forward_flops(job, job.typical_length)
     train, before = _seconds(job, training=True), forward_passes(job) * _seconds(job, training=False)
     tokens = job.micro_batches * job.run.batch.pack_tokens * job.replicas
@@ -85,7 +85,7 @@ def forward_flops(job: Job, length: float) -> float:
 
 @dataclass(frozen=True)
 class _Work:
-    """FLOPs of a pass for each token, by the rate at which a GPU computes them."""
+    """FLOPs of a pass for each token, by kind of kernel (and so by MFU)."""
 
     matrices: float
     """Matrices of the layers."""
@@ -107,8 +107,8 @@ def _forward(job: Job) -> _Work:
 
 
 def _training(job: Job) -> _Work:
-    """Forward and backward, and what runs again between them: recomputed layers ("selective" is attention and
-    the MLP), and the output layer if bounds are searched between its logits and its gradient.
+    """Training FLOPs: forward, backward and recomputation ("selective": attention and the MLP), and a second
+    forward pass of the output layer if the bounds are searched before its gradient.
 
     Flash attention's backward pass makes five products where the forward pass makes two (FlashAttention-2,
     arXiv 2307.08691, section 3.1), so half a forward pass more than the four of one that has the scores.
@@ -124,7 +124,7 @@ def _training(job: Job) -> _Work:
 
 
 def _output_layer_twice(job: Job) -> bool:
-    """Whether the output layer's forward pass runs twice: once to search the bounds, once for the loss."""
+    """Whether the output layer runs forward twice: for the search of the bounds, and for the loss."""
     return job.run.batch.hold_forwards or job.run.algorithm.bounds.sums_over == "micro_batch"
 
 
@@ -141,14 +141,14 @@ def _seconds(job: Job, training: bool) -> float:
 
 @dataclass(frozen=True)
 class HostUpdate:
-    """Seconds of an optimizer step on the host (``optimizer.device=cpu``), of the slowest stage.
+    """Seconds of a host optimizer step (``optimizer.device=cpu``), on the slowest stage: max(AdamW, copies).
 
-    The copies run beside the cores, bucket by bucket, so the slower takes the time. Left out: the first and
-    the last bucket's copies, and the pages that are copied in the first step after a checkpoint has begun.
+    The copies run beside the cores, bucket by bucket. Left out: the copies of the first and the last bucket,
+    and the copy-on-write pages of the first step after a checkpoint has begun.
     """
 
     elements: float
-    """Elements of a rank's share."""
+    """Elements of a rank's optimizer shard."""
     step_seconds: float
     """AdamW and rounding, with all ranks of a node at once."""
     fetch_seconds: float
@@ -163,7 +163,7 @@ class HostUpdate:
 
 
 def host_update(job: Job) -> HostUpdate | None:
-    """The step of the job's optimizer; None if it is on the GPU."""
+    """The host optimizer step of the job; None if its optimizer is on the GPU."""
     if not job.host_optimizer:
         return None
     stages = range(job.parallel.pipeline)
@@ -180,33 +180,33 @@ def host_update(job: Job) -> HostUpdate | None:
 
 @dataclass(frozen=True)
 class Handover:
-    """Seconds of a step in which colocated servers and the policy change places, and nobody works.
+    """GPU hand-over of a step between the policy and colocated servers: seconds in which no GPU computes.
 
-    Left out: what servers take to give up their memory and to get it back, a second or so.
+    Left out: the servers' own release and resume of their memory, about a second.
     """
 
     moved: float
-    """Bytes that a GPU copies to the host and later back."""
+    """Bytes that a GPU offloads to the host and reloads."""
     moving_seconds: float
-    """Both ways, all GPUs of a node at once."""
+    """Seconds of offload and reload, all GPUs of a node at once."""
     read: float
     """Bytes of the weights that servers load."""
     by_handles: bool
-    """They load them from the policy's memory, not from the disk."""
+    """Whether servers load the weights from the policy's memory by IPC handles, not from disk."""
     reading_seconds: float
-    """From the disk one reading: the other servers of the node find the bytes in its memory. Else the copies
-    within a GPU's memory alone."""
+    """From disk: one read, since the node's other servers find the bytes in the page cache. By IPC: the
+    copies within GPU memory alone."""
     expected_reading_seconds: float
-    """From the policy's memory at the rate that was measured elsewhere (``sync.IPC_RATE``)."""
+    """By IPC at the rate that was measured elsewhere (``sync.IPC_RATE``)."""
 
     @property
     def seconds(self) -> float:
-        """All of a step."""
+        """Seconds of all hand-overs of a step."""
         return self.moving_seconds + self.expected_reading_seconds
 
 
 def handover_estimate(job: Job) -> Handover | None:
-    """The changes of a step of the job; None without colocated servers."""
+    """The GPU hand-overs of a step; None without colocated servers."""
     if not job.colocated:
         return None
     moved, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
@@ -217,6 +217,6 @@ def handover_estimate(job: Job) -> Handover | None:
 
 
 def _copies_in_memory(job: Job) -> float:
-    """Seconds for a byte of weights through GPU memory: gathered over NVLink, copied into a bucket, and from
-    there into the server's weights; each copy reads and writes it."""
+    """Seconds per byte of an IPC weight load, 1 / NVLink + 4 / GPU memory: gathered, copied into a bucket,
+    and copied into the server's weights; each copy reads and writes."""
     return 1 / job.gpu.nvlink + 4 / (_LINK_EFFICIENCY * job.gpu.memory_bandwidth)

@@ -1,4 +1,4 @@
-"""The five lines of a plan that a person acts on: fit, nodes, step, first checkpoint, disk."""
+"""Summary of a plan in five lines: fit, nodes, step time, first checkpoint, disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bapo_megatron.commands.plan.plan import JobPlan
 
 
 def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
-    """The five lines. ``nodes``: those of a cluster file, in place of the plan's own."""
+    """The five lines. ``nodes``: text for the nodes of a cluster file, in place of the plan's own."""
     job, run = plan.job, plan.job.run
     verdict = "DOES NOT FIT" if any(plan.misfits()) or plan.engine_misfit() else "FITS"
     yield (
@@ -61,7 +61,7 @@ def duration(seconds: float) -> str:
 
 
 def _peaks(plan: JobPlan) -> str:
-    """The most GB on a GPU; of the two turns of colocated servers each."""
+    """Peak GB of a GPU; with colocated servers that of training and that of sampling."""
     if not plan.job.colocated:
         return f"{max(stage.peak for stage in plan.stages) / GB:.1f} GB"
     train = max(stage.policy_peak + stage.kept for stage in plan.stages)
@@ -70,7 +70,7 @@ def _peaks(plan: JobPlan) -> str:
 
 
 def _nodes(plan: JobPlan) -> str:
-    """The nodes, and what a reader must do for those that sample."""
+    """The nodes, and the setting that rollout nodes need."""
     job, engines = plan.job, plan.engines
     if job.servers_problem:  # for which `bapo train` alone would refuse it
         return (

@@ -1,4 +1,4 @@
-"""The weight sync of a step in ``bapo plan``: its time on the wire, and the time that such syncs take.
+"""Weight sync estimate of ``bapo plan``: time on the wire, and time at rates that were measured elsewhere.
 
 The wire is the smaller part. Weights are gathered parameter by parameter, copied into buckets, announced to
 every server and loaded there. In verl's 72B sync the sender spends 23.5 of its 24 s on buckets.
@@ -24,17 +24,17 @@ H200 in 2.5 s (miles, docs/models/qwen/qwen3-8.md)."""
 
 @dataclass(frozen=True)
 class Sync(Traffic):
-    """The weight sync of a step. ``seconds`` is the wire's share."""
+    """Weight sync of a step. ``seconds`` is the time on the wire."""
 
     expected_seconds: float
-    """Seconds that such a sync takes."""
+    """Seconds of a sync at the measured or assumed rate."""
     basis: str
-    """What the expected time rests on."""
+    """Source of the expected time."""
 
 
 def sync_traffic(job: Job) -> Sync:
-    """The weight sync of a step: the whole model leaves one trainer GPU by its network port, unless servers
-    read it on that GPU (``turns``)."""
+    """The weight sync of a step: the whole model leaves one trainer GPU by its network port. With
+    ``sync=ipc`` it is part of the GPU hand-over."""
     sent = float(total_parameters(job.shape) * job.element)
     if job.weights_by_ipc:
         return Sync("sync", sent, 0.0, "GPU memory", 0.0, "see turns")

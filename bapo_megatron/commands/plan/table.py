@@ -1,4 +1,4 @@
-"""The text of a plan for people: summary, one row a stage, traffic, speed, engines, and what would fit."""
+"""Text renderer of a plan: summary, memory of each stage, traffic, speed, engines, and advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bapo_megatron.commands.plan.sync import DISK_RATE
 from bapo_megatron.rollout.engines.timeouts import read_seconds
 
 _FEW_RESPONSES = 4
-"""Responses below which a search often sees one sign alone: of so many 1 in 8 times, by chance."""
+"""Responses below which a search often sees one sign alone: of four with probability 1/8."""
 _COLUMNS = (
     ("weights", "weights"),
     ("gradients", "grads"),
@@ -76,7 +76,7 @@ def _title(plan: JobPlan) -> Iterator[str]:
 
 
 def _bounds(job: Job) -> Iterator[str]:
-    """The search of the clipping bounds, and whether it sees enough responses to have both signs."""
+    """Section of the clipping bounds: their search, with a warning if it has too few responses."""
     seen, bounds = job.responses_per_search, job.run.algorithm.bounds
     if seen is None:
         return
@@ -109,7 +109,7 @@ def _memory(plan: JobPlan) -> Iterator[str]:
 
 
 def _colocated_memory(plan: JobPlan) -> Iterator[str]:
-    """Whose memory is on a GPU when, with colocated servers: both turns must fit."""
+    """Section of GPU memory by phase with colocated servers: training, hand-over, sampling."""
     if plan.handover is None:
         return
     free = plan.job.gpu.memory - plan.budget
@@ -132,7 +132,7 @@ def _colocated_memory(plan: JobPlan) -> Iterator[str]:
 
 
 def _handover(handover: Handover) -> str:
-    """What moves between two handover."""
+    """Line of the GPU hand-over between training and sampling."""
     policy = (
         f"{handover.moved / GB:.1f} GB a GPU to the host and back, {handover.moving_seconds:,.1f} s"
         if handover.moved
@@ -148,7 +148,7 @@ def _handover(handover: Handover) -> str:
 
 
 def _cores(job: Job) -> str:
-    """Cores that a node's processes keep busy: the scheduler of a paused server polls without a rest."""
+    """Line of the CPU cores that a node needs. The scheduler of a paused server busy-waits on one."""
     sglang, workers = job.run.rollout.sglang, job.run.reward.workers
     servers = sglang.servers * sglang.tensor
     return (
@@ -158,7 +158,7 @@ def _cores(job: Job) -> str:
 
 
 def _model_row(plan: JobPlan) -> list[str]:
-    """The whole model: one copy of its weights, gradients and optimizer state."""
+    """Row of the whole model: one copy of its weights, gradients and optimizer state."""
     job = plan.job
     parameters = total_parameters(job.shape)
     copies = (job.element, 4, optimizer_bytes(job, 1) * job.optimizer_shards)

@@ -1,1 +1,1 @@
-"""`bapo report`: runs on one self-contained page, their pictures as PNG beside it."""
+"""`bapo report`: self-contained HTML page of a run, or of several compared, with plots as PNG."""

@@ -1,4 +1,4 @@
-"""The HTML comparison of several runs: one page with shared plots, results, and the settings that differ."""
+"""HTML comparison of several runs: one page with shared plots, results, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def write_comparison(run_dirs: Sequence[Path], folder: Path) -> Path:
 
 
 def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs; to a name that several have, the name of the run's folder is added."""
+    """The runs with unique names: the folder's name is appended to a name that several runs have."""
     names = [run.name for run in runs]
     return [
         replace(run, config=run.config | {"name": f"{run.name} ({run.run_dir.resolve().name})"})
@@ -149,7 +149,7 @@ def _results(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def own_metrics(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Metrics of losses and measurements of the user's, which no panel draws: each run's last value."""
+    """User-defined metrics (of the user's losses and measurements), which no panel draws: last values."""
     last = [run.steps[-1] if run.steps else {} for run in runs]
     names = dict.fromkeys(name for row in last for name in row if "/" in name)
     own = [name for name in names if name.partition("/")[0] not in _OUR_PREFIXES]

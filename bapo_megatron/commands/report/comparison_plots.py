@@ -1,4 +1,4 @@
-"""Plots that compare runs: PNGs of all runs, and SVG layers that the page shows and hides for each run."""
+"""Comparison plots of several runs: a PNG of all, and an SVG layer for each run that the page can hide."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _figure(panel: Panel, runs: Sequence[Drawn]) -> tuple[Figure, Any, list[list
 
 
 def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
-    """The ranges and the target of a plot, where all runs that have some have the same."""
+    """The bands of a plot (ranges and target), if they are equal for all runs that have any."""
     found = [of_run for of_run in (bands(panel, run) for run in runs) if of_run]
     if not found or any(of_run != found[0] for of_run in found):
         return []

@@ -1,4 +1,4 @@
-"""The data of a report: the logs of a run directory, and the headline numbers of a run."""
+"""Log reader of a report: the metrics, updates and events of a run directory, and its headline numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RunRecord:
     evaluations: list[Row] = field(default_factory=list)
     """Metrics on held-out problems, at the steps that were evaluated."""
     forked: str | None = None
-    """Where it was forked from, in words."""
+    """The run and step that it was forked from, as text."""
 
     @property
     def name(self) -> str:
@@ -185,8 +185,7 @@ def _is_number(value: Any) -> bool:
 
 
 def make_report_folder(folder: Path) -> None:
-    """Make the folder of a report. ConfigError if nothing can be written there, or if a page is there that is
-    no report."""
+    """Make the folder of a report. ConfigError if it is not writable, or has a page of another program."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK | os.X_OK)

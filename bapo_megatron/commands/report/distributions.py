@@ -1,4 +1,4 @@
-"""Plots over the importance ratio (Figs. 5 and 10 of the paper), and of Eq. 6 against measurement."""
+"""Distribution plots of a report: probability and entropy by importance ratio (Figs. 5, 10), and Eq. 6."""
 
 from __future__ import annotations
 

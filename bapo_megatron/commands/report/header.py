@@ -1,4 +1,4 @@
-"""The head of a report: a run's method, its target, the data's age, what it reached, and its baseline."""
+"""Header of a report: a run's algorithm, bounds, staleness, held-out score, baseline, and main settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NOT_RECORDED = "not recorded"
 _NAMES = {"grpo": "GRPO", "clip_higher": "clip-higher (DAPO)"}
 _SEARCHED_FOR = {"update": "each update", "lagged": "each update, on the one before"}
 Fact = tuple[str, str]
-"""A name, and what is said under it."""
+"""A name and its text."""
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """How the searches for the bounds ended, as shares of the updates."""
+    """Outcome of the bounds searches: shares of updates with a moved bound, and with a reached target."""
 
     moved: float
     reached: float
@@ -35,7 +35,7 @@ def bounds_of(run: RunRecord) -> BoundsConfig | None:
 
 
 def search_outcome(run: RunRecord) -> SearchOutcome | None:
-    """How the searches ended; None for fixed bounds, for another loss, and for logs without them."""
+    """Outcome of a run's bounds searches; None for fixed bounds, another loss, or logs without them."""
     bounds = bounds_of(run)
     rows = run.updates or run.steps
     moves, reached = known_values(rows, "bapo/rounds"), mean(known_values(rows, "bapo/reached"))
@@ -71,7 +71,7 @@ def facts(run: RunRecord) -> list[Fact]:
 
 
 def algorithm(run: RunRecord) -> str:
-    """The name of the method, and how its bounds come about."""
+    """The name of the method, and how its bounds are set."""
     bounds, loss = bounds_of(run), _loss(run)
     if bounds is None:
         return NOT_RECORDED
@@ -150,7 +150,7 @@ def _held_out(run: RunRecord) -> str:
 
 
 def _baseline(run: RunRecord) -> str:
-    """What the results may be compared with: the run's own beginning."""
+    """Baseline of the results: the run's own start."""
     begun = int(run.steps[0]["step"]) - 1
     rows = [row for row in _evaluated(run) if row["step"] == begun]
     policy = f"the policy after step {begun}" if begun else "the policy before training"
@@ -185,7 +185,7 @@ def _count(count: int, one: str, many: str = "") -> str:
 
 
 def main_settings(config: dict[str, Any]) -> list[Fact]:
-    """The settings that a reader asks for first, from a resolved configuration by dotted names."""
+    """Main settings of a run, from a resolved configuration by dotted names."""
     get = config.get
     rows = [
         ("model", _joined(get("model.hf_path"), get("model.dtype"))),

@@ -1,4 +1,4 @@
-"""The HTML report of a run: ``report/index.html``, one self-contained page, and its plots as PNG."""
+"""HTML report of a run: ``report/index.html``, one self-contained page, and its plots as PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plots (panels) of a report as data: metrics, colours, captions.
+"""Panels (plots) of a report as data: metrics, colours, captions.
 
 Blue is for positive advantages, orange for negative advantages, near-black for everything else. People who do
 not tell red from green tell these apart; tests simulate what they see.

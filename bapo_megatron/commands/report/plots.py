@@ -1,4 +1,4 @@
-"""The plots of a report, drawn with matplotlib, which is slow to import."""
+"""Matplotlib plots of a report: one for each panel, and the overview image. Slow to import."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def draw_overview(run: RunRecord, path: Path) -> None:
 
 
 def write_png(figure: Figure, path: Path, dpi: int) -> None:
-    """Write a picture beside the page, whole or not at all, and through no link."""
+    """Write a picture beside the page atomically, and not through a link."""
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=dpi)
     write_atomically(path, picture.getvalue())

@@ -1,4 +1,4 @@
-"""What a report says that its runs show, and what they do not show, in sentences."""
+"""Interpretation of a report: sentences on what its runs show, and on what they cannot show."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from bapo_megatron.commands.report.header import bounds_of, search_outcome
 from bapo_megatron.commands.report.text import number, percent
 
 _SELDOM = 0.05
-"""The share of updates with a moved bound below which a run is one of bounds that stay at their starts."""
+"""Share of updates with a moved bound below which the bounds count as fixed at their starts."""
 
 
 def readings(run: RunRecord) -> list[str]:
-    """What the run shows and does not show, in sentences; first the recipe's own note."""
+    """Interpretation of one run in sentences; first the recipe's own note."""
     note = run.config.get("logging.note")
     reward = [*_of_reward(headline(run.steps)), *_of_sources(run)]
     return [*([str(note)] if note else []), *reward, *_of_search(run), *_of_method()]
 
 
 def comparison_readings(runs: Sequence[RunRecord]) -> list[str]:
-    """What a comparison shows and does not show: the runs' notes, and how much one run of each says."""
+    """Interpretation of a comparison: the runs' notes, and the limits of one run of each setting."""
     notes = {run.name: str(run.config.get("logging.note") or "") for run in runs}
     said = [
         f"{name}: {note}" if len(set(notes.values())) > 1 else note for name, note in notes.items() if note

@@ -150,7 +150,7 @@ def event_marks(run: RunRecord) -> list[Mark]:
 
 
 def final_results(run: RunRecord) -> dict[str, float | None]:
-    """The final results of a run by their names in the table; None where the log has none."""
+    """Final results of a run by their names in the results table; None where the log has none."""
     figures = headline(run.steps)
 
     def final(metric: str) -> float | None:
@@ -194,10 +194,10 @@ def updates_per_batch(run: RunRecord) -> int | None:
 
 
 def bounds_in_force(run: RunRecord) -> tuple[float | None, float | None]:
-    """Means of c_low over negative and c_high over positive tokens, over the updates after the first pass.
+    """Mean c_low over negative tokens and mean c_high over positive ones, over updates after the first pass.
 
-    In the first pass over a batch ratios are near 1 and no bound acts; a run without a second one has its
-    updates counted all. Logs of earlier versions have only the bounds of updates, which are weighted alike.
+    In the first pass over a batch ratios are near 1 and no bound acts. All updates count if there is only one
+    pass. Logs of earlier versions have only one bound for each update.
     """
     rows = run.updates or run.steps
     rows = [row for row in rows if row.get("epoch")] or rows

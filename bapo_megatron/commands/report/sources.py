@@ -1,4 +1,4 @@
-"""The table of a report by source of prompts: what was taken, what it earned, what it did to the policy."""
+"""Table of a report by data source: prompts, reward, length, entropy, gradient share, clipping."""
 
 from __future__ import annotations
 

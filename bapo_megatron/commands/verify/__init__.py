@@ -1,1 +1,1 @@
-"""`bapo verify-parallel`: a canary batch at two layouts, compared."""
+"""`bapo verify-parallel`: parity check of two parallel layouts on a canary batch."""

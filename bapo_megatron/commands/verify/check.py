@@ -1,4 +1,4 @@
-"""The layout check of `bapo verify-parallel`: log-probs, bounds, loss and gradient norm of a canary batch.
+"""Layout parity check of `bapo verify-parallel`: log-probs, bounds, loss, gradient norm of a canary batch.
 
 It needs the recipe and the model, but no dataset, tokenizer or run directory. It makes one update, to measure
 the gradient norm; the updated weights are discarded.
@@ -196,7 +196,7 @@ def _matching_reference(path: Path, config: VerifyConfig) -> LayoutReference:
 
 
 def _identity(config: VerifyConfig) -> dict[str, Any]:
-    """Everything but the layout that the measured quantities depend on; it must be equal in both layouts."""
+    """Identity of a measurement: model, canary and objective, which must be equal in both layouts."""
     named = {
         "model": {**model_digests(config.model.hf_path), "dtype": config.model.dtype},
         "canary": dataclasses.asdict(config.canary),

@@ -39,7 +39,7 @@ def verify_command(arguments: Sequence[str]) -> None:
 
 
 def _run_both_layouts(config: VerifyConfig, processes: int) -> None:
-    """Measure the reference layout, then the recipe's layout, and compare them."""
+    """Measure the reference layout, then the recipe's layout in new processes, and compare them."""
     from bapo_megatron.runtime.distributed import run_processes
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Comparison of two layouts on one batch, upstream quantities first, with the first difference named."""
+"""Comparison of two parallel layouts on one batch: one row for each quantity, upstream first."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from bapo_megatron.data.packing import Sample
 class Tolerances:
     """Allowed differences: ``absolute + relative * abs(reference)``. The defaults are those of float32.
 
-    A log-prob is a difference of numbers of the size of the logits, so however small it is, it is never more
-    exact than they are. The absolute part, and that of the norm, cover the largest errors, against float64,
-    that float32 itself makes in a canary of random tokens: 3.3e-4 nats and 2.2e-4 of the norm, by
-    transformers' own Llama with SmolLM2-135M, whose first activations of a sequence are large.
+    A log-prob is a difference of numbers of the size of the logits, so it is never more exact than they are.
+    The absolute part, and that of the norm, cover the largest float32 errors against float64 on a canary of
+    random tokens: 3.3e-4 nats and 2.2e-4 of the norm, measured with transformers' Llama and SmolLM2-135M,
+    whose first activations of a sequence are large.
     """
 
     token_relative: float = 1e-5
@@ -71,7 +71,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class QuantityRow:
-    """One row of the comparison: a quantity, how far the layouts are apart, and what is allowed."""
+    """Row of the comparison: a quantity, its difference between the layouts, its tolerance."""
 
     quantity: str
     reference: str
@@ -105,7 +105,7 @@ def compare_layouts(
 
 
 def first_differing_row(rows: Sequence[QuantityRow]) -> QuantityRow | None:
-    """The most upstream row that differs; what lies downstream of it may only follow from it."""
+    """The most upstream row that differs; later ones may be consequences of it."""
     return next((row for row in rows if row.verdict == "DIFFERS"), None)
 
 

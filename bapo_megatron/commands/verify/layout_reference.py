@@ -1,4 +1,4 @@
-"""The layout reference: a batch and what one parallel layout computes on it, to compare other layouts with.
+"""Layout reference (``--save``, ``--certificate``): a batch, and the outputs of one parallel layout on it.
 
 The file is an npz archive. It holds the inputs themselves (token ids, rollout log-probs, advantages), not
 only their seed, so a comparison never depends on how a later version draws them.

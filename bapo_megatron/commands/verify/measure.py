@@ -1,4 +1,4 @@
-"""Measurement of one layout on a batch: every token's log-prob and entropy, and the totals of one update.
+"""Measurement of one parallel layout on a batch: per-token log-probs and entropies, totals of one update.
 
 The update changes the policy's weights: measure the totals last.
 """
@@ -32,7 +32,7 @@ def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample])
             log_prob, entropy = (values[start : start + length].cpu().numpy().copy() for values in stats)
             mine[index] = (log_prob, entropy)
     found: _BySample = {}
-    for ranks in gather(mine):  # ranks of one replica send the same
+    for ranks in gather(mine):  # all ranks of one replica have the same values
         found = {**ranks, **found}
     ordered = broadcast_from_main([found[index] for index in range(len(samples))] if is_main() else None)
     return TokenOutputs([log_prob for log_prob, _ in ordered], [entropy for _, entropy in ordered])

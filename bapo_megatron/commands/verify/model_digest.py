@@ -1,4 +1,4 @@
-"""Digests that tell models apart without reading them whole."""
+"""Model fingerprints: SHA-256 of config.json, and of samples of the weight files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What stands between a rank and torch in a rehearsal: fake tensors, a fake GPU, fake peers, and a meter."""
+"""Fake torch backend of a rehearsal: fake tensors, a fake GPU, fake process groups, and the meter."""

@@ -1,8 +1,7 @@
-"""The collectives that a rank enters, and their answers: what its peers would have sent.
+"""Fake collectives: a recorder of every NCCL call of a rank, with the result that its peers would give.
 
-Buffers keep their shape, so most collectives need no answer. What a rank decides by the values that it
-receives is answered as if every peer were like this one; stages of a pipeline tell each other the shape of a
-message.
+Buffers keep their shape, so most collectives need no result. Values that a rank decides by are answered as if
+every peer were like this one; so are the message shapes that pipeline stages announce.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ _NAMES |= {"reduce_scatter_tensor_coalesced_": "reduce_scatter", "recv_": "recv"
 
 
 class Collectives:
-    """The calls of one rank in order, and what it receives."""
+    """Recorder of one rank's collectives in order; also gives their results."""
 
     def __init__(self, names: Mapping[str, str], book: Callable[[Tensor, str], None]) -> None:
-        """``names``: kinds of groups by torch's names; ``book`` takes a buffer of the collective's own."""
+        """``names``: kinds of groups by torch's names; ``book`` records a buffer that NCCL allocates."""
         self.calls: list[Call] = []
         self.message_shape: tuple[int, ...] = ()
         """Shape of a message between pipeline stages."""
         self._names, self._book = names, book
 
     def answer(self, func: Any, args: Sequence[Any], phase: str) -> Any:
-        """Note a collective and return what torch's kernel would."""
+        """Record a collective and return what torch's kernel would."""
         call, tensors = self.note(func, args, phase)
         name = _kernel(func)
         if name in ("allgather_", "reduce_scatter_") and call.device == "cuda" and len(call.ranks) > 1:
@@ -66,7 +65,7 @@ class Collectives:
         return work if name in _WORK_ONLY else (args[0], work)
 
     def note(self, func: Any, args: Sequence[Any], phase: str) -> tuple[Call, list[Tensor]]:
-        """Note a collective; the call, and its tensors."""
+        """Record a collective; the call, and its tensors."""
         name = _kernel(func)
         group = ProcessGroup.unbox(args[_GROUP_AT.get(name, 1)])
         tensors = _tensors(args[:2]) if name != "barrier" else []
@@ -89,7 +88,7 @@ class Collectives:
 
     @staticmethod
     def _check(name: str, tensors: list[Tensor], args: Sequence[Any], ranks: int) -> None:
-        """Raise for what NCCL refuses: mixed devices, strides, sizes that do not fit the group."""
+        """NCCL's own checks: mixed devices, non-contiguous tensors, sizes that do not fit the group."""
         devices = {one.device.type for one in tensors}
         if len(devices) > 1:
             raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(devices))}")
@@ -107,7 +106,7 @@ class Collectives:
             )
 
     def _receive(self, name: str, tensors: list[Tensor], args: Sequence[Any]) -> None:
-        """Values after the call: unknown, but for what peers that are like this rank send."""
+        """Mark the values of received tensors as unknown, unless peers like this rank would send the same."""
         if name == "recv_" and tensors[0].dtype == torch.int64 and tensors[0].numel() == _SHAPE_ANNOUNCEMENT:
             with unset_fake_temporarily():
                 know(tensors[0], torch.tensor(self.message_shape))

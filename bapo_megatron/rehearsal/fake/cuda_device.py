@@ -1,4 +1,4 @@
-"""The fake CUDA device: a GPU that is not there, on a torch that may be built for CPUs.
+"""Fake CUDA device: torch behaves as on a GPU, on a machine without one and with a CPU build of torch.
 
 torch's FakeTensorMode makes tensors on ``cuda`` and finds mixed devices without CUDA, but autograd asks C++
 for a CUDA device guard, which a CPU build lacks. So Python sees ``cuda``, and C++ sees ``meta``, which has
@@ -45,7 +45,7 @@ def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
 
 
 def answer_queries(on_synchronize: Callable[[], None]) -> None:
-    """Answer torch.cuda's questions for one GPU; ``on_synchronize`` as in ``install``."""
+    """Replace torch.cuda's queries by those of one fake GPU; ``on_synchronize`` as in ``install``."""
 
     def wait(*_: Any) -> None:
         on_synchronize()
@@ -81,7 +81,7 @@ def answer_queries(on_synchronize: Callable[[], None]) -> None:
 
 
 class _Stream:
-    """A stream on which nothing runs."""
+    """Fake CUDA stream, on which nothing runs."""
 
     cuda_stream = 0
     device = CUDA
@@ -105,7 +105,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has happened."""
+    """Fake CUDA event, which is complete at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -121,7 +121,7 @@ class _Event:
 
 
 def _show_cuda_to_python() -> None:
-    """Answer C++'s question for a fake tensor's device with meta, and Python's with cuda."""
+    """Device of a fake GPU tensor: ``meta`` for C++, ``cuda`` for Python."""
     handlers: dict[Any, Any] = fake_tensor._DISPATCH_META_HANDLERS
     plain = handlers[torch.ops.prim.device.default]
 
@@ -140,7 +140,7 @@ def _show_cuda_to_python() -> None:
 
 
 def _enter_in_backward(functions: CudaFunctions) -> None:
-    """Keep the mode on in backward passes: torch hands them to the mode as one function, and turns it off."""
+    """Keep the function mode active in backward passes: torch disables it for them."""
     autograd: Any = torch.autograd
     plain = autograd._engine_run_backward
 
@@ -152,7 +152,7 @@ def _enter_in_backward(functions: CudaFunctions) -> None:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """What C++ would answer wrongly of a tensor on the fake GPU."""
+    """Function mode that corrects what C++ would get wrong for a tensor on the fake GPU."""
 
     def __torch_function__(
         self,
@@ -184,7 +184,7 @@ def _is_index(device: Any) -> bool:
 
 
 def _to_anywhere(tensor: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """``Tensor.to`` in all its forms, on ``_to``."""
+    """``Tensor.to`` in all its signatures, by ``_to``."""
     device, dtype = named.pop("device", None), named.pop("dtype", None)
     flags = ["non_blocking", "copy"]
     for value in rest:

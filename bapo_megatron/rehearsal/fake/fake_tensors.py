@@ -1,4 +1,4 @@
-"""Repairs of torch for programs on fake tensors, whatever their device. They hold for the whole process."""
+"""Patches of torch for programs on fake tensors of any device. They hold for the whole process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def repair_torch() -> None:
-    """Let modules move fake parameters, optimizers take them for tensors, storages have addresses."""
+    """Patch torch: modules may move fake parameters, optimizers accept them, storages have addresses."""
     torch.utils.swap_tensors = _swap_data
     # Fused and foreach optimizers look at the exact type of a parameter.
     optimizers: Any = sys.modules["torch.optim.optimizer"]
@@ -27,7 +27,7 @@ def repair_torch() -> None:
 
 
 def _swap_data(old: Tensor, new: Tensor) -> None:
-    """What ``swap_tensors`` does, which refuses a tensor that anything refers to weakly."""
+    """Replacement of ``swap_tensors``, which refuses a tensor with weak references."""
     if old.untyped_storage()._cdata == new.untyped_storage()._cdata:
         return
     old.data = new.data
@@ -36,7 +36,7 @@ def _swap_data(old: Tensor, new: Tensor) -> None:
 
 
 class ListsOfTensors(TorchFunctionMode):
-    """``torch.tensor`` of lists with tensors in them, whose values torch reads past the dispatcher."""
+    """Function mode for ``torch.tensor`` of lists with tensors, which torch reads past the dispatcher."""
 
     def __torch_function__(
         self,

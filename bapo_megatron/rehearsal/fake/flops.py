@@ -1,8 +1,8 @@
-"""FLOPs of a rank's kernels: matrix products by torch's own formulas, attention as it is executed.
+"""FLOP counter of a rank's kernels: matrix products by torch's own formulas, attention as executed.
 
 Flash attention does two products for each pair of a query and a key forward and five backward (recomputed
 scores, and the gradients of queries, keys, values and scores): Dao 2023, FlashAttention-2 (arXiv 2307.08691),
-section 3.1. Of a causal chunk only the pairs that are seen are counted.
+section 3.1. Of a causal chunk only unmasked pairs are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORWARD, _BACKWARD = 4, 10
 
 
 class FlopMeter:
-    """The FLOPs of each kernel.
+    """FLOP counter of kernels.
 
     ``chunks``, the (queries, keys) of each chunk of documents on this rank, must be set before the
     variable-length kernels run: their arguments are on the device.
@@ -35,7 +35,7 @@ class FlopMeter:
         self.chunks: list[tuple[int, int]] = []
 
     def count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-        """FLOPs of one call; 0 for what does no products."""
+        """FLOPs of one kernel call; 0 for a kernel without products."""
         packet = func._overloadpacket
         if packet is torch.ops.torch_attn._varlen_attn:
             return self._varlen(args[0], _FORWARD)
@@ -49,7 +49,7 @@ class FlopMeter:
         return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
     def count_te(self, kernel: str, args: Sequence[Any]) -> int:
-        """FLOPs of one call of Transformer Engine's compiled part; 0 for what does no products."""
+        """FLOPs of one call of Transformer Engine's compiled part; 0 for a kernel without products."""
         if kernel == "generic_gemm":
             a, transposed_a, b = args[:3]
             return 2 * int(b.numel()) * int(a.shape[-2] if transposed_a else a.shape[-1])
@@ -72,7 +72,7 @@ def _dense(query: torch.Tensor, key: torch.Tensor, causal: bool, each: int) -> i
 
 
 def _te_pairs(named: dict[str, Any]) -> int:
-    """Pairs of a query and a key that a call of fused attention sees, by the bounds of its documents."""
+    """Unmasked pairs of a query and a key in a call of fused attention, by the bounds of its documents."""
     bounds = [known(named[name]) for name in ("cu_q", "cu_kv")]
     causal = "CAUSAL" in MaskType(named["mask"]).name
     if any(one is None for one in bounds):
@@ -83,7 +83,7 @@ def _te_pairs(named: dict[str, Any]) -> int:
 
 
 def _seen(queries: int, keys: int) -> int:
-    """Pairs of a query and a key before it, where the queries are the last of the keys."""
+    """Pairs of causal attention, q k - q (q - 1) / 2, where the queries are the last q of the k keys."""
     return queries * keys - queries * (queries - 1) // 2
 
 

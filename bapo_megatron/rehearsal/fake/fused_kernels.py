@@ -1,6 +1,6 @@
-"""Fused kernels of a GPU as the memory that they take: what torch.compile or one CUDA kernel does in one go.
+"""Fused GPU kernels (SwiGLU, RMSNorm) as the memory that they allocate.
 
-Run eagerly, as a CPU runs them, they would leave intermediates that a GPU never has.
+Run eagerly, as on a CPU, they would allocate intermediates that a GPU never has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def install_swiglu() -> None:
-    """Replace megatron's compiled SwiGLU, in both directions, by its inputs and outputs."""
+    """Replace megatron's compiled SwiGLU, forward and backward, by the allocation of its outputs."""
     # Not before Transformer Engine is installed, which megatron looks for when it is imported.
     import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
 
@@ -21,7 +21,7 @@ def install_swiglu() -> None:
 
 
 def rms_norm(func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
-    """torch's fused RMSNorm on CUDA: it keeps its input and one number a row."""
+    """torch's fused RMSNorm on CUDA: it saves its input and one number a row."""
     if not x.is_cuda or weight is None:
         return func(x, shape, weight, eps)
     return _FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""The storage ledger: every block of memory that a rank takes and gives back, in order.
+"""Storage ledger: every allocation and release of a rank in order, and the peak memory of each phase.
 
-Views of one storage are one block. A block dies with its storage, as it would in the caching allocator.
+Views of one storage are one block. A block is released with its storage, as in the caching allocator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SMALLEST = 512
 
 @dataclass(slots=True)
 class Block:
-    """One storage: its size, what made it, and what kind of memory it is."""
+    """One allocated storage: its size, its origin in the program, and its kind of memory."""
 
     size: int
     device: str
@@ -33,7 +33,7 @@ class Block:
     """Line of the program that called the kernel; of large blocks only."""
     phase: str
     kind: str = ""
-    """weights, gradients, optimizer; empty for what comes and goes."""
+    """weights, gradients, optimizer; empty for temporary memory."""
     saved: bool = False
     """Whether autograd has kept it for a backward pass."""
     communicated: bool = False
@@ -41,7 +41,7 @@ class Block:
 
 
 class Ledger:
-    """The births and deaths of storages, and the phases of the rehearsal between them."""
+    """Log of allocations and releases of storages, by phase of the rehearsal."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -59,7 +59,7 @@ class Ledger:
         return None if number is None else self.blocks[number]
 
     def add(self, tensor: torch.Tensor, op: str, module: str, line: str, phase: str) -> Block:
-        """Book the storage of ``tensor``; one that is known is left as it is."""
+        """Record the allocation of a tensor's storage; a known storage is left as it is."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._numbers:
@@ -84,7 +84,7 @@ class Ledger:
         return block
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has another size: that it has lost its memory, or has it again, all of it."""
+        """Record the release or the re-allocation of a storage's memory by ``resize_``."""
         number = self._numbers.get(storage._cdata)
         if number is None or (storage.nbytes() == 0) == (number in self._emptied):
             return
@@ -97,7 +97,7 @@ class Ledger:
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """The phase ``name``, for the length of a block."""
+        """Context manager of the phase ``name``."""
         start = len(self._events)
         try:
             yield
@@ -105,7 +105,7 @@ class Ledger:
             self.windows[name] = (start, len(self._events))
 
     def peak(self, phase: str, device: str) -> tuple[int, list[Block]]:
-        """Most bytes alive at a time in ``phase``, and the blocks that were alive then."""
+        """Peak bytes of a device in ``phase``, and the blocks that were allocated then."""
         start, end = self.windows[phase]
         alive = self._replay(start)
         live = best = sum(self.blocks[number].size for number in alive if self._is_on(number, device))
@@ -122,7 +122,7 @@ class Ledger:
         return self.blocks[number].device == device
 
     def _replay(self, events: int) -> set[int]:
-        """Numbers of the blocks that are alive after so many events."""
+        """Numbers of the blocks that are allocated after the first ``events`` events."""
         alive: set[int] = set()
         for event in self._events[:events]:
             if event > 0:
@@ -133,7 +133,7 @@ class Ledger:
 
 
 def sizes_by_kind(blocks: list[Block]) -> Counter[str]:
-    """Bytes of blocks by kind: what is named, what autograd keeps, what is communicated, and what passes."""
+    """Bytes of blocks by kind: weights, gradients, optimizer, activations, communication, temporary."""
     found: Counter[str] = Counter()
     for block in blocks:
         found[kind_of(block)] += block.size
@@ -141,7 +141,7 @@ def sizes_by_kind(blocks: list[Block]) -> Counter[str]:
 
 
 def kind_of(block: Block) -> str:
-    """The kind of memory of a block."""
+    """Kind of memory of a block; "passing" is temporary memory."""
     if block.kind:
         return block.kind
     if block.saved:

@@ -1,8 +1,7 @@
-"""The dispatch meter: books storages, FLOPs, collectives and host waits of every kernel call of a rank.
+"""Dispatch-mode meter: records storages, FLOPs, collectives and host waits of every kernel call of a rank.
 
-Three layers stand between a program and the kernels, outermost first: ``CudaFunctions`` (what C++ would
-answer wrongly of a fake GPU), the ``Meter``, and torch's FakeTensorMode (shapes, types and devices, without
-memory or arithmetic).
+Three modes lie between the program and the kernels, outermost first: ``CudaFunctions`` (corrections for the
+fake GPU), the ``Meter``, and torch's FakeTensorMode (shapes, types and devices, no memory or arithmetic).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from bapo_megatron.rehearsal.fake.waits import HostWaits, program_line
 
 aten = torch.ops.aten
 _LARGE = 1 << 20
-"""Bytes of a block whose line in the program is noted."""
+"""Least bytes of a block for which its line in the program is recorded."""
 _CHECKED = {"aten", "prims", "prim"}
 """Namespaces whose fake kernels find mixed devices by themselves."""
 _COPIES = {aten._to_copy.default, aten.copy_.default}
@@ -56,7 +55,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """The phase ``phase``, for the length of a block; phases may lie within others."""
+        """Context manager of a phase; phases may be nested."""
         outer, self.phase = self.phase, phase
         with self.ledger.window(phase):
             try:
@@ -97,7 +96,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def value_of(self, tensor: Tensor, what: str) -> Tensor:
-        """The values that the host reads of a tensor: known or guessed. Counts a wait if it is on the GPU."""
+        """Values that the host reads from a tensor, known or guessed. A read from the GPU is a wait."""
         if tensor.device.type == "cuda":
             self.waits.wait(self.phase, what)
         value = known(tensor)
@@ -108,7 +107,7 @@ class Meter(TorchDispatchMode):
             return value.detach()
 
     def see_te_kernel(self, name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
-        """A call of Transformer Engine's compiled part, which torch's dispatcher does not see."""
+        """Record a call of Transformer Engine's compiled part, which bypasses torch's dispatcher."""
         _check_devices(name, args, named)
         flops = self.flops.count_te(name, args)
         if flops:
@@ -142,13 +141,13 @@ class Meter(TorchDispatchMode):
         return self.modules[-1] if self.modules else ""
 
     def _check_logits(self, product: Tensor) -> None:
-        """RuntimeError for logits that a matmul rounds: the servers' are of float32 from the matmul on."""
+        """Check that logits are float32 from the matmul on, as the servers' are; else RuntimeError."""
         is_logits = product.size(-1) == self.vocabulary and program_line().startswith(_OUTPUT_LAYER)
         if is_logits and product.dtype != torch.float32:
             raise RuntimeError(f"the output layer's matmul gives logits of {product.dtype}, not float32")
 
     def _copy(self, func: Any, args: Sequence[Any], named: Mapping[str, Any], out: Tensor) -> None:
-        """A copy between the host and the GPU: the host waits for it, unless it need not."""
+        """Count the host wait of a blocking copy between the host and the GPU."""
         source, target = (args[0], out) if func is aten._to_copy.default else (args[1], args[0])
         waits = not (named.get("non_blocking") or (len(args) > 2 and args[2]))
         if waits and source.device.type != target.device.type:
@@ -181,7 +180,7 @@ class Meter(TorchDispatchMode):
 
 
 def answer_reads(meter: Meter) -> None:
-    """Give fake tensors ``tolist`` and ``numpy``: one read of all values, not one of each."""
+    """Patch ``tolist`` and ``numpy`` of fake tensors: each is one read of all values."""
 
     def read(tensor: Tensor, what: str) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -202,7 +201,7 @@ def answer_reads(meter: Meter) -> None:
 
 
 def watch_sizes(meter: Meter) -> None:
-    """Tell the ledger of storages that give up their memory, and of those that get it back."""
+    """Patch ``UntypedStorage.resize_``: the ledger learns of storages that are released or re-allocated."""
     storages: Any = torch.UntypedStorage
     plain = storages.resize_
 

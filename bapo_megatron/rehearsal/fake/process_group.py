@@ -1,6 +1,6 @@
-"""The fake process groups of a rank: a world of the recipe's size in which only this rank exists.
+"""Fake process groups of a rank: a world of the recipe's size in which only this rank exists.
 
-Objects that ranks exchange are answered as if every peer were like this rank; `Collectives` answers tensors.
+Object collectives give results as if every peer were like this rank; `Collectives` does so for tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bapo_megatron.policy.layout import initialize_groups
 
 @contextmanager
 def fake_world(rank: int, world_size: int, parallel: ParallelConfig) -> Iterator[dict[str, str]]:
-    """The process groups of torch and megatron without peers. Yields the groups' kinds by torch's names."""
+    """Context manager of torch's and megatron's process groups without peers. Yields ``group_kinds``."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())  # type: ignore[no-untyped-call]
     initialize_groups(parallel)
     _answer_object_collectives()
@@ -31,7 +31,7 @@ def fake_world(rank: int, world_size: int, parallel: ParallelConfig) -> Iterator
 
 
 def group_kinds() -> dict[str, str]:
-    """Kinds of parallelism by the names of their groups; of groups with the same ranks each has its own."""
+    """Kinds of parallelism (TP, CP, PP, ...) by torch's names of the process groups."""
     groups = {
         "TP": parallel_state.get_tensor_model_parallel_group(),
         "CP": parallel_state.get_context_parallel_group(),
@@ -47,7 +47,7 @@ def group_kinds() -> dict[str, str]:
 
 
 def _answer_object_collectives() -> None:
-    """Objects travel as tensors whose sizes and values decide; without peers they must not."""
+    """Patch the object collectives: torch sends objects as tensors of unknown sizes, which needs peers."""
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         object_list[:] = [obj] * len(object_list)

@@ -1,4 +1,4 @@
-"""Kernels whose results' shapes depend on values: exact where the values are known, else all elements."""
+"""Data-dependent shapes (``nonzero``, boolean masks): exact where values are known, else the largest."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ aten = torch.ops.aten
 
 
 class ShapesFromValues:
-    """The answers for ``nonzero``, boolean indexing, ``masked_select``, ``bincount``, ``repeat_interleave``.
+    """Results of ``nonzero``, boolean indexing, ``masked_select``, ``bincount``, ``repeat_interleave``.
 
-    ``read`` is called with the tensor whose values decide, before each answer: a tensor on a GPU makes the
-    host wait.
+    ``read`` is called before each result with the tensor whose values decide: if it is on the GPU, the host
+    waits.
     """
 
     def __init__(self, read: Callable[[Tensor, str], None]) -> None:
         self._read = read
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """The result of a kernel of this kind, a fake tensor; None for any other kernel."""
+        """Fake result of a kernel with a data-dependent shape; None for any other kernel."""
         if func is aten.nonzero.default:
             return self._nonzero(args[0])
         if func is aten.index.Tensor and any(_is_mask(one) for one in args[1]):

@@ -1,8 +1,8 @@
-"""Known values: small tensors that follow from the host's data keep their values beside the fake ones.
+"""Constant propagation: fake tensors that follow from host data keep their real values, if small.
 
-A pack's tokens, masks, bounds and positions are known, and what is computed of them; hidden states are not.
-So a shape that depends on values (``nonzero`` of a mask) is exact where the program's own data decide it.
-What depends on the model's arithmetic is guessed: ones, which are finite, positive and true.
+A pack's tokens, masks, bounds and positions are known, and everything computed from them; hidden states are
+not. So a data-dependent shape (``nonzero`` of a mask) is exact if the program's own data decide it. Results
+of the model's arithmetic are guessed as ones, which are finite, positive and true.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STALE = "_stale"
 
 
 def known(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor, on the CPU, if they follow from the host's data alone."""
+    """Values of a tensor, on the CPU, if they follow from host data alone; else None."""
     if not isinstance(tensor, FakeTensor):
         return tensor if tensor.numel() <= _LARGEST else None
     value: Tensor | None = tensor.__dict__.get(_NAME)
@@ -33,13 +33,13 @@ def known(tensor: Tensor) -> Tensor | None:
 
 
 def know(tensor: Tensor, value: Tensor) -> None:
-    """Note the values of a fake tensor."""
+    """Attach values to a fake tensor."""
     if isinstance(tensor, FakeTensor):
         tensor.__dict__[_NAME] = value
 
 
 def forget(tensor: Tensor) -> None:
-    """Forget the values of a fake tensor and of every view of its storage: unknown values are written."""
+    """Drop the values of a fake tensor and of all views of its storage, after a write of unknown values."""
     if isinstance(tensor, FakeTensor):
         value = known(tensor)
         if value is not None:
@@ -48,7 +48,7 @@ def forget(tensor: Tensor) -> None:
 
 
 def guess(tensor: Tensor) -> Tensor:
-    """Values for a tensor whose values are not known."""
+    """Guessed values of an unknown tensor: ones."""
     with unset_fake_temporarily():
         return torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
 
@@ -64,7 +64,7 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 
 
 def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-    """Compute the values of what a kernel has made or written, if all that it took is known and small."""
+    """Compute the values of a kernel's outputs and written tensors, if its inputs are known and small."""
     outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
     changed = written(func, args, kwargs)
     if not outs and not changed:

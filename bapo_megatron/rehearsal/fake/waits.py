@@ -1,4 +1,4 @@
-"""Host waits: the places where the CPU stands still until the GPU has done all work before.
+"""Host waits: synchronization points at which the CPU blocks until the GPU has finished.
 
 Reading a value of a tensor on the GPU waits, and so does every result whose shape depends on values. A copy
 between pageable memory and the GPU waits unless it is asked for with ``non_blocking``.
@@ -23,18 +23,18 @@ _PYTHON = f"/python{sys.version_info.major}.{sys.version_info.minor}/"
 
 
 class HostWaits:
-    """The host's waits, and the reads of values that had to be guessed."""
+    """Counters of host waits, and of reads of unknown values, which are guessed."""
 
     def __init__(self) -> None:
         self.waits: Counter[Wait] = Counter()
         self.guesses: Counter[Wait] = Counter()
 
     def wait(self, phase: str, what: str) -> None:
-        """Count a wait at the line of the program that causes it."""
+        """Count a host wait at the line of the program that causes it."""
         self.waits[Wait(phase, what, program_line())] += 1
 
     def guess(self, phase: str, what: str) -> None:
-        """Count a value that the program reads and the rehearsal cannot know."""
+        """Count a read of an unknown value."""
         self.guesses[Wait(phase, what, program_line())] += 1
 
 
@@ -52,7 +52,7 @@ def program_line() -> str:
 def is_of_program(file: str, function: str) -> bool:
     """Whether a function is the program's or one of its libraries': not torch's, Python's, nor ours."""
     if function in ("__torch_function__", "__torch_dispatch__"):
-        return False  # a mode stands between two functions
+        return False  # a mode's handler lies between two functions of the program
     return not file.startswith((_TORCH, _OWN, "<")) and ("site-packages" in file or _PYTHON not in file)
 
 

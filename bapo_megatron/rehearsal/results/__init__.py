@@ -1,1 +1,1 @@
-"""What a rehearsal says: the JSON, the page, and the verdict."""
+"""Output of a rehearsal: the text page, the JSON, and the verdict."""

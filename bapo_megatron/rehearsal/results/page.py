@@ -1,4 +1,4 @@
-"""The page of a rehearsal: memory, FLOPs, collectives and host waits of each rank, and the verdict."""
+"""Text page of a rehearsal: memory, FLOPs, collectives and host waits of each rank, and the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON of a rehearsal: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, all ranks."""
+"""JSON summary of a rehearsal: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, ranks."""
 
 from __future__ import annotations
 
@@ -85,6 +85,6 @@ def collectives(result: RankResult) -> list[dict[str, Any]]:
 
 
 def model_flops(result: RankResult, job: Job) -> float:
-    """This GPU's share of 6 N D: N parameters of the model, D tokens of the packs."""
+    """Model FLOPs of this GPU, 6 N D / model-parallel size: N parameters, D tokens of the packs."""
     tokens = result.packs * job.run.batch.pack_tokens
     return 6.0 * total_parameters(job.shape) * tokens / job.parallel.model_size

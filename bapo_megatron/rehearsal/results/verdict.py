@@ -1,4 +1,4 @@
-"""The verdict of a rehearsal: whether each rank's peaks fit into the GPU, and a node's into the host."""
+"""Memory verdict of a rehearsal: whether each rank's peaks fit its GPU, and a node's its host memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ _STEADY = ("weights", "gradients", "optimizer")
 
 
 def needed(result: RankResult, phase: str, job: Job) -> float:
-    """Bytes of a GPU that a phase of a rank needs: its peak, the plan's reserve and colocated servers.
+    """GPU memory that a phase of a rank needs: its peak + the plan's reserve + a colocated server's memory.
 
-    The reserve is for the CUDA context and NCCL's buffers, and in passes for fragments of what comes and
-    goes.
+    The reserve is for the CUDA context and NCCL's buffers, and in passes for allocator fragmentation.
     """
     servers = server_bytes(job, result.place["stage"], phase)
     return _policy_bytes(phase, result.gpu[phase]) + servers
 
 
 def server_bytes(job: Job, stage: int, phase: str) -> float:
-    """What a colocated server has on a GPU of a stage: what it keeps, while it reads the policy's weights its
-    own, and in its turn all of its memory."""
+    """GPU memory of a colocated server in a phase: what it never releases; in the hand-over also its weights;
+    in sampling also its KV cache."""
     memory = stage_memory(job, stage)
     return memory.kept + {HAND_OVER: memory.reading, SAMPLE: memory.serving}.get(phase, 0.0)
 

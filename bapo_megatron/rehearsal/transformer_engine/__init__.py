@@ -1,4 +1,4 @@
-"""Transformer Engine without a GPU: its real Python package on a stand-in for its compiled kernels.
+"""Transformer Engine on a CPU: its real Python package over torch versions of its compiled kernels.
 
 Layers, parameter names, checkpoints, the choice of attention and the ring of context parallelism are in the
 Python part of Transformer Engine; the compiled part, ``transformer_engine_torch``, does the arithmetic.

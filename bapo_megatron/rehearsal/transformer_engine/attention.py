@@ -1,4 +1,4 @@
-"""Kernels of fused attention over packs of documents (thd), and the answer to whether there is one.
+"""Fused attention kernels in torch, for packed documents (thd); and the query for cuDNN's backend.
 
 The compiled functions take their arguments by position, and their order has changed; ``_FORWARD`` and
 ``_BACKWARD`` name them by how many there are.
@@ -44,7 +44,7 @@ def named_arguments(kernel_name: str, arguments: tuple[Any, ...]) -> dict[str, A
 
 @kernel
 def get_fused_attn_backend(*arguments: Any) -> Any:
-    """The fused attention for packs that cuDNN has: on sm90 and newer, and none on sm80 and sm89.
+    """cuDNN's fused attention backend for packs: on sm90 and newer, none on sm80 and sm89.
 
     2.11 passes 18 arguments and takes the backend; later versions pass one object and take a reason, too.
     """
@@ -112,7 +112,7 @@ class _Document:
 
 
 class _Call:
-    """The named arguments of one call, and what its two directions share."""
+    """Named arguments of one call, and the operations that its forward and backward pass share."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.q: Tensor = arguments["q"]
@@ -124,7 +124,7 @@ class _Call:
             raise NotImplementedError("attention with dropout, a sliding window, or another layout than thd")
 
     def documents(self) -> Iterator[_Document]:
-        """The documents that have queries and keys. Each has room up to the next one's padded begin."""
+        """The documents that have queries and keys; padding follows each, up to the start of the next."""
         lengths, starts = [], []
         for side in ("q", "kv"):
             bounds = self._arguments[f"cu_{side}"]
@@ -136,7 +136,7 @@ class _Call:
                 yield _Document(slice(first_q, first_q + queries), slice(first_k, first_k + keys))
 
     def scores(self, document: _Document) -> Tensor:
-        """Scaled products [heads, queries, keys], -inf where a query must not look."""
+        """Attention scores [heads, queries, keys], -inf where masked."""
         keys = self.repeated(self.k, document.keys)
         scores_HQK = torch.einsum("qhd,khd->hqk", self.q[document.queries].float(), keys) * self.scale
         if "CAUSAL" not in self._mask():

@@ -1,6 +1,6 @@
-"""What Transformer Engine's Python code hears of CUDA on a machine without it: that there is one GPU.
+"""Fake torch.cuda queries for Transformer Engine's Python code on a machine without a GPU: there is one.
 
-Only its own modules hear so. Megatron-core and this project hear the truth, because they choose by it.
+Only its own modules get these answers. Megatron-core and this project get the real ones and choose by them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def answer_queries(architecture: tuple[int, int]) -> None:
-    """Answer Transformer Engine's questions for a GPU of ``architecture``, a compute capability."""
+    """Patch torch.cuda for Transformer Engine's modules: a GPU of ``architecture``, a compute capability."""
     answer_architecture(architecture)
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.Stream = torch.cuda.Event = _SynchronousStream  # type: ignore[misc,assignment]
@@ -28,7 +28,7 @@ def answer_queries(architecture: tuple[int, int]) -> None:
 
 
 def answer_architecture(architecture: tuple[int, int]) -> None:
-    """Let the GPU that everyone hears of have this compute capability."""
+    """Patch the GPU's properties for every caller: this compute capability."""
     major, minor = architecture
     properties = types.SimpleNamespace(
         major=major, minor=minor, name="stand-in", multi_processor_count=132, total_memory=80 << 30
@@ -43,7 +43,7 @@ def _asked_by_transformer_engine() -> bool:
 
 
 class _SynchronousStream:
-    """A stream or an event where everything happens in order: each of its methods does nothing."""
+    """Fake CUDA stream or event of a device that is synchronous: every method does nothing."""
 
     def __init__(self, *_arguments: Any, **_named: Any) -> None: ...
 
@@ -54,7 +54,7 @@ class _SynchronousStream:
 
 
 def wait_once_for_messages() -> None:
-    """Let the ring's requests be waited for twice, as it does: gloo would wait for ever the second time."""
+    """Make ``wait`` of the ring's requests idempotent: the ring waits twice, and gloo hangs then."""
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 
     communicate = context_parallel.flash_attn_p2p_communicate

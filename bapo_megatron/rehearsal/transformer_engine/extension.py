@@ -1,4 +1,4 @@
-"""The stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine."""
+"""Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MaskType = enum.IntEnum(
     "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
     start=0,
 )
-"""What a query of attention sees."""
+"""Attention masks, by Transformer Engine's numbers."""
 
 
 def make_extension(kernels: Mapping[str, Callable[..., Any]]) -> types.ModuleType:
     """A module with ``kernels``, the enumerations, and the versions of CUDA's libraries.
 
-    What else Transformer Engine asks of it by name is an enumeration or a function that raises when called.
+    Any other name is an enumeration, or a function that raises when it is called.
     """
     module = _Extension("transformer_engine_torch")
     known = {
@@ -48,7 +48,7 @@ def _enumeration(name: str, *members: str) -> type[enum.IntEnum]:
 
 
 class _Extension(types.ModuleType):
-    """A module that makes up what it does not have: enumerations, and functions that raise."""
+    """Module with default attributes: enumerations, and functions that raise."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""The import of Transformer Engine's Python package on the stand-in for its compiled part."""
+"""Import of Transformer Engine's Python package over the stand-in for its compiled part."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def install(
 
 
 def _import_common(folder: Path) -> types.ModuleType:
-    """``transformer_engine.common``: it loads CUDA's libraries unless it is told that it is being built."""
+    """Import ``transformer_engine.common`` as in a build: otherwise it would load CUDA's libraries."""
     name = "transformer_engine.common"
     path = folder / "transformer_engine/common"
     spec = importlib.util.spec_from_file_location(
@@ -90,7 +90,7 @@ def _import_common(folder: Path) -> types.ModuleType:
 
 
 class _Placeholder(types.ModuleType):
-    """A module of which every name is a function that raises when it is called."""
+    """Module in which every name is a function that raises when it is called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

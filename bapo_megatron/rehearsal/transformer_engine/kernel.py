@@ -1,4 +1,4 @@
-"""The table of kernels in torch, and what happens at each call of one.
+"""Registry of Transformer Engine's kernels in torch, with a call counter and observers.
 
 A kernel allocates the tensors that the compiled one returns or keeps, and no others; then it computes them
 where there are values. Under FakeTensorMode there are none, so that what is allocated there is what a GPU

@@ -1,4 +1,4 @@
-"""Kernels of linear layers: matrix products and RMSNorm, half precision in and out, float32 inside."""
+"""Linear layer kernels in torch: GEMM and RMSNorm, half precision in and out, float32 inside."""
 
 from __future__ import annotations
 

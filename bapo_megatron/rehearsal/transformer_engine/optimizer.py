@@ -1,4 +1,4 @@
-"""Kernels over lists of tensors: AdamW, the norm of a gradient, and scaling."""
+"""Multi-tensor optimizer kernels in torch: AdamW, the norm of a gradient, and scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of the ring of context parallelism over packs of documents (thd).
+"""Ring attention kernels in torch, for context parallelism over packed documents (thd).
 
 A rank holds two chunks of each document, one after the other: its first and its second half here.
 ``cu_seqlens`` are those of the rank's tokens; log-sum-exps are packed, [heads, tokens].

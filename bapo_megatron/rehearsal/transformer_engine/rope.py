@@ -1,4 +1,4 @@
-"""Kernels of rotary position embeddings for packs of documents (thd), under context parallelism, too."""
+"""Rotary position embedding kernels in torch, for packed documents (thd), also under context parallelism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """``x`` [tokens, heads, head_dim] turned by the angles ``freqs`` [positions, 1, 1, angles].
+    """``x`` [tokens, heads, head_dim] rotated by the angles ``freqs`` [positions, 1, 1, angles].
 
     ``cu_seqlens`` are those of the whole pack.
     """
@@ -31,7 +31,7 @@ def fused_rope_forward(
 
 @kernel
 def fused_rope_backward(grad: Tensor, freqs: Tensor, *rest: Any) -> Tensor:
-    """The gradient turned back. Since 2.20 the start positions come before the format."""
+    """The gradient, rotated back. Since 2.20 the start positions come before the format."""
     interleaved, cu_seqlens, cp_size, cp_rank = rest[-4:]
     return _rotated(grad, freqs, interleaved, cu_seqlens, cp_size, cp_rank, -1.0)
 

@@ -1,7 +1,6 @@
-"""The folders with Transformer Engine's Python sources, one for each tested version.
+"""Source folders of Transformer Engine's Python package, one for each tested version.
 
-They are kept outside of every environment: megatron-core that sees them without the compiled part does not
-import.
+They are kept outside of every environment: without the compiled part they break the import of megatron-core.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Entry point of every task of an srun, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`.
+# Entry point of an srun's tasks, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`.
 set -u
 role=$1
 shift
@@ -13,7 +13,7 @@ forward_signal() {  # signal: send it to the rank; before the rank starts there 
     kill "-$1" "$child" 2>/dev/null
 }
 
-record_exit() {  # exit code: write it to the job's logs/ended/RANK; print an error if a signal killed the rank
+record_exit() {  # exit code: write it to the job's logs/ended/RANK; report a signal that killed the rank
     local file=$BAPO_LOGS/ended/$RANK words=
     if (($1 > 128)); then
         (($1 != 137)) || words=', most likely because the node had no memory left (dmesg there says so)'
@@ -53,8 +53,8 @@ is_ready() {  # address, port: whether the server there accepts requests
     [[ $status == *" 200"* ]]
 }
 
-# Whether the process is the server at this port, which another program may have taken: it proves that it has the
-# API key of the file in its environment. A server that is paused for new weights is not ready, but proves it.
+# Whether the process is the server at this port, which another program may have taken: it proves that it has
+# the API key of the file in its environment. A server paused for new weights is not ready, but does so.
 proves_key() {  # address, port, process
     local file
     file=$(sed -z -n 's/^BAPO_SGLANG_API_KEY_FILE=//p' "/proc/$3/environ" 2>/dev/null | tr -d '\0')
@@ -89,7 +89,7 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
         code=$?
         register "$port" down
         BAPO_TRAINER=other bapo_event server_ended "engine=http://$SLURMD_NODENAME:$port" "exit_code=$code"
-        # Exponential backoff to a minute for a crash loop; a server that has lived for a minute starts at once.
+        # Exponential backoff of a crash loop, up to a minute; a server that has lived for one starts at once.
         pause=$((SECONDS - began > 60 ? 1 : pause * 2 > 60 ? 60 : pause * 2))
         sleep "$pause"
     done

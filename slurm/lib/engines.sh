@@ -38,7 +38,7 @@ bapo_await_engines() {
     bapo_event engines_ready "engines=$found" "expected=$BAPO_EXPECTED"
 }
 
-bapo_watch_engines() {  # write an event for each server that is lost or back; the run continues without lost ones
+bapo_watch_engines() {  # write an event for each server that is lost or back; the run continues
     local now url
     now=$(bapo_engines_alive | sort)
     for url in $(comm -23 <(echo "$bapo_engines") <(echo "$now")); do

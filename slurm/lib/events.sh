@@ -32,7 +32,7 @@ bapo_event() {
     printf '%s}\n' "$line" >>"$BAPO_RUN/$BAPO_EVENTS_FILE"
 }
 
-# Cut off the half line that a killed trainer may have left; only while no trainer runs, which may be writing it.
+# Cut off the half line that a killed trainer may have left; not while a trainer runs that may be writing it.
 bapo_mend_events() {
     local file=$BAPO_RUN/$BAPO_EVENTS_FILE whole
     [[ -z ${BAPO_TRAINER:-} && -s $file && -n $(tail -c 1 "$file") ]] || return 0

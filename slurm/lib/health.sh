@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, once for each job.
+# Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, once for a job.
 
 bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NODE.json and FOLDER/verdict
     local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags

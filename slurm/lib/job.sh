@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Supervisor of a job: begin, health check, wait for the trainer, requeue or stop. Sourced by every template and
-# by the script of `bapo submit`.
+# Supervisor of a job: begin, health check, wait for the trainer, requeue or stop. Sourced by every template
+# and by the script of `bapo submit`.
 
 BAPO_LIB=$(dirname -- "${BASH_SOURCE[0]}")
 for bapo_part in settings run_paths events logs state nodes engines requeue health helpers; do
@@ -46,7 +46,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     bapo_health
 }
 
-# Count the last start against a budget if it ended without a record: its node died, or Slurm requeued the job.
+# Count the last start in a budget if it ended without a record: its node died, or Slurm requeued the job.
 bapo_account() {
     local kind why
     bapo_read_state
@@ -112,7 +112,7 @@ bapo_supervise() {
     done
     builtin wait "$BAPO_TRAINER"
     code=$?
-    # srun returns the largest code of all ranks. The cause is in the first failure's: later ones follow from it.
+    # srun returns the largest code of all ranks. The first failure is the cause: later ones follow from it.
     failed=${failed:-$(bapo_first_failure)}
     [[ -z $failed || $code = 85 ]] || code=${failed#* }
     [[ -z $rollout ]] || kill -TERM "$rollout" 2>/dev/null

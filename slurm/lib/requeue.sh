@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Requeue decision of a job. Each kind of end has a budget; an end without a newer checkpoint is a crash loop, and
-# stops the job.
+# Requeue decision of a job. Each kind of end has a budget; an end without a newer checkpoint is a crash loop,
+# and stops the job.
 
 bapo_budget() {  # of a kind of end
     case $1 in
@@ -19,9 +19,9 @@ bapo_near_the_end() {
 
 bapo_lacks_engines() { ((BAPO_EXPECTED > 0 && $(bapo_engines_alive | wc -l) < BAPO_EXPECTED)); }
 
-# The kind of the trainer's end, from its exit code: finished, cancelled, slurm (which requeues by itself), config,
-# stopped, or a kind that has a budget. Order matters: a cancelled job and a lost node explain any exit code of the
-# ranks, so they are checked before the code.
+# The kind of the trainer's end, from its exit code: finished, cancelled, slurm (which requeues by itself),
+# config, stopped, or a kind with a budget. Order matters: a cancelled job and a lost node explain any exit
+# code of the ranks, so they are checked before the code.
 bapo_kind_of_end() {
     local code=$1
     if ((code == 0)); then echo finished
@@ -50,7 +50,7 @@ bapo_loses_a_node() {
     return 1
 }
 
-# Whether the run did not cause this kind of end: it may then be requeued a few times without a newer checkpoint.
+# Whether the run did not cause this kind of end: then a few requeues need no newer checkpoint.
 # A time limit is the run's fault unless its ranks ended with 85: those had nothing newer to save, and the
 # write-ahead log keeps what was sampled. Ranks that could not save in time would fail again.
 bapo_is_blameless() {  # kind, exit code
@@ -82,8 +82,8 @@ bapo_may_requeue() {  # kind, exit code
     return 1
 }
 
-# Requeue this job, without the given nodes. Slurm then kills this shell. TERM is ignored until then: nodes can be
-# excluded only after the requeue, while the job is pending.
+# Requeue this job, without the given nodes. Slurm then kills this shell. TERM is ignored meanwhile: nodes can
+# be excluded only after the requeue, while the job is pending.
 bapo_requeue() {
     local excluded=${1:-} id
     trap '' TERM USR1
@@ -130,7 +130,7 @@ bapo_finish() {
         bapo_read_state  # the subshell above wrote it
         bapo_event job_requeue "reason=$kind" "count=${bapo_state[$kind]}" "step=$step" "exit_code=$code" \
             "cause=$cause"
-        bapo_write_state status=requeued  # before the requeue, after which this shell may be killed at any line
+        bapo_write_state status=requeued  # before the requeue, which kills this shell at any line
         bapo_say "trainer ended with $code ($kind), checkpoint of step $step; $cause"
         bapo_say "requeue number ${bapo_state[$kind]} of its kind"
         bapo_requeue "" || why="scontrol requeue failed"

@@ -34,7 +34,7 @@ bapo_read_state() {
     done <"$BAPO_RUN/$BAPO_STATE_FILE"
 }
 
-# Written aside, synced and renamed: a node may die at any moment, and the next start needs the counters whole.
+# Written aside, synced and renamed: a node may die at any moment, and the next start needs whole counters.
 bapo_write_state() {  # [name=value ...] to change before it is written
     local field name temporary=$BAPO_RUN/.$BAPO_STATE_FILE.$SLURM_JOB_ID.tmp
     for field in "$@"; do bapo_state[${field%%=*}]=${field#*=}; done

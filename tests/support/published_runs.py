@@ -227,7 +227,12 @@ def figures() -> list[Figure]:
             within=2.5,
         ),
         Figure(
-            MILES, "weight sync, CUDA IPC", 2.5, handover.expected_reading_seconds, "s", "the rate is from here"
+            MILES,
+            "weight sync, CUDA IPC",
+            2.5,
+            handover.expected_reading_seconds,
+            "s",
+            "the rate is from here",
         ),
         Figure(VERL, "weight sync, 32B, NCCL", 14.2, sgl32, "s", "the rate is from here"),
         Figure(VERL, "the same, weights offloaded", 17.7, sgl32),

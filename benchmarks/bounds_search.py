@@ -1,4 +1,4 @@
-"""Time of the exact bounds search against a loop that recomputes both sums each round.
+"""Benchmark of the exact bounds search against a loop that recomputes both sums each round.
 
     python benchmarks/bounds_search.py
 

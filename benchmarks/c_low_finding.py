@@ -1,4 +1,4 @@
-"""Draws how the contribution of positive tokens answers to c_low under the two measures.
+"""Figure of the positive share over c_low under the two measures (docs/algorithm.md).
 
     python benchmarks/c_low_finding.py
 

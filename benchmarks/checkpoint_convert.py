@@ -1,9 +1,8 @@
-"""Converting checkpoints against copying them: wall time, processor time, memory.
+"""Benchmark of the checkpoint converter against a file copy: wall time, processor time, memory.
 
-    python -m benchmarks.checkpoint_convert [--folder FOLDER] [--rounds 5] [--peers PYTHON] [--slow-rounds 2]
+    python -m benchmarks.checkpoint_convert [--folder FOLDER] [--rounds 5] [--slow-rounds 2]
 
-Writes benchmarks/results/checkpoint_convert.md. FOLDER needs room for four times the model. PYTHON is an
-interpreter that has mbridge or Megatron-Bridge; what cannot run here is named with its error. For a small
+Writes benchmarks/results/checkpoint_convert.md. FOLDER needs room for four times the model. For a small
 model: --layers 2 --vocabulary 8192 --results /tmp/small.md.
 """
 
@@ -16,7 +15,6 @@ import platform
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,13 +47,12 @@ _CONFIG = {
 RESULTS = Path(__file__).parent / "results"
 _TOOL = (sys.executable, "-m", "checkpoints_tools.cli")
 _ORACLE = (sys.executable, "-W", "ignore", "-m", "benchmarks.dcp_convert")
-_PEERS = ("mbridge", "megatron-bridge")
 _OF_HF, _OF_MEGATRON = "cp -r of the HF folder, and fsync", "cp -r of the Megatron folder, and fsync"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One process, or several in a row."""
+    """Cost of one process."""
 
     wall_s: float
     cpu_s: float
@@ -64,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What takes its turn in every round."""
+    """A command to measure, which runs once in every round."""
 
     command: Sequence[object]
     base: str | None = None
@@ -84,7 +81,6 @@ def main() -> None:
         "--slow-rounds", type=int, default=2, help="of what takes many times as long; 0 leaves it out"
     )
     parser.add_argument("--only", nargs="+", default=[], help="candidates besides the copies")
-    parser.add_argument("--peers", type=Path, default=None, help="interpreter with other converters")
     parser.add_argument("--results", type=Path, default=RESULTS / "checkpoint_convert.md")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
@@ -94,16 +90,11 @@ def main() -> None:
         found = candidates(folder, arguments.slow_rounds)
         if arguments.only:
             found = {n: one for n, one in found.items() if n in {*arguments.only, _OF_HF, _OF_MEGATRON}}
-        peers, refused = usable_peers(folder, arguments.peers, arguments.slow_rounds)
-        found |= peers
         runs = measure(found, folder / "output", arguments.rounds)
     size = f"--layers {arguments.layers} --vocabulary {arguments.vocabulary}"
-    flags = (
-        f"{size} --rounds {arguments.rounds} --slow-rounds {arguments.slow_rounds}"
-        + " --peers PYTHON" * (arguments.peers is not None)
-    )
+    flags = f"{size} --rounds {arguments.rounds} --slow-rounds {arguments.slow_rounds}"
     flags += f" --only {' '.join(arguments.only)}" * bool(arguments.only)
-    report = render(found, runs, refused, f"{nbytes / 1e9:.2f} GB", flags)
+    report = render(found, runs, f"{nbytes / 1e9:.2f} GB", flags)
     print(report)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(report)
@@ -127,7 +118,7 @@ def save_model(folder: Path, layers: int, vocabulary: int) -> int:
 
 
 def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
-    """Ours, the copies that they are compared with, and the plain way through the whole model in memory."""
+    """The converter's commands, the copies they are compared with, and torch.distributed.checkpoint."""
     hf, megatron, output = folder / "hf", folder / "megatron", folder / "output"
     synced = ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +']
     legacy = ["--to", "mp_rank", "--tp", "2"]
@@ -149,32 +140,6 @@ def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
             [*_ORACLE, "to-hf", hf, megatron / "release", output], _OF_MEGATRON, slow_rounds
         ),
     }
-
-
-def usable_peers(
-    folder: Path, python: Path | None, slow_rounds: int
-) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Other converters that come through one conversion here; and of the others what they have said."""
-    usable, refused = {}, {}
-    for name in _PEERS if python else ():
-        command = [
-            python,
-            "-W",
-            "ignore",
-            "-m",
-            "benchmarks.peer_convert",
-            name,
-            folder / "hf",
-            folder / "output",
-        ]
-        tried = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-        if tried.returncode == 0:
-            usable[f"to-megatron by {name}"] = Candidate(command, _OF_HF, slow_rounds)
-        else:
-            said = [line for line in tried.stderr.splitlines() if line.strip()]
-            refused[name] = said[-1] if said else f"exit code {tried.returncode}"
-        shutil.rmtree(folder / "output", ignore_errors=True)
-    return usable, refused
 
 
 def measure(candidates: dict[str, Candidate], output: Path, rounds: int) -> dict[str, list[Run]]:
@@ -208,13 +173,7 @@ def run_process(command: Sequence[object]) -> Run:
     return Run(wall, used.ru_utime + used.ru_stime, peak_kib / 1024)
 
 
-def render(
-    candidates: dict[str, Candidate],
-    runs: dict[str, list[Run]],
-    refused: dict[str, str],
-    size: str,
-    flags: str,
-) -> str:
+def render(candidates: dict[str, Candidate], runs: dict[str, list[Run]], size: str, flags: str) -> str:
     """Medians, and each candidate's ratio to the copy of what it reads, in the same round."""
     rounds = max(map(len, runs.values()))
     lines = [
@@ -234,13 +193,6 @@ def render(
         "|---|---:|---:|---:|---:|",
         *(row(name, candidate, runs) for name, candidate in candidates.items() if name in runs),
     ]
-    if refused:
-        lines += [
-            "",
-            "Other converters, tried on this machine once before the rounds, that could not run:",
-            "",
-        ]
-        lines += [f"- {name}: `{said}`" for name, said in refused.items()]
     return "\n".join(lines) + "\n"
 
 

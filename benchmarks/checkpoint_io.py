@@ -1,4 +1,4 @@
-"""Bytes that each rank writes and reads of a checkpoint and of a model folder, and its memory meanwhile.
+"""Benchmark of checkpoint I/O: bytes that each rank writes and reads, and its peak memory.
 
     python -m benchmarks.checkpoint_io            # two minutes on two cores
     python -m benchmarks.checkpoint_io --quick
@@ -76,7 +76,7 @@ def measure(model: Path, path: Path, shared: bool) -> Measured:
 
 
 def _as_megatron_does() -> None:
-    """No sharing: megatron's optimizer state, and its plain strategies."""
+    """Baseline: megatron's gathered optimizer state, and its plain save and load strategies."""
     changes: dict[str, Callable[..., Any]] = {
         "shard_over_ranks": lambda _optimizer: None,
         "FullyParallelSaveStrategyWrapper": lambda strategy, _group: strategy,

@@ -1,4 +1,4 @@
-"""How long the training stands still for a checkpoint: written at once, against in the background.
+"""Benchmark of the training stall of a checkpoint: synchronous against background writes.
 
     python -m benchmarks.checkpoint_stall            # ten minutes on two cores
     python -m benchmarks.checkpoint_stall --quick
@@ -60,11 +60,11 @@ class Save:
     """Seconds of one checkpoint."""
 
     stall_s: float
-    """The training stood still."""
+    """Seconds in which the training stood still."""
     total_s: float
-    """Until it counted."""
+    """Seconds until the checkpoint was complete."""
     update_s: float | None
-    """Of an update while it was being written; None where none was made."""
+    """Seconds of an update during the write; None if none was made."""
 
 
 class Training:
@@ -84,7 +84,7 @@ class Training:
         self._step = 0
 
     def update(self) -> float:
-        """Make one; its seconds."""
+        """Make one update; its seconds."""
         start = perf_counter()
         self._policy.update(self._packs, self._loss)
         return perf_counter() - start
@@ -96,7 +96,7 @@ class Training:
         return perf_counter() - start
 
     def save_at_once(self) -> Save:
-        """The training waits until the checkpoint counts."""
+        """Synchronous save: the training waits until the checkpoint is complete."""
         start = perf_counter()
         self._begin()
         self.store.finalize(wait=True)
@@ -104,7 +104,7 @@ class Training:
         return Save(seconds, seconds, None)
 
     def save_in_the_background(self) -> Save:
-        """The training goes on, and looks after each update whether the checkpoint is whole."""
+        """Background save: the training continues, and polls the writer after each update."""
         start = perf_counter()
         stall_s, updates = self._begin(), []
         saved = None

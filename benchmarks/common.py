@@ -1,4 +1,4 @@
-"""What the benchmarks of the policy share: a process group of one, random models and samples, results."""
+"""Shared helpers of the benchmarks: process group of one, random models and samples, timing, result pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def is_quick(about: str | None) -> bool:
-    """Whether ``--quick`` was given: print a small version, and leave the results alone."""
+    """Whether ``--quick`` was given: a small version that is printed, and not written to the results."""
     parser = _parser(about)
     parser.add_argument("--quick", action="store_true", help="a small version, which is only printed")
     return bool(parser.parse_args().quick)
@@ -99,7 +99,7 @@ def in_turns(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dic
 
 
 def rounds_in_turns(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each candidate in each round; they take turns, so that a busy machine hits all alike."""
+    """Seconds of each candidate in each round, interleaved, so that load of the machine hits all alike."""
     for run in candidates.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
@@ -112,7 +112,7 @@ def rounds_in_turns(candidates: Mapping[str, Callable[[], object]], rounds: int)
 
 
 def in_a_process(module: str, *arguments: object) -> Any:
-    """The JSON that a benchmark prints last, run on its own."""
+    """Run a benchmark module in a process of its own; the JSON that it prints last."""
     command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
     root = Path(__file__).parents[1]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root).stdout
@@ -139,7 +139,7 @@ def _kibibytes(field: str, pid: int | str) -> int:
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """Description of this machine for a result page."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     model = names[0].split(":")[1].strip() if names else platform.machine()
     return f"{model}, {os.cpu_count()} cores, torch {torch.__version__}"

@@ -1,6 +1,6 @@
-"""The plain way to convert: the whole model in memory, torch.distributed.checkpoint for the files.
+"""Reference converter by torch.distributed.checkpoint, with the whole model in memory.
 
-Slow, simple, and independent of checkpoints_tools: what those are compared with in benchmarks and tests.
+Slow, simple, and independent of checkpoints_tools, which benchmarks and tests compare with it.
 
     python -m benchmarks.dcp_convert to-megatron HF_DIR OUT
     python -m benchmarks.dcp_convert to-hf HF_DIR CHECKPOINT OUT     (HF_DIR: for config and tokenizer)

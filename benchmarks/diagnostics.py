@@ -1,4 +1,4 @@
-"""What the diagnostics add to an update.
+"""Benchmark of the diagnostics' cost in an update.
 
     python -m benchmarks.diagnostics            # two minutes on two cores
     python -m benchmarks.diagnostics --quick

@@ -1,4 +1,4 @@
-"""Hundreds of simulated engines in one process: SGLang's HTTP interface, tokens at a fixed rate.
+"""Simulated SGLang engines, hundreds in one process: their HTTP interface, tokens at a fixed rate.
 
 Every segment runs alone, at ``rate`` tokens a second give or take a fifth: requests that began together would
 else come back together for ever. Lengths are log-normal, cut at the run's longest.
@@ -30,7 +30,7 @@ _NORMAL = NormalDist()
 
 
 class Engines:
-    """All of them. An engine is a path, /0, /1, ..."""
+    """All simulated engines. An engine is a path: /0, /1, ..."""
 
     def __init__(self, count: int, rate: float, median: float, sigma: float, longest: int) -> None:
         self._rate, self._mu, self._sigma, self._longest = rate, math.log(median), sigma, longest
@@ -110,7 +110,7 @@ def _joined(parts: list[str]) -> tuple[bytes, list[int]]:
 
 
 class _Integral:
-    """The mean of a number that changes now and then."""
+    """Time average of a step function."""
 
     def __init__(self) -> None:
         self._value, self._sum, self._start, self._last = 0, 0.0, time.monotonic(), time.monotonic()
@@ -140,7 +140,7 @@ async def serve(engines: Engines) -> None:
 
 
 def main(arguments: list[Any]) -> None:
-    """See the top of the file."""
+    """Command line: serve the engines."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     count, rate, median, sigma, longest = (float(value) for value in arguments)

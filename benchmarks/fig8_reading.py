@@ -1,4 +1,4 @@
-"""Reads from Fig. 8 of the paper how its bounds were searched, and prints a report.
+"""Analysis of the paper's Fig. 8: how its clipping bounds were searched, as a printed report.
 
     python -m benchmarks.fig8_reading
 
@@ -25,7 +25,7 @@ LAST_ON_THE_LINE = 128
 
 
 class Fit(NamedTuple):
-    """How one curve goes with the other."""
+    """Least-squares line and correlation of the two curves."""
 
     steps: int
     slope: float

@@ -1,4 +1,4 @@
-"""What one GPU can show that a CPU cannot: kernels, parity with the CPU, memory against the plan, speed.
+"""Check of one GPU: kernels, parity with the CPU, IPC, offload, memory against the plan, speed.
 
     make gpu-check
     python -m benchmarks.gpu_check --device cpu   # the same program at tiny size, where there is no GPU

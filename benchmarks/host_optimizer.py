@@ -1,4 +1,4 @@
-"""An optimizer step on the host: elements and bytes a second, against the kinds of torch's AdamW.
+"""Benchmark of the host optimizer step, in elements and bytes a second, against torch's AdamW variants.
 
     python -m benchmarks.host_optimizer         # two minutes, 4 GB
     python -m benchmarks.host_optimizer --quick

@@ -1,4 +1,4 @@
-"""Draws what each registered loss does to which token: its gradient factor over the ratio.
+"""Figure of each registered loss: its gradient factor over the importance ratio (docs/losses.md).
 
     python benchmarks/loss_figure.py
 

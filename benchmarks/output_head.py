@@ -1,4 +1,4 @@
-"""Peak memory and time of the output layer, from hidden states to loss and gradient.
+"""Benchmark of the output layer, from hidden states to loss and gradient: peak memory and time.
 
     python -m benchmarks.output_head            # 32,768 tokens x 32,768 vocabulary; needs 16 GB
     python -m benchmarks.output_head --quick

@@ -1,4 +1,4 @@
-"""Padding, balance and planning time of the packs of an update, against the usual ways to make them.
+"""Benchmark of sequence packing against first fit and largest differencing: padding, balance, time.
 
     python benchmarks/packing.py
 
@@ -212,10 +212,10 @@ def check(plan: Plan, lengths: Sequence[int], setting: Setting) -> None:
 
 
 def lower_bound(setting: Setting, seed: int) -> tuple[float, float]:
-    """Padding and imbalance of no plan are below these, as the longest sample is somewhere, whole.
+    """Lower bounds of padding and imbalance of any plan, from the longest sample, which is never split.
 
     The packs are the fewest that can hold all tokens. Packs of one length are at least as long as the longest
-    sample. The mean has the most padding that rounding can make, so that the imbalance is no overestimate.
+    sample. The mean has the most padding that rounding can make, so that the bound is no overestimate.
     """
     lengths = response_lengths(setting.samples, setting.longest, seed)
     step = setting.ranks * setting.count_multiple

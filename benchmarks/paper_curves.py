@@ -1,4 +1,4 @@
-"""Reads the curves of the paper's Figs. 2, 4, 7, 9 and 10 from the vector graphics of its PDF.
+"""Extractor of the paper's curves (Figs. 2, 4, 7, 9, 10) from the vector graphics of its PDF.
 
     git clone https://github.com/WooooDyy/BAPO && git -C BAPO show 58f8008:paper.pdf > paper.pdf
     python -m benchmarks.paper_curves paper.pdf benchmarks/data      # needs PyMuPDF

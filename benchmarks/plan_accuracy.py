@@ -1,4 +1,4 @@
-"""Memory that ``bapo plan`` predicts against what small policies allocate in an update on a CPU.
+"""Benchmark of ``bapo plan``'s memory estimates against the allocations of small policies on a CPU.
 
     python -m benchmarks.plan_accuracy
 

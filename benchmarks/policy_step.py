@@ -1,4 +1,4 @@
-"""Tokens per second of ``Policy.update`` against a bare megatron-core loop and transformers with AdamW.
+"""Benchmark of ``Policy.update`` in tokens/s against a bare megatron-core loop and transformers with AdamW.
 
     python -m benchmarks.policy_step            # ten minutes on two cores
     python -m benchmarks.policy_step --quick

@@ -1,4 +1,4 @@
-"""Tokens that engines prefill again for the segments of partial rollouts: with affinity, and without.
+"""Simulation of prefix affinity: tokens that engines prefill again for segments of partial rollouts.
 
     python -m benchmarks.prefix_affinity            # seconds, on one core
 
@@ -137,7 +137,7 @@ def _length(chance: random.Random) -> int:
 
 
 def _nobody() -> Any:
-    """The engine behind a slot, which nothing asks here."""
+    """Stand-in for a slot's engine, which the simulation never calls."""
     return None
 
 

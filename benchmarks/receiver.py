@@ -1,7 +1,7 @@
-"""A process that receives a broadcast as an SGLang server does, and nothing else.
+"""Stand-in receiver of a weight broadcast: a process that makes SGLang 0.5.23's torch.distributed calls.
 
-It stands in for a server where starting one would take too long. It is told what to do through a pipe instead
-of HTTP. What it does with torch.distributed is what SGLang 0.5.23 does, in the same order.
+It replaces a server where starting one would take too long. Commands come through a pipe instead of HTTP; the
+calls and their order are SGLang's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 
 class ReceiverProcess:
-    """One receiver. Every method begins something in it, and returns a future of its answer."""
+    """Handle of a receiver process. Every method starts an operation in it and returns a future."""
 
     def __init__(self, keep: bool = False) -> None:
         """``keep``: hold what arrives, for ``weights``."""

@@ -1,4 +1,4 @@
-"""The sampler against hundreds of simulated engines: tokens it can handle, and how busy it keeps them.
+"""Benchmark of the sampler with hundreds of simulated engines: tokens/s, and utilization of the engines.
 
     python -m benchmarks.sampler_scale            # both parts, about twelve minutes
 

@@ -1,4 +1,4 @@
-"""What an update costs with each way to find its clipping bounds.
+"""Benchmark of an update's time and memory with each way to find its clipping bounds.
 
     python -m benchmarks.update_cost            # ten minutes on two cores
     python -m benchmarks.update_cost --quick

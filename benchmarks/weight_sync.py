@@ -1,4 +1,4 @@
-"""Weights on their way to servers, against moving the same bytes with nothing around it.
+"""Benchmark of the weight sync (disk, broadcast) against a bare transfer of the same bytes.
 
     python -m benchmarks.weight_sync            # five minutes on two cores
     python -m benchmarks.weight_sync --quick
@@ -93,7 +93,7 @@ def disk_ways(model: Model, folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def synced(folder: Path) -> None:
-    """Until the disk has all its files."""
+    """fsync all files of the folder."""
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)

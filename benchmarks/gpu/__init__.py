@@ -1,1 +1,1 @@
-"""The sections of ``benchmarks/gpu_check.py``: each yields its rows as it measures them."""
+"""Sections of ``benchmarks/gpu_check.py``: each yields its rows as it measures them."""

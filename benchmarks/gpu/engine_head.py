@@ -1,4 +1,4 @@
-"""The output head in bfloat16 against SGLang's formula, on equal hidden states.
+"""GPU check of the output layer in bfloat16 against SGLang's formula, on equal hidden states.
 
 SGLang (``--enable-fp32-lm-head``) multiplies hidden states and weights into float32 logits, divides by the
 temperature and takes the log-softmax. Without the flag it rounds the logits to bfloat16 first.

@@ -1,4 +1,4 @@
-"""What is installed, and which implementations follow from it."""
+"""GPU check of the environment: hardware, package versions, and the implementations that they select."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights by handles to a second process, as colocated engines get them: digests of both sides.
+"""GPU check of weights by IPC handles to a second process, as colocated engines get them: equal digests.
 
 CUDA IPC on a GPU, shared memory on a CPU. The reader is a new interpreter, as an engine is. It finds the GPU
 by its UUID as SGLang 0.5.23 does (``srt/utils/patch_torch.py``).
@@ -57,7 +57,7 @@ def handed_over(policy: Any, nbytes: int) -> tuple[dict[str, str], dict[str, str
     read: dict[str, str] = {}
     count, limit_s = 0, ANSWER_S[policy.device.type]
     try:
-        answer(ours, limit_s)  # it has imported everything
+        answer(ours, limit_s)  # the reader's first answer: it has imported everything
         start = time.perf_counter()
         for bucket in buckets.cut(policy.hf_weights()):
             named = bucket.tensors()
@@ -67,7 +67,7 @@ def handed_over(policy: Any, nbytes: int) -> tuple[dict[str, str], dict[str, str
             count += 1
         return sent, read, count, time.perf_counter() - start
     finally:
-        ours.close()  # by which the reader ends
+        ours.close()  # ends the reader, which must close its handles before the buckets are freed
         buckets.release()
         reader.join(10)
         if reader.is_alive():
@@ -97,7 +97,7 @@ def read_handles(connection: Connection) -> None:
             return
         try:
             connection.send({name: digest(tensor) for name, tensor in pickle.loads(handles)})
-        except Exception as error:  # told to the other side, which fails with it
+        except Exception as error:  # sent to the trainer's side, which fails with it
             connection.send(f"{type(error).__name__}: {error}")
 
 

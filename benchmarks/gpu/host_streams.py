@@ -1,7 +1,7 @@
-"""The host optimizer, whose streams copy gradients down and weights up, against Adam on the device.
+"""GPU check of the host optimizer and its copy streams against Adam on the device.
 
-Both step on the same gradients. A copy that is not waited for shows as a moment or a weight of another
-bucket: the largest differences are of the order of the values then, not of their last bits.
+Both step on the same gradients. A missing stream synchronization shows as a moment or a weight of another
+bucket: then the largest differences are of the order of the values, not of their last bits.
 """
 
 from __future__ import annotations

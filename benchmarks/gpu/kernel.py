@@ -1,4 +1,4 @@
-"""The variable-length flash kernel on the chunks of context-parallel ranks, against a float64 reference.
+"""GPU check of variable-length flash attention on context-parallel chunks, against a float64 reference.
 
 No process groups: each rank's call is made in turn with all keys at hand.
 """

@@ -1,4 +1,4 @@
-"""The layers of a GPU, Transformer Engine's if it is there: names of parameters, and packed documents."""
+"""GPU check of the layers (Transformer Engine's, if installed): parameter names, and packed documents."""
 
 from __future__ import annotations
 

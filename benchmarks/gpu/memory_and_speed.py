@@ -1,4 +1,4 @@
-"""An update of one policy on one process: allocated memory against the plan's, tokens/s, and MFU."""
+"""GPU check of an update's memory against the plan, its tokens/s and MFU, in each recompute mode."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The policy's memory, given up and taken back: the same bits, and what the driver says is free meanwhile.
+"""GPU check of the policy's offload and reload: equal bits, and the free memory by the driver meanwhile.
 
-The driver is asked, not torch's allocator: engines on the same GPU can have only what the driver calls free.
+The driver is asked, not torch's allocator: engines on the same GPU can use only what the driver calls free.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
 
 
 def freed(name: str, given_up: int, before: int | None, after: int | None) -> Row:
-    """The row of bytes that the policy says it gave up, beside what the driver has got."""
+    """Row of an offload: bytes that the policy released, and bytes that the driver gained."""
     if before is None or after is None:
         return Row(name, f"{given_up / GB:.3f} GB given up; no driver to ask")
     gained = after - before

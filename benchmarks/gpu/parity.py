@@ -1,4 +1,4 @@
-"""The demo's policy on the GPU against the CPU, by certificates of ``bapo verify-parallel``."""
+"""GPU check of parity with the CPU, by layout references of ``bapo verify-parallel``."""
 
 from __future__ import annotations
 

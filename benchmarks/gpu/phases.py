@@ -1,4 +1,4 @@
-"""Peak memory of each phase of a rank against its rehearsal (``bapo rehearse``) on the same shape.
+"""GPU check of each phase's peak memory against its rehearsal (``bapo rehearse``) on the same shape.
 
 The rehearsal runs the same program on fake tensors, so the two should agree but for workspaces of kernels.
 """
@@ -95,9 +95,9 @@ def rehearsed_layers() -> str:
 
 
 def rehearse(recipe: Path, layers: str) -> tuple[dict[str, float] | None, str]:
-    """GB by phase, and the command's last line or the rank's error; None for the former if there are none.
+    """Rehearsed GB by phase, None after a failure; and the command's last line or the rank's error.
 
-    It sees no GPU, so that torch built for CUDA answers as on a login node: the rehearsal makes its own.
+    The GPU is hidden, so that torch built for CUDA behaves as on a login node: the rehearsal fakes its own.
     """
     output = recipe.with_suffix(".json")
     environment = {**commands_environment(), "CUDA_VISIBLE_DEVICES": ""}

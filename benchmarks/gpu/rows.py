@@ -1,4 +1,4 @@
-"""What the sections share: a row of the report, and how large to measure."""
+"""Shared parts of the GPU check's sections: row of the report, problem size, timers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def commands_environment() -> dict[str, str]:
-    """The environment of a command that a section runs: this one's without this rank's place."""
+    """Environment of a section's subprocess: this one without the launcher's variables."""
     return {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One finding; a check if it has a limit."""
+    """One measurement; a check if it has a limit."""
 
     name: str
     measured: str
     limit: str = ""
     ok: bool | None = None
-    """None: told, not judged."""
+    """None: reported, not checked."""
 
     def line(self) -> str:
         """The row of a markdown table."""
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Size:
-    """How large to measure; the defaults are for a GPU of 80 GB or more."""
+    """Problem size; the defaults are for a GPU of 80 GB or more."""
 
     device: Literal["cuda", "cpu"]
     hidden: int = 1536
@@ -53,7 +53,7 @@ class Size:
     canary_tokens: int = 4096
 
     tiny: bool = False
-    """Too small for times and memory to be judged."""
+    """Too small for a check of times and memory."""
 
     @classmethod
     def smallest(cls, device: Literal["cuda", "cpu"]) -> Size:

@@ -1,4 +1,4 @@
-"""One real SGLang server on the trainer's GPU: a run of three steps by ``bapo train``, as a user starts it.
+"""GPU check of a colocated SGLang server: a run of three steps by ``bapo train``, as a user starts it.
 
 The server starts, samples, gives up its memory, wakes with the weights that the step has made, by handles,
 and samples again. The engine gap, mean |log pi_trainer - log pi_engine| of sampled tokens, says whether it
@@ -107,7 +107,7 @@ def prepared(size: Size, work: Path, dtype: str) -> Path:
 
 
 def run(recipe: Path, work: Path, limit_s: float) -> str:
-    """How the run ended; empty if well. It is killed with all that it started after ``limit_s``."""
+    """Run it; the error text, empty if it ended well. After ``limit_s`` it is killed with its children."""
     environment = commands_environment()
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(recipe), f"--run-dir={work / 'run'}"]
@@ -127,7 +127,7 @@ def run(recipe: Path, work: Path, limit_s: float) -> str:
 
 
 def judged(run_dir: Path, dtype: str) -> Iterator[Row]:
-    """What the run has recorded: each step's engine gap, what its updates moved, how memory changed hands."""
+    """Rows from the run's logs: engine gap of each step, effect of the updates, memory hand-over events."""
     paths = RunPaths(run_dir)
     metrics, updates, events = (
         read_jsonl(path) if path.exists() else [] for path in (paths.metrics, paths.updates, paths.events)

@@ -1,4 +1,4 @@
-"""A policy of a few layers at real widths, for checks of memory and copies that need no loss."""
+"""Small policy for GPU checks: a few layers at real widths, and an Adam step without a loss."""
 
 from __future__ import annotations
 

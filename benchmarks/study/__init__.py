@@ -1,1 +1,1 @@
-"""`bapo study staleness`: what the paper says of stale data, tried with small runs on a CPU."""
+"""Staleness study (`bapo study staleness`): the paper's claims on stale data, in small runs on a CPU."""

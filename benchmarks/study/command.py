@@ -1,4 +1,4 @@
-"""The command `bapo study staleness`: run the arms that are missing, then write the document."""
+"""Command `bapo study staleness`: run the missing arms, then write the document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USAGE = "usage: bapo study staleness [flags]; `bapo study staleness --help` list
 
 
 def study_command(arguments: Sequence[str], main: Main) -> int:
-    """Run what is missing of the study, then write its document. ``main`` runs a ``bapo`` command.
+    """Run the missing arms of the study, then write its document. ``main`` runs a ``bapo`` command.
 
     1 if an arm has failed, else 0. ConfigError for wrong flags; Preempted on SIGTERM, SIGUSR1 or Ctrl-C.
     """

@@ -1,4 +1,4 @@
-"""Contrasts between two methods, paired by seed, and the choice of a repair out of sample."""
+"""Contrasts between two methods, paired by seed; and the out-of-sample choice of a repair."""
 
 from __future__ import annotations
 
@@ -112,8 +112,10 @@ def entropy_at_equal_reward(records: Sequence[ArmRecord], method: str, other: st
 
 
 def out_of_sample(records: Sequence[ArmRecord], passes: int = PRIMARY) -> OutOfSample | None:
-    """The best repair against the best fixed pair: both chosen on the first half of the seeds, judged on the
-    second. None unless each half has seeds on which all of at least one repair and one pair have run."""
+    """Best repair against best fixed pair, chosen on the first half of the seeds and compared on the second.
+
+    None unless each half has seeds on which at least one repair and one fixed pair have run.
+    """
     found = {
         name: values
         for name in (*REPAIRS, *FIXED_PAIRS)

@@ -1,8 +1,8 @@
-"""The sampler of a forked arm or test command, forked too: starting it takes five seconds of a core.
+"""Pre-forked sampler process of a forked arm or test command, which saves five CPU seconds of start-up.
 
-A trainer cannot be forked once it has threads, and it starts its sampler when it has many. So rank 0 of
-``bapo train`` forks a standby first, which has one thread and waits; the first sampler is that process. Later
-ones, in place of a sampler that has died, are started as a user's are. The parent is rank 0 either way.
+A process cannot be forked safely once it has threads, and the trainer has many when it starts its sampler.
+So rank 0 of ``bapo train`` forks a standby first, with one thread, which becomes the first sampler. A sampler
+that replaces a dead one is started as a user's is. The parent is rank 0 either way.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _IMPORTED = (
     *(f"transformers.models.qwen2.{part}_qwen2" for part in ("configuration", "modeling", "tokenization")),
     "datasets",
 )
-"""What a trainer and its sampler import late; half of the CPU time of a run of one step."""
+"""Modules that a trainer and its sampler import late; half of the CPU time of a run of one step."""
 _PR_SET_NAME = 15
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What a whole process group may be sent, which a sampler that has not been started would not get."""
+"""Signals to a process group. The standby ignores them: a sampler that has not started would not get them."""
 
 
 class ForkedProcess:
@@ -78,7 +78,7 @@ class ForkedProcess:
 
 
 class Standby:
-    """A fork of this process that becomes its sampler when it is asked to."""
+    """Standby fork of this process, which becomes its sampler on request."""
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -136,7 +136,7 @@ def _use(standby: Standby) -> None:
 
 
 def _wait_and_serve(requests: socket.socket) -> None:
-    """The life of the forked process; it never returns."""
+    """Main function of the standby; it never returns."""
     code = 1
     try:
         _name(STANDBY)

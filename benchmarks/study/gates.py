@@ -1,4 +1,4 @@
-"""The gates of a study: what must hold of GRPO alone before any method is judged against it."""
+"""Gates of a study: preconditions on GRPO's own runs, without which no method is compared with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.study.methods import BASELINE, PRIMARY
 
 @dataclass(frozen=True)
 class Gate:
-    """A range that the mean of a figure of GRPO's runs must lie in, at some number of passes."""
+    """Precondition: the allowed range of a figure's mean over GRPO's runs, at a number of passes."""
 
     text: str
     figure: str
@@ -35,11 +35,11 @@ class Gate:
 
 @dataclass(frozen=True)
 class GateResult:
-    """A gate and what was measured."""
+    """A gate with its measured value."""
 
     gate: Gate
     value: float
-    """Mean over the seeds; NaN if no run says."""
+    """Mean over the seeds; NaN if no run has the figure."""
     seeds: int
     error: float = math.nan
     """Standard error of ``value``; NaN of fewer than two seeds. It is shown, and decides nothing."""
@@ -58,7 +58,7 @@ class GateResult:
 
     @property
     def failure(self) -> str:
-        """Why no claim is judged, in a line."""
+        """Failure of the gate as one line of text."""
         return f"gate {self.gate.text} ({self.gate.passes}x) failed: {self.shown}, must be {self.gate.range}"
 
 
@@ -89,7 +89,7 @@ GATES = (
 
 
 def gate_results(records: Sequence[ArmRecord]) -> list[GateResult]:
-    """What GRPO's runs say of each gate."""
+    """The result of each gate, from GRPO's runs."""
     results = []
     for gate in GATES:
         values = [

@@ -1,4 +1,4 @@
-"""The process of one arm: forked from this one, so that the imports are paid once for all arms."""
+"""Forked process of one arm of a study, so that the imports are paid once for all arms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Life:
 
 
 def _live(main: Main, command: Sequence[str], log: Path, threads: int, study: int) -> None:
-    """The whole life of the forked process; it never returns."""
+    """Main function of the forked process; it never returns."""
     code = _CRASHED
     try:
         os.setsid()  # Ctrl-C is for the study, which signals its arms

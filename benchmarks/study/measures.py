@@ -1,4 +1,4 @@
-"""Measures of one run: pure functions on its curves, and the figures of an arm.
+"""Metrics of one run of a study: pure functions on its curves, and the figures of an arm.
 
 Legend: ``_S`` steps. NaN where nothing was measured.
 

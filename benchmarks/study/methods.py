@@ -1,4 +1,4 @@
-"""The methods and passes that a study compares, each as the flags of `bapo train` that make it."""
+"""Methods and staleness levels (passes) of a study, each as flags of `bapo train`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAMPLING_UPDATES = 4
 
 @dataclass(frozen=True)
 class Method:
-    """A method: a loss, its clipping bounds, and the mean that its paper takes."""
+    """A compared method: its loss, clipping bounds, and loss mean."""
 
     label: str
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
@@ -97,7 +97,7 @@ METHODS = {
     "m2po": Method("M2PO", loss="m2po"),
 }
 FIXED_PAIRS = ("grpo", "clip_higher", *FIXED)
-"""All methods with fixed bounds: the best of them is what a repair is held against."""
+"""All methods with fixed bounds: a repair is compared with the best of them."""
 
 
 def is_run(method: str, passes: int) -> bool:

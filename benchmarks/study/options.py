@@ -1,4 +1,4 @@
-"""The flags of `bapo study staleness`."""
+"""Command-line flags of `bapo study staleness`, and their checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bapo_megatron.errors import ConfigError
 from benchmarks.study.methods import BASELINE, METHODS, PASSES
 
 RECIPE = Path(__file__).parents[2] / "recipes/demo_study.py"
-"""Task, model, steps and learning rate of the study: the one place that says them."""
+"""Base recipe of the study: task, model, steps and learning rate."""
 CALIBRATION_SEED = 100
 """First seed of a calibration; the study's own begin at 0, so that no seed serves both."""
 QUICK_METHODS, QUICK_PASSES, QUICK_SEEDS = ("grpo", "paper", "fixed_0.9_1.2"), (1, 8), 2

@@ -1,4 +1,4 @@
-"""Paired differences between two arms, seed by seed: interval, p-value, and Holm's correction for several."""
+"""Paired t-test of two arms over seeds: confidence interval, p-value, and Holm's correction."""
 
 from __future__ import annotations
 

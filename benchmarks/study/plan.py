@@ -1,4 +1,4 @@
-"""The plan of a study: one `bapo train` command for each method, passes and seed, stored in study.json."""
+"""Plan of a study: one `bapo train` command for each method, passes and seed, stored in study.json."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StudyPlan:
         return self.options.steps or self.base.steps
 
     def describe(self) -> dict[str, Any]:
-        """What a continuation must share: base configuration, steps, and the command of each arm."""
+        """Identity of the study, which a continuation must share: base configuration, steps, commands."""
         return {
             "design": DESIGN,
             "steps": self.steps,
@@ -137,8 +137,8 @@ def _save_flags(base: RunConfig, steps: int) -> list[str]:
 
 
 def store_plan(plan: StudyPlan) -> None:
-    """Write study.json, and make the folder of the document: better now than after the runs. ConfigError if
-    that cannot be done, or if the study there is another."""
+    """Write study.json. ConfigError if it cannot be written, or if the folder has another study."""
+    # The document's folder is checked, too: an error now is cheaper than one after hours of runs.
     described = check_same_study(plan)
     for flag, folder in (("--folder", plan.options.folder), ("--write", plan.options.document.parent)):
         try:
@@ -152,7 +152,7 @@ def store_plan(plan: StudyPlan) -> None:
 
 
 def check_same_study(plan: StudyPlan) -> dict[str, Any]:
-    """What study.json is to hold. ConfigError if the folder has a study whose arms were made otherwise.
+    """New content of study.json. ConfigError if the folder has a study with other settings.
 
     Methods, passes and seeds may be added or left out: arms that are there stay.
     """
@@ -199,7 +199,7 @@ def _differences(stored: dict[str, Any], ours: dict[str, Any], any_place: bool) 
 
 
 def place_in_checkout(value: Any) -> Any:
-    """The end of an absolute path: demo/policy."""
+    """Last two parts of an absolute path, e.g. demo/policy."""
     if isinstance(value, list):
         return [place_in_checkout(one) for one in value]
     is_absolute = isinstance(value, str) and value.startswith("/")

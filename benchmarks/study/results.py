@@ -1,4 +1,4 @@
-"""The results of a study: a file beside its document, with one line for each arm that is done.
+"""Results file of a study (JSON lines) beside its document: one line for each finished arm.
 
     {"design": ..., "steps": 32, "base": {...}}
     {"arm": "grpo-8x-seed0", "method": "grpo", ..., "command": [...], "figures": {...}, "curves": {...}}

@@ -1,4 +1,4 @@
-"""The runner of a study: some arms at a time, continued where it was stopped; a failure ends no other arm."""
+"""Runner of a study's arms: several at a time, resumable; a failed arm ends no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """An arm that has ended and is not done, with the reason."""
+    """An arm that ended without its result, with the reason."""
 
     arm: Arm
     reason: str
@@ -49,7 +49,7 @@ def run_arms(
     Preempted, after the arms have saved.
     """
     bench = _Bench([arm for arm in arms if not arm.is_done()], len(arms), start, parallel, say)
-    with _told() as told:
+    with _stop_signals() as told:
         try:
             while bench.waiting or bench.at_work:
                 if told:
@@ -63,7 +63,7 @@ def run_arms(
 
 
 class _Bench:
-    """The queue of arms: those that wait, those at work, and what has become of the others."""
+    """Queue of arms: waiting, running, and failed ones."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class _Bench:
 
 
 class Clock:
-    """The estimate of the time left, from what a unit of work has taken so far."""
+    """ETA estimator: the time left, from the mean time of a unit of work so far."""
 
     def __init__(self, work: float, parallel: int) -> None:
         self._left, self._parallel = work, parallel
@@ -124,7 +124,7 @@ class Clock:
 def _failure(arm: Arm, code: int | None) -> Failure | None:
     if code == 0 and arm.is_done():
         return None
-    return Failure(arm, f"exit code {code}{_last_words(arm)}")
+    return Failure(arm, f"exit code {code}{_last_log_line(arm)}")
 
 
 def log_of(arm: Arm) -> str:
@@ -132,8 +132,8 @@ def log_of(arm: Arm) -> str:
     return f"{arm.run_dir}.log"
 
 
-def _last_words(arm: Arm) -> str:
-    """The last line of its log that says something."""
+def _last_log_line(arm: Arm) -> str:
+    """The last non-empty line of the arm's log."""
     try:
         with open(log_of(arm), "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_BYTES))
@@ -144,8 +144,8 @@ def _last_words(arm: Arm) -> str:
 
 
 @contextmanager
-def _told() -> Iterator[list[int]]:
-    """Signals that tell the study to stop, while it runs."""
+def _stop_signals() -> Iterator[list[int]]:
+    """Stop signals that have arrived, as a list; their handlers are installed within the block."""
     heard: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -161,7 +161,7 @@ def _told() -> Iterator[list[int]]:
 
 
 def _end(processes: Sequence[Process]) -> None:
-    """Let those at work save and stop; end those that do not."""
+    """Ask running arms to save and stop; kill those that do not in time."""
     for process in processes:
         process.tell(signal.SIGTERM)
     deadline = time.monotonic() + _SAVING_S

@@ -25,20 +25,20 @@ class ForkedCommand:
 
     def __init__(self, arguments: tuple[str, ...], told: socket.socket, output: int) -> None:
         self.args = ("bapo", *arguments)
-        self._told, self._output = told, output
+        self._stop_signals, self._output = told, output
         self._read: list[bytes] = []
         self.pid = int(self._next_number())
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it lives."""
-        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+        if self.returncode is None and select.select([self._stop_signals], [], [], 0)[0]:
             self.returncode = self._next_number()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code, when it has ended; TimeoutExpired after ``timeout`` seconds."""
-        if self.returncode is None and not select.select([self._told], [], [], timeout)[0]:
+        if self.returncode is None and not select.select([self._stop_signals], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         code = self.poll()
         assert code is not None
@@ -64,7 +64,7 @@ class ForkedCommand:
         return b"".join(self._read), None
 
     def _next_number(self) -> int:
-        message = self._told.recv(32)
+        message = self._stop_signals.recv(32)
         if not message:
             raise RuntimeError(f"the fork server has ended, and {self.args} with it")
         return int(message)

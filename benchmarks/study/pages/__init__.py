@@ -1,1 +1,1 @@
-"""The document of a study: its words, tables and pictures."""
+"""Markdown document of a study: prose, tables and figures."""

@@ -1,4 +1,4 @@
-"""The study's Markdown document. All its numbers and verdicts are computed from the runs."""
+"""Renderer of the study's Markdown document. All numbers and verdicts are computed from the runs."""
 
 from __future__ import annotations
 

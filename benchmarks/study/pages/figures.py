@@ -1,4 +1,4 @@
-"""The pictures of a study: one for each figure of the paper, in its order, and all methods side by side."""
+"""Figures of a study: one for each figure of the paper, in its order, and all methods side by side."""
 
 from __future__ import annotations
 

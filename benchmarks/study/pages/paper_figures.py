@@ -1,4 +1,4 @@
-"""The paper's own curves, read from the vector graphics of its PDF (benchmarks/paper_curves.py)."""
+"""Curves of the paper's figures, which benchmarks/paper_curves.py extracted from its PDF."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Read:
-    """What was read of one of the paper's figures."""
+    """Description of the data taken from one of the paper's figures."""
 
     figure: str
     read: str
     limits: str
-    """What was not read, or is not like for like."""
+    """Data that were not taken, or are not comparable."""
 
 
 READ = (
@@ -55,7 +55,7 @@ READ = (
         "below 1 and comes up to 0.99, as with the old policy's. Ours is drawn for the present policy",
     ),
 )
-"""What was read, in the paper's order."""
+"""Data taken from the paper's figures, in its order."""
 
 
 @cache

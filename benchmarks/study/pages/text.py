@@ -1,4 +1,4 @@
-"""The constant prose of a study's document: definitions and limits, never a result."""
+"""Constant prose of a study's document: definitions and limits, never a result."""
 
 from benchmarks.study.contrasts import LEVEL, MATTERS
 from benchmarks.study.measures import COLLAPSE_SHARE, SPIKE_FACTOR, SPIKE_WINDOW

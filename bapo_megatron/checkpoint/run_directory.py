@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.former_names import with_current_names
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
@@ -117,7 +116,7 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     one of ``--rollout-only`` (``samples_only``), or the reverse.
     """
     _check_kind(config.directory, samples_only)
-    stored = read_config(config.directory, announce=True)
+    stored = read_config(config.directory)
     metrics = RunPaths(config.directory).metrics
     if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
         return  # no step was made yet
@@ -214,13 +213,10 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
     write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
 
 
-def read_config(directory: Path, announce: bool = False) -> dict[str, Any] | None:
-    """The stored configuration by dotted names, with current names and fields; None if there is no run.
-
-    ``announce``: print a notice of each former name.
-    """
+def read_config(directory: Path) -> dict[str, Any] | None:
+    """The stored configuration by dotted names, with every field of today. None if there is no run."""
     stored = _stored(directory)
-    return with_present_fields(stored["config"], announce) if stored else None
+    return with_present_fields(stored["config"]) if stored else None
 
 
 def _stored(directory: Path) -> dict[str, Any] | None:
@@ -239,12 +235,9 @@ def _stored(directory: Path) -> dict[str, Any] | None:
     return stored
 
 
-def with_present_fields(stored: dict[str, Any], announce: bool = False) -> dict[str, Any]:
-    """Migration of a stored configuration: former names become current ones, missing fields are filled in.
-
-    ``announce``: print a notice of each former name.
-    """
-    return {**_ADDED, **with_current_names(stored, announce)}
+def with_present_fields(stored: dict[str, Any]) -> dict[str, Any]:
+    """Migration of a stored configuration: default values for the fields that were added since."""
+    return {**_ADDED, **stored}
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config.engine import EngineConfig
-from bapo_megatron.config.former_names import current_loss
 from bapo_megatron.config.sglang import SglangConfig
 from bapo_megatron.config.sources import SourceConfig, Sources
 
@@ -296,9 +295,6 @@ class AlgorithmConfig:
     """Passes over each batch of rollouts: 1 uses each sample once, more reuse it off-policy."""
     updates_per_epoch: Annotated[int, Ge(1)] = 1
     """Optimizer updates in each pass: the batch is split into so many mini-batches."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "loss", current_loss(self.loss))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from bapo_megatron.config import (
     RolloutConfig,
     RunConfig,
     SglangConfig,
-    former_names,
 )
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat, out_of_range
@@ -383,39 +382,6 @@ def test_a_run_from_before_there_were_losses_has_bapo(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="algorithm.loss: 'clip' in the run, 'mine:Loss' now"):
         check_same_run(other)
     assert changed_settings(other) == [("algorithm.loss", "clip", "mine:Loss")]
-
-
-def test_the_former_name_of_the_loss_loads_with_one_notice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a recipe and in a run directory, which goes on as it is; on other ranks in silence."""
-    notice = "notice: algorithm.loss=bapo is now called clip\n"
-    former_names._notice.cache_clear()
-    former = AlgorithmConfig(loss="bapo")
-    assert (former, former.loss) == (AlgorithmConfig(), "clip")
-    assert dataclasses.replace(former, loss="bapo") == former
-    assert capsys.readouterr().err == notice
-    run = dataclasses.replace(GOOD, run_dir=tmp_path)
-    store_config(run)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    stored["config"]["algorithm.loss"] = "bapo"
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    former_names._notice.cache_clear()
-    assert changed_settings(run) == []
-    assert capsys.readouterr().err == ""
-    check_same_run(run)
-    assert capsys.readouterr().err == notice
-
-
-def test_only_the_first_rank_prints_the_notice(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    former_names._notice.cache_clear()
-    monkeypatch.setenv("RANK", "1")
-    assert AlgorithmConfig(loss="bapo").loss == "clip"
-    assert capsys.readouterr().err == ""
-    former_names._notice.cache_clear()
 
 
 def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:

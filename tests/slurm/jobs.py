@@ -1,4 +1,4 @@
-"""Jobs of the tests: submitted, watched and read."""
+"""Slurm jobs of the tests: submission, waiting, logs and events."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Job:
         return self.fields()
 
     def until(self, true: Callable[[], object], limit_s: float = 900) -> None:
-        """Until something is so; AssertionError with what the job has said if it takes longer."""
+        """Wait for a condition; AssertionError with the job's log if it takes too long."""
         deadline = time.monotonic() + limit_s
         while not true():
             assert time.monotonic() < deadline, f"{self.fields()}\n{self.log()}\n{self.events()}"

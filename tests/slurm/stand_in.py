@@ -1,4 +1,4 @@
-"""Stands in for `bapo train` and `bapo rollout-server` in jobs, and keeps their contract.
+"""Stand-in for `bapo train` and `bapo rollout-server` in Slurm jobs: same signals, files and exit codes.
 
 ``python stand_in.py train RECIPE [--stand-in.NAME=VALUE ...] --run-dir RUN [...]``: makes steps of ``step_s``
 seconds, with metrics, events and checkpoints as a run writes them, and continues from the newest checkpoint.
@@ -143,7 +143,7 @@ def train() -> None:
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers as a rollout server that is well, and has the run's key."""
+    """HTTP handler of a healthy rollout server that has the run's key."""
 
     def do_GET(self) -> None:
         """200 for everything, with the proof where that is asked for."""

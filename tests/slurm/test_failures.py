@@ -1,4 +1,4 @@
-"""Ranks without memory, and file systems that fail, on a real Slurm."""
+"""Out-of-memory kills and failing file systems on a real Slurm."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ TWO_AND_TWO = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", ":", "--
 
 
 @pytest.mark.slow
-def test_a_lost_rollout_node_costs_nothing_and_a_trainer_node_a_requeue(cluster: Cluster, run: Path) -> None:
+def test_a_lost_rollout_node_needs_no_requeue_and_a_lost_trainer_node_does(
+    cluster: Cluster, run: Path
+) -> None:
     flags = stand_in(steps=70, step_s=0.5, every=1)
     job = submit(cluster, run, "train.sbatch", TWO_AND_TWO, flags)
     job.until(lambda: steps_made(job))
@@ -52,7 +54,7 @@ def test_servers_of_another_job_serve_a_run(cluster: Cluster, run: Path) -> None
     cluster.call("scancel", servers.number)
 
 
-def test_a_run_without_its_servers_says_so(cluster: Cluster, run: Path) -> None:
+def test_a_run_reports_missing_servers(cluster: Cluster, run: Path) -> None:
     job = submit(cluster, run, "colocated.sbatch", ONE, [], BAPO_ENGINES="1", BAPO_ENGINES_WAIT_S="2")
     assert job.wait()["JobState"] == "FAILED"
     assert [row["expected"] for row in job.events("engines_missing")] == [1, 1]

@@ -118,7 +118,7 @@ def test_cancel_lets_a_run_save_and_stop(cluster: Cluster, run: Path, environmen
         cancel(run)
 
 
-def test_a_mistake_ends_before_anything_starts(cluster: Cluster, run: Path) -> None:
+def test_a_wrong_argument_ends_the_job_before_anything_starts(cluster: Cluster, run: Path) -> None:
     missing = subprocess.run(
         ["sbatch", "--wait", f"--output={run.parent}/out", "--nodes=1", "slurm/colocated.sbatch", "no.py"],
         cwd=ROOT, env=settings(cluster), capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""Jobs that are told to stop, killed, or lose nodes, on a real Slurm."""
+"""Preemption, time limits, crashes and lost nodes on a real Slurm: requeue, exclusion or stop."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_deadline_is_kept_without_a_signal_from_slurm(cluster: Cluster, run:
     assert job.events("signal")[0]["signal"] == "deadline"
 
 
-def test_an_order_to_stop_brings_the_job_back(cluster: Cluster, run: Path) -> None:
+def test_scancel_with_a_signal_requeues_the_job(cluster: Cluster, run: Path) -> None:
     """`scancel --signal` tells the ranks and not the batch script."""
     job = submit(cluster, run, "colocated.sbatch", [*ONE, "--time=30"], stand_in(steps=12, step_s=0.5))
     job.until(lambda: steps_made(job))
@@ -75,7 +75,7 @@ def test_a_preempted_job_saves_and_comes_back(cluster: Cluster, run: Path, tmp_p
     assert low.events("job_done")[0]["step"] == 10
 
 
-def test_a_crash_loop_stops_with_its_cause_on_top(cluster: Cluster, run: Path) -> None:
+def test_a_crash_loop_stops_and_reports_its_cause_first(cluster: Cluster, run: Path) -> None:
     job = submit(cluster, run, "colocated.sbatch", ONE, stand_in(crash_at=3))
     assert job.wait()["JobState"] == "FAILED"
     assert requeues(job) == ["crash"]
@@ -86,7 +86,7 @@ def test_a_crash_loop_stops_with_its_cause_on_top(cluster: Cluster, run: Path) -
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, "config"), (3, "stopped")])
-def test_what_would_not_help_is_not_repeated(cluster: Cluster, run: Path, code: int, kind: str) -> None:
+def test_no_requeue_after_a_permanent_error(cluster: Cluster, run: Path, code: int, kind: str) -> None:
     job = submit(cluster, run, "colocated.sbatch", ONE, stand_in(code=code))
     fields = job.wait()
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", f"{code}:0", "0")
@@ -106,7 +106,7 @@ def test_a_lost_first_node_is_counted_at_the_next_start(cluster: Cluster, run: P
 
 
 @pytest.mark.slow
-def test_bad_nodes_are_left_out_once(cluster: Cluster, run: Path) -> None:
+def test_bad_nodes_are_excluded_once(cluster: Cluster, run: Path) -> None:
     probe = {"BAPO_HEALTH": "on", "BAPO_HEALTH_FLAGS": "--no-all-reduce"}
     two = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8"]
     gpus = {"BAPO_DEVICE": "", "USABLE_GPUS": "1", "LOST_GPUS": "n2=2"}
@@ -118,7 +118,7 @@ def test_bad_nodes_are_left_out_once(cluster: Cluster, run: Path) -> None:
     assert job.events("nodes_healthy")[0]["nodes"] in ("n1 n3", "n3 n4", "n1 n4")
 
 
-def test_nodes_that_are_bad_again_stop_the_job(cluster: Cluster, run: Path) -> None:
+def test_bad_nodes_after_an_exclusion_stop_the_job(cluster: Cluster, run: Path) -> None:
     probe = {"BAPO_HEALTH": "on", "BAPO_HEALTH_FLAGS": "--no-all-reduce --memory-gb 1e9"}
     job = submit(cluster, run, "colocated.sbatch", ONE, [], **probe)  # no node has an exabyte
     assert job.wait()["JobState"] == "FAILED"

@@ -1,4 +1,4 @@
-"""Processes with Transformer Engine, one for each version, and what the tests of this folder train on."""
+"""Fixtures: one process for each Transformer Engine version, tiny models and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""apex in place of Transformer Engine: which of it a policy takes, and whose checkpoints go where.
+"""apex without Transformer Engine: the kernels that a policy uses, and optimizer checkpoints.
 
 apex is played (``tests/support/played_apex``): it has no wheel, and its kernels need a GPU.
 """
@@ -61,7 +61,7 @@ def what_is_taken(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_what_is_taken_of_apex(apex: TransformerEngineProcess, tmp_path: Path) -> None:
+def test_apex_gives_adam_and_list_kernels_only(apex: TransformerEngineProcess, tmp_path: Path) -> None:
     """Its Adam and its kernels over lists; none of its norms, which are LayerNorms. qwen3 has four kinds."""
     from tests.support.models import save_tiny_model
 

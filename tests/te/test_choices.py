@@ -1,4 +1,4 @@
-"""What is asked of Transformer Engine before a model is built, and what its attention is told."""
+"""Choice of the attention backend, determinism, and environment switches of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def tables_of_rope(folder: Path, samples: list[Sample]) -> tuple[int, int]:
     return len({pack.max_seqlen for pack in packs}), made.cache_info().currsize
 
 
-def test_all_packs_take_one_table_of_rope(
+def test_all_packs_share_one_rope_table(
     te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
 ) -> None:
     [(lengths, tables)] = te.run(tables_of_rope, ONE, qwen2, samples)
@@ -120,7 +120,7 @@ def test_all_packs_take_one_table_of_rope(
     assert tables == 1
 
 
-def test_attention_waits_for_no_comparison(
+def test_attention_compares_no_tensors_on_the_gpu(
     te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
 ) -> None:
     assert te.run(comparisons, ONE, qwen2, samples) == [0]

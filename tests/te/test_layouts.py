@@ -1,4 +1,4 @@
-"""One answer on Transformer Engine's layers at every layout: that of torch's layers in one process."""
+"""Parity of Transformer Engine's layers at every parallel layout with torch's layers in one process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_layout_agrees_with_torch(
     assert ("thd_out_correction" in te.calls) == (layout(text).parallel.context > 1)
 
 
-def test_without_a_gpu_none_of_its_kernels_is_called(
+def test_without_a_gpu_no_transformer_engine_kernel_is_called(
     te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
 ) -> None:
     """On a login node, where it is installed and its kernels would end the process."""
@@ -72,7 +72,7 @@ def test_without_a_gpu_none_of_its_kernels_is_called(
 
 
 @pytest.mark.parametrize("text", slow_but(["one", "cp2"], "cp2"))
-def test_torch_attends_where_transformer_engine_has_no_kernel(
+def test_torch_attention_where_transformer_engine_has_no_kernel(
     text: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], reference: Answer
 ) -> None:
     """On sm80 and sm89 without flash-attn. The rest of a layer is Transformer Engine's."""
@@ -138,7 +138,7 @@ REFUSED_BY_ROPE = RuntimeError, "cu_seqlens give this rank 20 tokens, and it has
         (norms_swapped, "one", OTHER_LOG_PROBS),
     ),
 )
-def test_a_mistake_is_noticed(
+def test_a_broken_layer_fails_the_comparison(
     mistake: Callable[[], None],
     text: str,
     noticed: tuple[type[Exception], str],
@@ -155,7 +155,7 @@ def test_a_mistake_is_noticed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", AS_ON_A_GPU)
-def test_settings_of_a_gpu_change_nothing(
+def test_gpu_settings_leave_the_results_unchanged(
     text: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], reference: Answer
 ) -> None:
     """Fused SwiGLU, parameters that are made on the device, batched point-to-point calls."""

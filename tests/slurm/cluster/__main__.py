@@ -1,4 +1,4 @@
-"""``python -m tests.slurm.cluster start|stop|fail NODE|restore NODE``: the cluster of the tests, by hand."""
+"""``python -m tests.slurm.cluster start|stop|fail NODE|restore NODE``: the tests' cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts, harms and stops the cluster.
+"""Start, failure injection and stop of the local Slurm cluster.
 
 Each slurmd runs in namespaces of its own: its host name is the node's, and its /etc/hosts knows all nodes.
 Needs root, `unshare --uts --mount`, and the packages slurmctld, slurmd, slurm-client and munge.

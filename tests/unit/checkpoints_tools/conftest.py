@@ -1,4 +1,4 @@
-"""Conversions of a small random model, each way, for tests of what becomes of their outputs."""
+"""Fixtures: conversions of a small random model in every direction."""
 
 from __future__ import annotations
 

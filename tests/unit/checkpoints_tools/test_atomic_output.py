@@ -61,7 +61,7 @@ def moments(convert: Convert, output: Path, settings: Settings) -> Iterator[int]
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_all_or_nothing(convert: Convert, model: Path, tmp_path: Path) -> None:
+def test_a_kill_leaves_the_whole_output_or_none(convert: Convert, model: Path, tmp_path: Path) -> None:
     convert(tmp_path / "whole", Settings())
     whole = folder_bytes(tmp_path / "whole")
     output = tmp_path / "output"
@@ -89,7 +89,7 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing(convert: Convert, model: Pat
 
 
 @pytest.mark.slow
-def test_a_kill_while_replacing_loses_neither(convert: Convert, tmp_path: Path) -> None:
+def test_a_kill_while_replacing_leaves_the_old_or_the_new_output(convert: Convert, tmp_path: Path) -> None:
     output = tmp_path / "output"
     convert(output, Settings())
     new = folder_bytes(output)
@@ -151,7 +151,7 @@ def test_a_term_signal_cleans_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("locked", [False, True])
-def test_a_signal_around_the_lock_cleans_up(
+def test_a_signal_during_locking_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
 ) -> None:
     """Just before, or just after and before anything else."""
@@ -171,10 +171,10 @@ def test_a_signal_around_the_lock_cleans_up(
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_what_another_began_at_the_same_moment_is_left_alone(
+def test_another_process_output_in_progress_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    """It comes between this one's look and its mkdir; this one may get a signal then, too."""
+    """Another process creates the folder between this one's check and its mkdir; a signal may come then."""
     output, begin = tmp_path / "output", atomic_output._begin
     theirs = atomic_output._FolderLock(temporary_folder(output))
 
@@ -197,8 +197,8 @@ def test_what_another_began_at_the_same_moment_is_left_alone(
     theirs.release()
 
 
-def test_a_lock_on_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another removes it, and makes its own, between this one's open and its lock."""
+def test_a_lock_on_a_deleted_folder_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process removes and recreates the folder between this one's open and its lock."""
     flock, folder = atomic_output.fcntl.flock, tmp_path / "folder"
     folder.mkdir()
 
@@ -283,7 +283,7 @@ def test_too_little_space_is_seen_before(
     assert check_space(tmp_path / "new/output", 1000) == 1000
 
 
-def test_holes_take_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_files_take_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_random_model(tmp_path / "hf", hidden_size=1024, intermediate_size=2048)
     weights = folder / "model.safetensors"
     size = weights.stat().st_size

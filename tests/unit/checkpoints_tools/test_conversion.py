@@ -1,4 +1,4 @@
-"""HF to torch_dist and back: every bit, every file, every family; and what is refused before work begins."""
+"""Hugging Face to torch_dist and back: bitwise round trips for every family; early errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_torch_reads_the_parameters_that_the_table_joins(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_plain_converter_reads_ours_and_we_read_its(family: str, tmp_path: Path) -> None:
+def test_round_trip_with_the_plain_converter(family: str, tmp_path: Path) -> None:
     """The oracle again, both ways: the whole model in memory, through torch.distributed.checkpoint."""
     folder = save_random_model(tmp_path / "hf", family, files=2)
     to_megatron(folder, tmp_path / "ours")
@@ -93,7 +93,7 @@ def test_the_plain_converter_reads_ours_and_we_read_its(family: str, tmp_path: P
         assert all(torch.equal(bits(found[name]), bits(expected[name])) for name in expected)
 
 
-def test_what_stands_beside_the_weights(tmp_path: Path) -> None:
+def test_files_beside_the_weights(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "hf", "qwen3")
     to_megatron(folder, tmp_path / "megatron")
     checkpoint = tmp_path / "megatron/release"
@@ -137,7 +137,7 @@ def test_no_chunk_is_larger_than_an_archive_may_be(tmp_path: Path, monkeypatch: 
     assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
 
 
-def test_tensors_are_dealt_to_files_as_in_the_reference(tmp_path: Path) -> None:
+def test_tensors_are_split_into_the_files_of_the_reference(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "hf", files=1)
     other = save_random_model(tmp_path / "other", files=4)
     to_megatron(folder, tmp_path / "megatron")
@@ -199,7 +199,7 @@ def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) ->
         to_megatron(folder, tmp_path / "megatron")
 
 
-def test_rounding_changes_the_type_and_nothing_else(tmp_path: Path) -> None:
+def test_rounding_changes_only_the_dtype(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "hf", dtype="F32", files=2, torch_dtype="float32")
     to_megatron(folder, tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back", dtype="bf16")

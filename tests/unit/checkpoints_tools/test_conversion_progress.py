@@ -1,4 +1,4 @@
-"""What a conversion says of itself while it runs."""
+"""Progress lines of a conversion."""
 
 from __future__ import annotations
 

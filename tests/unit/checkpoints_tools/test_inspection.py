@@ -1,4 +1,4 @@
-"""What an inspection says is what the checkpoint is, whatever its format; it reads no weights."""
+"""``bapo-ckpt inspect``: format, shapes and origin of a checkpoint, without reading weights."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_mp_rank_folders(hf: Path, tmp_path: Path) -> None:
     assert inspect_checkpoint(tmp_path / "legacy").optimizer == "mp_rank"
 
 
-def test_a_checkpoint_without_a_config_is_inspected_all_the_same(hf: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_config_is_inspected(hf: Path, tmp_path: Path) -> None:
     to_megatron(hf, tmp_path / "megatron")
     folder = tmp_path / "megatron/release"
     (folder / "hf/config.json").unlink()
@@ -133,7 +133,7 @@ def test_the_command(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "absent is no folder" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_seen_enough_ends_the_command_quietly(hf: Path) -> None:
+def test_a_closed_pipe_ends_the_command_quietly(hf: Path) -> None:
     command = [sys.executable, "-m", "checkpoints_tools.cli", "inspect", str(hf)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None

@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, and what is refused as one."""
+"""Resolution of a path to a checkpoint, and paths that are refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_iteration_without_a_tracker_must_be_chosen(tmp_path: Path) -> None:
     assert locate(tmp_path, "100").iteration == 100
 
 
-def test_an_unfinished_iteration_is_none(tmp_path: Path) -> None:
+def test_an_unfinished_iteration_is_skipped(tmp_path: Path) -> None:
     touch(tmp_path / "iter_0000100/__0_0.distcp")
     touch(tmp_path / "latest_checkpointed_iteration.txt", "100")
     with pytest.raises(CheckpointError, match=r"no \.metadata: the checkpoint was not written to its end"):
@@ -106,7 +106,7 @@ def test_a_run_means_its_newest_checkpoint(run: Path) -> None:
         locate(run, "30")
 
 
-def test_one_within_a_step_is_newer_than_the_step_before_it(run: Path) -> None:
+def test_a_mid_step_checkpoint_is_newer_than_the_step_before_it(run: Path) -> None:
     """A run that was told to stop has such a checkpoint; ``--step`` means whole steps."""
     whole = run / "checkpoints/step_000120"
     within = whole.rename(whole.with_name("step_000100_update_003"))
@@ -135,7 +135,7 @@ def test_a_damaged_manifest_is_named(text: str, run: Path) -> None:
         locate(run, "120")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         locate(tmp_path)
     with pytest.raises(CheckpointError, match="is no folder"):

@@ -1,4 +1,4 @@
-"""Legacy mp_rank folders: what we write torch reads, what we read is every bit, and gaps are named."""
+"""Legacy mp_rank folders: bitwise round trips, files that torch loads, and errors for missing tensors."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_another_models_config_is_named(legacy: Path, tmp_path: Path) -> None:
         MpRank(legacy, read_model_shape(other)).tensors  # noqa: B018
 
 
-def test_an_optimizer_is_not_dropped_unasked(legacy: Path, tmp_path: Path) -> None:
+def test_dropping_the_optimizer_needs_a_flag(legacy: Path, tmp_path: Path) -> None:
     change(legacy / "mp_rank_01_001/model_optim_rng.pt", lambda state: state.update(optimizer={"state": 1}))
     with pytest.raises(
         ConfigError, match="the optimizer of mp_rank folders is not converted; --weights-only"

@@ -1,4 +1,4 @@
-"""No file runs code: what a pickle names becomes a constant, a container or a record, or is refused."""
+"""Safe unpickler: a global becomes a constant, container or inert record, or is refused; no code runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_types_and_sizes_become_names_and_tuples() -> None:
     assert load_pickle(pickle.dumps(value), "x") == ("BF16", "F32", (2, 3), {"a": 1})
 
 
-def test_objects_become_records_of_what_they_were_made_from() -> None:
+def test_objects_become_inert_records() -> None:
     arguments = argparse.Namespace(tensor_model_parallel_size=2, attention_backend=AttnBackend.auto)
     record = load_pickle(pickle.dumps(arguments), "x")
     assert isinstance(record, PickledObject)
@@ -55,7 +55,7 @@ def test_objects_become_records_of_what_they_were_made_from() -> None:
 @pytest.mark.parametrize(
     "value", [np.zeros(3), np.float32(1.5), Path("/a"), signal.SIGTERM, torch.device("cpu")]
 )
-def test_what_megatron_keeps_beside_the_weights_is_read(value: Any) -> None:
+def test_megatrons_common_state_is_read(value: Any) -> None:
     assert isinstance(load_pickle(pickle.dumps(value), "x"), PickledObject)
 
 
@@ -155,14 +155,14 @@ def _nested(depth: int) -> bytes:
         b"\x80\x02ctorch\nbfloat16\n)R.",  # calls a text
     ],
 )
-def test_bombs_end_in_one_message(data: bytes) -> None:
-    """Each took for ever, or gigabytes, or the interpreter with it, or is what no writer leaves."""
+def test_pickle_bombs_end_in_one_message(data: bytes) -> None:
+    """Pickles that took for ever or gigabytes, crashed the interpreter, or are malformed."""
     with pytest.raises(CheckpointError, match=r"file\.pt") as caught:
         load_pickle(data, "file.pt")
     assert len(str(caught.value)) < 400
 
 
-def test_deep_values_are_made_and_left_again() -> None:
+def test_deeply_nested_values_are_read() -> None:
     assert load_pickle(b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".", "x")
     assert load_pickle(
         b"\x80\x02cargparse\nNamespace\nq\x000" + b"N" + b"h\x00)\x81\x86" * 100_000 + b".", "x"
@@ -187,7 +187,7 @@ def test_a_pickle_of_more_than_its_limit_is_not_begun(monkeypatch: pytest.Monkey
         load_pickle(pickle.dumps("a" * 20), "x")
 
 
-def test_one_file_leaves_nothing_for_the_next() -> None:
+def test_no_state_is_shared_between_two_files() -> None:
     """Two files that name the same class get two classes."""
     first = load_pickle(pickle.dumps(argparse.Namespace(a=1)), "x")
     second = load_pickle(pickle.dumps(argparse.Namespace(b=1)), "x")

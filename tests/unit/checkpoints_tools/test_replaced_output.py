@@ -1,4 +1,4 @@
-"""An output replaces only what bapo-ckpt wrote, whole, and a kill while it is replaced loses neither."""
+"""``--overwrite``: only outputs of bapo-ckpt are replaced, and a kill leaves the old or the new one."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ TARGETS: list[tuple[Target, str]] = [
 
 
 @pytest.mark.parametrize(("make", "told"), TARGETS)
-def test_what_was_not_written_by_it_is_never_replaced(
+def test_foreign_files_are_never_replaced(
     make: Target, told: str, model: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Also not if it comes there while the output is being written."""
+    """Also a folder that appears while the output is being written."""
     make(tmp_path / "output", checkpoint)
     before = entries(tmp_path)
     with pytest.raises(ConfigError, match=rf"(?s)output .*/output .*{told}"):
@@ -121,7 +121,7 @@ def entries(path: Path) -> list[tuple[str, int, int]]:
     return sorted((str(p), p.lstat().st_mode, p.lstat().st_ino) for p in found)
 
 
-def test_a_home_folder_is_no_output(
+def test_a_home_folder_is_refused_as_output(
     convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home").mkdir()
@@ -131,16 +131,16 @@ def test_a_home_folder_is_no_output(
 
 
 @pytest.mark.parametrize("kind", [os.mkfifo, lambda path: path.symlink_to("/")])
-def test_a_temporary_folder_that_is_none(
+def test_a_file_in_place_of_the_temporary_folder(
     convert: Convert, tmp_path: Path, kind: Callable[[Path], object]
 ) -> None:
-    """The name in which an output is written first leads nowhere else, and is not waited for."""
+    """A symlink, FIFO or file there is refused: the output is not written through it."""
     kind(temporary_folder(tmp_path / "output"))
     with pytest.raises(ConfigError, match="is no folder: move it away"):
         convert(tmp_path / "output", Settings())
 
 
-def test_what_was_moved_aside_and_is_no_output_is_kept(convert: Convert, tmp_path: Path) -> None:
+def test_a_foreign_folder_moved_aside_is_kept(convert: Convert, tmp_path: Path) -> None:
     output = tmp_path / "output"
     convert(output, Settings())
     aside = atomic_output.replaced_folder(output)
@@ -152,7 +152,7 @@ def test_what_was_moved_aside_and_is_no_output_is_kept(convert: Convert, tmp_pat
     assert open_checkpoint(output, reference=None)
 
 
-def test_what_comes_into_the_way_during_the_work_is_kept(tmp_path: Path) -> None:
+def test_a_folder_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
     output = tmp_path / "output"
     write(output, "old")
     aside = atomic_output.replaced_folder(output)
@@ -167,7 +167,7 @@ def test_what_comes_into_the_way_during_the_work_is_kept(tmp_path: Path) -> None
     assert (output / "config.json").read_text() == "old"
 
 
-def test_what_stands_in_the_way_is_told_before_the_work(
+def test_a_foreign_folder_in_the_way_is_reported_before_the_work(
     convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A half-deleted output of an earlier version, whose mark was deleted first."""
@@ -191,7 +191,7 @@ def write(output: Path, text: str) -> None:
 
 @pytest.mark.parametrize("first", [MARK, "config.json", "weights"])
 def test_a_kill_while_the_old_output_is_deleted_blocks_no_later_one(tmp_path: Path, first: str) -> None:
-    """Whichever of its files went first."""
+    """Whichever of its files was deleted first."""
     output = tmp_path / "output"
     write(output, "old")
 
@@ -251,14 +251,14 @@ def test_a_second_command_between_the_renames_undoes_nothing(
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_a_whole_copy_is_as_good_as_the_original(tmp_path: Path) -> None:
+def test_a_complete_copy_counts_as_an_output(tmp_path: Path) -> None:
     write(tmp_path / "output", "old")
     shutil.copytree(tmp_path / "output", tmp_path / "copy")
     write(tmp_path / "copy", "new")
     assert (tmp_path / "copy/weights").read_text() == "new"
 
 
-def test_a_mark_without_digests_is_known(tmp_path: Path) -> None:
+def test_a_marker_without_digests_is_accepted(tmp_path: Path) -> None:
     """As earlier versions wrote it."""
     output = tmp_path / "output"
     write(output, "old")

@@ -1,4 +1,4 @@
-"""A checkpoint written anew holds what it held: weights, optimizer, and what stands beside them."""
+"""``bapo-ckpt reshard``: weights, optimizer state and common state survive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what they say is checked, and what is wrong is named by file and tensor."""
+"""Headers of safetensors files: errors name the file and the tensor."""
 
 from __future__ import annotations
 

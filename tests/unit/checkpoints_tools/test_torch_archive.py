@@ -1,4 +1,4 @@
-"""Archives and pickles written by hand are those that torch and the pickle module read."""
+"""Writer of torch archives without torch: torch and the pickle module read them."""
 
 from __future__ import annotations
 

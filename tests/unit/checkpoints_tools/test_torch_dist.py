@@ -180,7 +180,7 @@ def test_a_chunk_that_was_stored_transposed_is_refused(stored: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["model.", "module."])
-def test_prefixes_of_other_writers_are_known(prefix: str, stored: Path, tmp_path: Path) -> None:
+def test_parameter_prefixes_of_other_writers_are_accepted(prefix: str, stored: Path, tmp_path: Path) -> None:
     def change(metadata: Any) -> None:
         metadata.state_dict_metadata = {prefix + k: v for k, v in metadata.state_dict_metadata.items()}
         metadata.storage_data = {

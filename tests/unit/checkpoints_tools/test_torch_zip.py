@@ -85,7 +85,7 @@ def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:
         read_tensor(stream, path, "key", 11 + len(first), len(second) + 5)
 
 
-def test_what_is_no_tensor_is_refused_as_one(tmp_path: Path) -> None:
+def test_a_non_tensor_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(save([None]))
     with path.open("rb") as stream, pytest.raises(CheckpointError, match=r"a\.pt: key should be a tensor"):
@@ -151,7 +151,7 @@ def test_damage_is_named(data: bytes, message: str, tmp_path: Path) -> None:
     assert "the state" in str(caught.value)
 
 
-def test_a_header_that_points_elsewhere_is_named(tmp_path: Path) -> None:
+def test_a_zip_header_with_a_wrong_offset_is_named(tmp_path: Path) -> None:
     """The directory at the end says where an entry begins; there must be one, and it must fit."""
     with zipfile.ZipFile(io.BytesIO(WHOLE)) as archive:
         header = archive.getinfo("archive/data/0").header_offset
@@ -190,7 +190,7 @@ def test_a_part_that_occurs_a_billion_times_is_read_once(tmp_path: Path) -> None
     assert found[0] is found[1]
 
 
-def test_a_part_that_contains_itself_is_damage(tmp_path: Path) -> None:
+def test_a_self_containing_object_is_damage(tmp_path: Path) -> None:
     value: list[Any] = []
     value.append(value)
     path = tmp_path / "a.pt"

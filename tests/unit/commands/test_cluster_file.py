@@ -1,4 +1,4 @@
-"""Cluster files: the examples are right, and what is wrong is named."""
+"""Cluster files: the shipped examples are valid, and invalid fields are named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHOLE = 'account = "a"\npartition = "p"\ntime = "1:00:00"\ngpus_per_node = 8\n'
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_right(path: Path) -> None:
+def test_example_cluster_files_are_valid(path: Path) -> None:
     cluster = load_cluster(path)
     assert cluster.account
     assert cluster.margin_s < cluster.lead_s
@@ -44,7 +44,7 @@ def test_tables_become_fields(tmp_path: Path) -> None:
         ("2-00:00:07", 172807),
     ],
 )
-def test_a_job_has_time_before_it_is_told_to_stop(tmp_path: Path, time: str, seconds: int) -> None:
+def test_stop_signal_lead_is_below_the_time_limit(tmp_path: Path, time: str, seconds: int) -> None:
     path = tmp_path / "c.toml"
     whole = re.sub(r"(?m)^time = .*$", f'time = "{time}"', WHOLE)
     path.write_text(f"lead_s = {seconds - 1}\n{whole}")
@@ -71,7 +71,7 @@ def test_a_job_has_time_before_it_is_told_to_stop(tmp_path: Path, time: str, sec
         ("[budgets]\ncrash = -1\n", "budgets.crash = -1 must be at least 0"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, told: str) -> None:
+def test_invalid_fields_are_named(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(WHOLE + text)
     with pytest.raises(ConfigError, match=re.escape(told)) as failure:
@@ -106,14 +106,14 @@ def test_a_time_without_quotes(tmp_path: Path) -> None:
         load_cluster(path)
 
 
-def test_a_time_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_time(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(WHOLE.replace("1:00:00", "one day"))
     with pytest.raises(ConfigError, match="'one day' is no time"):
         load_cluster(path)
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_cluster_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="slurm/clusters/ has examples"):
         load_cluster(tmp_path / "no.toml")
     (tmp_path / "bad.toml").write_text("account = ")

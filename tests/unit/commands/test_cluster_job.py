@@ -148,7 +148,7 @@ def test_a_container_must_mount_what_its_tasks_read() -> None:
     ]
 
 
-def test_absent_inputs_and_a_small_disk_are_warned_of(tmp_path: Path) -> None:
+def test_warnings_for_missing_inputs_and_a_small_disk(tmp_path: Path) -> None:
     """32.76 B parameters: three checkpoints of 14 bytes, and three copies of 2, are 1572.6 GB."""
     large = replace(job(), root=tmp_path, cluster=replace(pyxis(), mounts=("/:/",)))
     model, data = check_job(large, force=False)
@@ -193,7 +193,7 @@ def test_a_summary_without_a_plan() -> None:
 def test_a_dry_run_says_how_many_nodes_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """NeMo-Run is stood in for: what is submitted is looked at in tests/slurm."""
+    """NeMo-Run is replaced by a fake: tests/slurm checks the submitted job."""
     file = tmp_path / "cluster.toml"
     text = (ROOT / "slurm/clusters/h100_pyxis.toml").read_text()
     file.write_text(
@@ -209,7 +209,7 @@ def test_a_dry_run_says_how_many_nodes_it_takes(
         assert f"\n{line}" in f"\n{said}"
 
 
-def test_a_group_of_one_node_is_warned_of() -> None:
+def test_warning_for_a_group_of_one_node() -> None:
     cluster = replace(pyxis(), rollout_nodes=1)
     assert any("has one node" in line for line in check_job(job(cluster), force=False))
 
@@ -245,7 +245,7 @@ def test_the_command_line() -> None:
         SubmitCommand.of(["r.py", "--cluster"])
 
 
-def test_a_machine_without_slurm_is_told_where_to_submit(
+def test_without_slurm_the_message_says_where_to_submit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -255,7 +255,7 @@ def test_a_machine_without_slurm_is_told_where_to_submit(
     assert not (tmp_path / "run").exists()
 
 
-def test_without_nemo_run_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nemo_run_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAPO_NEMO_RUN_PYTHON", "/no/python")
     with pytest.raises(ConfigError, match="BAPO_NEMO_RUN_PYTHON=/no/python does not exist"):
         nemo_run_python()

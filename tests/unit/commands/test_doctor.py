@@ -145,7 +145,7 @@ def test_python() -> None:
     assert python_row((3, 10, 14)).state == "problem"
 
 
-def test_broken_packages_cost_themselves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_package_fails_only_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = {
         "doctor_good": "print('noise')",
         "doctor_raises": "raise RuntimeError('built for another torch')",
@@ -174,7 +174,7 @@ def test_broken_packages_cost_themselves_alone(tmp_path: Path, monkeypatch: pyte
     assert str(found["doctor_hangs"].error).startswith("no end within")
 
 
-def test_torn_metadata_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_metadata_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def torn(_name: str) -> str:
         raise KeyError("Version")
 
@@ -218,7 +218,7 @@ def test_gpus_of_the_servers() -> None:
     assert sglang_gpu_row(broken, required=False).state == "optional"
 
 
-def test_what_torch_is_asked() -> None:
+def test_what_torch_reports_about_gpus() -> None:
     device = SimpleNamespace(name="H100", total_memory=85_000_000_000)
     cuda = SimpleNamespace(
         is_available=lambda: True,
@@ -304,7 +304,7 @@ def test_json() -> None:
     assert json.loads(as_json(ROWS[:2]))["ok"] is True
 
 
-def test_a_section_that_breaks_costs_itself() -> None:
+def test_a_section_that_raises_fails_only_itself() -> None:
     def broken() -> Any:
         yield ROWS[0]
         raise KeyError("MemTotal")

@@ -1,4 +1,4 @@
-"""What ``bapo doctor`` says of the machine and of SGLang's environment."""
+"""``bapo doctor``: rows of the machine (limits, memory, disk, isolation) and of SGLang's environment."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_namespaces(tmp_path: Path) -> None:
     assert fix == "sysctl -w kernel.unprivileged_userns_clone=1"
 
 
-def test_walls_that_are_missing_stop_a_run_that_needs_them() -> None:
+def test_missing_isolation_fails_a_recipe_that_needs_it() -> None:
     assert isolation_row(list, True).state == "ok"
     row = isolation_row(lambda: ["no namespaces"], True)
     assert (row.state, row.found) == ("problem", "no namespaces")

@@ -1,4 +1,4 @@
-"""The doctor's trial of a reward: its score, or the traceback of what it raises."""
+"""``bapo doctor``: one call of the recipe's reward, which gives a score or a traceback."""
 
 from __future__ import annotations
 

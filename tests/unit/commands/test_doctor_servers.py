@@ -1,4 +1,4 @@
-"""What ``bapo doctor`` says of servers, played by a small HTTP server, and of recipes."""
+"""``bapo doctor``: rows of rollout servers (a fake HTTP server) and of recipes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 64, "num_hidde
 
 
 class Played:
-    """Answers like SGLang 0.5.23, or as it is told: path to status and body."""
+    """Answers like SGLang 0.5.23, or with given answers: path to status and body."""
 
     def __init__(self, model: Path) -> None:
         self.key: str | None = KEY
@@ -207,7 +207,7 @@ def test_a_server_that_pauses(server: Played) -> None:
     assert f"{server.url}/continue_generation" in row.fix
 
 
-def test_a_router_is_told_from_a_server(server: Played) -> None:
+def test_a_router_is_distinguished_from_a_server(server: Played) -> None:
     server.answers = {"/workers": (200, {"workers": [{"url": "http://a:1"}, {"url": "http://b:2"}]})}
     (row,) = server_rows(facts(server.url))
     assert row.found == "a router, which takes no weights"
@@ -220,7 +220,7 @@ def test_another_program(server: Played) -> None:
     assert (row.state, row.found) == ("problem", "answers, and has no /ready")
 
 
-def test_nonsense_is_no_traceback(server: Played) -> None:
+def test_malformed_answers_are_no_traceback(server: Played) -> None:
     server.answers |= {"/model_info": (200, ["hello"]), "/server_info": (500, "<html>")}
     rows = list(server_rows(facts(server.url)))
     assert [row.state for row in rows] == ["ok", "ok", "problem", "ok"]  # no weight version
@@ -240,7 +240,7 @@ def test_servers_that_are_gone_or_hang(server: Played, monkeypatch: pytest.Monke
     assert rows[1].found in ("no answer: timed out", "no answer: no answer within 4 s")
 
 
-def test_proxies_are_passed_by(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_are_bypassed(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run does not use them either."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -249,7 +249,7 @@ def test_proxies_are_passed_by(server: Played, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_answer_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte comes in time, and the whole never does."""
+    """Every byte comes within the time-out of a read, but the answer never ends."""
     monkeypatch.setattr(http, "_get", lambda *_: time.sleep(30))
     assert get("http://127.0.0.1:1", 0.1).body == "no answer within 0.1 s"
 
@@ -286,7 +286,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., RunCo
     return changed
 
 
-def test_every_problem_is_told_once(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_every_problem_is_reported_once(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
     config = demo()
     data = dataclasses.replace(config.data, path=tmp_path / "none.jsonl")
     logging = dataclasses.replace(config.logging, wandb_project="x")
@@ -306,7 +306,9 @@ def test_wrong_fields_stop_the_search(demo: Callable[..., RunConfig], tmp_path: 
     assert found == ["steps=0 must be at least 1", "seed=-1 must be at least 0"]
 
 
-def test_a_check_that_breaks_is_told(demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_is_reported(
+    demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(_config: object) -> None:
         raise OSError("the disk is gone")
 
@@ -378,7 +380,7 @@ def test_a_wrong_key_is_named(server: Played, key_file: Path, monkeypatch: pytes
     assert (row.state, "has mode 0644" in row.found, KEY in repr(row)) == ("problem", True, False)
 
 
-def test_the_runs_own_key_is_sent_to_who_proves_it_alone(
+def test_the_runs_key_is_sent_only_to_servers_that_prove_it(
     server: Played, tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE)

@@ -42,7 +42,7 @@ def test_the_documentation_has_such_commands() -> None:
 
 
 @pytest.mark.parametrize(("page", "recipe", "flags"), COMMANDS)
-def test_it_fits(page: str, recipe: Path, flags: tuple[str, ...]) -> None:
+def test_documented_layouts_fit_on_their_gpus(page: str, recipe: Path, flags: tuple[str, ...]) -> None:
     run = tyro.cli(RunConfig, default=load_recipe(recipe, RunConfig), args=list(flags))
     job = Job(run, find_shape(recipe, run.model.hf_path), PlanOptions())
     assert not problems(job)

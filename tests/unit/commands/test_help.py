@@ -29,7 +29,7 @@ def test_other_arguments_are_refused() -> None:
         refuse_arguments(["--halp"], "usage: this")
 
 
-def test_every_command_is_there_and_told_of() -> None:
+def test_every_command_exists_and_is_in_the_help() -> None:
     assert set(re.findall(r"^  ([a-z-]+) ", USAGE, re.MULTILINE)) == set(COMMANDS)
     for place in COMMANDS.values():
         module, _, function = place.partition(":")

@@ -1,4 +1,4 @@
-"""A certificate comes back as it was written, or not at all."""
+"""Layout reference files: exact round trip, and errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_changed_byte(tmp_path: Path) -> None:
         read_layout_reference(path)
 
 
-def test_columns_that_do_not_fit(tmp_path: Path) -> None:
+def test_columns_of_unequal_length(tmp_path: Path) -> None:
     whole = handmade()
     tokens = dataclasses.replace(whole.tokens, log_probs=whole.tokens.log_probs[:1])
     write_layout_reference(tmp_path / "c.npz", dataclasses.replace(whole, tokens=tokens))
@@ -70,7 +70,7 @@ def test_columns_that_do_not_fit(tmp_path: Path) -> None:
         read_layout_reference(tmp_path / "c.npz")
 
 
-def test_something_else_and_nothing(tmp_path: Path) -> None:
+def test_a_damaged_and_a_missing_file(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"notes\.txt is damaged or is none"):
         read_layout_reference(tmp_path / "notes.txt")

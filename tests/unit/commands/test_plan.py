@@ -1,4 +1,4 @@
-"""The plan's arithmetic on a shape small enough to do by hand, and against the sizes that are published."""
+"""``bapo plan``: FLOPs, memory and time by hand on a small shape, and published sizes of models."""
 
 from __future__ import annotations
 
@@ -549,7 +549,7 @@ def test_nodes_time_and_disk_of_the_whole_run() -> None:
     assert [duration(s) for s in (90, 7199, 7200, 172800)] == ["90 s", "120 minutes", "2.0 h", "2.0 days"]
 
 
-def test_the_nodes_of_a_summary() -> None:
+def test_node_count_in_the_summary() -> None:
     """A split of one node, servers that run already, and the nodes of a cluster file."""
     split = load_recipe(RECIPES / "partial_rollout_7b.py", RunConfig)
     shape = find_shape(RECIPE, split.model.hf_path)
@@ -575,7 +575,7 @@ def colocated(offload: bool = True, **changes: object) -> Job:
     return replace(one, run=replace(one.run, rollout=rollout))
 
 
-def test_two_turns_by_hand() -> None:
+def test_memory_of_colocated_trainer_and_engine_by_hand() -> None:
     """A server has half of 80 GB while it samples, and 1 GB all the time; the policy 3 GB, or all it has."""
     alone = stage_memory(job(ParallelConfig(pipeline=2)), 0)
     first, second = (stage_memory(colocated(), stage) for stage in (0, 1))
@@ -594,7 +594,7 @@ def test_two_turns_by_hand() -> None:
 
 
 def test_a_hand_over_by_hand() -> None:
-    """While a server reads the policy's weights both have theirs, beside two buckets and what is gathered."""
+    """During a weight sync by IPC: weights of trainer and engine, two buckets and one gathered tensor."""
     largest = 32 * 8  # the embedding
     by_disk, by_ipc = (stage_memory(colocated(servers=2, sync=sync), 0) for sync in ("disk", "ipc"))
     assert (by_disk.handing, by_disk.reading, by_disk.handover) == (0, 0, 0)
@@ -623,7 +623,7 @@ def test_the_seconds_of_a_hand_over_by_hand() -> None:
     assert sync.seconds == sync.expected_seconds == 0
 
 
-def test_what_does_not_fit_a_hand_over_is_told() -> None:
+def test_a_handover_that_does_not_fit_is_reported() -> None:
     big = colocated(sync="ipc", bucket_mb=80e3, memory_fraction=0.1)
     told = list(make_plan(big).misfits())
     assert len(told) == 1
@@ -684,7 +684,7 @@ def test_a_server_has_the_memory_of_the_recipe() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_names_its_turn_and_the_smallest_change(
+def test_a_misfit_names_its_phase_and_the_smallest_change(
     changes: dict[str, object], told: str, advice: list[str]
 ) -> None:
     path = RECIPES / "r1_distill_qwen_7b_8k.py"
@@ -750,7 +750,7 @@ def test_engines_that_cannot_sample_have_no_step_time() -> None:
         (grpo(), None, ""),
     ],
 )
-def test_searches_of_few_responses_are_said(bounds: BoundsConfig, responses: float, says: str) -> None:
+def test_a_search_over_few_responses_is_noted(bounds: BoundsConfig, responses: float, says: str) -> None:
     """Eight responses of 14 tokens; a pack holds one and its prompt."""
     plan = replace(job(), run=replace(job().run, algorithm=AlgorithmConfig(bounds=bounds)))
     assert plan.responses_per_search == responses
@@ -795,7 +795,7 @@ def test_bad_input_is_named(flags: list[str], message: str, capsys: pytest.Captu
     assert message in capsys.readouterr().err
 
 
-def test_an_engine_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert bapo(["plan", "recipes/demo_cpu.py", "--rollout.engine", "sgalng"]) == 2
     assert "rollout.engine='sgalng' is unknown: give local, sglang" in capsys.readouterr().err
     assert bapo(["plan", "recipes/demo_cpu.py", "--algorithm.loss", "ppo"]) == 2

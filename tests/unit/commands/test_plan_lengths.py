@@ -1,4 +1,4 @@
-"""Lengths of responses and the schedule of a rollout: by hand, by sampling, and token by token."""
+"""Distribution of response lengths and decode schedule of a rollout: by hand, by sampling, by simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bapo rehearse` rehearses: the ranks, the packs and the layers that its flags name."""
+"""``bapo rehearse``: its flags choose ranks, packs and layers; invalid flags are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_packs_are_full() -> None:
     assert sequence_lengths(long, 1) == [700, 324]
 
 
-def test_the_layers_that_are_rehearsed_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rehearsed_layers_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAPO_TE_SOURCES", str(tmp_path))
     layers, why = choose_layers(None, "bfloat16")
     assert layers == "torch"

@@ -1,4 +1,4 @@
-"""The report on made-up runs: complete, self-contained, and with numbers worked out by hand."""
+"""``bapo report`` on synthetic runs: sections, self-contained HTML, and numbers by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BOUNDS = {
 
 
 def made_up_update(step: float, noise: random.Random) -> dict[str, float | None]:
-    """What an update of a run that learns might measure."""
+    """Metrics of one synthetic update."""
     learnt = 1 / (1 + math.exp(-(step - 24) / 8))
     high = min(max(1.9 - 0.5 * learnt + noise.gauss(0, 0.25), 1.2), 3.0)
     return {
@@ -81,7 +81,7 @@ def made_up_diagnostics(learnt: float, noise: random.Random) -> dict[str, float 
 
 
 def made_up_step(step: int, noise: random.Random) -> dict[str, float | None]:
-    """What only a whole step measures."""
+    """Metrics of one synthetic step that its updates do not have."""
     learnt = 1 / (1 + math.exp(-(step - 24) / 8))
     positive = 420 + 90 * learnt + noise.gauss(0, 12)
     negative = 610 + 30 * learnt + noise.gauss(0, 22)
@@ -233,7 +233,7 @@ def test_pictures_show_something(reported: Path, name: str) -> None:
 @pytest.mark.usefixtures("few_pictures")
 @pytest.mark.parametrize("kind", ["page", "link", "folder"])
 @pytest.mark.parametrize("runs", [1, 2])
-def test_a_page_that_is_no_report_stays(tmp_path: Path, kind: str, runs: int) -> None:
+def test_a_file_that_is_no_report_is_not_overwritten(tmp_path: Path, kind: str, runs: int) -> None:
     made = [str(tmp_path / name) for name in "ab"[:runs]]
     for run in made:
         Path(run).mkdir()
@@ -278,7 +278,7 @@ def test_metrics_may_be_null_throughout(tmp_path: Path) -> None:
     assert "– → –" in write_report(tmp_path).read_text()  # noqa: RUF001
 
 
-def test_missing_and_empty_metrics_are_told(tmp_path: Path) -> None:
+def test_missing_and_empty_metrics_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run directory"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").touch()

@@ -1,4 +1,4 @@
-"""Several made-up runs on one page: complete, self-contained, and what differs."""
+"""``bapo report`` with several synthetic runs: one self-contained page and a table of differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says of its runs in words: each fact from logs and settings made by hand."""
+"""Header of a report: method, target, bounds, staleness and settings in words."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_two_suites_have_no_common_interval() -> None:
     assert fact("held-out", run_of(evaluations=rows)) == "10% → 50%, steps 0 and 9"
 
 
-def test_bounds_that_stay_at_their_starts_are_told() -> None:
+def test_bounds_that_stay_at_their_starts_are_noted() -> None:
     [reward, search, method] = readings(run_of(balanced(), rounds=(0,) * 40))
     assert reward == "The reward went from 0.250 to 0.750."
     assert search.startswith(
@@ -135,7 +135,7 @@ def test_bounds_that_stay_at_their_starts_are_told() -> None:
     assert seldom.startswith("A bound moved in 2.5% of the updates only")
 
 
-def test_bounds_that_move_are_told_and_where_they_end() -> None:
+def test_bounds_that_move_are_noted_with_their_end() -> None:
     moved = readings(run_of(balanced(), rounds=(0, 51, 51, 51)))[1]
     assert moved == (
         "In 75% of the updates the positive tokens held less than the target of 0.4 at 0.6 and 1.2, and the "
@@ -145,7 +145,7 @@ def test_bounds_that_move_are_told_and_where_they_end() -> None:
 
 
 @pytest.mark.parametrize("bounds", [grpo(), None])
-def test_without_a_search_nothing_is_said_of_it(bounds: BoundsConfig | None) -> None:
+def test_without_a_search_it_is_not_mentioned(bounds: BoundsConfig | None) -> None:
     assert len(readings(run_of(bounds, rounds=(0, 0)))) == 2
 
 

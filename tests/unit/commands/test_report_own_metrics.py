@@ -11,7 +11,7 @@ from bapo_megatron.commands.report.text import NO_VALUE
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
-def test_a_comparison_has_the_metrics_of_ones_own_losses() -> None:
+def test_a_comparison_has_the_metrics_of_custom_losses() -> None:
     runs = [read_run(FIXTURES / name) for name in ("bapo", "papo")]
     assert own_metrics(runs) == [], "all others have panels"
     runs[0].steps[-1]["spo/factor"] = 0.5

@@ -1,4 +1,4 @@
-"""What the plots of a report draw: means of few tokens pale, cut-offs marked, colours for all eyes."""
+"""Plots of a report: means over few tokens pale, cut-offs marked, colours distinguishable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def known(series: Series) -> dict[float, float]:
     return {x: y for x, y in zip(series.step.tolist(), series.value.tolist(), strict=True) if np.isfinite(y)}
 
 
-def test_single_tokens_make_no_spikes() -> None:
+def test_few_tokens_make_no_spikes_in_a_curve() -> None:
     """Step 1: 400 tokens at 0.1 and 1 token at 1 give 41 / 401. Step 2: 2 tokens alone, pale."""
     line = line_of(run_of((1, 0.4, 0.1), (1, 0.001, 1.0), (2, 0.002, 1.0), (2, 0.0, None)), CURVE, PANELS[0])
     assert known(line.thin) == {0.5: 0.1}
@@ -79,7 +79,7 @@ def test_pale_parts_are_drawn_paler() -> None:
     assert pale.get_linewidth() < thick.get_linewidth()
 
 
-def test_what_leaves_the_axes_is_marked_at_the_edge() -> None:
+def test_values_outside_the_axes_are_marked_at_the_edge() -> None:
     axes = Figure().subplots()
     axes.set_ylim(0, 1)
     thin = Series(np.arange(5.0), np.array([0.5, 1.5, np.nan, -0.1, 1.0]))
@@ -178,7 +178,7 @@ def test_the_simulation_by_example() -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("vision", VISION)
-def test_colours_are_told_apart(vision: str, scheme: str) -> None:
+def test_colours_are_distinguishable(vision: str, scheme: str) -> None:
     def least(pairs: Iterable[tuple[str, str]]) -> float:
         return min(distance(*pair, vision, scheme) for pair in pairs)
 

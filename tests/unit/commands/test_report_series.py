@@ -1,4 +1,4 @@
-"""What a report works out of the logs: numbers by hand."""
+"""Series that a report computes from metrics.jsonl and events.jsonl, by hand."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def test_an_export_that_failed_is_the_last_trouble(run: Path) -> None:
+def test_a_failed_export_is_the_last_error(run: Path) -> None:
     failed = {
         "time": "2027-01-15T07:40:00.000+00:00",
         "kind": "export_failed",
@@ -72,7 +72,7 @@ def test_an_export_that_failed_is_the_last_trouble(run: Path) -> None:
     assert read_status(run, NOW).trouble == "export failed: full"
 
 
-def test_everything_that_is_known_is_shown(run: Path) -> None:
+def test_status_shows_every_known_field(run: Path) -> None:
     assert status_text(read_status(run, NOW)).splitlines()[1:] == [
         "job         41, RUNNING, restart 2, on n1 n2, 1:00:00 left",
         "step        120 of 500, reward 0.512, 8,123 tokens/s, 6:20:00 to go at 60.0 s a step",
@@ -84,7 +84,7 @@ def test_everything_that_is_known_is_shown(run: Path) -> None:
     ]
 
 
-def test_a_run_that_has_been_silent_for_long_is_stalled(run: Path) -> None:
+def test_a_run_without_recent_steps_is_stalled(run: Path) -> None:
     """Its steps take a minute: ten minutes of silence are a stall, unless it is not running."""
     for path in (run / "metrics.jsonl", run / "checkpoints"):
         os.utime(path, (NOW - 700, NOW - 700))
@@ -93,7 +93,7 @@ def test_a_run_that_has_been_silent_for_long_is_stalled(run: Path) -> None:
     assert read_status(run, NOW).stalled_s is None
 
 
-def test_a_checkpoint_within_a_step_counts(run: Path) -> None:
+def test_a_mid_step_checkpoint_counts(run: Path) -> None:
     folder = run / "checkpoints/step_000110_update_002"
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
@@ -122,7 +122,7 @@ def test_the_state_of_a_job(
     assert read_status(run, NOW).state == told
 
 
-def test_a_job_that_waits_has_no_nodes_and_no_engines(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pending_job_has_no_nodes_and_no_engines(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of its last start may be dead, and are no longer its own."""
     (run / "slurm.state").write_text(STATE.replace("status=running", "status=requeued"))
     queued = ("PENDING", "BeginTime")
@@ -137,7 +137,7 @@ def test_a_job_that_waits_has_no_nodes_and_no_engines(run: Path, monkeypatch: py
     assert "alive" in text
 
 
-def test_the_last_error_is_told_from_its_kind_to_its_consequence(run: Path) -> None:
+def test_the_last_error_is_shown_with_its_kind_and_consequence(run: Path) -> None:
     event = {"kind": "job_stopped", "why": "no newer checkpoint", "cause": "ValueError: x", "reason": "crash"}
     with (run / "events.jsonl").open("a") as log:
         log.write(json.dumps(event) + "\n")
@@ -176,7 +176,7 @@ def test_a_file_system_that_hangs_does_not_hang_status(
         status_command([str(run)])
 
 
-def test_what_is_asked_may_fail() -> None:
+def test_within_raises_the_errors_of_its_function() -> None:
     def ask() -> str:
         raise ConfigError("no such run")
 
@@ -241,7 +241,7 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path) -> None:
     )
 
 
-def test_what_cannot_be_shown_or_cancelled_is_told(tmp_path: Path) -> None:
+def test_missing_logs_and_jobs_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="writes to its terminal"):
         show_logs(tmp_path, io.StringIO())
     with pytest.raises(ConfigError, match="is not running here"):

@@ -1,4 +1,4 @@
-"""``--rollout-only`` and ``--train-only``: what they make of a recipe, and what they refuse."""
+"""``--rollout-only`` and ``--train-only``: the changed recipe, and contradictory flags that are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stored(run_dir: Path, *steps: int) -> Path:
     return run_dir
 
 
-def test_without_them_the_recipe_is_as_it_was() -> None:
+def test_without_fork_flags_the_recipe_is_unchanged() -> None:
     assert flags("--steps=7") == (flags("steps=7")[0], False)
     assert flags()[0] == load_recipe(RECIPE, RunConfig)
 
@@ -144,7 +144,7 @@ def test_only_the_first_rank_says_how_many_steps_there_are(
         (["--train-only"], "runs/demo_cpu-rollout-only holds no rollouts from step 1 on"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_contradictory_flags_are_refused(
     words: list[str],
     message: str,
     tmp_path: Path,
@@ -157,7 +157,7 @@ def test_what_makes_no_sense_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_early_steps_that_are_deleted_are_missed(tmp_path: Path) -> None:
+def test_missing_early_rollouts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no rollouts from step 1 on"):
         train_only_config(flags()[0], [stored(tmp_path, 7, 8)])
 
@@ -181,7 +181,7 @@ def test_a_training_run_and_one_that_samples_alone_do_not_mix(
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints", "journal"])
-def test_any_trace_of_a_training_run_is_respected(trace: str, tmp_path: Path) -> None:
+def test_any_file_of_a_training_run_blocks_sampling_alone(trace: str, tmp_path: Path) -> None:
     (tmp_path / trace).mkdir()
     with pytest.raises(ConfigError, match="is the directory of a training run"):
         check_same_run(flags(f"--run-dir={tmp_path}")[0], samples_only=True)

@@ -1,4 +1,4 @@
-"""The comparison names the first quantity and token that differ, on numbers made by hand."""
+"""``bapo verify-parallel``: the comparison names the first quantity and token that differ."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_mean_has_its_own_tolerance() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_differs(value: float) -> None:
+def test_non_finite_values_differ(value: float) -> None:
     ours = with_token("log_probs", 0, 1, value)
     assert first_not_finite(ours.tokens, ours.samples) == ("sample 0, token 2 of 3 (0 of the response, id 7)")
     totals = not_measured(ours.totals)

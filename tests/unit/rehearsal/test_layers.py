@@ -1,4 +1,4 @@
-"""Where Transformer Engine's sources are found, and torch's layers where it is installed."""
+"""Search for Transformer Engine's sources, and torch's layers when it is installed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ print(device.uses_transformer_engine(torch.bfloat16))
 
 
 @pytest.mark.integration
-def test_torchs_layers_where_transformer_engine_is_installed(tmp_path: Path) -> None:
+def test_torch_layers_are_used_although_transformer_engine_is_installed(tmp_path: Path) -> None:
     install(tmp_path, VERSIONS[0])
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-c", TORCH_LAYERS]

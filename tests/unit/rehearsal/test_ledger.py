@@ -1,4 +1,4 @@
-"""The storage ledger and the known values, on tensors small enough to count by hand."""
+"""Storage ledger (bytes alive by kind) and known host values, on tensors small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bapo_megatron.rehearsal.fake.meter import Meter
 from bapo_megatron.rehearsal.fake.values import known
 
 
-def test_a_storage_counts_once_and_until_it_dies() -> None:
+def test_a_storage_counts_once_and_until_it_is_freed() -> None:
     """100 and 200 bytes together, then 200 and 400: the peak of the second phase is 600."""
     ledger = Ledger()
     with ledger.window("first"):
@@ -29,7 +29,7 @@ def test_a_storage_counts_once_and_until_it_dies() -> None:
     assert ledger.peak("second", "cuda") == (0, [])
 
 
-def test_a_view_keeps_its_storage() -> None:
+def test_a_view_keeps_its_storage_alive() -> None:
     ledger = Ledger()
     tensor = torch.empty(64, dtype=torch.uint8)
     ledger.add(tensor, "empty", "", "", "")
@@ -44,7 +44,7 @@ def test_a_view_keeps_its_storage() -> None:
     assert ledger.peak("last", "cpu")[0] == 0
 
 
-def test_values_follow_from_the_hosts_data() -> None:
+def test_values_computed_from_host_data_are_known() -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     meter = Meter(fake, {}, cuda=False)
     data = torch.tensor([3, 0, 5])
@@ -61,7 +61,7 @@ def test_values_follow_from_the_hosts_data() -> None:
     assert sum(meter.waits.guesses.values()) == 1
 
 
-def test_an_unknown_value_that_is_written_spoils_every_view() -> None:
+def test_writing_an_unknown_value_makes_every_view_unknown() -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, Meter(fake, {}, cuda=False):
         total = torch.zeros(4)

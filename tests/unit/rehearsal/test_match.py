@@ -1,4 +1,4 @@
-"""The comparison of the ranks' collectives, and the verdict, on results made by hand."""
+"""Collective mismatches between ranks, and memory needed by phase, on hand-made results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def result(rank: int, *calls: Call, **other: object) -> RankResult:
     return replace(RankResult(rank, place, "torch", 1, calls=list(calls)), **other)  # type: ignore[arg-type]
 
 
-def test_like_sequences_agree() -> None:
+def test_equal_collective_sequences_agree() -> None:
     ranks = [result(rank, call("all_reduce"), call("all_gather", 16)) for rank in (0, 1)]
     assert collective_mismatches(ranks) == []
 
@@ -48,13 +48,13 @@ def test_the_first_differing_call_is_named_with_both_lines() -> None:
     assert "c.py:3" in line
 
 
-def test_a_rank_that_stays_away_is_named() -> None:
+def test_a_rank_missing_from_a_collective_is_named() -> None:
     [line] = collective_mismatches([result(0, call("all_reduce", line="b.py:2")), result(1)])
     assert "differ at call 1: all_reduce of 8 bytes of float32 at b.py:2" in line
     assert "no call any more" in line
 
 
-def test_groups_are_compared_apart() -> None:
+def test_each_process_group_is_compared_by_itself() -> None:
     """Two groups in another order are not one sequence: each group's own order counts."""
     pair, all_four = call("all_reduce"), call("all_reduce", ranks=(0, 1, 2, 3))
     ranks = [result(0, pair, all_four), result(1, all_four, pair), result(2, all_four), result(3, all_four)]
@@ -68,7 +68,7 @@ def test_messages_are_matched_with_their_receives() -> None:
     assert line.startswith("deadlock: message 2 from rank 0 to rank 1")
 
 
-def test_place_of_a_rank() -> None:
+def test_parallel_coordinates_of_a_rank() -> None:
     """TP first, then CP, DP, PP: rank 13 of 2 x 2 x 2 x 2 is 1 + 0 x 2 + 1 x 4 + 1 x 8."""
     parallel = ParallelConfig(tensor=2, context=2, data=2, pipeline=2)
     request = RankRequest(run(parallel), 13, 1)
@@ -86,7 +86,7 @@ def job(colocated: bool) -> Job:
     return Job(config, SMALL, PlanOptions(gpu="h100-80gb"))
 
 
-def test_what_a_phase_needs() -> None:
+def test_gpu_memory_that_a_phase_needs() -> None:
     """An update: 3 GB for CUDA and NCCL, 5 % of what is no state. A save: 3 GB."""
     peak = Peak(
         50 * GB, {"weights": 8 * GB, "gradients": 16 * GB, "optimizer": 6 * GB, "activations": 20 * GB}

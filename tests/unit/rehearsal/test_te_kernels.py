@@ -1,4 +1,4 @@
-"""The kernels under Transformer Engine's package, against numbers by hand and torch's own functions."""
+"""Torch stand-ins for Transformer Engine's kernels, against torch's own functions and numbers by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gemm(a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool, **rest: A
     return KERNELS["generic_gemm"](*operands, names["is_grad"], NOTHING, 0, names["accumulate"], False)
 
 
-def test_products_of_a_linear_layer_by_hand() -> None:
+def test_linear_layer_gemms_by_hand() -> None:
     """y = x W^T + b of x [1, 2], W [3, 2]; then the gradients of x, of W and of b."""
     x, weight, bias = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4], [5, 6], [7, 8]]), torch.ones(3)
     y, none, _, _ = gemm(weight, True, x, False, bias=bias)
@@ -87,7 +87,7 @@ def test_positions_under_context_parallelism_by_hand() -> None:
     assert positions_of(bounds, 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
 
 
-def test_rope_turns_by_its_angle_and_back() -> None:
+def test_rope_rotates_forward_and_back() -> None:
     freqs = (torch.arange(3.0) * math.pi / 2)[:, None].expand(3, 2)[
         :, None, None
     ]  # position p by p x 90 degrees
@@ -149,7 +149,7 @@ def _scores(inputs: list[Tensor]) -> Tensor:
     return inputs[1][:3, 0] @ inputs[0][0, 0] * 0.25
 
 
-def test_halves_of_documents() -> None:
+def test_context_parallel_halves_of_documents() -> None:
     """Of documents 0..4 and 4..6; what a rank of the ring reads, and where it adds."""
     bounds, x = torch.tensor([0, 4, 6]), torch.arange(6.0)[:, None, None]
     read = KERNELS["thd_read_half_tensor"]
@@ -169,7 +169,7 @@ def test_halves_of_documents() -> None:
 
 
 @pytest.mark.parametrize("since_2_20", [True, False])
-def test_outputs_of_two_steps_are_joined(since_2_20: bool) -> None:
+def test_partial_attention_outputs_are_merged(since_2_20: bool) -> None:
     """Equal log-sum-exps in both steps: half of each."""
     bounds, lse = torch.tensor([0, 2]), torch.full((1, 2), math.log(2))
     step, step_lse = torch.tensor([4.0, 8.0])[:, None, None], torch.zeros(1, 2)
@@ -179,7 +179,7 @@ def test_outputs_of_two_steps_are_joined(since_2_20: bool) -> None:
     assert out.flatten().tolist() == pytest.approx([3, 5])
 
 
-def test_adam_is_torchs() -> None:
+def test_fused_adam_equals_torch_adamw() -> None:
     ours = torch.randn(7, generator=generator())
     theirs = ours.clone().requires_grad_()
     optimizer = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
@@ -192,7 +192,7 @@ def test_adam_is_torchs() -> None:
     torch.testing.assert_close(ours, theirs.detach())
 
 
-def test_norm_and_scale_of_lists_by_hand() -> None:
+def test_multi_tensor_norm_and_scale_by_hand() -> None:
     tensors = [torch.tensor([3.0]), torch.tensor([0.0, 4.0])]
     norm, each = KERNELS["multi_tensor_l2norm"](65536, NOTHING, [tensors], True)
     assert norm.tolist() == [5.0]
@@ -201,7 +201,7 @@ def test_norm_and_scale_of_lists_by_hand() -> None:
     assert [x.tolist() for x in tensors] == [[1.5], [0.0, 2.0]]
 
 
-def test_fake_tensors_get_the_shapes_and_are_not_read() -> None:
+def test_fake_tensors_get_output_shapes_without_reads() -> None:
     """What a rehearsal allocates is what the compiled kernel returns; there is no value to read."""
     real = attention_inputs(torch.bfloat16)
     expected = forward(MaskType.NVTE_PADDING_CAUSAL_MASK, *real, torch.tensor(BOUNDS, dtype=torch.int32))
@@ -219,7 +219,7 @@ def test_fake_tensors_get_the_shapes_and_are_not_read() -> None:
     assert (product.shape, grad.shape) == ((16, 16), (16,))
 
 
-def test_what_has_no_stand_in_says_so_when_it_is_called() -> None:
+def test_a_kernel_without_stand_in_raises_when_called() -> None:
     extension = make_extension(KERNELS)
     assert extension.SomeKind.one != extension.SomeKind.two
     with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.layernorm_fwd has no stand-in"):

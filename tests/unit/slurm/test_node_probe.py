@@ -1,4 +1,4 @@
-"""The probe of nodes before a run: what each check finds on a node that is bad, and who is blamed."""
+"""Node health check before a run: each check on a bad node, and which nodes are judged bad."""
 
 from __future__ import annotations
 
@@ -177,13 +177,13 @@ def test_nodes_that_begin_two_minutes_apart_are_all_good(probe: ModuleType, tmp_
     assert [left for _, left in joined] == pytest.approx([339] * 4, abs=1)
 
 
-def test_a_node_that_never_comes_is_bad_alone(probe: ModuleType, tmp_path: Path) -> None:
+def test_only_the_missing_node_is_bad(probe: ModuleType, tmp_path: Path) -> None:
     """It is the first in the list: the time that all wait for it must not be missing for the others."""
     starts = {"127.0.0.2": 0.0, "127.0.0.3": 1e9, "127.0.0.4": 120.0, "127.0.0.5": 60.0}
     assert verdict(probe, tmp_path, starts) == "127.0.0.3 no answer\n"
 
 
-def test_a_clock_that_is_off_by_an_hour_is_found_out(probe: ModuleType, tmp_path: Path) -> None:
+def test_a_clock_an_hour_off_is_detected(probe: ModuleType, tmp_path: Path) -> None:
     """By such a clock the probe is over when it begins, or has not begun when it ends."""
     starts = {"127.0.0.2": 30.0, "127.0.0.3": 120.0, "127.0.0.4": 0.0, "127.0.0.5": 60.0}
     off = {"127.0.0.4": 3600.0, "127.0.0.5": -3600.0}
@@ -194,7 +194,7 @@ def test_a_clock_that_is_off_by_an_hour_is_found_out(probe: ModuleType, tmp_path
     ]
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_problem_of_its_node(
+def test_a_gpu_that_torch_cannot_use_makes_its_node_bad(
     probe: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bapo_megatron.runtime.device.gpu_problem", lambda: "the driver\n is too old")
@@ -204,7 +204,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem_of_its_node(
     assert list(probe.cuda_problems(8)) == ["GPUs: ZeroDivisionError: division by zero"]
 
 
-def test_a_failed_all_reduce_is_told_within_its_deadline(probe: ModuleType, tmp_path: Path) -> None:
+def test_a_failed_all_reduce_is_reported_within_its_deadline(probe: ModuleType, tmp_path: Path) -> None:
     began = time.monotonic()
     told, seconds = probe.all_reduce(tmp_path, ["127.0.0.1", "n2"], 1, 0.5)  # the first never comes
     assert told.startswith("TimeoutError: store did not appear")
@@ -215,18 +215,18 @@ def test_a_failed_all_reduce_is_told_within_its_deadline(probe: ModuleType, tmp_
 NODES = ["n1", "n2", "n3"]
 
 
-def test_a_whole_group_has_no_bad_nodes(probe: ModuleType) -> None:
+def test_a_healthy_group_has_no_bad_nodes(probe: ModuleType) -> None:
     found = [probe.Findings(node, all_reduce="ok") for node in NODES]
     assert probe.judge(found, NODES, probe.Needs()) == {}
 
 
-def test_who_is_silent_or_says_so_is_bad(probe: ModuleType) -> None:
+def test_silent_nodes_and_nodes_with_problems_are_bad(probe: ModuleType) -> None:
     found = [probe.Findings("n1", problems=["GPUs: 7, 8 expected"]), probe.Findings("n3")]
     bad = probe.judge(found, NODES, probe.Needs())
     assert bad == {"n1": ["GPUs: 7, 8 expected"], "n2": ["no answer"]}
 
 
-def test_who_cannot_be_reached_is_bad_and_not_who_says_so(probe: ModuleType) -> None:
+def test_an_unreachable_node_is_bad_and_not_the_nodes_that_report_it(probe: ModuleType) -> None:
     found = [
         probe.Findings("n1", unreachable=["n2"]),
         probe.Findings("n2"),
@@ -237,7 +237,7 @@ def test_who_cannot_be_reached_is_bad_and_not_who_says_so(probe: ModuleType) -> 
     assert probe.judge(found, NODES, probe.Needs()) == {}  # one of two is no majority
 
 
-def test_the_clock_that_is_off_is_bad(probe: ModuleType) -> None:
+def test_the_node_whose_clock_differs_from_the_others_is_bad(probe: ModuleType) -> None:
     found = [
         probe.Findings("n1", clock_ahead_s={"n2": -9.0, "n3": 0.1}),
         probe.Findings("n2", clock_ahead_s={"n1": 9.0, "n3": 9.1}),
@@ -247,7 +247,7 @@ def test_the_clock_that_is_off_is_bad(probe: ModuleType) -> None:
     assert probe.judge(found, NODES, probe.Needs(clock_s=10)) == {}
 
 
-def test_of_two_clocks_the_first_is_taken_for_right(probe: ModuleType) -> None:
+def test_with_two_nodes_the_clock_of_the_first_is_the_reference(probe: ModuleType) -> None:
     found = [
         probe.Findings("n1", clock_ahead_s={"n2": -9.0}),
         probe.Findings("n2", clock_ahead_s={"n1": 9.0}),
@@ -255,7 +255,7 @@ def test_of_two_clocks_the_first_is_taken_for_right(probe: ModuleType) -> None:
     assert probe.judge(found, NODES[:2], probe.Needs()) == {"n2": ["clock: +9.0 s, 5 allowed"]}
 
 
-def test_an_all_reduce_that_fails_somewhere_or_everywhere(probe: ModuleType) -> None:
+def test_an_all_reduce_that_fails_on_one_node_or_on_all(probe: ModuleType) -> None:
     found = [probe.Findings(node, all_reduce="ok") for node in NODES]
     found[1].all_reduce = "the sum is 5, not 6"
     assert probe.judge(found, NODES, probe.Needs()) == {"n2": ["all-reduce: the sum is 5, not 6"]}

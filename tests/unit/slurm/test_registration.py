@@ -101,8 +101,8 @@ def test_a_server_with_a_key_of_its_own_is_registered(task: Callable[[str], Path
     assert not (tmp_path / "run/api_key").exists()
 
 
-def test_a_program_that_has_taken_the_port_is_not(task: Callable[[str], Path], tmp_path: Path) -> None:
-    """It answers everything, also the question for the proof, and the job's own server runs."""
+def test_another_program_on_the_port_is_not_registered(task: Callable[[str], Path], tmp_path: Path) -> None:
+    """The other program answers every request, the key challenge too, while the job's own server runs."""
     interpreter = tmp_path / "python"
     (tmp_path / "thief.py").write_text(THIEF)
     interpreter.write_text(
@@ -142,7 +142,7 @@ ROUTES = {"first": "10.1.0.7", "": None}
 def test_the_address_of_a_node(
     addresses: ModuleType, own: str, other: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its name stands for; if that is its loopback, where other nodes find it."""
+    """The address of the host name; an external address if the name resolves to loopback."""
 
     class Probe(socket.socket):
         def connect(self, place: tuple[str, int]) -> None:  # type: ignore[override]

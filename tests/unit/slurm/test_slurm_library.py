@@ -51,7 +51,7 @@ def test_scripts_stay_small() -> None:
 
 
 def test_a_requeue_needs_a_newer_checkpoint(shell: Shell, tmp_path: Path) -> None:
-    """The first comes without one; the next not."""
+    """The first requeue needs no newer checkpoint; the next does."""
     assert may_requeue(shell, "crash") == "yes"
     assert may_requeue(shell, "crash") == "crash, and no newer checkpoint than step 0 since the last requeue"
     checkpoint(tmp_path, 10)
@@ -60,7 +60,7 @@ def test_a_requeue_needs_a_newer_checkpoint(shell: Shell, tmp_path: Path) -> Non
     assert may_requeue(shell, "time_limit").startswith("time_limit, and no newer checkpoint than step 10")
 
 
-def test_a_checkpoint_within_a_step_is_a_newer_one(shell: Shell, tmp_path: Path) -> None:
+def test_a_mid_step_checkpoint_counts_as_newer(shell: Shell, tmp_path: Path) -> None:
     """A job whose step takes longer than its time gets through it, a few updates at a time."""
     checkpoint(tmp_path, 10)
     assert may_requeue(shell, "time_limit") == "yes"
@@ -75,7 +75,7 @@ def test_a_checkpoint_within_a_step_is_a_newer_one(shell: Shell, tmp_path: Path)
     assert shell("bapo_checkpoint_step").stdout == "11\n"
 
 
-def test_budgets_are_apart(shell: Shell, tmp_path: Path) -> None:
+def test_crashes_and_time_limits_have_separate_retry_budgets(shell: Shell, tmp_path: Path) -> None:
     limits = {"BAPO_MAX_CRASHES": "2", "BAPO_MAX_TIME_LIMITS": "1"}
     for step, kind, answer in (
         (1, "crash", "yes"),
@@ -155,7 +155,7 @@ def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
         (143, "BAPO_NO_ENGINES=yes", "engines"),
     ],
 )
-def test_what_ended_a_job(shell: Shell, code: int, before: str, kind: str) -> None:
+def test_kind_of_end_by_exit_code(shell: Shell, code: int, before: str, kind: str) -> None:
     found = shell(f"{before}\nbapo_kind_of_end {code}")
     assert found.stdout.strip() == kind, found.stderr
 
@@ -169,14 +169,14 @@ def test_what_ended_a_job(shell: Shell, code: int, before: str, kind: str) -> No
         ("Node failure on n2, says a rank", "crash"),
     ],
 )
-def test_a_node_that_has_come_back_was_lost(shell: Shell, tmp_path: Path, said: str, kind: str) -> None:
+def test_a_node_failure_is_found_in_the_job_log(shell: Shell, tmp_path: Path, said: str, kind: str) -> None:
     (tmp_path / "job.log").write_text(f"[10:00:00] start\n{said}\nsrun: error: n1: task 0: Killed\n")
     names = "scontrol() { tr , '\\n' <<<\"$3\"; }\nsleep() { :; }\n"
     found = shell(f"{names}bapo_kind_of_end 137", SLURM_JOB_NODELIST="n1,n2")
     assert found.stdout.strip() == kind, found.stderr
 
 
-def test_events_are_those_of_the_trainer(shell: Shell, tmp_path: Path) -> None:
+def test_job_events_have_the_trainers_format(shell: Shell, tmp_path: Path) -> None:
     odd = 'say "x\\y"\n\ttab\x01 end'
     (tmp_path / "events.jsonl").write_text('{"kind": "start"}\n{"kind": "torn')
     shell('bapo_event kind "text=$ODD" count=3 "share=0.5" "name=007" "none="', ODD=odd)
@@ -189,7 +189,7 @@ def test_events_are_those_of_the_trainer(shell: Shell, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 @pytest.mark.parametrize("text", ["a" + "é" * 500, "a\udcff\udc80b" + "字" * 400, "\udce9"])
-def test_an_event_is_valid_wherever_its_text_is_cut(
+def test_an_event_with_a_truncated_text_is_valid_json(
     shell: Shell, tmp_path: Path, text: str, locale: str
 ) -> None:
     shell('bapo_event kind "text=$ODD"', ODD=text, LC_ALL=locale)
@@ -212,7 +212,7 @@ WRITTEN_BY_A_JOB = [
 
 
 @pytest.mark.parametrize("name", WRITTEN_BY_A_JOB)
-def test_a_job_follows_no_link_out_of_its_run_directory(shell: Shell, tmp_path: Path, name: str) -> None:
+def test_a_job_follows_no_symlink_out_of_its_run_directory(shell: Shell, tmp_path: Path, name: str) -> None:
     (tmp_path / "kept").write_text("mine\n")
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -246,14 +246,14 @@ def test_the_logs_may_be_on_another_disk(shell: Shell, tmp_path: Path, mode: int
     assert bool(list(scratch.rglob("job.log"))) is (code == 0)
 
 
-def test_a_running_trainer_is_not_cut_off(shell: Shell, tmp_path: Path) -> None:
+def test_a_half_line_of_the_running_trainer_is_kept(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"half')
     shell("BAPO_TRAINER=1 bapo_event kind")
     assert path.read_text().startswith('{"half')
 
 
-def test_the_cause_is_that_of_the_rank_that_went_first(shell: Shell, tmp_path: Path) -> None:
+def test_the_cause_comes_from_the_first_rank_that_failed(shell: Shell, tmp_path: Path) -> None:
     texts = {
         "trainer-n1-0": "Traceback (most recent call last):\nConnectionError: peer closed\n",
         "trainer-n2-1": "step 3\nTraceback (most recent call last):\ntorch.OutOfMemoryError: 80 GB\n  note\n",
@@ -270,8 +270,8 @@ def test_the_cause_is_that_of_the_rank_that_went_first(shell: Shell, tmp_path: P
     assert shell("bapo_cause").stdout.strip() == "srun: error: n2: task 1: Killed"
 
 
-def test_the_first_rank_that_ended_badly_is_believed(shell: Shell, tmp_path: Path) -> None:
-    """Whose log was written last says nothing: a rank that was killed wrote none of its own."""
+def test_the_first_failure_is_the_earliest_exit_record(shell: Shell, tmp_path: Path) -> None:
+    """The time of a log says nothing: a killed rank writes no last line."""
     (tmp_path / "ended").mkdir()
     assert shell("bapo_first_failure").stdout == ""
     for rank, code, age in ((0, 1, 10), (1, 137, 20), (2, 85, 30), (3, 0, 40)):
@@ -286,7 +286,7 @@ def test_the_first_rank_that_ended_badly_is_believed(shell: Shell, tmp_path: Pat
     assert shell("bapo_cause").stdout.strip() == expected
 
 
-def test_a_file_system_that_fails_at_the_start_is_waited_for(shell: Shell, tmp_path: Path) -> None:
+def test_a_failing_file_system_at_the_start_is_retried(shell: Shell, tmp_path: Path) -> None:
     """mkdir fails as on NFS, twice; then it is well."""
     fails = """
         sleep() { :; }
@@ -340,7 +340,7 @@ def test_servers_are_alive_while_they_renew_their_entries(shell: Shell, tmp_path
     assert not list((tmp_path / "engines").iterdir())
 
 
-def test_an_element_of_an_evaluation_has_its_step_and_suite(shell: Shell) -> None:
+def test_an_array_task_of_an_evaluation_has_one_step_and_suite(shell: Shell) -> None:
     lines = "\n".join(f"bapo_pick_evaluation 100,200 aime24,aime25,math500 {n} || true" for n in range(7))
     assert shell(lines).stdout.splitlines() == [
         *(f"{step} {suite}" for step in (100, 200) for suite in ("aime24", "aime25", "math500")),

@@ -1,4 +1,4 @@
-"""Files that a job reads back are data: nothing in them is evaluated, and what no job wrote is left out."""
+"""State files of a Slurm job are read as data: no line is evaluated, and invalid lines are skipped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_command_in_the_state_file_does_not_run(shell: Shell, tmp_path: Path, 
     assert read_job_state(tmp_path) is not None
 
 
-def test_a_line_that_no_job_wrote_is_named(shell: Shell, tmp_path: Path) -> None:
+def test_invalid_lines_of_the_state_file_are_reported(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "slurm.state").write_text(
         "job=7\ncrash=010\nx[$(id)]=1\nidle=2\nexcluded=n1,n2\nnodes=a b-1.c\n"
     )
@@ -39,7 +39,7 @@ def test_a_line_that_no_job_wrote_is_named(shell: Shell, tmp_path: Path) -> None
     assert "crash=010" in found.stderr
 
 
-def test_a_state_that_a_job_wrote_is_read_back(shell: Shell, tmp_path: Path) -> None:
+def test_the_state_file_round_trips(shell: Shell, tmp_path: Path) -> None:
     written = shell(
         'bapo_read_state; bapo_write_state restart=3 status=running signal=USR1 "nodes=n1 n2" end=1790000000'
         ' excluded=n3,n4 progress=12000003; bapo_read_state; echo "${bapo_state[*]}"'
@@ -54,7 +54,7 @@ def test_a_state_that_a_job_wrote_is_read_back(shell: Shell, tmp_path: Path) -> 
     assert "crash, and no newer checkpoint" in shell("bapo_read_state; bapo_may_requeue crash").stdout
 
 
-def test_an_exit_code_that_is_none_counts_as_a_crash(shell: Shell, tmp_path: Path) -> None:
+def test_an_invalid_exit_code_counts_as_a_crash(shell: Shell, tmp_path: Path) -> None:
     """Ranks leave theirs in files; the job's shell calculates with them."""
     ran = tmp_path / "ran"
     (tmp_path / "ended").mkdir()
@@ -69,7 +69,7 @@ def test_an_exit_code_that_is_none_counts_as_a_crash(shell: Shell, tmp_path: Pat
     "url",
     ["http://a:1/x", "--run-dir=/", "http://a b:1", "https://a:1", "http://$(id):1", "http://-a:1", "a:1"],
 )
-def test_an_entry_that_is_no_address_is_left_out(shell: Shell, tmp_path: Path, url: str) -> None:
+def test_a_registered_engine_with_an_invalid_url_is_skipped(shell: Shell, tmp_path: Path, url: str) -> None:
     (tmp_path / "engines").mkdir()
     for name, one in (("a", url), ("b", "http://node-1.x:30000")):
         text = f'{{"url": "{one}", "node": "{name}", "job": 7, "state": "ready"}}\n'
@@ -79,7 +79,7 @@ def test_an_entry_that_is_no_address_is_left_out(shell: Shell, tmp_path: Path, u
 
 
 @pytest.mark.parametrize("text", ["²", "--5", "x[$(id)]", "", "9" * 40])
-def test_numbers_of_the_state_file_in_python(tmp_path: Path, text: str) -> None:
+def test_python_reads_the_numbers_of_the_state_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "slurm.state").write_text(f"job=7\nrestart={text}\n")
     state = read_job_state(tmp_path)
     assert state is not None

@@ -1,4 +1,4 @@
-"""`task.sh trainer`: the exit code of a rank, and what the job's shell makes of it."""
+"""`task.sh trainer`: exit codes of ranks, and the kind of end that the batch script derives from them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run_rank(folder: Path, program: str, lines: str = "") -> subprocess.Complete
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
-def test_a_rank_that_is_told_while_it_starts_is_no_crash(shell: Shell, tmp_path: Path, name: str) -> None:
-    """It has no handler yet, and dies of what task.sh passes on."""
+def test_a_stop_signal_during_start_up_is_no_crash(shell: Shell, tmp_path: Path, name: str) -> None:
+    """The rank has no signal handler yet, so the signal that task.sh forwards kills it."""
     rank = f"trap - {name}; kill -{name} $PPID; exec sleep 1000"
     done = run_rank(tmp_path, rank)
     assert done.returncode == 85, done.stderr
@@ -47,21 +47,21 @@ def test_a_rank_that_is_told_while_it_starts_is_no_crash(shell: Shell, tmp_path:
     assert shell("bapo_first_failure; bapo_kind_of_end 85").stdout == "preemption\n"
 
 
-def test_a_rank_that_saves_when_told_ends_with_its_own_code(shell: Shell, tmp_path: Path) -> None:
+def test_a_rank_that_saves_on_a_stop_signal_keeps_its_exit_code(shell: Shell, tmp_path: Path) -> None:
     rank = "trap 'exit 85' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
     assert run_rank(tmp_path, rank).returncode == 85
     assert shell("bapo_first_failure").stdout == ""
 
 
-def test_a_task_that_is_told_before_its_rank_exists_is_no_crash(tmp_path: Path) -> None:
-    """While it waits for rollout servers: the signal comes with the first pause."""
+def test_a_stop_signal_before_the_rank_starts_is_no_crash(tmp_path: Path) -> None:
+    """The signal comes while task.sh waits for rollout servers."""
     lines = "export BAPO_EXPECTED=1\nsleep() { kill -TERM $$; }\n"
     done = run_rank(tmp_path, "echo started", lines)
     assert (done.returncode, done.stdout) == (85, "")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGSEGV, 139)])
-def test_a_rank_that_another_signal_kills_is_a_crash(
+def test_a_rank_killed_by_another_signal_is_a_crash(
     shell: Shell, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     done = run_rank(tmp_path, f"kill -{number:d} $$")

@@ -2,8 +2,8 @@
 
 Its goals are few packs and equal cost on all ranks. A document of n tokens costs n + quadratic * n^2, in
 units of one token's linear work; the second term is attention's. The plan is a pure function of lengths and
-layout, in integers, whose sums do not depend on their order. So every rank computes the same plan and nothing
-is communicated.
+layout, in integers, whose sums do not depend on their order. So every rank computes the same plan without
+communication.
 
 1. Best fit gives the number of packs. Into that many, rounded up to the layout's multiple, documents go
    longest first, each to the cheapest pack with room (longest processing time first).

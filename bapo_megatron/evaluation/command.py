@@ -1,4 +1,4 @@
-"""`bapo eval CHECKPOINT` and `bapo eval compare A B`."""
+"""Entry points of `bapo eval CHECKPOINT` and `bapo eval compare A B`."""
 
 from __future__ import annotations
 

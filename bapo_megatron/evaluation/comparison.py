@@ -1,4 +1,4 @@
-"""Two evaluations of the same suites, problem by problem."""
+"""Paired comparison of two evaluations of the same suites: differences, intervals, p-values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bapo_megatron.evaluation.statistics import (
 
 @dataclass(frozen=True)
 class Compared:
-    """One suite: avg@n of A and of B. All but the p-value are shares; differences are B - A."""
+    """Comparison of one suite: avg@n of A and of B. All but the p-value are shares; differences are B - A."""
 
     suite: str
     problems: int
@@ -36,7 +36,7 @@ class Compared:
     p_value: float
     """P-value of the exact paired sign-flip test over problems."""
     detectable: float
-    """The smallest true difference that this suite would show in four of five comparisons."""
+    """Minimal detectable difference: a true difference that four of five comparisons would show."""
     better: int
     """Problems that B solves more often than A."""
     worse: int
@@ -45,11 +45,10 @@ class Compared:
 
 
 def compare(a: Path, b: Path) -> list[Compared]:
-    """Comparison of every suite that both evaluations have.
+    """Paired comparison of every suite that both evaluations have.
 
-    ``a`` and ``b``: outputs of `bapo eval`, or the folders of one suite.
-
-    ConfigError if one is not finished, or if they have asked different problems.
+    ``a`` and ``b``: outputs of `bapo eval`, or the folders of one suite. ConfigError if one is not finished,
+    or if their problems differ.
     """
     return [compare_suite(name, *folders) for name, folders in suites_of_both(a, b).items()]
 
@@ -85,7 +84,7 @@ def compare_suite(name: str, a: Path, b: Path) -> Compared:
     samples_a, samples_b = int(summary_a["samples"]), int(summary_b["samples"])
     correct_a, correct_b = _correct(a, samples_a), _correct(b, samples_b)
     problems = range(int(summary_a["suite"]["problems"]))
-    # In whole numbers, so that equal sums are equal.
+    # In integers, so that equal sums are exactly equal.
     unit = lcm(samples_a, samples_b)
     steps = [correct_b[p] * (unit // samples_b) - correct_a[p] * (unit // samples_a) for p in problems]
     difference_P = np.array(steps) / unit

@@ -1,4 +1,4 @@
-"""Problems of a suite with the responses of two evaluations, for a person to read."""
+"""Examples for a comparison: problems of a suite with the responses of two evaluations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bapo_megatron.evaluation.responses import RESPONSES, Response, first_respon
 
 @dataclass(frozen=True)
 class Example:
-    """One problem of a suite, and the first response of each evaluation to it."""
+    """Example: one problem, with the first response of each evaluation."""
 
     suite: str
     problem: int

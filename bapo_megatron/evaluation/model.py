@@ -1,4 +1,4 @@
-"""The checkpoint that is evaluated, as a Hugging Face folder that engines load."""
+"""Model of an evaluation: finds the checkpoint, and converts it to a Hugging Face folder for the engines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from checkpoints_tools.formats.locate import Format, Location, locate
 from checkpoints_tools.to_hf import to_hf
 
 _FILES = (".safetensors", ".json", ".jinja", ".model")
-"""Endings of the files that decide a model's outputs: weights, configuration, tokenizer, chat template."""
+"""Endings of files in the model's digest: weights, configuration, tokenizer, chat template."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """The evaluated model: the HF folder that engines load, and its origin."""
+    """Model of an evaluation: its HF folder, origin and digest."""
 
     folder: Path
     checkpoint: str
@@ -32,7 +32,7 @@ class Model:
 
 
 def output_of(location: Location) -> Path:
-    """``evaluations/`` and a name that tells checkpoints of one machine apart."""
+    """Default output folder: ``evaluations/`` and a name that is unique to the checkpoint."""
     folder = location.folder.resolve()
     if folder.name == "policy" and location.format is not Format.HF:  # RUN/checkpoints/step_000120/policy
         return Path("evaluations") / f"{folder.parents[2].name}_{folder.parent.name}"
@@ -40,7 +40,7 @@ def output_of(location: Location) -> Path:
 
 
 def find_checkpoint(path: Path, step: str) -> Location:
-    """The checkpoint that ``path`` and ``step`` mean; CheckpointError if there is none."""
+    """Locate the checkpoint of ``path`` and ``step``; CheckpointError if there is none."""
     location = locate(path, step)
     if location.format is Format.HF:
         check_files_inside(location.folder)
@@ -50,9 +50,9 @@ def find_checkpoint(path: Path, step: str) -> Location:
 
 
 def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
-    """The checkpoint itself if it is a Hugging Face folder, else its conversion in ``output/model``.
+    """Hugging Face folder of the checkpoint: itself, or its conversion in ``output/model``.
 
-    A conversion that is there already is used. ConfigError if it is another checkpoint's.
+    An existing conversion is reused. ConfigError if it is another checkpoint's.
     """
     source = str(location.folder.resolve())
     if location.format is Format.HF:
@@ -74,7 +74,7 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
 
 
 def _made_of(note: Path) -> str | None:
-    """The checkpoint that a conversion's note names; None if it is no such note."""
+    """Checkpoint that a conversion's note names; None if it is no such note."""
     try:
         with read_plain(note) as file:
             content = json.loads(file.read(1 << 16))
@@ -84,7 +84,7 @@ def _made_of(note: Path) -> str | None:
 
 
 def _check_note(note: Path) -> None:
-    """ConfigError if a file has the name of the note, and no conversion wrote it."""
+    """ConfigError if a file with the note's name was not written by a conversion."""
     if os.path.lexists(note) and _made_of(note) is None:
         raise ConfigError(f"{note} was written by something else, and is kept: give another --output")
 

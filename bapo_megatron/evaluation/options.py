@@ -1,4 +1,4 @@
-"""The options of `bapo eval`."""
+"""Options of `bapo eval`: its flags, and their validation."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The files of an evaluation of one suite: settings, responses, summary.
+"""Output folder of one evaluated suite: settings, responses, summary; resumable after a kill.
 
-    OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when all are there)
+    OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when complete)
 
-A response is on disk before it is counted. A line that a kill has torn is cut off when the file is opened
-again. Whatever is there is not sampled again.
+A response is on disk before it is counted, and is not sampled again. A torn last line is cut off when the
+file is opened again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path")
 
 
 class Responses(JsonlLog):
-    """The file of responses, open for appending."""
+    """File of responses, open for appending."""
 
     def append_all(self, rows: Sequence[Row]) -> None:
-        """Write the lines; they are on disk when this returns. RunStopped if the disk does not take them."""
+        """Append the rows durably (fsync). RunStopped if the disk does not take them."""
         for row in rows:
             self.append(row)
         with writing("a response", self.path):
@@ -42,9 +42,9 @@ class Responses(JsonlLog):
 
 @contextmanager
 def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
-    """The responses in ``folder``, which belong to ``settings`` and are written by this process alone.
+    """Open and lock the responses in ``folder``, for an evaluation with ``settings``.
 
-    ConfigError if what is there was sampled with other settings.
+    ConfigError if the existing responses were sampled with other settings.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
@@ -95,20 +95,20 @@ def flat_settings(settings: Row) -> Row:
 
 @dataclass(frozen=True)
 class Response:
-    """The text of a response, and whether it is right."""
+    """Text of a response, and whether it is right."""
 
     text: str
     correct: bool
 
 
 def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
-    """The first ``samples`` responses of each problem, without their texts. A torn line does not count."""
+    """First ``samples`` responses of each problem, without their texts. A torn line does not count."""
     found = {(one.problem, one.sample): one for one, _ in _responses(path) if one.sample < samples}
     return [found[place] for place in sorted(found)]
 
 
 def first_responses(path: Path, problems: int) -> dict[int, Response]:
-    """The first response to each of the first ``problems`` problems, with its text, by the problem."""
+    """First response to each of the first ``problems`` problems, with its text, by problem."""
     return {
         one.problem: Response(text, one.correct)
         for one, text in _responses(path)
@@ -138,7 +138,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def write_summary(folder: Path, settings: Row, metrics: Row) -> None:
-    """The result of the suite, whole or not at all."""
+    """Write the summary of the suite atomically."""
     with (folder / RESPONSES).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     content = {**settings, "responses_sha256": digest, "metrics": metrics}
@@ -146,7 +146,7 @@ def write_summary(folder: Path, settings: Row, metrics: Row) -> None:
 
 
 def read_summary(folder: Path) -> Row:
-    """A finished evaluation of one suite. ConfigError if it is none."""
+    """Read the summary of a finished suite. ConfigError if it is not finished."""
     path = folder / SUMMARY
     if not path.is_file():
         raise ConfigError(f"{folder} holds no {SUMMARY}: the evaluation is not finished; run it again")

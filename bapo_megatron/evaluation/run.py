@@ -1,4 +1,4 @@
-"""An evaluation from its options to the summary of each suite: sample, judge, score."""
+"""Evaluation run: samples and scores the missing responses of each suite, and writes the summaries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bapo_megatron.evaluation.responses import (
     read_responses,
     write_summary,
 )
-from bapo_megatron.evaluation.sampling import Asker
+from bapo_megatron.evaluation.sampling import SuiteSampler
 from bapo_megatron.evaluation.scoring import score
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import has_cuda, select_device
@@ -40,7 +40,7 @@ from bapo_megatron.runtime.written_folders import is_run
 from bapo_megatron.types import Metrics
 
 _VERSION = 1
-"""Weight version that engines are given; what they started with is 0."""
+"""Weight version of the model in the engines; 0 is the version that they start with."""
 
 Results = dict[str, tuple[Path, Metrics]]
 """Folder and metrics of each suite, by its name."""
@@ -55,13 +55,13 @@ class _Task:
     settings: Row
     log: Responses
     places: list[tuple[int, int]]
-    """Problem and sample of each response that is not there yet."""
+    """Problem and sample of each missing response."""
 
 
 def evaluate(options: EvalOptions) -> Results:
-    """Sample, judge and score what is missing.
+    """Evaluate: sample and score the missing responses, and compute the metrics.
 
-    ConfigError, before anything is sampled, for what is wrong. RunStopped if the engines are gone or the disk
+    ConfigError, before anything is sampled, for bad options. RunStopped if the engines are gone or the disk
     is full: the same call continues it later.
     """
     options.check()
@@ -103,7 +103,7 @@ def evaluate(options: EvalOptions) -> Results:
 def _check_suites(suites: Sequence[Suite], options: EvalOptions, longest: int, room: int) -> None:
     names = [suite.name for suite in suites]
     if len(set(names)) < len(names):
-        raise ConfigError(f"suite={options.suite}: two of them are called alike ({', '.join(names)})")
+        raise ConfigError(f"suite={options.suite}: two of them have one name ({', '.join(names)})")
     if longest + options.max_response_tokens > room:
         raise ConfigError(
             f"max_response_tokens={options.max_response_tokens} and the longest prompt ({longest} tokens) "
@@ -181,13 +181,15 @@ async def _ask(
         )
         for task in tasks:
             lost_minutes = rollout.engine_config.lost_minutes
-            asker = Asker(task.suite.prompts, tokenizer, pool, robust, sampling, lost_minutes, right_from)
-            await asker.ask(task.places, _Progress(task))
+            sampler = SuiteSampler(
+                task.suite.prompts, tokenizer, pool, robust, sampling, lost_minutes, right_from
+            )
+            await sampler.ask(task.places, _Progress(task))
             await asyncio.to_thread(finish, task)
 
 
 class _Progress:
-    """Progress of a suite: stores responses, and prints now and then how far it is."""
+    """Progress of a suite: stores responses, and prints a progress line now and then."""
 
     def __init__(self, task: _Task) -> None:
         self._task, self._done, self._right, self._shown = task, 0, 0, 0

@@ -1,6 +1,6 @@
-"""Sampling of a suite: every problem as often as wanted, each response judged and stored.
+"""Suite sampler: n responses to every problem, scored and stored as they finish.
 
-The engines, their quarantine and the judges are those of a training run (`rollout/`, `reward/`).
+The engine pool and the reward pool are those of a training run (`rollout/`, `reward/`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.types import Prompt
 
 Keep = Callable[[Sequence[Row]], None]
-"""Stores some responses; it may block."""
+"""Stores responses durably; it may block."""
 
 _LOOK_S = 1.0
 
 
-class Asker:
-    """The sampler of one suite's responses, each judged when it is whole."""
+class SuiteSampler:
+    """Sampler of one suite's responses; each is scored when it is complete."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Asker:
         lost_minutes: float,
         right_from: float = 1.0,
     ) -> None:
-        """``lost_minutes``: longest wait while no engine works. ``right_from``: lowest score of a right
+        """``lost_minutes``: longest wait while no engine answers. ``right_from``: lowest score of a right
         response."""
         self._prompts, self._tokenizer = prompts, tokenizer
         self._pool, self._scorer, self._sampling = pool, scorer, sampling
@@ -50,9 +50,9 @@ class Asker:
         self._failure: BaseException | None = None
 
     async def ask(self, places: Iterable[tuple[int, int]], keep: Keep) -> None:
-        """A response for every (problem, sample), each given to ``keep`` when it is judged.
+        """Sample a response for every (problem, sample), each given to ``keep`` when it is scored.
 
-        RunStopped if no engine works for ``lost_minutes``, or one problem ends engine after engine.
+        RunStopped if no engine answers for ``lost_minutes``, or one problem kills engine after engine.
         """
         waiting = deque(places)
         storing = asyncio.create_task(self._keep(len(waiting), keep))
@@ -103,7 +103,7 @@ class Asker:
         self._judged.put_nowait({**asdict(judged), "text": text})
 
     async def _keep(self, count: int, keep: Keep) -> None:
-        """Hand over what is judged, as much at a time as there is, until all ``count`` are stored."""
+        """Store the scored responses, in batches, until all ``count`` are stored."""
         while count:
             rows = [await self._judged.get()]
             with suppress(asyncio.QueueEmpty):

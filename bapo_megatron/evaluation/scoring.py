@@ -1,4 +1,4 @@
-"""Judged responses to metrics: pure functions, for `bapo eval` and for evaluation during training."""
+"""Evaluation metrics (avg@n, pass@k, maj@n) of scored responses: pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bapo_megatron.types import FinishReason, Metrics
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One response to one problem, as far as the metrics need it."""
+    """Scored response to a problem, without its text."""
 
     problem: int
     """Row of the suite."""
@@ -35,11 +35,11 @@ class ScoredResponse:
     tokens: int
     finish_reason: FinishReason
     failure: str | None = None
-    """Why it could not be judged; it counts as wrong."""
+    """Failure to score it; it counts as wrong. None on success."""
 
 
 def vote_of(response: str) -> str | None:
-    """Vote of a response for maj@n: its last box behind the thinking part, in normal form."""
+    """Vote of a response for maj@n: its last box after the thinking part, in normal form."""
     answer = final_answer(response)
     return (answer_text(answer) or None) if answer is not None else None
 
@@ -51,10 +51,10 @@ def score(
     seed: int = 0,
     boxed: bool = True,
 ) -> Metrics:
-    """The metrics of a suite's responses, of which each problem must have the same number n.
+    """Metrics of a suite's responses; each problem must have the same number n.
 
     All are shares: ``avg@n`` mean correctness; ``pass@k`` for each k of ``pass_at`` (up to n); ``maj@n``
-    majority vote, None if nobody gave an answer (programs); each with ``_low`` and ``_high``, its 95 %
+    majority vote, None if no response has an answer (programs); each with ``_low`` and ``_high``, its 95 %
     interval over problems. ``maj@n_tied``: of problems, with a tie at the top. Of responses: ``truncated``,
     ``unanswered`` (no box; None unless ``boxed``: a reward of the user's may ask for none), ``unjudged``.
     ``response_tokens/...``: mean, median, 95th percentile, means of right and of wrong ones.

@@ -1,7 +1,7 @@
-"""The numbers of an evaluation, and how sure they are.
+"""Statistics of evaluations: pass@k, majority vote, bootstrap intervals, paired permutation test.
 
 Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
-Problems are what is drawn at random: intervals and tests are over problems, never over responses.
+Problems are the random sample: intervals and tests are over problems, never over responses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ELEMENTS = 1 << 22
 
 
 class Vote(NamedTuple):
-    """The outcome of a majority vote."""
+    """Outcome of a majority vote."""
 
     value: float
     """Right: 1. Wrong, or nobody voted: 0. With a tie at the top, the share of the tied answers that are
@@ -42,10 +42,10 @@ class Interval(NamedTuple):
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The chance that one of ``k`` responses, drawn without replacement, is right. Unbiased for the policy's.
+    """pass@k: ``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021, Eq. 1), with c of n samples correct.
 
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Eq. 1), with n samples of which c are correct. ValueError
-    unless 0 <= c <= n and 1 <= k <= n.
+    The unbiased estimate of the chance that one of k responses is right. ValueError unless 0 <= c <= n and
+    1 <= k <= n.
     """
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} of {correct} correct in {samples} samples does not exist")
@@ -53,9 +53,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> Vote:
-    """Whether the answer that most responses give is right; None does not vote.
+    """maj@n: whether the most frequent answer is right; None does not vote.
 
-    Answers are equal if their texts are. An answer is right if a judge found any response with it right.
+    Answers are equal if their texts are. An answer is right if any response with it was scored as right.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -69,9 +69,9 @@ def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> Vot
 def bootstrap_intervals(
     values_PM: np.ndarray, resamples: int = RESAMPLES, seed: int = 0, confidence: float = CONFIDENCE
 ) -> list[Interval]:
-    """For each column: percentile interval of its mean over problems drawn with replacement (Efron 1979).
+    """Bootstrap percentile interval of each column's mean over problems (Efron 1979): [M] from [P, M].
 
-    A column that is the same for all problems gets an interval of no width: the bootstrap cannot know better.
+    A column that is constant over the problems gets an interval of width 0.
     """
     values_PM = np.asarray(values_PM, float)
     problems = len(values_PM)
@@ -88,12 +88,11 @@ def bootstrap_intervals(
 
 
 def sign_flip_p_value(differences_P: Sequence[int]) -> float:
-    """Two-sided p-value of the paired permutation test on the sum of whole-numbered differences, exact.
+    """Exact two-sided p-value of the paired sign-flip (permutation) test on the sum of integer differences.
 
     If the two models were equal, each problem's difference could as well have the other sign. The p-value is
-    the share of all 2^P choices of signs whose sum is at least as far from 0 as the observed one; problems
-    without a difference say nothing. The shares of all possible sums come from adding one problem after
-    the other, not from drawing signs.
+    the share of all 2^P choices of signs whose sum is at least as far from 0 as the observed one. The
+    distribution of the sum is computed by adding one problem after the other, not by random signs.
     """
     steps = [abs(int(difference)) for difference in differences_P if difference]
     observed, reach = abs(sum(differences_P)), sum(steps)
@@ -108,10 +107,10 @@ def sign_flip_p_value(differences_P: Sequence[int]) -> float:
 
 
 def detectable_difference(difference_std: float, problems: int) -> float:
-    """The smallest true difference of two means that a paired test would find with probability ``POWER``.
+    """Minimal detectable difference of a paired test: ``(z(1 - SIGNIFICANCE / 2) + z(POWER)) std / sqrt(P)``.
 
-    (z(1 - SIGNIFICANCE / 2) + z(POWER)) std / sqrt(P) = 2.80 std / sqrt(P), with the standard deviation of
-    the problems' differences; z is the quantile of the normal distribution.
+    That is 2.80 std / sqrt(P), with the standard deviation of the problems' differences; z is the quantile of
+    the normal distribution.
     """
     normal = NormalDist()
     return (
@@ -125,10 +124,10 @@ def standard_deviation(values_P: Sequence[float] | np.ndarray) -> float:
 
 
 def rerun_std(samples: int, correct_P: Sequence[int]) -> float | None:
-    """Standard deviation of the difference of avg@n between two evaluations of the same model, other seeds.
+    """Seed noise of avg@n: ``sqrt(2 sum_p q_p (1 - q_p) / (n - 1)) / P`` with ``q_p = c_p / n``.
 
-    sqrt(2 sum_p q_p (1 - q_p) / (n - 1)) / P with q_p = c_p / n: the unbiased variance of each problem's
-    mean, for both evaluations. None for one sample a problem, which does not show it.
+    The standard deviation of the difference between two evaluations of one model with other seeds, from the
+    unbiased variance of each problem's mean. None for one sample a problem.
     """
     if samples < 2:
         return None

@@ -1,4 +1,4 @@
-"""Text output of the evaluation commands. Shares are printed as points: 0.5 is 50.0."""
+"""Text output of `bapo eval` and `bapo eval compare`. Shares are printed as points: 0.5 is 50.0."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _judged(response: Response) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A text that models or files made, cut where it is long: the end says most, and stays."""
+    """Untrusted text on one line, escaped; of a long one the end is kept."""
     if len(text) > _LONGEST_EXAMPLE:
         text = f"{text[: _LONGEST_EXAMPLE // 2]} [...] {text[-_LONGEST_EXAMPLE // 2 :]}"
     return printable(text.strip()).replace("\n", " \u23ce ")

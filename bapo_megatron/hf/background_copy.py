@@ -1,7 +1,7 @@
-"""The background copy: tensors go to a sink on the host, through a few buffers, while the caller goes on.
+"""Background copy of tensors to the host: pinned staging buffers and a thread that feeds a sink.
 
-From a GPU into pinned memory a copy runs beside the caller's kernels at the speed of the bus; into pageable
-memory the caller would wait for it, at a fraction of that speed.
+A copy from a GPU into pinned memory overlaps with the caller's kernels, at the speed of the bus. Into
+pageable memory the caller would wait for it, at a fraction of that speed.
 
 Shapes (suffix of a name): ``_B`` bytes.
 """
@@ -18,27 +18,27 @@ from torch import Tensor
 
 CHUNK_BYTES = 2**25
 CHUNKS = 12
-"""Most buffers: 384 MiB in a process, more than any tensor of a 32B model but the two embeddings."""
+"""Most buffers: 384 MiB in a process, more than any tensor of a 32B model except the two embeddings."""
 
 
 class Sink(Protocol):
-    """What takes the tensors, in the order in which they were added. Called in the background thread."""
+    """Consumer of the tensors, in the order in which they were added. Called in the background thread."""
 
     def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """A tensor comes."""
+        """Begin a tensor."""
 
     def append(self, bytes_B: Tensor) -> None:
-        """The next bytes of the tensor, in host memory that is overwritten later."""
+        """Take the next bytes of the tensor, in host memory that is overwritten later."""
 
     def close(self) -> None:
-        """All tensors have come."""
+        """Finish: all tensors were given."""
 
     def abandon(self) -> None:
-        """No more comes, because of an error: the sink's, or the caller's."""
+        """Abort after an error of the sink or the caller."""
 
 
 class _Chunk:
-    """One buffer, and the bytes of a tensor that are in it or on their way there."""
+    """Staging buffer with the bytes of a tensor, copied or in flight."""
 
     def __init__(self, pinned: bool) -> None:
         self._memory_B = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -46,14 +46,14 @@ class _Chunk:
         self._copied: torch.cuda.Event | None = None
 
     def fill(self, bytes_B: Tensor) -> None:
-        """Begin to copy; the source may change as soon as later work of its stream does so."""
+        """Begin the copy. Later work of the source's stream may overwrite the source."""
         self._held = len(bytes_B)
         self._memory_B[: self._held].copy_(bytes_B, non_blocking=True)
         if bytes_B.is_cuda:
             self._copied = torch.cuda.current_stream(bytes_B.device).record_event()
 
     def bytes_B(self) -> Tensor:
-        """The bytes, once they are there."""
+        """Wait for the copy; its bytes."""
         if self._copied is not None:
             torch.cuda.set_device(self._copied.device)  # a thread begins with GPU 0: a context for nothing
             self._copied.synchronize()
@@ -61,13 +61,13 @@ class _Chunk:
 
 
 _Job = tuple[str, torch.dtype, tuple[int, ...]] | _Chunk | None
-"""A tensor that comes, some of its bytes, or the end."""
+"""Job of the thread: the begin of a tensor, some of its bytes, or the end."""
 
 
 class BackgroundCopy:
-    """Copies tensors to ``sink`` in a thread; a context, at whose end the sink has taken all of them.
+    """Background copy to ``sink``: a context manager, at whose end the sink has all tensors.
 
-    The block's error ends the copying. An error of the sink is raised by the next ``add``, or at the end.
+    An error of the block aborts the copy. An error of the sink is raised by the next ``add``, or at the end.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -94,7 +94,7 @@ class BackgroundCopy:
             raise self._error
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor. It may change when this returns, on a GPU by work of the current stream.
+        """Copy a tensor. When this returns it may change, on a GPU by work of the current stream.
 
         Waits while all buffers are in use.
         """
@@ -108,7 +108,7 @@ class BackgroundCopy:
             raise self._error
 
     def _take(self, pinned: bool) -> _Chunk:
-        """A buffer that is not in use; a new one while there are few."""
+        """A free buffer; a new one while there are fewer than the limit."""
         if self._free.empty() and self._made < CHUNKS:
             self._made += 1
             return _Chunk(pinned)

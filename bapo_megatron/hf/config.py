@@ -1,4 +1,4 @@
-"""The Hugging Face config.json: the shape of a decoder of one of the model families that we train."""
+"""Parser of Hugging Face's config.json: the shape of a decoder (Qwen2, Qwen3, Llama 3), and its refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAMILIES = {"qwen2": "Qwen2 / Qwen2.5", "qwen3": "Qwen3 dense", "llama": "Llama 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP."""
+    """Shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP."""
 
     family: str
     layers: int
@@ -45,7 +45,7 @@ class ModelShape:
 
 
 def read_model_shape(folder: Path) -> ModelShape:
-    """Read the shape of the model in ``folder``. ConfigError if it is not one that we train."""
+    """Read the shape of the model in ``folder``. ConfigError if it is not supported."""
     check_files_inside(folder)
     path = folder / "config.json"
     try:
@@ -64,7 +64,7 @@ def read_model_shape(folder: Path) -> ModelShape:
 
 
 def model_shape(config: dict[str, Any], source: str) -> ModelShape:
-    """The shape that the parsed config.json describes; ``source`` names it in errors."""
+    """Shape from a parsed config.json; ``source`` names it in errors."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(f"{name} ({title})" for name, title in FAMILIES.items())
@@ -98,10 +98,10 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
 
 
 def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
-    """config.json with ``dtypes``, those of the weights beside it by torch's names, if there is one alone.
+    """config.json with the dtype field set to that of its weights, if ``dtypes`` has a single one.
 
-    transformers 4 knows the field as ``torch_dtype``, 5 as ``dtype``; those that are there are set. No other
-    byte changes.
+    transformers 4 names the field ``torch_dtype``, 5 ``dtype``; the existing ones are set. No other byte
+    changes.
     """
     if len(set(dtypes)) != 1:
         return config
@@ -114,7 +114,7 @@ def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
 
 
 def missing_file(path: Path, first: str, others: int) -> str:
-    """The message for a file of weights that the index names and that is not there."""
+    """Error message for a missing file of weights that the index names."""
     more = f" and {others} more" if others else ""
     return (
         f"{path} is missing: the index says that it holds {first}{more}. Copy it from where the model came "
@@ -160,7 +160,7 @@ def _rope_scaling(config: dict[str, Any], source: str) -> float | None:
 
 
 def _refuse_variants(config: dict[str, Any], source: str) -> None:
-    """Raise ConfigError for settings that would silently change the model's function."""
+    """ConfigError for unsupported settings, which would silently change the model's function."""
     refused = {
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
         "attention_bias": bool(config.get("attention_bias", False)) and config["model_type"] != "qwen2",

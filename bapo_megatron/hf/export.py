@@ -1,4 +1,4 @@
-"""The Hugging Face export: sharded safetensors from a stream of weights, and the reference's other files."""
+"""Hugging Face export: sharded safetensors of streamed weights, with a reference's config and tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bapo_megatron.runtime.written_folders import (
 )
 
 WRITER = "bapo"
-"""Who wrote an export, as its mark says."""
+"""Writer of an export, in its mark."""
 
 _SHARD_BYTES = 4 * 2**30
 
@@ -58,14 +58,14 @@ def export_hf(
 
 
 def _copy_reference(reference: Path, folder: Path) -> None:
-    check_files_inside(reference)  # what a link leads to would become part of the export
+    check_files_inside(reference)  # the target of a link would become part of the export
     for path in sorted(reference.iterdir()):
         if path.is_file() and path.name != MARK and not path.name.endswith(_WEIGHT_FILES):
             shutil.copyfile(path, folder / path.name)
 
 
 def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> set[str]:
-    """Write the files of ``weights``; the types of the tensors."""
+    """Write the shards of ``weights``; the dtypes of the tensors."""
     dtypes = set()
     shards: list[list[str]] = []
     total = filled = 0
@@ -110,17 +110,17 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
 
 
 def check_export_output(output: Path) -> None:
-    """Raise ConfigError if ``output`` exists and is no earlier export: it would be replaced."""
+    """Preflight of an export's folder: ConfigError if ``output`` exists and is no earlier export."""
     check_replaceable(output, WRITER, foreign)
     check_aside(output, replaced_folder(output), WRITER, foreign)
 
 
 def keep_others(output: Path) -> list[Path]:
-    """Rename what is no export and stands in the way of one at ``output``; the new names."""
+    """Rename foreign content at the place of an export, so that it is kept; the new names."""
     places = [output, *([replaced_folder(output)] if os.path.lexists(output) else [])]
     return [kept for place in places if (kept := move_foreign_aside(place, foreign)) is not None]
 
 
 def foreign(folder: Path) -> str | None:
-    """What ``folder`` is or holds that no export wrote, in words; None if an export wrote all of it."""
+    """Foreign content of ``folder``, in words; None if an export wrote all of it."""
     return foreign_content(folder, WRITER)

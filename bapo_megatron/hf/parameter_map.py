@@ -1,4 +1,4 @@
-"""The parameter map: which Hugging Face tensors make up each megatron-core parameter, row by row.
+"""Parameter map: which Hugging Face tensors make up each megatron-core parameter, row by row.
 
 A megatron parameter is its HF tensors cut into segments of rows and stacked. Weights in memory follow the
 table (``shards.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which is why
@@ -31,13 +31,13 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Mapping:
-    """The HF tensors that one megatron parameter is made of, and how."""
+    """Mapping of one megatron parameter: its HF tensors, row segments and tensor-parallel cut."""
 
     hf_names: tuple[str, ...]
     """Names of the HF tensors, which may contain ``{layer}``."""
     hf_shapes: Shapes
     segments: tuple[RowSegment, ...]
-    """Segments from the parameter's first row to its last. Each row of each HF tensor is in one of them."""
+    """Segments from the parameter's first row to its last. Each row of each HF tensor is in exactly one."""
     tp_dim: int | None
     """Dimension that tensor parallelism cuts; None for a replicated parameter."""
     tp_parts: int = 1
@@ -50,7 +50,7 @@ class Mapping:
 
 
 def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
-    """The parameter map of a model: megatron names (``{layer}`` for the layer number) to their mappings."""
+    """Parameter map of a model: from megatron names (``{layer}`` for the layer number) to mappings."""
     h, d = shape.hidden, shape.head_dim
     queries = shape.heads * d
     hf = "model.layers.{layer}."
@@ -78,7 +78,7 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor that an HF folder of this shape must hold, with its shape, in a natural order."""
+    """All tensors of an HF folder of this model shape, with their shapes, in a natural order."""
     expected: dict[str, tuple[int, ...]] = {}
     for name, mapping in mapping_table(shape).items():
         layers = range(shape.layers) if "{layer}" in name else range(1)
@@ -99,9 +99,9 @@ _UNFUSED_NORMS = {plain: fused for fused, plain in _FUSED_NORMS.items()}
 
 
 def canonical_name(name: str, first_layer: int) -> tuple[str, int | None]:
-    """The table's name of a model chunk's parameter, and its layer number in the whole model.
+    """Name in the parameter map of a model chunk's parameter, and its layer number in the whole model.
 
-    ``first_layer`` is the number of the chunk's first layer: pipeline stages count from 0 again.
+    ``first_layer``: number of the chunk's first layer, because each pipeline stage counts from 0.
     """
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -111,7 +111,7 @@ def canonical_name(name: str, first_layer: int) -> tuple[str, int | None]:
 
 
 def checkpoint_key(name: str, stacked: bool = True) -> str:
-    """The key under which a torch_dist checkpoint holds the parameter that the table calls ``name``.
+    """Key in a torch_dist checkpoint of the parameter ``name`` of the map.
 
     ``stacked``: all layers under one key, with a dimension for the layer in front of the parameter's own;
     otherwise a key for each, with ``{layer}`` in it as in the table's name.

@@ -1,4 +1,4 @@
-"""The reader of a Hugging Face folder: its tensors by name, one at a time, from one file or many."""
+"""Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorReader(Protocol):
 
 
 class HfReader:
-    """The tensors of one Hugging Face folder. Files are opened when first needed and stay open."""
+    """Reader of one Hugging Face folder. Files are opened when first needed, and stay open."""
 
     def __init__(self, folder: Path) -> None:
         check_files_inside(folder)
@@ -46,7 +46,7 @@ class HfReader:
         return tensor
 
     def check(self, shape: ModelShape) -> None:
-        """Raise ConfigError that names each missing tensor, unknown tensor and wrong shape."""
+        """Check the folder: ConfigError with each missing tensor, unknown tensor and wrong shape."""
         expected = hf_tensors(shape)
         known = set(self._file_of)
         # Tied models are often stored with a copy of the embedding under the name of the output layer.

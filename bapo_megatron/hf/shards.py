@@ -18,12 +18,12 @@ from bapo_megatron.hf.parameter_map import Mapping
 
 
 def join(mapping: Mapping, tensors: Sequence[Tensor]) -> Tensor:
-    """The global parameter, of shape ``mapping.shape``, from its HF tensors."""
+    """Join HF tensors into the global parameter, of shape ``mapping.shape``."""
     return _cat([tensors[s.source].narrow(0, s.row, s.rows) for s in mapping.segments], 0)
 
 
 def split(mapping: Mapping, value: Tensor) -> tuple[Tensor, ...]:
-    """The HF tensors of the global parameter ``value``; views of it where their rows are consecutive."""
+    """Split the global parameter ``value`` into its HF tensors; views of it where rows are consecutive."""
     rows = value.split([segment.rows for segment in mapping.segments])
     pieces: list[list[Tensor]] = [[] for _ in mapping.hf_names]
     for segment, piece in zip(mapping.segments, rows, strict=True):
@@ -32,7 +32,7 @@ def split(mapping: Mapping, value: Tensor) -> tuple[Tensor, ...]:
 
 
 def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
-    """The shard of the global parameter that TP rank ``rank`` of ``size`` holds."""
+    """Cut the global parameter for TP rank ``rank`` of ``size``."""
     if mapping.tp_dim is None or size == 1:
         return value
     parts = value.chunk(mapping.tp_parts, mapping.tp_dim)
@@ -40,7 +40,7 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """A part of an HF tensor: some of its rows, and of those all columns or some."""
+    """Part of an HF tensor: a slice of its rows and columns."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 def shard_parts(mapping: Mapping, rank: int, size: int) -> Iterator[Part]:
-    """The parts of HF tensors that stack up to the shard of TP rank ``rank`` of ``size``."""
+    """Parts of HF tensors that stack up to the shard of TP rank ``rank`` of ``size``."""
     if mapping.tp_dim == 1:
         width = mapping.shape[1] // size
         for segment in mapping.segments:
@@ -74,7 +74,7 @@ def _rows(mapping: Mapping, begin: int, end: int) -> Iterator[Part]:
 
 
 def unshard(mapping: Mapping, pieces: Sequence[Tensor]) -> Tensor:
-    """The global parameter from the shards of all TP ranks, in rank order."""
+    """Join the shards of all TP ranks, in rank order, into the global parameter."""
     if mapping.tp_dim is None or len(pieces) == 1:
         return pieces[0]
     dim = mapping.tp_dim

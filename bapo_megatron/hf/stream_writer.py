@@ -1,9 +1,9 @@
-"""The streaming safetensors writer: tensor by tensor, by one process or by several that share the work.
+"""Streaming safetensors writer: tensor by tensor, by one process or by several that share the work.
 
 The format (https://github.com/huggingface/safetensors): the length of a JSON header in eight bytes, the
-header, which may end in spaces, then the tensors' bytes without gaps. The header says where each tensor
-lies, so room is left for it and it is written last. (Exports are written by the safetensors library, which
-holds a file's tensors and sorts them.)
+header, which may end in spaces, then the tensors' bytes without gaps. The header has the offset of each
+tensor, so room is left for it, and it is written last. (Exports use the safetensors library, which holds a
+file's tensors in memory and sorts them.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def write_shards(
     """
     files = _Files(folder, shard_bytes, writer, writers)
     with BackgroundCopy(files) as copy:
-        for name, tensor in share_of(weights, writer, writers):
+        for name, tensor in weights_of_writer(weights, writer, writers):
             if tensor.dtype not in _TYPES:
                 known = ", ".join(_TYPES.values())
                 raise ValueError(f"weight {name} is of {tensor.dtype}; model weights are {known}")
@@ -53,12 +53,12 @@ def write_shards(
     return files.sizes
 
 
-def share_of(
+def weights_of_writer(
     weights: Iterable[tuple[str, Tensor]], writer: int, writers: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that one of several writers writes: each tensor is its who has the fewest bytes so far.
+    """Tensors of one of several writers: each tensor goes to the writer with the fewest bytes so far.
 
-    All writers see the same weights, so that each tensor has one writer. Their shares differ by at most the
+    All writers see the same weights, so that each tensor has one writer. Their bytes differ by at most the
     largest tensor.
     """
     shares = [0] * writers
@@ -70,17 +70,17 @@ def share_of(
 
 
 class _Files:
-    """One writer's files, one after the other."""
+    """Sink of one writer: fills its files one after the other."""
 
     def __init__(self, folder: Path, shard_bytes: int, writer: int, writers: int) -> None:
         self.sizes: dict[str, int] = {}
-        """Bytes of the files that are whole."""
+        """Sizes of the complete files by name, in bytes."""
         self._folder, self._shard_bytes = folder, shard_bytes
         self._number, self._step = writer, writers
         self._shard: _Shard | None = None
 
     def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Begin a tensor, whose bytes follow, in the file at hand or the next one."""
+        """Begin a tensor, whose bytes follow, in the current file or the next one."""
         if self._shard is None or not self._shard.has_room(dtype, self._shard_bytes):
             self.close()
             self._shard = _Shard(self._folder / f"model-{self._number:05d}.safetensors")
@@ -93,13 +93,13 @@ class _Files:
         self._shard.append(bytes_B)
 
     def close(self) -> None:
-        """Make the file at hand whole."""
+        """Complete the current file."""
         shard, self._shard = self._shard, None
         if shard is not None:
             self.sizes[shard.path.name] = shard.close()
 
     def abandon(self) -> None:
-        """Leave the file at hand without a header: no loader takes it."""
+        """Leave the current file without a header: no loader takes it."""
         shard, self._shard = self._shard, None
         if shard is not None:
             shard.abandon()
@@ -114,7 +114,7 @@ class _Shard:
         self._end = 0
 
     def has_room(self, dtype: torch.dtype, shard_bytes: int) -> bool:
-        """Whether the file is still small, and the tensor would be aligned: loaders map it into memory."""
+        """Whether the file is below its size, and the tensor would be aligned: loaders map it into memory."""
         is_small = self._end < shard_bytes and len(self._header) <= _MOST_TENSORS
         return is_small and self._end % dtype.itemsize == 0
 

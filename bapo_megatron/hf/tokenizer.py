@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, loaded offline."""
+"""Tokenizer of a Hugging Face folder, loaded offline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in ``folder``. ConfigError if there is none, or it lacks what a rollout needs."""
+    """Load the tokenizer in ``folder``. ConfigError if there is none, or it has no eos or chat template."""
     from transformers import AutoTokenizer
 
     if not folder.is_dir():

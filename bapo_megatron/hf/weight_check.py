@@ -1,4 +1,4 @@
-"""The weight check: a stream of weights under their Hugging Face names must be exactly the model's."""
+"""Weight check: a stream of weights must have exactly the model's Hugging Face names and shapes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """``weights`` as they come, checked, without the second names of tied tensors, which may be absent.
+    """Check a stream of ``weights``; yields them without second names of tied tensors, which may be absent.
 
-    ``aliases`` maps a second name to the tensor's own. ValueError for a tensor that is unknown, given twice,
+    ``aliases``: from a second name to the tensor's own. ValueError for a tensor that is unknown, given twice,
     of another shape, unlike the one that it is tied to, or (at the end) missing.
     """
     seen: set[str] = set()
@@ -40,7 +40,7 @@ def checked_weights(
 
 
 def _first(tied: dict[str, Tensor], own: str, tensor: Tensor) -> Tensor:
-    """The tensor that came first under one of the names of a tied tensor."""
+    """The first of a tied tensor's copies."""
     if own not in tied:
         tied[own] = tensor.detach().clone()
     return tied[own]

@@ -1,6 +1,6 @@
-r"""The text of an answer: where it stands in a response, how it is spelled, which operations it names.
+r"""Answer extraction: the last box of a response, its normal spelling, and the operations in it.
 
-math-verify computes what it reads: a question that is restated, ``\binom{10}{3}``, would be its own answer.
+math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its own answer.
 """
 
 from __future__ import annotations
@@ -84,8 +84,10 @@ _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])\s{0,9}")
 
 
 def last_boxed(response: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}`` (or ``\fbox``) whose braces close, or None. One pass: policies
-    write long."""
+    r"""Content of the last ``\boxed{...}`` (or ``\fbox``) whose braces close, or None.
+
+    One pass: responses may be long.
+    """
     open_braces: list[tuple[int, bool]] = []  # where the inside begins, and whether it is a box
     last: tuple[int, int] | None = None
     for token in _BRACES.finditer(response):
@@ -98,20 +100,20 @@ def last_boxed(response: str) -> str | None:
     return None if last is None else response[last[0] : last[1]].strip()
 
 
-def behind_thinking(response: str) -> str:
-    """What stands behind the thinking part, nothing if that never ends. Without tags there is none."""
+def after_thinking(response: str) -> str:
+    """The response after its thinking part; empty if that never ends, all of it without thinking tags."""
     behind = response[response.rfind(THOUGHT) + len(THOUGHT) :] if THOUGHT in response else response
     return behind.partition(THINKING)[0]
 
 
 def final_answer(response: str) -> str | None:
-    """The last box behind the thinking part, or None."""
-    return last_boxed(behind_thinking(response))
+    """Final answer: the last box after the thinking part, or None."""
+    return last_boxed(after_thinking(response))
 
 
 def spelled(answer: str) -> str:
-    r"""The answer as math-verify reads it: ``½`` as ``\frac{1}{2}``, ``5\,000`` as ``5000``, ``1.5e3`` as
-    ``1.5\times 10^{3}``, no underline. What it writes otherwise stays."""
+    r"""Answer in the spelling of math-verify: ``½`` as ``\frac{1}{2}``, ``5\,000`` as ``5000``, ``1.5e3`` as
+    ``1.5\times 10^{3}``, no underline. All else is unchanged."""
     if not answer.isascii():
         answer = _RAISED.sub(_raised, answer)
         answer = _ROOT.sub(
@@ -132,7 +134,7 @@ def _raised(digits: re.Match[str]) -> str:
 
 
 def named_operations(answer: str) -> frozenset[str]:
-    """The kinds of operations that an answer names; of ``a = b`` those of ``b``, which is what it says."""
+    """Kinds of operations in an answer; of ``a = b`` those of ``b``."""
     text = _said(answer)
     found = {KINDS[name] for name in _names(text) if name in KINDS}
     for pattern, kind in ((_FACTORIAL, "combinatorics"), (_DERIVED, "derivative"), (_SIDE_BY_SIDE, "spaces")):
@@ -158,12 +160,12 @@ def _is_unit(named: re.Match[str]) -> bool:
 
 
 def has_quotient(answer: str) -> bool:
-    """Whether there is a fraction or a division in what the answer says; words (``km/h``) do not count."""
+    """Whether the answer has a fraction or a division; words (``km/h``) do not count."""
     return bool(_QUOTIENT.search(_WORDS_OF_TEXT.sub("", _said(answer))))
 
 
 def _said(answer: str) -> str:
-    """The answer without the left sides of equations that stand in no brackets: what it says in the end."""
+    """The answer without the left sides of equations outside of brackets."""
     parts, depth, start = [""], 0, 0
     for at, character in enumerate(f"{answer},"):
         depth += (character in "{([") - (character in "})]")
@@ -180,7 +182,7 @@ def unstyled(answer: str) -> str:
 
 
 def number_sides(answer: str) -> list[list[str]]:
-    """The sides of each equation in an answer that are numbers or computations with numbers alone."""
+    """Sides of each equation in an answer that consist of numbers and operations alone."""
     equations = [part.split("=") for part in _LIST_COMMA.split(answer)]
     return [[side for side in sides if _NUMBER_SIDE.fullmatch(side)] for sides in equations if len(sides) > 1]
 

@@ -1,7 +1,7 @@
-"""The values of an answer as sympy sees them: operations that nobody carried out, and relative differences.
+"""Checks of an answer's sympy expression: unevaluated operations, and relative differences of values.
 
-For the main thread of a worker process, behind a comparison by math-verify: what arrives here is of a size
-that sympy can compute.
+They run after a comparison by math-verify, in the main thread of a worker process: expressions that reach
+them are of a size that sympy can compute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from latex2sympy2_extended.logic import And
 from sympy.core.relational import Relational
 
 DECIMAL_TOLERANCE = 1e-5
-"""Largest relative difference of a decimal from what it stands for; math-verify looks at six decimals."""
+"""Largest relative difference of a decimal from the exact value; math-verify compares six decimals."""
 
 ROUNDING = 0.1
 """The same between a number and its decimal in one equation: ``1/3 = 0.3``."""
@@ -24,7 +24,7 @@ EXACT_TOLERANCE = 1e-12
 """The same between values without decimals."""
 
 ARITHMETIC = "arithmetic"
-"""The kind of sums, products, powers and roots of numbers that a person would carry out."""
+"""Kind of the sums, products, powers and roots of numbers that an answer should have evaluated."""
 
 _CLASSES = {
     **dict.fromkeys(("Sum", "Product"), "sum"),
@@ -48,7 +48,7 @@ _LARGEST_EXPONENT = 100
 
 
 def operations(expression: Any) -> frozenset[str]:
-    """The kinds of operations in an expression; ``ARITHMETIC`` only where no symbol is in the way."""
+    """Kinds of unevaluated operations in an expression; ``ARITHMETIC`` only between numbers."""
     found: set[str] = set()
     for part in _parts(expression):
         for node in sympy.preorder_traversal(part):
@@ -63,7 +63,7 @@ def operations(expression: Any) -> frozenset[str]:
 
 
 def is_symbolic(expression: Any) -> bool:
-    """Whether an answer has symbols: it is a formula, of which there are many forms. ``x = 3`` has none."""
+    """Whether an answer is a formula, with symbols, which has many equal forms. ``x = 3`` is none."""
     return any(part.free_symbols for part in _parts(expression))
 
 
@@ -79,8 +79,10 @@ def hides_rational(truth: Any, answer: Any) -> bool:
 
 
 def differ(truth: Any, answer: Any) -> bool:
-    """Whether two answers that math-verify takes for equal are apart by more than a tolerance: it looks at
-    absolute differences, and takes 5% for 5."""
+    """Whether two answers that are equal for math-verify differ by more than a relative tolerance.
+
+    math-verify compares absolute differences, and takes 5% for 5.
+    """
     if isinstance(truth, sympy.Eq) and isinstance(answer, sympy.Eq):
         if _is_solved(truth) != _is_solved(answer):  # the question again
             return _is_solved(truth)
@@ -115,7 +117,7 @@ def disagree(one: Any, other: Any) -> bool:
 
 
 def _parts(expression: Any) -> Iterator[Any]:
-    """The values that an answer gives: members, bounds, entries; of ``a = 3`` and ``a = b = 3`` the 3."""
+    """Values in an answer: members, bounds, entries; of ``a = 3`` and ``a = b = 3`` the 3."""
     if isinstance(expression, And):
         relations = list(expression._unsorted_args)
         chain = all(one.rhs == other.lhs for one, other in pairwise(relations) if isinstance(one, Relational))
@@ -156,8 +158,8 @@ def _is_solved(equation: Any) -> bool:
 
 
 def _proportional(truth: Any, answer: Any) -> bool:
-    """Whether two equations have the same solutions: with all on one side and no denominators they are the
-    same up to a factor, wherever one looks."""
+    """Whether two equations have the same solutions: brought to one side without denominators, they are
+    proportional at every test point."""
     one, other = (sympy.together((e.lhs - e.rhs).doit()).as_numer_denom()[0] for e in (truth, answer))
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     decimal = truth.has(sympy.Float) or answer.has(sympy.Float)
@@ -176,8 +178,8 @@ def _proportional(truth: Any, answer: Any) -> bool:
 
 
 def _reducible(node: Any) -> bool:
-    """Whether it has a sum, product or power of numbers that is not carried out. Fractions, roots that are no
-    rational numbers, and powers of ten are numbers."""
+    """Whether it has an unevaluated sum, product or power of numbers. Fractions, irrational roots and powers
+    of ten count as numbers."""
     if not node.args or node == _PERCENT:
         return False
     if not node.free_symbols:

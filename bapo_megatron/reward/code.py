@@ -1,8 +1,8 @@
-"""The code reward: does the last code block of the response pass every test of the problem?
+"""Code reward: whether the last code block of the response passes every test of the problem.
 
-What is expected never enters the sandbox, where tested code could read it: the output and the values that
-come out are compared here. Of an assert without a literal, the values of its calls come out, and the rest is
-decided in a process of the sandbox that the program never ran in (expressions.py).
+Expected outputs never enter the sandbox, where tested code could read them: outputs and values are compared
+here. An assert without a literal is split: the program's process gives the values of its calls, and the rest
+is evaluated in a sandbox process that the program never ran in (expressions.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
 """Tolerances for numbers with a fraction or an exponent, where the text differs."""
 
 MAX_SOURCE_CHARACTERS = 200_000
-"""A longer code block is wrong without being read."""
+"""Limit in characters of a code block; a longer one is wrong without being run."""
 
 JUDGED_TOGETHER = 10
-"""Most asserts that are judged in one process, after their calls have run in one each."""
+"""Most asserts that are evaluated in one process, after their calls have run in one process each."""
 
 _OPENING = re.compile(r"```(?:python3?|py)\s*", re.IGNORECASE)
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 def last_code_block(response: str) -> str | None:
-    """The inside of the last closed Python block of the response, or None. One pass over the lines."""
+    """Content of the last closed Python code block of the response, or None. One pass over the lines."""
     block: str | None = None
     lines: list[str] | None = None
     for line in response.split("\n"):
@@ -79,7 +79,7 @@ def program_is_right(
 
 
 def _all_pass(cases: Sequence[Case], tree: ast.Module, sandbox: AnySandbox, deadline: float) -> bool:
-    """The judgements come last: a later case could find them in the memory that it was forked from."""
+    """Whether all cases pass. Judgements come last: a later case could read them in its parent's memory."""
     said: list[tuple[Split, str]] = []
     for case in cases:
         if isinstance(case, Asserted) and case.split is not None:
@@ -101,14 +101,14 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _values(case: Asserted, parts: Split, sandbox: AnySandbox, limit_s: float) -> str | None:
-    """The JSON of the values of a case's calls; None if they gave none."""
+    """Values of a case's calls, as JSON; None if they gave none."""
     calls = f"[{', '.join(parts.calls)}]"
     ended = None if limit_s <= 0 else sandbox.value(calls, limit_s, setup=case.setup, objects=True)
     return None if ended is None else ended.value
 
 
 def _is_true(batch: Sequence[tuple[Split, str]], sandbox: AnySandbox, limit_s: float) -> bool:
-    """Whether the judgements are true of their values."""
+    """Whether all judgements hold for their values."""
     judgements = [(parts.judgement, values) for parts, values in batch]
     helpers = batch[0][0].helpers  # the same for all of a problem
     return limit_s > 0 and _value(sandbox.judge(judgements, limit_s, helpers)) is True
@@ -144,7 +144,7 @@ def _callee(tree: ast.Module, case: Called) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Equal line by line; white space at the end of lines and of the whole does not count.
+    """Comparison of printed output, line by line; trailing white space does not count.
 
     Where the text of a line differs, its words must be equal one by one, or numbers that are close, of which
     at least one is written with a fraction or an exponent.
@@ -172,7 +172,7 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether a value is what the JSON says: tuples are lists there, keys are text, floats may be close."""
+    """Comparison of a value with expected JSON: tuples equal lists, keys are text, floats may be close."""
     if isinstance(expected, list):
         return (
             isinstance(value, (list, tuple))
@@ -200,7 +200,7 @@ def _close(ours: float, theirs: float) -> bool:
 
 
 def _value(ended: Ended | None) -> Any:
-    """The value that a case gave; an object that equals nothing if it gave none."""
+    """Value of a case; an object that equals nothing if it gave none."""
     if ended is None or ended.value is None:
         return object()
     try:

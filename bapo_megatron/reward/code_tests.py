@@ -1,4 +1,4 @@
-"""The tests of a code problem, parsed from its ground truth.
+"""Parser of a code problem's tests from its ground truth.
 
 It is JSON text in one of the forms of Skywork-OR1-RL-Data and its sources:
 
@@ -31,12 +31,12 @@ from itertools import *
 from math import ceil, comb, floor, gcd, inf, isqrt, log2, pi, sqrt
 from typing import *
 """
-"""What sites with function problems import for a solution."""
+"""Imports that sites with function problems give to a solution."""
 
 
 @dataclass(frozen=True)
 class Printed:
-    """A script that reads ``stdin`` must print ``expected``."""
+    """Test of a script: with ``stdin`` it must print ``expected``."""
 
     stdin: str
     expected: str
@@ -44,7 +44,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Called:
-    """``function(*arguments)`` must return ``expected``."""
+    """Test of a function: ``function(*arguments)`` must return ``expected``."""
 
     function: str
     arguments: list[Any]
@@ -53,10 +53,10 @@ class Called:
 
 @dataclass(frozen=True)
 class Asserted:
-    """After ``setup`` the expression must equal the literal ``expected``; or be true, if there is none.
+    """Assert test: after ``setup`` the expression must equal the literal ``expected``, or else be true.
 
-    Without a literal it is decided on the plain values of its calls, apart from the program; if it cannot be
-    split into these, beside the program, which may then forge it.
+    Without a literal it is evaluated on the plain values of its calls, in a process without the program. One
+    that cannot be split is evaluated in the program's process, which may forge it.
     """
 
     setup: str
@@ -65,7 +65,7 @@ class Asserted:
     expected: Any = True
     split: Split | None = None
     forgeable: bool = False
-    """Whether it is decided in the tested program's process, or what is expected may be found there."""
+    """Whether a program can forge it: it is evaluated in the program's process, or its answer is there."""
 
 
 Case = Printed | Called | Asserted
@@ -92,7 +92,7 @@ def is_tests(ground_truth: str) -> bool:
 
 
 def check_tests(ground_truth: str) -> str | None:
-    """What is wrong with the tests, or None."""
+    """Error of the tests, or None."""
     try:
         read_tests(ground_truth)
     except ValueError as error:
@@ -101,7 +101,7 @@ def check_tests(ground_truth: str) -> str | None:
 
 
 def forgeable_tests(ground_truth: str) -> int:
-    """How many of a problem's tests a program can pass by forging; 0 for a ground truth that is no tests."""
+    """Number of a problem's tests that a program can forge; 0 for a ground truth that is no tests."""
     if not is_tests(ground_truth):
         return 0
     try:
@@ -113,7 +113,7 @@ def forgeable_tests(ground_truth: str) -> int:
 
 @lru_cache(maxsize=32)
 def read_tests(ground_truth: str) -> Tests:
-    """The tests. Raises ValueError that says what is wrong. Cached: a group asks for the same."""
+    """Parse the tests. ValueError with the reason if they are invalid. Cached: a group has the same tests."""
     if ground_truth.lstrip().startswith("assert "):
         return _asserts([ground_truth])
     try:
@@ -202,7 +202,7 @@ def _checked(tests: dict[str, Any]) -> Tests:
 
 
 def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prelude: str) -> Iterator[Case]:
-    """One case for each assert; a block with other statements stays whole, for they belong together.
+    """One case for each assert; a block with other statements stays one case.
 
     ``helpers``: the statements around the asserts; ``entry`` names the tested program as the asserts do.
     """
@@ -219,9 +219,9 @@ def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prel
     beside = around.beside(used, frozenset[str]().union(*(one.judged for one in read)))
     setup = "\n".join(filter(None, (around.text(beside), entry)))
     all_read = used.union(*(one.judged for one in read))
-    unknown = bool(around.idle_functions(all_read)) or (around.hides_names and around.may_tell(beside))
+    unknown = bool(around.idle_functions(all_read)) or (around.hide_names and around.may_leak_answers(beside))
     for one in read:
-        told = unknown or around.may_tell(around.needed(one.judged) & beside)
+        told = unknown or around.may_leak_answers(around.needed(one.judged) & beside)
         yield replace(one.case, setup=setup, forgeable=one.case.forgeable or told)
 
 
@@ -235,7 +235,7 @@ def _names_of(source: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Read:
-    """A case without its setup, and names that it reads: beside the program, and where it is judged."""
+    """A case without its setup, and names that it reads: in the program's process, and in the judgement."""
 
     case: Asserted
     used: frozenset[str]
@@ -245,9 +245,9 @@ class _Read:
 def _asserted(test: ast.expr, parts: Split | None, around: Helpers) -> _Read:
     text = ast.unparse(test)
     judged = _read(parts.judgement) if parts else frozenset()
-    if (sides := _with_literal(test)) and not around.may_tell(around.needed(judged)):
+    if (sides := _with_literal(test)) and not around.may_leak_answers(around.needed(judged)):
         tested, value = sides
-        told = parts is None and around.may_tell(around.needed(node_names(tested)))
+        told = parts is None and around.may_leak_answers(around.needed(node_names(tested)))
         case = Asserted("", ast.unparse(tested), True, value, forgeable=told)
         return _Read(case, node_names(tested))
     if parts is None:

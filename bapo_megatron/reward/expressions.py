@@ -1,8 +1,8 @@
-"""Assert expressions, split in two: calls of the tested program, and what is said of their values.
+"""Splitter of assert expressions: calls of the tested program, and a judgement of their values.
 
-``abs(f(1) - 0.5) < 1e-6`` is the call ``f(1)``, and ``abs(ARGUMENTS[0] - 0.5) < 1e-6``. The call runs in the
-program's process, which gives a plain value; the rest runs where the program never was. So an object that
-claims to equal everything, or a builtin that was replaced, decides nothing.
+``abs(f(1) - 0.5) < 1e-6`` is split into the call ``f(1)`` and ``abs(ARGUMENTS[0] - 0.5) < 1e-6``. The call
+runs in the program's process, which gives a plain value; the judgement runs in a process that the program
+never ran in. So neither an object that claims to equal everything nor a replaced builtin passes a test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STARRED = frozenset(
 
 @dataclass(frozen=True)
 class Split:
-    """The two parts of an assert's expression."""
+    """An assert's expression in two parts: the program's calls, and the judgement."""
 
     calls: tuple[str, ...]
     """Expressions of the tested program."""
@@ -36,10 +36,10 @@ class Split:
 
 
 def split(expression: ast.expr, known: Iterable[str], helpers: str = "") -> Split | None:
-    """The two parts; None where they cannot be told apart.
+    """Split an expression; None if that is impossible.
 
-    ``known``: names beside the builtins that are not the tested program's, those of ``helpers`` among them.
-    Not told apart are e.g. a call in a loop over it (``all(f(i) == i for i in range(3))``), the program's
+    ``known``: names besides the builtins that are not the tested program's, including those of ``helpers``.
+    Impossible are e.g. a call in a comprehension (``all(f(i) == i for i in range(3))``), the program's
     function as an argument, an instance of its class.
     """
     names = BUILTINS.union(known)
@@ -91,7 +91,7 @@ class _Splitter(ast.NodeTransformer):
         self.calls: list[str] = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Take the call if it is the tested program's, and needs no name that the expression binds."""
+        """Replace the call if it is the tested program's, and needs no name that the expression binds."""
         if not self._is_tested(node.func) or node_names(node) & self._local:
             return self.generic_visit(node)
         self.calls.append(ast.unparse(node))

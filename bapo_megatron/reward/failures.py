@@ -1,4 +1,4 @@
-"""Reports of failed scores: each distinct failure once with its traceback, then counts."""
+"""Rate-limited reports of failed scores: each distinct failure once with its traceback, then counts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from bapo_megatron.reward.pool import RewardResult
 
 _MOST_KINDS = 50
-"""Distinct failures that are told apart; all further ones count together."""
+"""Limit of distinct failures; further ones count together."""
 
 
 class FailureReports:
     """Reports the 1st, 10th, 100th ... of each distinct failure; the first one with its traceback.
 
-    Failures are the same if their ``failure`` and ``place`` are.
+    Two failures are the same if their ``failure`` and ``place`` are equal.
     """
 
     def __init__(self, report: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""The registry of reward functions: built-in names and dotted paths of `reward.function`."""
+"""Registry of reward functions: built-in names and dotted paths of `reward.function`."""
 
 from __future__ import annotations
 
@@ -26,36 +26,37 @@ Score = Callable[["Prompt", str], float]
 """A user's reward function."""
 
 BuiltIn = Callable[[dict[str, Any], str], float]
-"""A built-in reward function: from what it needs of a prompt, and a response, to a score in [0, 1]."""
+"""A built-in reward function: from fields of a prompt and a response to a score in [0, 1]."""
 
 CODE_SHARE = 0.9
 """Share of `reward.time_limit_s` for all tests of a response: a slow program is wrong, not a failure."""
 
 
 def is_built_in(function: str) -> bool:
-    """Whether ``function`` is a built-in reward that reads ground truths of a form of its own."""
+    """Whether ``function`` is a built-in reward."""
     return function in REWARD_FUNCTIONS
 
 
 def reads_boxes(function: str) -> bool:
-    """Whether the reward ``function`` wants an answer in a box, or a block of code, by a ground truth of a
-    known form."""
+    """Whether the reward ``function`` reads an answer in a box, or a code block."""
     return function in BOXED_REWARDS
 
 
 def is_endpoint(function: str) -> bool:
-    """Whether a server behind an HTTP endpoint gives the reward ``function``."""
+    """Whether the reward ``function`` is scored by a server over HTTP."""
     return function in REWARD_ENDPOINTS
 
 
 def settings_for(reward: RewardConfig, function: str) -> RewardConfig:
-    """The section for the ``function`` of a source: `reward.settings` belong to `reward.function` alone."""
+    """Reward section for the ``function`` of a source: only `reward.function` has the `reward.settings`."""
     return reward if function == reward.function else replace(reward, function=function, settings={})
 
 
 def check_function(reward: RewardConfig, field: str = "reward.function") -> None:
-    """ConfigError, which names the ``field`` of the configuration, if the reward function cannot be had, or
-    does not take its settings."""
+    """Preflight of the reward function: ConfigError if it cannot be loaded, or refuses its settings.
+
+    ``field``: its name in the configuration, for messages.
+    """
     if is_endpoint(reward.function):
         read_settings(reward.function, reward.settings)
     elif not is_built_in(reward.function):
@@ -73,8 +74,10 @@ def runs_code(function: str) -> bool:
 
 
 def ground_truth_check(function: str) -> Callable[[str], str | None] | None:
-    """The check of ground truths of a built-in function: from text to what is wrong, or None. None for a
-    user's function."""
+    """Validator of ground truths for a built-in function: the error of a text, or None.
+
+    None for a user's function, which takes any.
+    """
 
     def check_math(ground_truth: str) -> str | None:
         if is_tests(ground_truth):  # which math-verify would read as a set of letters
@@ -88,20 +91,22 @@ def ground_truth_check(function: str) -> Callable[[str], str | None] | None:
 
 
 def extra_info_check(function: str) -> Callable[[dict[str, Any]], str | None] | None:
-    """The check of the ``extra_info`` by which a function scores: to what is wrong, or None. None for a
-    function that needs none of ours."""
+    """Validator of ``extra_info`` for a function that scores by it: its error, or None.
+
+    None for a function that needs no ``extra_info``.
+    """
     return check_extra_info if function == "reasoning_gym" else None
 
 
-def needed_of(function: str) -> tuple[str, ...]:
-    """The fields of a prompt that a built-in function needs."""
+def prompt_fields_of(function: str) -> tuple[str, ...]:
+    """Fields of a prompt that a built-in function reads."""
     return ("extra_info" if function == "reasoning_gym" else "ground_truth", "opens_thinking")
 
 
 def built_in(reward: RewardConfig) -> BuiltIn:
-    """The built-in function, for a worker: it must be called in the main thread, and may never return.
+    """Built-in reward function of a worker: call it in the main thread; it may hang, and is then killed.
 
-    ConfigError if `reward.sandbox_url` leads to no server that runs programs.
+    ConfigError if no server at `reward.sandbox_url` runs programs.
     """
     if reward.function == "reasoning_gym":
         tasks()  # imported before the memory is limited
@@ -132,9 +137,9 @@ def built_in(reward: RewardConfig) -> BuiltIn:
 def load_function(
     path: str, settings: Mapping[str, Any] | None = None, field: str = "reward.function"
 ) -> Score:
-    """The user's function at ``package.module:function``, with its settings as keyword arguments.
+    """Load the user's function ``package.module:function``, with its settings as keyword arguments.
 
-    ConfigError that says why it cannot be had, or cannot be called as ``function(prompt, response)``.
+    ConfigError if it cannot be imported, or cannot be called as ``function(prompt, response)``.
     """
     settings = settings or {}
     found: Score = load_dotted_path(field, path, "function")

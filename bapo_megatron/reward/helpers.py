@@ -1,8 +1,8 @@
-"""The statements around a problem's asserts, and which of them the tested program's process has.
+"""Helper statements around a problem's asserts, and the choice of those that the program's process gets.
 
-A reference solution or a table of results is left out where that changes nothing for an honest program: a
-plain function, or a name of a literal, that what is expected needs and nothing else. All other statements
-stay, for names do not tell what Python does. What stays and may give answers away is counted.
+A reference solution or a table of results is left out if an honest program cannot need it: a plain function,
+or a name bound to a literal, that only the expected side of asserts uses. All other statements stay, because
+names do not show all that Python code does. Statements that stay and may leak answers are counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from bapo_megatron.reward.expressions import BUILTINS, bound_names, node_names
 
 _HIDES_NAMES = frozenset(("eval", "exec", "globals", "locals", "vars", "compile", "__import__"))
-"""Where one of them is read, any name may be."""
+"""Builtins by which code reaches any name: then names do not show what it reads."""
 
 _SPECIAL = frozenset(("__init__", "__repr__", "__str__", "__eq__", "__hash__", "__lt__"))
 _FEW = (0, 1, -1, None, "", Ellipsis)
@@ -21,17 +21,17 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Helpers:
-    """The statements, by their numbers."""
+    """Helper statements of a problem, by index."""
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self._statements = statements
         self._binds = [_bound(statement) for statement in statements]
         self._reads = [node_names(statement) for statement in statements]
         self.names = frozenset[str]().union(*map(bound_names, statements))
-        """All names that they bind, wherever."""
+        """All names that the statements bind, at any depth."""
 
     def needed(self, names: Iterable[str]) -> frozenset[int]:
-        """Those that bind the names, with all that these read and bind in turn."""
+        """Statements that bind the names, with all that these need in turn."""
         found: set[int] = set()
         wanted = set(names)
         while more := {
@@ -44,33 +44,33 @@ class Helpers:
         return frozenset(found)
 
     def beside(self, used: Iterable[str], judged: Iterable[str]) -> frozenset[int]:
-        """Those that the tested program's process has.
+        """Statements that the tested program's process gets.
 
-        ``used``: names that are read there; ``judged``: names of what is expected, decided elsewhere.
+        ``used``: names that are read there; ``judged``: names of the expected side, evaluated elsewhere.
         """
         used, everything = set(used), frozenset(range(len(self._statements)))
-        if self.hides_names:
+        if self.hide_names:
             return everything
         expected = self.needed(judged)
-        stay = {number for number in everything if number not in expected or not self._may_go(number)}
+        stay = {number for number in everything if number not in expected or not self._is_removable(number)}
         return self.needed(used.union(*(self._reads[n] | self._binds[n] for n in stay))) | stay
 
     def stand_alone(self, known: frozenset[str]) -> bool:
-        """Whether they run where the tested program is not. ``known``: further names that are not its."""
+        """Whether they run without the tested program. ``known``: more names that are not the program's."""
         names = BUILTINS | known | self.names
         return all(reads <= names for reads in self._reads)
 
     @property
-    def hides_names(self) -> bool:
-        """Whether what they read cannot be told from their names."""
+    def hide_names(self) -> bool:
+        """Whether they use builtins (eval, globals, ...) by which they can read any name."""
         return not _HIDES_NAMES.isdisjoint(frozenset[str]().union(*self._reads))
 
-    def may_tell(self, numbers: Iterable[int]) -> bool:
-        """Whether an answer may be found in them: in any but imports, and classes that only hold values."""
+    def may_leak_answers(self, numbers: Iterable[int]) -> bool:
+        """Whether they may leak an answer: all but imports, and classes that only hold values."""
         return any(not self._is_inert(self._statements[number]) for number in numbers)
 
     def idle_functions(self, used: Iterable[str]) -> frozenset[int]:
-        """Functions that nothing in the tests reads: the program's to call, or a reference solution."""
+        """Functions that no test reads: helpers for the program, or a reference solution."""
         return frozenset(
             number
             for number, statement in enumerate(self._statements)
@@ -79,12 +79,12 @@ class Helpers:
         )
 
     def text(self, numbers: Iterable[int] | None = None) -> str:
-        """The source of all of them, or of some, in their order."""
+        """Source text of all of them, or of some, in their order."""
         chosen = range(len(self._statements)) if numbers is None else sorted(numbers)
         return "\n".join(ast.unparse(self._statements[number]) for number in chosen)
 
-    def _may_go(self, number: int) -> bool:
-        """Whether it does nothing but bind one name."""
+    def _is_removable(self, number: int) -> bool:
+        """Whether it may be left out: it only binds one name."""
         statement = self._statements[number]
         if isinstance(statement, _Function):
             defaults = [*statement.args.defaults, *filter(None, statement.args.kw_defaults)]
@@ -110,7 +110,7 @@ class Helpers:
 
 
 def _bound(statement: ast.stmt) -> frozenset[str]:
-    """The names that it binds around it; for other statements than definitions, wherever in it."""
+    """Names that a statement binds in its scope; unless it is a definition, at any depth."""
     if isinstance(statement, (*_Function, ast.ClassDef)):
         return frozenset((statement.name,))
     return bound_names(statement)

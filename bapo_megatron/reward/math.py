@@ -1,4 +1,4 @@
-r"""The math reward: is the last ``\boxed{}`` of the response the ground truth?"""
+r"""Math reward: whether the last ``\boxed{}`` of the response equals the ground truth (math-verify)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from bapo_megatron.reward.answer_text import brackets, final_answer, last_boxed,
 from bapo_megatron.reward.math_verify_process import MathVerifyProcess
 
 Equal = Callable[[str, str, bool], bool]
-"""Whether an answer means the same as a ground truth, with operations that nobody carried out or without."""
+"""Equality of a ground truth and an answer; the last argument allows unevaluated operations."""
 
 INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 
 MAX_ANSWER_CHARACTERS = 1000
-"""A longer box is wrong without being read: parsing time grows faster than length."""
+"""Limit in characters of an answer; a longer one is wrong without parsing, whose time grows faster."""
 
 
 def answer_is_right(
     ground_truth: str, response: str, equal: Equal | None = None, allow_operations: bool = False
 ) -> bool:
-    """Whether the last box behind the thinking part is the ground truth. No response makes it raise.
+    """Whether the last box after the thinking part equals the ground truth. No response makes it raise.
 
     ``equal`` and ``allow_operations`` as for ``answers_equal``.
     """
@@ -30,7 +30,7 @@ def answer_is_right(
 
 
 def check_ground_truth(ground_truth: str) -> str | None:
-    """What is wrong with a ground truth that no response could match, or None."""
+    """Error of a ground truth that no response could match, or None."""
     answer = _bare(ground_truth)
     if INTEGER.fullmatch(answer):
         return None
@@ -42,7 +42,7 @@ def check_ground_truth(ground_truth: str) -> str | None:
 
 
 def is_operation(ground_truth: str) -> bool:
-    """Whether a ground truth is an operation that nobody carried out, so that an answer may be one, too."""
+    """Whether a ground truth is an unevaluated operation, so that an answer may be one, too."""
     answer = _bare(ground_truth)
     return not INTEGER.fullmatch(answer) and _math_verify().is_operation(answer)
 
@@ -51,11 +51,10 @@ def is_operation(ground_truth: str) -> bool:
 def answers_equal(
     ground_truth: str, answer: str, equal: Equal | None = None, allow_operations: bool = False
 ) -> bool:
-    """Whether both mean the same. Cached: the responses of a group repeat each other.
+    """Mathematical equality of ground truth and answer. Cached: the responses of a group repeat each other.
 
-    ``equal`` compares what is not plain integers; None: a child of this process, from any thread. Without
-    ``allow_operations`` an answer with an operation that the ground truth has not, such as a sum that nobody
-    carried out, is none.
+    ``equal`` compares all but plain integers; None: a child of this process, from any thread. Without
+    ``allow_operations`` an answer with an unevaluated operation that the ground truth lacks is wrong.
     """
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARACTERS:
         return False
@@ -70,7 +69,7 @@ def answers_equal(
 
 
 def _bare(ground_truth: str) -> str:
-    r"""The ground truth without the ``\boxed{}`` that it may come with, as ``spelled``."""
+    r"""Ground truth without an enclosing ``\boxed{}``, as ``spelled``."""
     boxed = last_boxed(ground_truth)
     return spelled(ground_truth if boxed is None else boxed)
 

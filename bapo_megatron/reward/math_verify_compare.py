@@ -1,10 +1,10 @@
-"""Equality of mathematical answers by math-verify, for the main thread of a worker process.
+"""math-verify comparison of answers, for the main thread of a worker process that may be killed.
 
-math-verify limits its time with signals: call this in the main thread of a process that may be lost. A long
-operation on big integers (``9^{9^{9}}``, which a policy will write sooner or later) holds even those up.
+math-verify limits its time with signals, which need the main thread. A long operation on big integers
+(``9^{9^{9}}``, which a policy will write sooner or later) blocks even those.
 
-What math-verify takes for equal is looked at once more (answer_values.py): it computes what it reads, and it
-compares absolute differences.
+An equality by math-verify is checked again (answer_values.py): math-verify evaluates operations, and compares
+absolute differences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIGNAL_LIMIT_S = 2
 
 
 def import_math_verify() -> None:
-    """Import math-verify now, and keep it from logging every answer that it cannot read."""
+    """Import math-verify, and silence its log of unreadable answers."""
     import math_verify  # noqa: F401  # half a second, and only children need it
 
     import bapo_megatron.reward.answer_values  # noqa: F401
@@ -29,9 +29,9 @@ def import_math_verify() -> None:
 
 
 def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> bool:
-    """Whether the answer means the same; False if that cannot be found out.
+    """Equality of ground truth and answer; False if it cannot be decided.
 
-    An operation in it that nobody carried out is no answer, unless the ground truth has one of its kind or
+    An unevaluated operation is no answer, unless the ground truth has one of its kind, or with
     ``allow_operations``.
     """
     from math_verify import verify
@@ -73,7 +73,7 @@ def _is_an_answer(
 
 
 def _contradicts_itself(answer: str) -> bool:
-    """Whether an equation has two numbers that are not the same: ``6 = 5``."""
+    """Whether an equation has two different numbers: ``6 = 5``."""
     from bapo_megatron.reward.answer_values import disagree
 
     for sides in number_sides(answer):
@@ -84,7 +84,7 @@ def _contradicts_itself(answer: str) -> bool:
 
 
 def is_operation(ground_truth: str) -> bool:
-    """Whether a ground truth is itself an operation that nobody carried out."""
+    """Whether a ground truth is itself an unevaluated operation."""
     from bapo_megatron.reward.answer_values import operations
 
     try:
@@ -95,7 +95,7 @@ def is_operation(ground_truth: str) -> bool:
 
 
 def parses(ground_truth: str) -> bool:
-    """Whether math-verify reads it as mathematics."""
+    """Whether math-verify can parse the ground truth."""
     try:
         return any(not isinstance(part, str) for part in _parse(ground_truth))
     except Exception:  # as above

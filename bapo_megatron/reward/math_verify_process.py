@@ -1,6 +1,6 @@
-"""Equality of mathematical answers by math-verify, from any thread of any process: in a child process.
+"""Child process with math-verify, for comparisons from any thread.
 
-It serves the checks before a run. In a run the workers of the pool (pool.py) call math_verify_compare.py.
+The preflight checks use it. In a run the workers of the pool (pool.py) call math_verify_compare.py.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ TIME_LIMIT_S = 8.0
 
 
 class MathVerifyProcess:
-    """A child process that compares answers, started with the first question. Any thread may ask."""
+    """Child process that compares answers, started at the first request. Any thread may ask."""
 
     def __init__(self) -> None:
         self._child: AnsweringChild | None = None
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self.failures = 0
-        """Questions that the child did not survive or answer in time."""
+        """Requests at which the child died or timed out."""
 
     def equal(self, ground_truth: str, answer: str, allow_operations: bool = False) -> bool:
-        """Whether the answer means the same; False if that cannot be found out."""
+        """Equality of ground truth and answer; False if it cannot be decided."""
         return self._ask("equal", ground_truth, answer, allow_operations)
 
     def parses(self, ground_truth: str) -> bool:
-        """Whether math-verify reads it as mathematics."""
+        """Whether math-verify can parse the ground truth."""
         return self._ask("parses", ground_truth)
 
     def is_operation(self, ground_truth: str) -> bool:
-        """Whether it is an operation that nobody carried out."""
+        """Whether the ground truth is an unevaluated operation."""
         return self._ask("is_operation", ground_truth)
 
     def close(self) -> None:

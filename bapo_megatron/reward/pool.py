@@ -1,8 +1,8 @@
-"""The reward pool: scores responses in worker processes, so that a bad response costs itself alone.
+"""Reward pool: scores responses in worker processes with time and memory limits.
 
-Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
-group; it and one that died are replaced when the next response comes. A reward behind an HTTP endpoint needs
-no worker: the pool's event loop asks (endpoints/). Which of the two scores is the function of the prompt.
+Each worker (worker.py) scores one response at a time. A worker that takes too long is killed with its process
+group; a killed or dead one is replaced at the next response. A reward behind an HTTP endpoint needs no
+worker: the pool's event loop asks the endpoint (endpoints/). The prompt's reward function decides which.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.endpoints.scorer import EndpointScorer
-from bapo_megatron.reward.functions import is_built_in, is_endpoint, needed_of
+from bapo_megatron.reward.functions import is_built_in, is_endpoint, prompt_fields_of
 from bapo_megatron.reward.math_verify_process import COMMAND, START_LIMIT_S
 from bapo_megatron.reward.penalties import overlong_penalty
 from bapo_megatron.reward.scratch import Scratch, remove_abandoned
@@ -35,20 +35,20 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of one response, or why it has none."""
+    """Reward of one response, or the failure to score it."""
 
     reward: float
     """With all penalties; `reward.failed` without any if there is a failure."""
     failure: Failure | None = None
-    """Why there is no score: the function raised, took too long, ended its process, or returned no finite
-    number; or the endpoint gave none."""
+    """Kind of the failure: the function raised, timed out, ended its process, or returned no finite number;
+    or the endpoint gave none. None on success."""
     detail: str = ""
     """Text of the failure, for the log."""
     traceback: str = dataclasses.field(default="", compare=False)
     """Traceback of a function that raised, shortened."""
     place: str = dataclasses.field(default="", compare=False)
-    """What tells one mistake of a function from another: the type of an error and the line that raised it, or
-    the type of a value that is no number."""
+    """Identity of a mistake in a function: the type of an error and the line that raised it, or the type of a
+    value that is no number."""
     score: float | None = dataclasses.field(default=None, compare=False)
     """Value of the reward function, before penalties; None if there is a failure."""
 
@@ -60,7 +60,7 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:
-        """``functions``: all that prompts name as their ``reward``; by default ``config.function`` alone."""
+        """``functions``: the reward functions of all prompts; by default ``config.function`` alone."""
         self._config = config
         self._max_response_tokens = max_response_tokens
         functions = tuple(functions) or (config.function,)
@@ -96,10 +96,10 @@ class RewardPool:
         self._running = True
 
     async def score(self, prompt: Prompt, response: str, response_tokens: int) -> RewardResult:
-        """Score a response of so many tokens, in the order of the calls. No response makes it raise.
+        """Score a response of ``response_tokens`` tokens; in order of the calls. No response makes it raise.
 
-        RuntimeError if the pool is not running. After a cancelled call its worker takes the next job when it
-        is done with this one, or when its time is over.
+        RuntimeError if the pool is not running. After a cancelled call its worker finishes the job, or times
+        out, before it takes the next one.
         """
         if not self._running:
             raise RuntimeError("the reward pool is not running: start() it before score(), not after close()")
@@ -121,14 +121,14 @@ class RewardPool:
         return dataclasses.replace(result, reward=result.reward - penalty)
 
     async def close(self) -> None:
-        """End every worker. Calls that still wait are cancelled."""
+        """Kill every worker, and cancel the queued calls."""
         self._running = False
         if self._endpoint:
             await self._endpoint.close()
         for server in self._servers:
             server.cancel()
         for worker in self._workers:
-            worker.give_up()
+            worker.kill_for_good()
         await asyncio.gather(*self._servers, return_exceptions=True)
         while not self._jobs.empty():
             self._jobs.get_nowait()[1].cancel()
@@ -155,19 +155,19 @@ class RewardPool:
 
 
 def _described(prompt: Prompt, function: str) -> dict[str, Any]:
-    """The prompt as plain JSON, or only what a built-in ``function`` needs of it."""
+    """The prompt as plain JSON; for a built-in ``function`` only the fields that it reads."""
     if is_built_in(function):
-        return {name: getattr(prompt, name) for name in needed_of(function)}
+        return {name: getattr(prompt, name) for name in prompt_fields_of(function)}
     return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
 
 
 def _result(failed: float, answer: dict[str, Any]) -> RewardResult:
-    """The result in an answer of a worker, or of an endpoint."""
+    """Result from the reply of a worker or an endpoint."""
     return RewardResult(failed, **answer) if "failure" in answer else RewardResult(**answer)
 
 
 class _Worker:
-    """One worker process, replaced when it is lost, and the directory for its temporary files."""
+    """Handle of one worker process, which it replaces after a death, and its temporary directory."""
 
     def __init__(self, config: RewardConfig, functions: Sequence[str]) -> None:
         self._config, self._functions = config, functions
@@ -202,9 +202,9 @@ class _Worker:
         return notes
 
     def score(self, question: dict[str, Any]) -> RewardResult:
-        """Ask the process. If it dies or takes too long, ask a new one once.
+        """Score in the process; after a death or timeout retry once in a new one.
 
-        Another process may be to blame for a death, and a machine that was paused for the time.
+        The out-of-memory killer may have hit the wrong process, and a paused machine loses time.
         """
         failed, limit_s = self._config.failed, self._config.time_limit_s
         try:
@@ -228,15 +228,15 @@ class _Worker:
         answer: dict[str, Any] = self._child.ask(question, self._config.time_limit_s)
         return answer
 
-    def give_up(self) -> None:
-        """End the process from another thread for good. A thread that waits for an answer gets ChildDied."""
+    def kill_for_good(self) -> None:
+        """Kill the process for good, from another thread. A thread that waits for a reply gets ChildDied."""
         with self._changing:
             self._given_up = True
             if self._child is not None:
                 self._child.kill()
 
     def close(self) -> None:
-        """End the process and delete its directory."""
+        """Kill the process and delete its directory."""
         with self._changing:
             if self._child is not None:
                 self._child.close()

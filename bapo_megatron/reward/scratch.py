@@ -1,7 +1,7 @@
-"""Temporary directories of reward workers, removed also after their owner was killed: at the next start.
+"""Temporary directories of reward workers; those of killed workers are removed at the next start.
 
-A directory's lock holds on the machine that took it, also where the place for temporary files is shared by
-several. So each looks after its own, told apart by the kernel's id of its present start.
+A lock (flock) marks a directory as in use, and is valid on its own machine alone. If several machines share
+the place for temporary files, each removes only its own directories, marked by the kernel's boot id.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _PREFIX = f"bapo_reward_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _DEPTH = 100
-"""Most directories that are open at once; a deeper one is moved up."""
+"""Most nested directories that are open at once; a deeper one is moved up."""
 
 SWEEP_S = 20.0
-"""Longest time that a start spends on what killed owners left; the next start goes on."""
+"""Time limit of a start for the directories of killed owners; the next start removes the rest."""
 
 
 class Scratch:
-    """A temporary directory with a lock (flock) that its owner holds for as long as it lives."""
+    """Temporary directory with a lock (flock) that its owner holds as long as it lives."""
 
     def __init__(self) -> None:
         while True:
@@ -41,7 +41,7 @@ class Scratch:
             os.chmod(self.path, 0o711)
 
     def remove(self) -> None:
-        """Delete it with all that is in it."""
+        """Delete it with its content."""
         remove_tree(self.path)
         os.close(self._lock)
 
@@ -62,10 +62,10 @@ def remove_abandoned() -> None:
 
 
 def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
-    """Delete a directory with all that is in it; whether it is gone. Never raises, follows no link.
+    """Delete a directory with its content; whether it is gone. Never raises, follows no link.
 
-    Programs wrote it, so it may be deeper than paths, recursion and open files can be: directories far down
-    are moved to the top, and deleted there. What is not done after ``limit_s`` seconds stays.
+    Untrusted programs wrote it, so it may be deeper than the limits of paths, recursion and open files allow:
+    deep directories are moved to the top, and deleted there. After ``limit_s`` seconds the rest stays.
     """
     deadline = time.monotonic() + limit_s
     with suppress(OSError):
@@ -79,7 +79,7 @@ def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
 
 
 def _empty(top: int, deadline: float) -> None:
-    """Delete what is in the directory of the descriptor ``top``, for as long as something of it goes."""
+    """Delete the content of the directory of the descriptor ``top``, until nothing more can be deleted."""
     progress = True
     while progress and time.monotonic() < deadline:
         progress = False

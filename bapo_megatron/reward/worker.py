@@ -1,9 +1,9 @@
-"""The reward worker: the process that scores responses, ``python -m bapo_megatron.reward.worker LIFELINE``.
+"""Reward worker process: scores responses for the pool, ``python -m bapo_megatron.reward.worker LIFELINE``.
 
-The pool (pool.py) asks it in lines of JSON. The first is the settings (`reward`, a `RewardConfig` as an
-object, and `functions`, all that judge), or null for a process that only compares answers
-(math_verify_process.py); its answer is notes for the user. Every further line is one response and the
-function that judges it, answered by its score.
+Requests of the pool (pool.py) are lines of JSON. The first is the settings (`reward`, a `RewardConfig` as an
+object, and `functions`, all reward functions), or null for a process that only compares answers
+(math_verify_process.py); its reply is notes for the user. Every further line is one response and its reward
+function; the reply is the score.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from bapo_megatron.runtime.stop_signals import SIGNALS
 Answerer = Callable[[dict[str, Any]], Any]
 
 DETAIL_CHARACTERS = 500
-"""Longest text of an error in an answer."""
+"""Longest text of an error in a reply."""
 
 TRACEBACK_CHARACTERS = 4000
-"""Longest traceback in an answer; of a longer one the middle is left out."""
+"""Longest traceback in a reply; of a longer one the middle is left out."""
 
 
 def main() -> None:
-    """Serve questions until the input ends."""
+    """Entry point: serve requests until the input ends."""
     die_with_parent(int(sys.argv[1]))
     be_untraceable()  # it holds the answers
     for number in SIGNALS:  # told to every process of a job: the trainer's business
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _private_channel() -> tuple[BinaryIO, BinaryIO]:
-    """Own descriptors for questions and answers: what a reward function prints goes to stderr instead."""
+    """Private descriptors of requests and replies: what a reward function prints goes to stderr instead."""
     questions, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -70,7 +70,7 @@ def _send(answers: BinaryIO, answer: object) -> None:
 
 
 def _prepared(settings: dict[str, Any] | None) -> tuple[list[str], Answerer]:
-    """Import what the settings need, then limit the memory. Raises ConfigError."""
+    """Import what the settings need, then limit the memory: notes and the scorer. ConfigError."""
     notes: list[str] = []
     answer: Answerer = _compare
     reward, names = RewardConfig(), [RewardConfig().function]
@@ -85,7 +85,7 @@ def _prepared(settings: dict[str, Any] | None) -> tuple[list[str], Answerer]:
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limit the address space to what is mapped now (libraries map more than they use) and ``megabytes``."""
+    """Limit the address space to what is mapped now plus ``megabytes``: libraries map more than they use."""
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -111,7 +111,7 @@ _COMPARISONS: dict[str, Callable[..., bool]] = {
 
 
 def _scorer(reward: RewardConfig, names: list[str]) -> Answerer:
-    """The function from {function, prompt, response} to {score, reward}, or to {failure, detail}."""
+    """Scorer: from {function, prompt, response} to {score, reward}, or to {failure, detail}."""
     scores = {name: _score_function(functions.settings_for(reward, name)) for name in names}
     pattern = None if reward.format_pattern is None else re.compile(reward.format_pattern, re.DOTALL)
 
@@ -132,7 +132,7 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Answerer:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """An error as ``detail`` (one line), ``traceback`` (from the reward function on) and ``place``.
+    """Description of an error: ``detail`` (one line), ``traceback`` (from the reward function on), ``place``.
 
     ``place``, the type and the line that raised, is the same for all errors of one mistake.
     """

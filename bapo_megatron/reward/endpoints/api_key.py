@@ -1,4 +1,4 @@
-"""The API key of an endpoint: named by an environment variable, and never printed."""
+"""API key of an endpoint: read from an environment variable, never printed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _SHOWN_CHARACTERS = 300
 
 
 def key_problem(variable: str) -> str | None:
-    """What is wrong with the name of the variable, or None. The text does not have it: it may be the key."""
+    """Error of the name of the variable, or None. The text leaves the name out: it may be the key itself."""
     if variable and not _NAME.fullmatch(variable):
         return "it must be the name of an environment variable that holds the key, not the key itself"
     return None
 
 
 def key_of(variable: str) -> str:
-    """The key in the environment variable; empty if there is none, or no name."""
+    """Key in the environment variable; empty without a variable or a name."""
     return os.environ.get(variable, "").strip() if variable else ""
 
 
 def without_key(text: str, key: str) -> str:
-    """``text`` of a server for a message: shortened, without control characters and without the key."""
-    return printable(" ".join(hidden(text, key).split()))[:_SHOWN_CHARACTERS]
+    """Text of a server, for a message: shortened, redacted, without control characters."""
+    return printable(" ".join(redacted(text, key).split()))[:_SHOWN_CHARACTERS]
 
 
-def hidden(text: str, key: str) -> str:
-    """``text`` without the key."""
+def redacted(text: str, key: str) -> str:
+    """``text`` with the key replaced."""
     return text.replace(key, "[key]") if key else text

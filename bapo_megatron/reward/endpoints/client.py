@@ -1,7 +1,7 @@
-"""The HTTP client of an endpoint: JSON there and back, with retries and with bounds on everything.
+"""HTTP client of a reward endpoint: JSON requests with retries, backoff, concurrency and size limits.
 
-Only http and https, no redirects, answers of at most ``MAX_ANSWER_BYTES``. Proxies are those of the
-environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY), none for this machine itself.
+Only http and https, no redirects, replies of at most ``MAX_ANSWER_BYTES``. Proxies come from the environment
+(HTTP_PROXY, HTTPS_PROXY, NO_PROXY); none for this machine itself.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import aiohttp
 from bapo_megatron.reward.endpoints.api_key import without_key
 
 MAX_ANSWER_BYTES = 4 << 20
-"""A longer answer is refused: a score, or what a program printed, is shorter."""
+"""Limit of a reply; a longer one is refused. A score, or a program's output, is shorter."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-"""Waits between two attempts: doubled each time, and shortened by chance, so that calls come apart."""
+"""Exponential backoff between two attempts, with jitter."""
 
 _CONNECT_S = 20.0
 _PASSING = frozenset((408, 425, 429, *range(500, 600)))
-"""HTTP states that may pass: overloaded, starting, restarted."""
+"""Retryable HTTP status codes: overloaded, starting, restarted."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class EndpointError(Exception):
-    """The endpoint gave no answer that can be used. ``place`` tells one kind of problem from another."""
+    """Failed call: the endpoint gave no usable reply. ``place``: the kind of problem."""
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(text)
@@ -42,7 +42,7 @@ class EndpointError(Exception):
 
 
 class _Passing(EndpointError):
-    """An error after which the same call may succeed."""
+    """Retryable error, after which the same call may succeed."""
 
     def __init__(self, place: str, text: str, pause_s: float = 0.0) -> None:
         super().__init__(place, text)
@@ -50,7 +50,7 @@ class _Passing(EndpointError):
 
 
 def url_problem(url: str) -> str | None:
-    """What is wrong with an address, as the end of a sentence; None for a sound one."""
+    """Error of an address, as the end of a sentence; None for a valid one."""
     try:
         parts = urlsplit(url)
         port_is_sound = parts.port != 0
@@ -64,16 +64,16 @@ def url_problem(url: str) -> str | None:
 
 
 def shown(url: str) -> str:
-    """An address for messages: without its query, which may hold a key, and without a user."""
+    """Address as messages show it: without its query, which may hold a key, and without a user."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 class JsonClient:
-    """The client of one address, for one event loop: ``ask`` as often as wanted, then ``close``.
+    """HTTP client of one address, for one event loop: any number of ``ask``, then ``close``.
 
-    A call that fails in a way that may pass is made again, for up to ``give_up_s`` seconds. Once the endpoint
-    has answered no call at all for so long, each further call is tried once.
+    A retryable failure is retried for up to ``give_up_s`` seconds. Once the endpoint has answered no call at
+    all for so long, each further call is tried once (circuit breaker).
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class JsonClient:
 
     @property
     def address(self) -> str:
-        """The address, as it may be shown."""
+        """Address as messages show it."""
         return shown(self._url)
 
     async def ask(self, body: dict[str, Any], give_up_s: float | None = None) -> Any:
-        """The JSON that the endpoint answers to ``body``. Raises EndpointError.
+        """JSON reply of the endpoint to ``body``. Raises EndpointError.
 
         ``give_up_s``: a shorter limit than the client's.
         """
@@ -216,13 +216,13 @@ def _words(error: BaseException) -> str:
 
 
 def _pause_s(response: aiohttp.ClientResponse) -> float:
-    """The seconds of a ``Retry-After`` header; 0 for none, or for a date."""
+    """Seconds of a ``Retry-After`` header; 0 for none, or for a date."""
     said = response.headers.get("Retry-After", "")
     return float(min(int(said), 3600)) if said.isascii() and said.isdigit() and len(said) < 10 else 0.0
 
 
 def _proxy_of(url: str) -> str | None:
-    """The proxy of the environment for an address, or None."""
+    """Proxy of the environment for an address, or None."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if host == "localhost" or _is_loopback(host) or proxy_bypass(host):

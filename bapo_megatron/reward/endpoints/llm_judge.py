@@ -1,4 +1,4 @@
-"""The LLM judge: the question to a language model with an OpenAI-compatible API, and its verdict."""
+"""LLM judge: request to a language model with an OpenAI-compatible API, and the score in its reply."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from bapo_megatron.reward.answer_text import behind_thinking
+from bapo_megatron.reward.answer_text import after_thinking
 from bapo_megatron.reward.endpoints.client import EndpointError
 from bapo_megatron.reward.endpoints.question import Question
 from bapo_megatron.reward.endpoints.settings import LlmJudgeSettings
@@ -15,7 +15,7 @@ _PATH = "/chat/completions"
 
 
 class LlmJudge:
-    """The two halves of a call to a judge."""
+    """LLM judge: makes the request, and reads the score from the reply."""
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
         """``wrong``, ``correct``: rewards of the worst and of the best verdict."""
@@ -24,7 +24,7 @@ class LlmJudge:
         self._verdict = re.compile(settings.verdict)
 
     def body(self, question: Question) -> dict[str, Any]:
-        """The request."""
+        """Request body of the chat completion."""
         settings = self._settings
         fields = {
             "model": settings.model,
@@ -36,7 +36,7 @@ class LlmJudge:
         return {name: value for name, value in fields.items() if value is not None}
 
     def value(self, answer: Any) -> float:
-        """The reward of the verdict: linear from ``wrong`` to ``correct``. EndpointError if there is none."""
+        """Reward of the verdict, linear from ``wrong`` to ``correct``. EndpointError if there is none."""
         settings = self._settings
         number = self._number(_reply(answer))
         if not settings.lowest <= number <= settings.highest:
@@ -46,8 +46,8 @@ class LlmJudge:
         return self._wrong + share * (self._correct - self._wrong)
 
     def _number(self, reply: str) -> float:
-        """The number of the last verdict behind the judge's thinking part."""
-        found = self._verdict.findall(behind_thinking(reply))
+        """Number in the last verdict after the judge's thinking part."""
+        found = self._verdict.findall(after_thinking(reply))
         if not found:
             end = reply[-200:]
             raise EndpointError(
@@ -62,14 +62,14 @@ class LlmJudge:
 
 
 def whole_url(url: str) -> str:
-    """The address of the chat completions; the base address of such an API (``.../v1``) will do."""
+    """Address of the chat completions, from itself or from the base address of the API (``.../v1``)."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/")
     return url if path.endswith(_PATH) else urlunsplit(parts._replace(path=path + _PATH))
 
 
 def filled(template: str, question: Question) -> str:
-    """The template with its places filled, in one pass: what a response says is never a place."""
+    """Template with its placeholders filled, in one pass: text of a response is never a placeholder."""
     texts = {
         "prompt": question.text,
         "response": question.response,

@@ -1,4 +1,4 @@
-"""The question to an endpoint: what is judged, in plain text."""
+"""Question to an endpoint: a prompt, a response and a ground truth, as plain text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from bapo_megatron.reward.answer_text import THINKING, behind_thinking
+from bapo_megatron.reward.answer_text import THINKING, after_thinking
 from bapo_megatron.types import Prompt
 
 
 @dataclass(frozen=True)
 class Question:
-    """A response, and what it answers."""
+    """A response with its prompt and ground truth."""
 
     messages: tuple[dict[str, str], ...]
     """The chat messages of the prompt."""
@@ -21,20 +21,20 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The messages as text: that of a single one as it stands, of several with their roles."""
+        """Messages as text: a single one unchanged, several with their roles."""
         if len(self.messages) == 1:
             return self.messages[0]["content"]
         return "\n\n".join(f"{one['role']}: {one['content']}" for one in self.messages)
 
     def digest(self) -> bytes:
-        """The digest by which equal questions are known."""
+        """Digest of the question, the key of the score cache."""
         parts = [self.messages, self.response, self.ground_truth]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
 def question_of(prompt: Prompt, response: str, thinking: bool) -> Question:
-    """The question. ``thinking``: with the thinking part of the response."""
+    """Question of a prompt and a response. ``thinking``: with the response's thinking part."""
     if not thinking:
         opened = THINKING if prompt.opens_thinking else ""  # by the chat template
-        response = behind_thinking(opened + response).strip()
+        response = after_thinking(opened + response).strip()
     return Question(tuple(prompt.messages), response, prompt.ground_truth)

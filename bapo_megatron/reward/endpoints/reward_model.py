@@ -1,9 +1,9 @@
-"""The reward model: what a server of one is asked, and the number in what it answers.
+"""Reward model: request to a server of one, in four protocols, and the number in its reply.
 
 The protocols are those of SGLang's ``/classify`` (docs.sglang.io, reward models), of vLLM's ``/classify``
 (docs.vllm.ai, classification), of OpenRLHF's ``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and of slime's
-``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` will not do: it answers a softmax, which of one
-number is 1 whatever the response.
+``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is useless: it answers a softmax, which of one
+number is always 1.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ Message = dict[str, str]
 
 
 class RewardModel:
-    """The two halves of a call to a reward model."""
+    """Reward model: makes the request, and reads the number from the reply."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
-        """Load the tokenizer, if there is one. ConfigError if it cannot be had."""
+        """Load the tokenizer, if the settings name one. ConfigError if it cannot be loaded."""
         self._settings = settings
         self.url = settings.url
         self._tokenizer = _tokenizer(settings.tokenizer) if settings.tokenizer else None
         self._body: Callable[[Question], dict[str, Any]] = getattr(self, f"_{settings.protocol}")
 
     def body(self, question: Question) -> dict[str, Any]:
-        """The request."""
+        """Request body in the protocol of the settings."""
         return self._body(question)
 
     def value(self, answer: Any) -> float:
-        """The reward in an answer, NaN and infinity, too. EndpointError if it has no number, or one out of
-        range."""
+        """Reward in a reply, NaN and infinity included. EndpointError without a number, or out of range."""
         settings = self._settings
         number = _number(_found(answer, settings.protocol, settings.reward_key))
         below = settings.lowest is not None and number < settings.lowest
@@ -90,7 +89,7 @@ class RewardModel:
 def _tokenizer(folder: str) -> Any:
     try:
         return load_tokenizer(Path(folder))
-    except ConfigError as error:  # it speaks of the policy
+    except ConfigError as error:  # its message names the policy's field
         raise ConfigError(str(error).replace("model.hf_path", f"{FIELD}.tokenizer")) from error
 
 
@@ -99,7 +98,7 @@ def _dialogue(question: Question) -> list[Message]:
 
 
 def _found(answer: Any, protocol: str, key: str) -> Any:
-    """What a protocol has in the place of the number."""
+    """Value at the protocol's place of the number."""
     try:
         if protocol == "sglang":
             return (answer[0] if isinstance(answer, list) else answer)["embedding"]

@@ -1,4 +1,4 @@
-"""The scorer behind an endpoint: a question for each response, or the remembered answer to an equal one."""
+"""Endpoint scorer: scores responses by requests to a judge or reward model; caches equal questions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.reward.endpoints.api_key import hidden, key_of
+from bapo_megatron.reward.endpoints.api_key import key_of, redacted
 from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient
 from bapo_megatron.reward.endpoints.llm_judge import LlmJudge
 from bapo_megatron.reward.endpoints.question import Question, question_of
@@ -19,21 +19,21 @@ from bapo_megatron.types import Prompt
 
 
 class Judge(Protocol):
-    """The two halves of a call: what is asked, and the score in what is answered."""
+    """Protocol of a judge: makes the request body, and reads the score from the reply."""
 
     url: str
 
     def body(self, question: Question) -> dict[str, Any]:
-        """The request."""
+        """Request body."""
 
     def value(self, answer: Any) -> float:
-        """The score, which may be no finite number. EndpointError if there is none."""
+        """Score in a reply, perhaps not finite. EndpointError if there is none."""
 
 
 class EndpointScorer:
-    """The scorer of a run, in one event loop: ``open``, any number of ``answer`` at once, ``close``.
+    """Endpoint scorer of a run, in one event loop: ``open``, any number of ``answer`` at once, ``close``.
 
-    Equal questions are asked once, also while the first one is on its way; what failed is asked again.
+    Equal questions are sent once, also while the first one is in flight; failures are not cached.
     """
 
     def __init__(self, reward: RewardConfig) -> None:
@@ -55,15 +55,15 @@ class EndpointScorer:
         except EndpointError as error:
             raise RunStopped(
                 f"reward.settings.url: no server took a connection for {self._settings.give_up_s:g} s: "
-                f"{error}; start it, or mend the address, then give the same command"
+                f"{error}; start it, or correct the address, then give the same command"
             ) from None
 
     async def answer(self, prompt: Prompt, response: str) -> dict[str, Any]:
-        """The answer, as a reward worker's: ``score`` and ``reward``, or ``failure`` with its details."""
+        """Reply in a reward worker's form: ``score`` and ``reward``, or ``failure`` with its details."""
         try:
             value = await self._score(question_of(prompt, response, self._settings.thinking))
         except EndpointError as error:
-            detail = hidden(str(error), self._key)  # it may quote what the server answered
+            detail = redacted(str(error), self._key)  # it may quote what the server answered
             return {"failure": "endpoint", "detail": detail, "place": error.place}
         if not math.isfinite(value):
             return {
@@ -74,7 +74,7 @@ class EndpointScorer:
         return {"score": value, "reward": value}
 
     async def close(self) -> None:
-        """Give up what is on its way, and close the connections."""
+        """Cancel the calls in flight, and close the connections."""
         tasks = list(self._under_way.values())
         for task in tasks:
             task.cancel()
@@ -96,7 +96,7 @@ class EndpointScorer:
         return self._judge.value(await self._client.ask(self._judge.body(question)))
 
     def _remember(self, key: object, done: asyncio.Task[float]) -> None:
-        """Keep a score, and forget the one that was not asked for longest; keep no failure."""
+        """Cache a score (LRU); failures are not cached."""
         del self._under_way[key]
         if done.cancelled() or done.exception() is not None or not math.isfinite(done.result()):
             return

@@ -1,4 +1,4 @@
-"""`reward.settings` of rewards behind an HTTP endpoint, as dataclasses."""
+"""Settings of rewards behind an HTTP endpoint (`reward.settings`), as dataclasses."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """The settings of every endpoint."""
+    """Settings of every endpoint: address, key, limits, cache."""
 
     url: str
-    """Address that is asked."""
+    """Address of the endpoint."""
     api_key_env: str = ""
     """Name of the environment variable with the key, sent as `Authorization: Bearer`. Empty: no key."""
     concurrency: Annotated[int, Ge(1)] = 32
@@ -50,22 +50,22 @@ class EndpointSettings:
     timeout_s: Annotated[float, Gt(0)] = 60.0
     """Time limit of one call."""
     give_up_s: Annotated[float, Gt(0)] = 300.0
-    """Time for which a call that failed in passing is made again; then the score has failed. A run that
-    starts waits as long for the endpoint."""
+    """Time for which a retryable failure is retried; then the score has failed. A run that starts waits as
+    long for the endpoint."""
     cache: Annotated[int, Ge(0)] = 100_000
     """Scores that are remembered: an equal question is not asked again. 0: none."""
     thinking: bool = False
     """Send the whole response. Off: what stands behind its thinking part."""
 
     def problems(self) -> Iterator[str]:
-        """Each wrong value, as the end of ``reward.settings.NAME``."""
+        """Validation errors, each as the end of ``reward.settings.NAME``."""
         if problem := url_problem(self.url):
             yield f"url {problem}"
         if problem := key_problem(self.api_key_env):
             yield f"api_key_env: {problem}"
 
     def absences(self) -> Iterator[str]:
-        """What this machine lacks, in the form of ``problems``."""
+        """Requirements that this machine lacks (key, tokenizer), in the form of ``problems``."""
         if self.api_key_env and not key_of(self.api_key_env):
             yield f"api_key_env={self.api_key_env}: there is no such environment variable; export it"
 
@@ -152,11 +152,11 @@ KINDS: dict[str, type[EndpointSettings]] = {
     "reward_model": RewardModelSettings,
     "llm_judge": LlmJudgeSettings,
 }
-"""The rewards behind an endpoint, and what holds their settings."""
+"""Endpoint rewards by name, with the classes of their settings."""
 
 
 def read_settings(function: str, settings: Mapping[str, Any], here: bool = True) -> EndpointSettings:
-    """The settings of the reward ``function``. ConfigError with all that is wrong.
+    """Validate and read the settings of the reward ``function``. ConfigError with all errors.
 
     ``here``: the run is on this machine, which must have the key and the tokenizer.
     """

@@ -1,1 +1,1 @@
-"""reasoning-gym's tasks: their problems and their verifiers, as the reward `reasoning_gym`."""
+"""The reward `reasoning_gym`: responses scored by the verifiers of reasoning-gym's tasks."""

@@ -1,10 +1,10 @@
-"""The answer in a response to a problem of reasoning-gym."""
+"""Answer extraction for reasoning-gym: the last ``<answer>``, box, or number of a response."""
 
 from __future__ import annotations
 
 import re
 
-from bapo_megatron.reward.answer_text import behind_thinking, last_boxed
+from bapo_megatron.reward.answer_text import after_thinking, last_boxed
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 """The form that reasoning-gym's own prompts ask for."""
@@ -13,17 +13,17 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)\].])[-+])?"
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?:/\d+)?|(?<!\d)\.\d+"
 )
-"""A number: its sign (none behind a digit or a bracket: ``5-3`` is a difference), thousands, decimals, an
-exponent, a denominator."""
+"""A number: sign (not after a digit or bracket: ``5-3`` is a difference), thousands, decimals, exponent,
+denominator."""
 
 
 def answer_of(response: str, expected: object) -> str | None:
-    r"""The answer behind the thinking part: what the last ``<answer>`` holds, else the last ``\boxed{}``;
-    without both the last number where a number is ``expected``, else all of the text. None if it is empty.
+    r"""Answer after the thinking part: the last ``<answer>``, else the last ``\boxed{}``; None if it is empty.
 
-    A small model writes ``7 + 8 = 15``: that says 15.
+    Without both: the last number if a number is ``expected`` (``7 + 8 = 15`` of a small model means 15), else
+    all of the text.
     """
-    text = behind_thinking(response)
+    text = after_thinking(response)
     if tagged := _TAGGED.findall(text):
         return str(tagged[-1]).strip() or None
     if (boxed := last_boxed(text)) is not None:

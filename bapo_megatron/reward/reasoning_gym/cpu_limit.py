@@ -1,6 +1,6 @@
-"""A limit of processor time for one call in the main thread: a slow verifier is given up, its worker is not.
+"""CPU time limit of one call in the main thread: ends a slow verifier without ending its worker.
 
-Processor time, since on a busy machine an honest answer may take long by the clock.
+CPU time and not wall time: on a busy machine an honest answer may take long.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 
 
 class OutOfTime(BaseException):
-    """The call took too long. No Exception, so that a verifier's ``except Exception`` lets it through."""
+    """CPU time limit exceeded. A BaseException, so that a verifier's ``except Exception`` lets it through."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime within the block after so much processor time, again and again until it has ended: a
-    bare ``except`` may swallow one. Outside of the main thread there is no limit."""
+    """Raise OutOfTime within the block after ``seconds`` of CPU time, repeatedly until the block has ended.
+
+    Repeatedly: a bare ``except`` may swallow one. Outside of the main thread there is no limit.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

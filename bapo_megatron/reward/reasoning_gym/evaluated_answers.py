@@ -1,9 +1,8 @@
-"""The guard of verifiers that evaluate: which answers of a model may reach them.
+"""Guard of reasoning-gym's verifiers that call ``eval``: only harmless answers of a model reach them.
 
-Nine verifiers of reasoning-gym call ``eval`` on the model's text, or sympy's ``parse_expr``, which calls it;
-five evaluate a text of the problem. What they get is parsed here first, and must be a list of values, or
-arithmetic whose result is small. Some others take any time or memory for a large number, or take ``nan`` for
-the right one.
+Nine verifiers call ``eval`` on the model's text, or sympy's ``parse_expr``, which calls it; five evaluate a
+text of the problem. Their input is parsed here first, and must be a list of values, or arithmetic with a
+small result. Some other verifiers need unlimited time or memory for a large number, or accept ``nan``.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_CHARACTERS = 20_000
-"""A longer answer is wrong without being read."""
+"""Limit in characters of an answer; a longer one is wrong."""
 
 MAX_EVALUATED_CHARACTERS = 2_000
-"""The same for an answer that is evaluated."""
+"""The same limit for an answer that is evaluated."""
 
 _MAX_DEPTH = 60
 _MAX_DIGITS = 18
 _MAX_DEGREE = 200
-"""Largest product of exponents within each other, so that no result has more than some thousand digits."""
+"""Largest product of nested exponents, so that no result has more than some thousand digits."""
 
 _FUNCTIONS = frozenset(
     (
@@ -30,7 +29,7 @@ _FUNCTIONS = frozenset(
         *("log", "sec", "sin", "sinh", "sqrt", "tan", "tanh"),
     )
 )
-"""What an expression may call. Not ``Integral``: the derivative of ``Integral(f, x)`` is always ``f``."""
+"""Functions that an expression may call. Not ``Integral``: the derivative of ``Integral(f, x)`` is ``f``."""
 
 _CONSTANTS = frozenset(("pi",))
 _VALUES = (ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
@@ -50,8 +49,10 @@ def is_harmless(task: str, answer: str) -> bool:
 
 
 def unsafe_entry(task: str, entry: Mapping[str, Any]) -> str | None:
-    """What is wrong with a problem whose own text the verifier of ``task`` would evaluate, or None: rows may
-    come from anywhere."""
+    """Error of a problem whose own text the verifier of ``task`` would evaluate, or None.
+
+    Dataset rows may come from anywhere.
+    """
     if task not in _ENTRIES:
         return None
     name, check = _ENTRIES[task]
@@ -64,7 +65,7 @@ def unsafe_entry(task: str, entry: Mapping[str, Any]) -> str | None:
 
 
 def _is_value(answer: str) -> bool:
-    """Whether Python would read numbers, texts, names and lists of them, or cannot read it at all."""
+    """Whether it is made of numbers, strings, names and lists of them, or is no Python at all."""
     tree = _parsed(answer)
     if tree is None:
         return True
@@ -72,7 +73,7 @@ def _is_value(answer: str) -> bool:
 
 
 def _is_arithmetic(answer: str) -> bool:
-    """Whether it is numbers with ``+ - * /`` and brackets."""
+    """Whether it is made of numbers, ``+ - * /`` and brackets."""
     tree = _parsed(answer)
     return tree is not None and _depth(tree) <= _MAX_DEPTH and 0 < _degree(tree, False) <= _MAX_DEGREE
 
@@ -91,7 +92,7 @@ def _parsed(text: str) -> ast.expr | None:
 
 
 def _depth(tree: ast.AST) -> int:
-    """The levels of a tree, without recursion."""
+    """Depth of a tree, computed without recursion."""
     level, depth = [tree], 0
     while level:
         depth += 1
@@ -100,7 +101,7 @@ def _depth(tree: ast.AST) -> int:
 
 
 def _degree(node: ast.expr, letters: bool) -> float:
-    """How often a number or a letter is multiplied with itself at most; infinite for what is not allowed."""
+    """Degree of an expression in its numbers and letters; infinite if it is not allowed."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return (
@@ -124,7 +125,7 @@ def _degree(node: ast.expr, letters: bool) -> float:
 
 
 def _exponent(node: ast.expr) -> float:
-    """The size of an exponent: a number, a quotient of numbers, or a letter; infinite for others."""
+    """Size of an exponent: a number, a quotient of numbers, or a letter; infinite for others."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return abs(float(value)) if abs(value) <= _MAX_DEGREE else _NEVER

@@ -1,7 +1,7 @@
-"""The package reasoning-gym, imported when a task of it is first asked for: it takes seconds.
+"""Lazy import of the package reasoning-gym, which takes seconds, and the registry of its tasks.
 
-It imports all of its tasks at once, and one of them, zebra_puzzles, needs pycosat, which a C compiler makes.
-The others work without.
+It imports all of its tasks at once, and one of them, zebra_puzzles, needs pycosat, which needs a C compiler.
+The other tasks work without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from bapo_megatron.errors import ConfigError
 
 Verifier = Callable[[str, dict[str, Any]], Any]
-"""A task's ``score_answer``: from an answer and the problem's entry to a score."""
+"""Verifier of a task, its ``score_answer``: from an answer and the problem's entry to a score."""
 
 INSTALL = "pip install 'bapo-megatron[real]'"
 
@@ -26,7 +26,7 @@ UNUSABLE = {
     "composite": "it mixes other tasks: name those",
     "game_of_life_halting": "its verifier calls every answer right",
 }
-"""Tasks that are refused, and why."""
+"""Unusable tasks, with the reason."""
 
 _COMPILED = "pycosat"
 _NEED_COMPILED = "zebra_puzzles"
@@ -41,8 +41,7 @@ class _Absent(ModuleType):
 
 @cache
 def tasks() -> Mapping[str, tuple[type, type]]:
-    """The tasks that can be used: names to their classes of problems and of settings. ConfigError if the
-    package, or one that it needs, is not installed."""
+    """Usable tasks by name, with their classes of problems and settings. ConfigError if not installed."""
     absent = importlib.util.find_spec(_COMPILED) is None
     if absent:
         sys.modules[_COMPILED] = _Absent(_COMPILED)
@@ -58,7 +57,7 @@ def tasks() -> Mapping[str, tuple[type, type]]:
 
 
 def check_task(name: str, generates: bool = False) -> None:
-    """ConfigError if ``name`` is no task that can be used; ``generates``: its problems are asked for."""
+    """Check of a task: ConfigError if ``name`` is unusable. ``generates``: also for generating problems."""
     if name in UNUSABLE:
         raise ConfigError(f"reasoning-gym's task {name} cannot be used: {UNUSABLE[name]}")
     if name not in tasks():
@@ -74,7 +73,7 @@ def check_task(name: str, generates: bool = False) -> None:
 
 @cache
 def verifier(task: str, settings: str) -> Verifier:
-    """The task's ``score_answer``, for problems that were made with ``settings``, a JSON object."""
+    """Verifier of a task, for problems that were generated with ``settings``, a JSON object."""
     check_task(task)
     problems, options = tasks()[task]
     found: Verifier = problems(config=options(**json.loads(settings))).score_answer  # type: ignore[attr-defined]

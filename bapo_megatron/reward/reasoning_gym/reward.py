@@ -1,4 +1,4 @@
-"""The reward `reasoning_gym`: an answer is scored by the ``score_answer`` of its problem's task."""
+"""The reward `reasoning_gym`: an answer is scored by the verifier of its problem's task."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from bapo_megatron.reward.reasoning_gym.evaluated_answers import is_harmless, un
 from bapo_megatron.reward.reasoning_gym.library import check_task, verifier
 
 NO_ANSWER = "judged by its verifier"
-"""The ground truth of a problem with many right answers, of which reasoning-gym names none."""
+"""Ground truth of a problem with many right answers, none of which reasoning-gym gives."""
 
 CPU_LIMIT_S = 5.0
-"""Processor time of a verifier: sympy may take minutes. Honest answers need less than 0.5 s."""
+"""CPU time limit of a verifier, in seconds: sympy may take minutes. Honest answers need less than 0.5 s."""
 
 _RIGHT = 1 - 1e-9
-"""A score from here on is 1: some are sums of shares."""
+"""Scores from here on count as 1: some are sums of rounded parts."""
 
 _NEAR = 1e-4
 """Tolerance of coin_flip's verifier."""
 
 
 def extra_info_of_entry(task: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, str]:
-    """What a row must keep for the verifier, as texts: Arrow gives objects the keys of all other rows."""
+    """Fields of a row for the verifier, as texts: Arrow gives objects the keys of all other rows."""
     kept = {"answer": entry["answer"], "metadata": entry["metadata"]}
     return {
         "task": task,
@@ -37,7 +37,7 @@ def extra_info_of_entry(task: str, settings: Mapping[str, Any], entry: Mapping[s
 
 
 def check_extra_info(extra_info: Mapping[str, Any]) -> str | None:
-    """What is wrong with a row that no response could be scored by, or None."""
+    """Error of a row by which no response can be scored, or None."""
     missing = [name for name in ("task", "settings", "entry") if not isinstance(extra_info.get(name), str)]
     if missing:
         return (
@@ -54,9 +54,9 @@ def check_extra_info(extra_info: Mapping[str, Any]) -> str | None:
 
 
 def score(extra_info: Mapping[str, Any], response: str) -> float:
-    """The score of a response, in [0, 1]. An answer that the verifier cannot read, or not soon, is wrong.
+    """Score of a response, in [0, 1]; 0 if the verifier cannot read the answer, or runs out of time.
 
-    A number that merely contains the right one (115 for 15), for which most verifiers give a part, is wrong.
+    A number that merely contains the right one (115 for 15), for which most verifiers give a part, gets 0.
     """
     task = extra_info["task"]
     judge, entry = verifier(task, extra_info["settings"]), _entry(extra_info)
@@ -90,7 +90,7 @@ def _contains(answer: str, expected: str, found: float) -> bool:
 
 
 def _entry(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """The problem's entry, anew for each call: some verifiers write into it."""
+    """Fresh copy of the problem's entry: some verifiers write into it."""
     entry: dict[str, Any] = json.loads(extra_info["entry"])
     if extra_info["task"] in ("arc_agi", "rearc"):  # it compares with tuples
         entry["metadata"]["output"] = tuple(map(tuple, entry["metadata"]["output"]))

@@ -1,6 +1,6 @@
-"""The audit hook of a tested program: refuses what Python code does in plain sight.
+"""Python audit hook of a tested program: refuses its file changes, processes and sockets.
 
-It stands behind the kernel's walls, and is all that holds where the kernel grants none. C code bypasses it.
+It is the last wall, and the only one where the kernel grants none. C code bypasses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PATHS_AND_FOLDERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "os.setxattr": ((0,), ()),
     "os.removexattr": ((0,), ()),
 }
-"""Events of changes to files: the places of paths, and of descriptors of the folders they are relative to."""
+"""Audit events of changes to files: argument indices of paths, and of their folders' descriptors."""
 
 _REFUSED = frozenset(
     (
@@ -33,7 +33,7 @@ _WITHOUT_EVENT = (
     *("mkfifo", "mknod", "setsid", "setpgid", "setpriority", "chroot", "memfd_create", "pidfd_open"),
     *("pidfd_send_signal", "sched_setaffinity", "sched_setscheduler", "sched_setparam"),
 )
-"""Functions of os and signal of which the interpreter tells no hook; they are taken away."""
+"""Functions of os and signal without an audit event; they are removed."""
 
 _AF_UNIX = 1
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

@@ -1,8 +1,8 @@
-"""The sandbox's processes: started by sandbox.py, with nothing of this run's environment.
+"""Processes of a sandbox, started by sandbox.py without this run's environment variables.
 
-Three: the one that was started, which enters the namespaces; the server, the first one inside them, which
-puts up the walls, takes cases and gives results but runs no tested code; for each case a fork, which does.
-Their interpreter is isolated (``python -I``), and nothing of this package beyond what is imported here loads.
+Three: the first, which enters the namespaces; the server, process 1 inside them, which puts up the walls,
+takes cases and gives results, but runs no tested code; and for each case a fork, which does. Their
+interpreter is isolated (``python -I``), and loads only those modules of this package that are imported here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _COMMON_MODULES = ("bisect", "collections", "heapq", "itertools", "math", "rando
 
 
 def main(lifeline: int) -> None:
-    """Isolate this process, then serve the cases of one source."""
+    """Entry point: isolate this process, then serve the cases of one source."""
     die_with_parent(lifeline)
     for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
         signal.signal(number, lambda *_: None)
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     first = os.getpid()
-    walls = isolation.separate(job["box"], first)
+    walls = isolation.enter_namespaces(job["box"], first)
     die_with_parent(lifeline)  # again, for the user that this process may have become
     server = os.fork()
     if server:
@@ -47,7 +47,7 @@ def main(lifeline: int) -> None:
         os._exit(0)
     os.close(lifeline)
     readable = job["readable"] or file_system.readable()
-    isolation.close_off(walls, job["box"], readable, first)
+    isolation.confine_sandbox(walls, job["box"], readable, first)
     die_with_parent()  # after it: the kernel forgets this with a change of user
     os.chdir(job["box"])
     for name in _COMMON_MODULES if job["prelude"] else ():
@@ -59,7 +59,7 @@ def main(lifeline: int) -> None:
 
 
 def _end(server: int) -> None:
-    """Kill the server and what runs in it; where root may not kill another user's, by this process's end."""
+    """Kill the server and its programs; if root may not kill another user's, by the end of this process."""
     try:
         os.kill(server, signal.SIGKILL)
     except PermissionError:
@@ -104,7 +104,7 @@ def _content(descriptor: int) -> str:
 
 
 def _be_alone(given: int, printed: int, told: int) -> None:
-    """Keep no descriptor of the server, and no module of this package that tested code could import."""
+    """Close the server's descriptors, and drop the modules of this package that tested code could import."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number, descriptor in enumerate((given, printed, nowhere, told)):
         os.dup2(descriptor, number)
@@ -116,11 +116,11 @@ def _be_alone(given: int, printed: int, told: int) -> None:
 
 
 def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any], token: str) -> None:
-    """Run the source; then end as a script would, or tell the value of the case's expression.
+    """Run the source; then end as a script would, or write the value of the case's expression.
 
     A case of ``judgements`` runs the tests' own code alone, not the source.
     """
-    isolation.close_in(walls, job["box"], job["memory_mb"], job["cpu_s"])
+    isolation.confine_program(walls, job["box"], job["memory_mb"], job["cpu_s"])
     is_script = "stdin" in case
     module = types.ModuleType("__main__" if is_script else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module

@@ -1,8 +1,7 @@
-"""The file system of a sandbox: an empty root, in it only what Python reads, a directory, and three devices.
+"""File system of a sandbox: a new root (pivot_root) with Python's libraries, one directory, three devices.
 
-The kernel's new root (pivot_root) holds nothing of the machine's but read-only views of the interpreter's
-libraries: no home, no run directory, no dataset, no socket or FIFO of others, and of /proc only the sandbox's
-own processes.
+The libraries are read-only views. There is no home, no run directory, no dataset, no socket or FIFO of
+others, and of /proc only the sandbox's own processes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from contextlib import suppress
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20, 0x1000, 0x4000, 1 << 18, 2
 _OPTIONS = {b"noexec": _MS_NOEXEC, b"noatime": 1 << 10, b"nodiratime": 1 << 11, b"relatime": 1 << 21}
-"""Options of mounts that a change must name again, or it would take them away."""
+"""Mount options that a remount must name again, or it would clear them."""
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
@@ -41,9 +40,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def readable() -> list[str]:
-    """The files and folders that Python reads: its libraries and the system's; no folder of another in it.
+    """Files and folders that Python reads: its libraries and the system's, without nested folders.
 
-    Of an environment (venv, conda) its ``lib`` alone: the folders beside it may hold data.
+    Of an environment (venv, conda) its ``lib`` alone: the folders next to it may hold data.
     """
     homes = dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))
     libraries = [os.path.join(home, lib) for home in homes for lib in ("lib", "lib64")]
@@ -72,8 +71,8 @@ def _mapped_libraries() -> set[str]:
     return {"/" + path for _, slash, path in paths if slash and os.path.isfile("/" + path)}
 
 
-def enter_own_root(box: str, paths: list[str], user: int, group: int) -> None:
-    """Make the new root and enter it, with ``box`` a tmpfs of ``user`` and ``group`` at its path there.
+def pivot_to_own_root(box: str, paths: list[str], user: int, group: int) -> None:
+    """Create the new root and pivot to it, with ``box`` a tmpfs of ``user`` and ``group`` at its path there.
 
     For the first process of a process namespace that has a mount namespace of its own. OSError if the kernel
     does not permit it.

@@ -1,8 +1,8 @@
-"""The client of a SandboxFusion server, which runs programs in place of the sandbox of this machine.
+"""Client of a SandboxFusion server, which runs programs in place of the sandbox of this machine.
 
 Its API is that of github.com/bytedance/SandboxFusion: ``POST /run_code`` with ``code``, ``stdin``,
 ``run_timeout`` and ``memory_limit_MB`` gives ``status`` and ``run_result`` (``status``, ``return_code``,
-``stdout``). What is expected of a program stays here, as with the sandbox of this machine.
+``stdout``). Expected outputs stay here, as with the sandbox of this machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bapo_megatron.reward.sandbox.sandbox import Ended, SandboxError
 _PATH = "/run_code"
 
 _CALL_S = 120.0
-"""Longest call. The limits of a test and of a response are shorter, but of a server that is overloaded."""
+"""Longest call, in seconds. The limits of tests and responses are shorter, except on an overloaded server."""
 
 _TRIAL_S = 30.0
 
@@ -77,7 +77,7 @@ class FusionServer:
         self._client = JsonClient(whole, _CALL_S, _CALL_S)
 
     def check(self) -> None:
-        """Run a program of one line. ConfigError if the server does not, or not rightly."""
+        """Preflight: run a program of one line. ConfigError if the server fails, or gives a wrong result."""
         try:
             ended = self.run("print(6 * 7)", "", 256, 10.0, _TRIAL_S)
             problem = "" if ended and ended.output.strip() == "42" else f"`print(6 * 7)` gave {ended}"
@@ -130,7 +130,7 @@ class FusionServer:
 
 
 class FusionSandbox:
-    """The cases of one source on a server. Each is a program of its own there."""
+    """Sandbox of one source on a server, where each case is a program of its own."""
 
     def __init__(
         self, server: FusionServer, source: str, prelude: str, memory_mb: int, case_limit_s: float
@@ -172,7 +172,7 @@ class FusionSandbox:
         return self._server.run(code, stdin, self._memory_mb, self._case_limit_s, limit_s)
 
     def _tell(self, case: dict[str, Any], limit_s: float) -> Ended | None:
-        """The value of a case: what stands behind a random mark in the output."""
+        """Value of a case, printed after a random mark in the output."""
         mark = os.urandom(16).hex()
         told = json.dumps({**case, "prelude": self._prelude})
         code = f"{inspect.getsource(plain)}{_CASE}_end({mark!r} + _tell(json.loads({told!r})))\n"

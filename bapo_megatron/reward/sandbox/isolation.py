@@ -1,9 +1,9 @@
-"""Isolation of tested code: the kernel's walls around a sandbox's processes, one after the other.
+"""Isolation of tested code (the sandbox's walls): namespaces, file system, user, Landlock, seccomp, limits.
 
-Runs in the sandbox's own processes (child.py) and imports nothing but the standard library. `separate`
-gives namespaces, `close_off` a file system, a user and Landlock, once for each sandbox; `close_in` gives
-limits, the filter of system calls and the audit hook, for each program. A wall that this kernel does not
-grant is named in a note; the others stand without it.
+Runs in the sandbox's own processes (child.py), and imports only the standard library. Once for each sandbox:
+`enter_namespaces`, then `confine_sandbox` (file system, user, Landlock). For each program: `confine_program`
+(limits, system call filter, audit hook). A wall that this kernel does not grant is named in a note; the other
+walls do not depend on it.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _ALL_USERS = 4294967295
 
 
 class Walls:
-    """What holds a sandbox on this kernel."""
+    """Walls of a sandbox that this kernel grants."""
 
     def __init__(self) -> None:
         self.namespaces = False
         self.own_user = False
-        """Its user, or its user namespace, is its own: so is the kernel's count of the user's threads."""
+        """It has a user or user namespace of its own, and so the kernel counts its threads alone."""
         self.own_root = False
         """It has a file system of its own."""
         self.landlock = False
         self.filter: bytes | None = None
         """Instructions of the filter of system calls."""
         self.notes: list[str] = []
-        """What is missing, for the user."""
+        """Missing walls, as texts for the user."""
 
 
-def separate(box: str, number: int) -> Walls:
-    """Give this process, from its next child on, namespaces of its own: no network, no other processes.
+def enter_namespaces(box: str, number: int) -> Walls:
+    """Namespaces for this process's next children: no network, no other processes.
 
     Root that may not do so, as in Docker, first becomes an ordinary user, who may with a user namespace.
-    ``box``, ``number``: as in `close_off`.
+    ``box``, ``number``: as in `confine_sandbox`.
     """
     os.umask(0o022)
     walls = Walls()
@@ -97,8 +97,8 @@ def _linux() -> tuple[int, ...]:
 # --- once for each sandbox -----------------------------------------------------------------------
 
 
-def close_off(walls: Walls, box: str, readable: list[str], number: int) -> None:
-    """Put this process and its children behind the walls that all programs of a sandbox share.
+def confine_sandbox(walls: Walls, box: str, readable: list[str], number: int) -> None:
+    """Walls that all programs of a sandbox share, around this process and its children.
 
     A root of their own with ``box`` and the ``readable`` paths in it, a user of their own where this one is
     root, no capabilities, Landlock. ``number``: one that no other sandbox of the machine has at this time.
@@ -109,7 +109,7 @@ def close_off(walls: Walls, box: str, readable: list[str], number: int) -> None:
         walls.notes.append("nothing counts the programs' threads: this machine's root has no other user here")
     if walls.namespaces:
         try:
-            file_system.enter_own_root(box, readable, user, group)
+            file_system.pivot_to_own_root(box, readable, user, group)
             walls.own_root = True
         except OSError as error:
             walls.notes.append(f"no file system of its own ({error}): programs see the machine's files")
@@ -190,8 +190,8 @@ def be_untraceable() -> None:
 # --- for each program ----------------------------------------------------------------------------
 
 
-def close_in(walls: Walls, box: str, memory_mb: int, cpu_s: int) -> None:
-    """Put this process under every limit, for good. Raises OSError where that fails."""
+def confine_program(walls: Walls, box: str, memory_mb: int, cpu_s: int) -> None:
+    """Walls of one program: every limit on this process, for good. OSError if one fails."""
     _check(LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
     _limit(walls, memory_mb, cpu_s)
     audit_hook.watch(box, alone=not (walls.own_root or walls.landlock))

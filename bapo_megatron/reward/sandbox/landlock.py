@@ -1,8 +1,8 @@
-"""Landlock: the kernel keeps a process, and all that it starts, off files outside some paths (Linux 5.13).
+"""Landlock wall: the kernel restricts a process and its children to files beneath some paths (Linux 5.13).
 
-Any user may ask for it, also in containers that permit no namespaces. What the kernel's version of Landlock
-does not know yet (truncation before 6.2, signals and abstract sockets before 6.12) it leaves open; changing
-the mode, owner and times of a file is never held. Structures are those of linux/landlock.h.
+Any user may use it, also in containers without namespaces. An older version of Landlock leaves some actions
+open (truncation before 6.2, signals and abstract sockets before 6.12); changes of the mode, owner and times
+of a file always are. Structures are those of linux/landlock.h.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Values of tested programs as plain JSON, so that they can be compared outside the program's reach.
+"""Serialization of tested programs' values as plain JSON, for a comparison outside the program's process.
 
-A container is [kind, items]; if it is asked for, an object is [``object``, name of its type, attributes];
-anything else is [``other``, name of its type]. Numbers and text become exactly int, float and str: what a
-subclass says of its equality is left behind.
+A container is [kind, items]; on request an object is [``object``, name of its type, attributes]; anything
+else is [``other``, name of its type]. Numbers and text become exactly int, float and str, so that a
+subclass's own equality does not count.
 """
 
 from __future__ import annotations

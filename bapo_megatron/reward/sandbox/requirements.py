@@ -1,4 +1,4 @@
-"""The walls that a run needs: code rewards are refused where the kernel lacks one, unless the run says so."""
+"""Preflight of the sandbox: code rewards need every wall, unless `reward.allow_weak_sandbox` is set."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FIX = (
     "in Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; "
     "elsewhere: sysctl -w user.max_user_namespaces=15000"
 )
-"""What grants namespaces."""
+"""Settings that grant namespaces, for messages."""
 
 _PROBE_S = 20.0
 
 
 def sandbox_notes() -> list[str]:
-    """The walls that are missing here. Runs a program in a sandbox; SandboxError if none works."""
+    """Missing walls on this machine, found by a trial program; SandboxError if the sandbox does not work."""
     with Sandbox("print(input())", "", memory_mb=1024, case_limit_s=_PROBE_S) as sandbox:
         ended = sandbox.run("seen", limit_s=_PROBE_S)
         if ended is None or ended.output != "seen\n":
@@ -26,7 +26,7 @@ def sandbox_notes() -> list[str]:
 
 
 def checked_sandbox(allow_weak: bool) -> list[str]:
-    """``sandbox_notes``. ConfigError if no sandbox works, or if there are any and not ``allow_weak``."""
+    """``sandbox_notes``. ConfigError if the sandbox does not work, or lacks walls without ``allow_weak``."""
     try:
         notes = sandbox_notes()
     except SandboxError as error:
@@ -37,7 +37,7 @@ def checked_sandbox(allow_weak: bool) -> list[str]:
 
 
 def refusal(notes: Sequence[str]) -> str:
-    """What is open, and how to close it."""
+    """Message about missing walls, with the fix."""
     return (
         f"the sandbox for code rewards lacks walls on this machine: {'; '.join(notes)}. Grant namespaces "
         f"({FIX}), or run without these walls by reward.allow_weak_sandbox=True (docs/rewards.md#the-sandbox)"

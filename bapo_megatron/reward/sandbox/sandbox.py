@@ -1,4 +1,4 @@
-"""The code sandbox: runs untrusted programs, one isolated process tree for each source (docs/rewards.md)."""
+"""Code sandbox: runs untrusted programs, one isolated process tree for each source (docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ main(int(sys.argv[2]))
 """
 
 END_LIMIT_S = 5.0
-"""Seconds for the isolated processes to be collected; then what is left is killed."""
+"""Seconds for the isolated processes to end; then the rest is killed."""
 
 
 _READABLE: dict[str, list[str]] = {}
-"""What Python reads (`file_system.readable`), by interpreter; found by the first sandbox of each."""
+"""Cache of `file_system.readable`, by interpreter."""
 
 
 class SandboxError(Exception):
-    """The sandbox itself could not be made; the tested code is not to blame."""
+    """Failure of the sandbox itself, not of the tested code."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of one test case."""
+    """Result of one test case: exit code, output, value."""
 
     code: int
     """Exit code; negative for a signal."""
@@ -52,7 +52,7 @@ class Ended:
 
 
 class Sandbox:
-    """The isolated processes of one source. Each test case is a fork; all share one temporary directory."""
+    """Sandbox of one source: its isolated processes. Each case is a fork; all share a temporary directory."""
 
     def __init__(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> None:
         """Start and isolate it; raises SandboxError. ``prelude`` runs before the source in its namespace."""
@@ -82,7 +82,7 @@ class Sandbox:
         _READABLE[sys.executable] = answer["readable"]
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:
-        """Run the source as a script on ``stdin``. None if it took longer, or took the sandbox with it."""
+        """Run the source as a script on ``stdin``. None if it timed out, or ended the sandbox."""
         return self._ask({"stdin": stdin}, limit_s)
 
     def value(
@@ -127,7 +127,7 @@ class Sandbox:
         self.close()
 
     def _ask(self, case: dict[str, Any], limit_s: float) -> Ended | None:
-        """After None the sandbox is lost: no other case may follow."""
+        """Run a case in the child. After None the sandbox is lost, and takes no other case."""
         try:
             return Ended(**self._child.ask(case, min(limit_s, self._case_limit_s)))
         except ChildError:
@@ -135,7 +135,7 @@ class Sandbox:
 
 
 def _environment(box: str) -> dict[str, str]:
-    """The sandbox's environment variables: none of the run's, which may hold keys."""
+    """Environment variables of the sandbox: none of the run's, which may hold keys."""
     return {
         "HOME": box,
         "TMPDIR": box,

@@ -1,4 +1,4 @@
-"""The seccomp filter of a tested program: the system calls that it may not make, on x86-64 and aarch64.
+"""Seccomp filter of a tested program: the denied system calls, on x86-64 and aarch64.
 
 A denied call returns EPERM, one that is newer than this file ENOSYS; nothing is killed, so that a library
 which only asks goes on. Numbers are those of the kernel's headers (asm/unistd_64.h, asm-generic/unistd.h).

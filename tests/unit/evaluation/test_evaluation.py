@@ -31,7 +31,7 @@ from bapo_megatron.evaluation.responses import (
     write_summary,
 )
 from bapo_megatron.evaluation.run import evaluate
-from bapo_megatron.evaluation.sampling import Asker
+from bapo_megatron.evaluation.sampling import SuiteSampler
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.evaluation.text import comparison_text, results_text
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -327,7 +327,7 @@ def ask(
         pool = EnginePool([engine], 2, lambda kind, **fields: None, timeouts)
         await pool.update(Path(), 1)
         try:
-            asker = Asker(prompts, Words(), pool, Equal(), params, lost_minutes)
+            asker = SuiteSampler(prompts, Words(), pool, Equal(), params, lost_minutes)
             await asker.ask(places, keep or kept.extend)
         finally:
             await pool.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bapo_megatron.hf import background_copy
 from bapo_megatron.hf.background_copy import BackgroundCopy
-from bapo_megatron.hf.stream_writer import share_of, write_shards
+from bapo_megatron.hf.stream_writer import weights_of_writer, write_shards
 
 
 class Kept:
@@ -107,5 +107,5 @@ def test_an_error_of_the_caller_leaves_no_whole_file(tmp_path: Path) -> None:
 
 def test_each_tensor_has_one_writer_and_shares_are_even() -> None:
     weights = [(name, torch.zeros(size)) for name, size in zip("abcd", (4, 3, 3, 2), strict=True)]
-    shares = [[name for name, _ in share_of(weights, writer, 2)] for writer in range(2)]
+    shares = [[name for name, _ in weights_of_writer(weights, writer, 2)] for writer in range(2)]
     assert shares == [["a", "d"], ["b", "c"]]  # 4 | 3, 3+3 | then 4 is less: 4+2

@@ -18,7 +18,7 @@ denominator."""
 
 
 def answer_of(response: str, expected: object) -> str | None:
-    r"""Answer after the thinking part: the last ``<answer>``, else the last ``\boxed{}``; None if it is empty.
+    r"""Answer after the thinking part: the last ``<answer>``, else the last ``\boxed{}``; None if empty.
 
     Without both: the last number if a number is ``expected`` (``7 + 8 = 15`` of a small model means 15), else
     all of the text.

@@ -29,10 +29,7 @@ from bapo_megatron.types import Metrics, MicroBatch, StepBatch
 
 
 def train(run: Run) -> None:
-    """Training loop over the steps that are left, the same on every rank.
-
-    Preempted, after a checkpoint, if a signal or the job's end asks the run to stop.
-    """
+    """Training loop over the steps that are left, the same on every rank. Preempted if asked to stop."""
     for step in range(run.first_step, run.config.steps + 1):
         evaluate_if_due(run, step - 1)
         clock = StepClock()

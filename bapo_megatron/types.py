@@ -20,6 +20,8 @@ Metrics = dict[str, float | None]
 """Flat names to values, e.g. ``{"bapo/clip_high": 1.45}``; ``None`` where a value does not exist."""
 
 FinishReason = Literal["stop", "length", "abort"]
+"""Stop reason. `stop`: the model sampled a stop token. `length`: the response reached its limit of tokens.
+`abort`: the engine ended the request early; the response is unfinished, and is continued."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class EvalOptions:
     suites: Path = SUITES
     """Folder with the suites."""
     output: Path | None = None
-    """Where responses and results are kept, a folder for each suite; what is there is continued. None:
+    """Output folder, with a folder for each suite; an existing evaluation is continued. None:
     `evaluations/` and the checkpoint's name."""
     step: str = "latest"
     """Which checkpoint of a run."""
@@ -127,7 +127,7 @@ class EvalOptions:
             yield f"judge_limit_s={self.judge_limit_s} must be above 0"
 
     def run_config(self, model: Path, output: Path, longest_prompt: int, programs: bool = True) -> RunConfig:
-        """What the parts that serve a training run need to know, to serve this.
+        """Run configuration for the engines, the pool and the sandbox of this evaluation.
 
         Servers get the context that ``longest_prompt`` tokens and a whole response need. ``programs``: some
         responses are programs, which need the sandbox.

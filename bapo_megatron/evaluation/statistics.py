@@ -29,8 +29,8 @@ class Vote(NamedTuple):
     """Outcome of a majority vote."""
 
     value: float
-    """Right: 1. Wrong, or nobody voted: 0. With a tie at the top, the share of the tied answers that are
-    right, which is what drawing lots would give on average."""
+    """Right: 1. Wrong, or no vote: 0. With a tie at the top, the share of the tied answers that are right:
+    the mean of a random choice."""
     tied: bool
 
 

@@ -16,7 +16,7 @@ from bapo_megatron.trainer.checkpointing import finalize_checkpoint, save_now
 from bapo_megatron.trainer.resume import PartialStep
 
 WAIT_S = 5.0
-"""How long rank 0 waits for its sampler before the ranks meet again."""
+"""Seconds that rank 0 waits for its sampler before the ranks meet again."""
 
 
 def give_gpus_to_engines(run: Run, step: int) -> None:

@@ -26,7 +26,7 @@ from bapo_megatron.trainer.sampling import open_engines
 from bapo_megatron.types import StepBatch
 
 _WAIT_S = 5.0
-"""How long rank 0 waits for its sampler before the ranks meet again."""
+"""Seconds that rank 0 waits for its sampler before the ranks meet again."""
 
 
 def sample_steps(

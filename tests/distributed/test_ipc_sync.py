@@ -205,7 +205,7 @@ def test_every_engine_reads_all_weights_from_the_ranks_on_its_gpus(ranks: list[d
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_those_that_fail_are_left_out_on_every_rank(case: str, ranks: list[dict[str, Any]]) -> None:
+def test_failed_engines_are_left_out_on_every_rank(case: str, ranks: list[dict[str, Any]]) -> None:
     fails, broken = CASES[case]
     left = [] if "all" in fails or broken is not None else [name for name in GPUS if name not in fails]
     assert [rank[case]["taken"] for rank in ranks] == [left] * 4
@@ -218,7 +218,7 @@ def test_those_that_fail_are_left_out_on_every_rank(case: str, ranks: list[dict[
 
 
 @pytest.mark.parametrize("case", ["the sampler fails", "rank 3 fails", "rank 0 fails"])
-def test_an_error_of_one_rank_is_told_to_all(case: str, ranks: list[dict[str, Any]]) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(case: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         [event] = rank[case]["events"]
         assert event["kind"] == "handover_failed"
@@ -258,7 +258,7 @@ def tampered() -> tuple[list[str], list[str]]:
     return taken, [event["reason"] for event in events]
 
 
-def test_weights_that_are_not_the_model_s_reach_nobody() -> None:
+def test_weights_of_another_model_reach_no_engine() -> None:
     for taken, reasons in run_layout(tampered, LAYOUT):
         assert taken == []
         assert "1 weights are missing: w3" in reasons[0]
@@ -276,7 +276,7 @@ def given_up() -> list[Any]:
     return [found, [(event["kind"], event.get("engine")) for event in events]]
 
 
-def test_an_engine_that_goes_without_twice_in_a_row_rests() -> None:
+def test_an_engine_whose_ipc_sync_fails_twice_in_a_row_uses_disk() -> None:
     """For a while it gets its weights by disk; the others go on."""
     everyone, rest = [*GPUS], ipc._PAUSE
     for takers, events in run_layout(given_up, LAYOUT):

@@ -181,7 +181,7 @@ def freed(
         ("float32", "model", 4 + 4, 4 + 4 + 8),
     ],
 )
-def test_it_frees_weights_gradients_masters_and_moments(
+def test_offload_frees_weights_gradients_masters_and_moments(
     dtype: str, device: Device, first: int, later: int, models: Path, samples: list[Sample]
 ) -> None:
     """Bytes of a parameter; before the first update there are no moments. Gradients are not on the host."""
@@ -227,7 +227,7 @@ def refusals(folder: Path, samples: list[Sample], path: Path) -> list[str]:
     return told
 
 
-def test_what_needs_the_weights_is_refused_meanwhile(
+def test_an_offloaded_policy_refuses_calls_that_need_its_weights(
     models: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
     [told] = run_layout(refusals, layout("one").parallel, models / "qwen2", samples, tmp_path / "none")
@@ -327,7 +327,7 @@ def on_a_late_device(folder: Path, samples: list[Sample], waits: bool) -> tuple[
     return before, policy.state_digest(), device.copies, left
 
 
-def test_memory_is_given_up_when_its_copy_is_done(models: Path, samples: list[Sample]) -> None:
+def test_gpu_memory_is_freed_after_its_copy_to_the_host(models: Path, samples: list[Sample]) -> None:
     """Weights, masters and moments go in two parts and come back; nothing waits for the next synchronize."""
     parallel = layout("one").parallel
     [(before, after, copies, left)] = run_layout(on_a_late_device, parallel, models / "qwen2", samples, True)

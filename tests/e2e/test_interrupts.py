@@ -59,7 +59,7 @@ def test_a_signal_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
     assert not list(run_dir.glob("checkpoints/step_*"))
 
 
-def test_a_job_that_is_about_to_end_makes_no_update_that_it_cannot_save(
+def test_a_job_near_its_end_makes_no_update_that_it_could_not_save(
     alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")  # long ago
@@ -104,7 +104,7 @@ def test_another_recipe_is_refused_and_allowed_when_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_does_not_come_back_as_it_was_saved_is_not_trained_on(tmp_path: Path) -> None:
+def test_a_state_that_fails_the_resume_check_is_not_trained_on(tmp_path: Path) -> None:
     """Certificates are measured anew: here the stored ones are what is wrong."""
     run_dir = tmp_path / "wrong"
     finish(start(run_dir, "--steps=2"))

@@ -38,7 +38,7 @@ def test_a_step_of_a_rank_is_traced(tmp_path: Path) -> None:
         (["--profile.steps", "2", "--profile.ranks", "1"], "profile.ranks has 1: the run has ranks 0 to 0"),
     ],
 )
-def test_what_the_run_does_not_have(
+def test_profile_of_a_missing_step_or_rank_is_refused(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bapo(["train", "recipes/demo_cpu.py", f"--run-dir={tmp_path / 'run'}", *flags]) == 2

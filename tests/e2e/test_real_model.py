@@ -50,7 +50,7 @@ def room(tmp_path: Path) -> Iterator[Path]:
         remove_folder(path)
 
 
-def test_there_and_back_it_is_the_same_bytes(model: Path, room: Path) -> None:
+def test_a_round_trip_conversion_is_byte_identical(model: Path, room: Path) -> None:
     to_megatron(model, room / "megatron")
     to_hf(room / "megatron", room / "hf")
     ours, theirs = load_file(room / "hf" / WEIGHTS), load_file(model / WEIGHTS)

@@ -91,7 +91,7 @@ def test_all_steps_have_the_weights_of_version_0_and_their_own_prompts(sampled: 
         seen |= prompts
 
 
-def test_it_reports_and_leaves_no_trainer_behind(sampled: Path) -> None:
+def test_a_rollout_only_run_has_a_report_and_no_checkpoint(sampled: Path) -> None:
     output = (sampled / "output").read_text()
     rows = read_jsonl(sampled / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -138,7 +138,7 @@ def test_training_on_it_is_a_replay(sampled: Path, tmp_path: Path) -> None:
         (signal.SIGTERM, 85, "the same command continues the run"),
     ),
 )
-def test_it_goes_on_where_it_was_stopped(
+def test_a_rollout_only_run_resumes_where_it_was_stopped(
     number: signal.Signals, code: int, message: str, sampled: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "stopped"

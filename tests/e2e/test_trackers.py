@@ -112,7 +112,7 @@ def files_with(text: bytes, root: Path) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("local")
-def test_each_step_once_over_a_kill(tmp_path: Path) -> None:
+def test_trackers_have_each_step_once_across_a_kill(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     process = start(paths.root, *FLAGS, launcher=(sys.executable,))
     wait_until_shown(process, paths)

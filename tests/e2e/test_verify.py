@@ -187,7 +187,7 @@ def test_a_log_prob_that_is_nan(
     assert "nan here; 3 of" in printed
 
 
-def test_a_certificate_of_one_layout_is_checked_at_another(
+def test_a_layout_reference_is_checked_at_another_layout(
     model: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "reference.npz"
@@ -213,7 +213,7 @@ def test_bfloat16_layouts_are_within_their_tolerance(model: Path, capfd: pytest.
 
 
 @pytest.mark.slow
-def test_under_torchrun_with_a_certificate(model: Path, tmp_path: Path) -> None:
+def test_under_torchrun_with_a_layout_reference(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "reference.npz"
     assert verify(model, f"--save={path}") == 0
     agreed = torchrun(model, f"--certificate={path}")
@@ -280,7 +280,7 @@ def test_bad_input(flags: list[str], message: str, model: Path, capfd: pytest.Ca
     assert message in capfd.readouterr().err
 
 
-def test_a_certificate_of_something_else(
+def test_a_layout_reference_of_something_else(
     model: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "reference.npz"
@@ -295,7 +295,7 @@ def test_a_certificate_of_something_else(
     assert "config_sha256" not in message
 
 
-def test_a_launcher_without_a_certificate(
+def test_a_launcher_without_a_layout_reference(
     model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():

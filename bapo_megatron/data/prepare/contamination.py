@@ -26,7 +26,8 @@ TEMPLATE, TEMPLATE_SHARE = 20, 0.01
 """N-grams in so many training questions, and in such a share of them, are a template: they do not count."""
 
 TEMPLATED, TEMPLATED_LEAST = 0.25, 0.8
-"""For a problem that is a template to such a share: the share of its other n-grams that is a match."""
+"""Templates: the share of template n-grams from which a problem counts as one, and the share of its other
+n-grams that is then a match."""
 
 OWN = 4
 """Least n-grams of a problem that its share is computed from."""

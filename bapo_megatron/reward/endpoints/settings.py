@@ -75,7 +75,7 @@ class RewardModelSettings(EndpointSettings):
     """The settings of `reward_model`: a server that gives a number to a response."""
 
     protocol: Literal["sglang", "vllm", "openrlhf", "slime"]
-    """What is asked and answered: docs/rewards.md#a-reward-model."""
+    """Protocol of the server's requests and replies: docs/rewards.md#a-reward-model."""
     tokenizer: str = ""
     """Hugging Face folder whose chat template makes one text of question and response: the reward model's
     own. `sglang` and `openrlhf` need it."""

@@ -78,7 +78,7 @@ def enter_namespaces(box: str, number: int) -> Walls:
 
 
 def _map_user(user: int, group: int) -> None:
-    """Map user and group to themselves in the new user namespace, root to nobody: else no files are made."""
+    """Identity map of user and group in the new user namespace, without which no file can be created."""
     LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # who has changed its user cannot write there
     for name, text in (
         ("setgroups", "deny"),
@@ -128,7 +128,7 @@ def confine_sandbox(walls: Walls, box: str, readable: list[str], number: int) ->
 
 
 def _spare_ids(number: int) -> tuple[int, int]:
-    """A user and a group that nobody else has; root's own where its user namespace maps no others."""
+    """Unused user and group ids; root's own where its user namespace maps no others."""
     found = []
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as file:

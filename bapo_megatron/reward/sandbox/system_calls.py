@@ -130,7 +130,7 @@ def install(code: bytes) -> None:
 
 
 def _denied(machine: str, shared_files: bool) -> Iterator[Instruction]:
-    """Refuse other architectures, denied numbers and numbers that nobody has read."""
+    """Start of the filter: refuse other architectures, denied calls, and calls newer than this file."""
     tables = DENIED + DENIED_ON_SHARED_FILES * shared_files
     denied = list(numbers(tables, machine).values())
     yield from ((_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_GIVE, 0, 0, _DENY))

@@ -35,7 +35,7 @@ def test_mean_and_maximum_by_hand() -> None:
     ("gap", "told"),
     [(0.0, 2**-20), (2**-21, 2**-20), (0.5, 0.5), (0.5000001, 2**-0.75), (32.0, 32.0), (33.0, math.inf)],
 )
-def test_a_maximum_is_told_as_the_end_of_its_bin(gap: float, told: float) -> None:
+def test_a_maximum_is_the_upper_edge_of_its_bin(gap: float, told: float) -> None:
     assert gaps(gap)[MAX] == told
 
 

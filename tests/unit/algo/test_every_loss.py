@@ -135,7 +135,7 @@ def test_on_policy_it_is_reinforce(name: str) -> None:
     assert not bool(terms.clipped_T[moved_T].any())
 
 
-def test_a_nan_that_counts_shows(name: str) -> None:
+def test_a_nan_in_a_token_of_the_loss_reaches_the_result(name: str) -> None:
     """A nan in a token that counts must reach the loss: it says that the policy is broken."""
     stats, batch = update(7)
     place = int((batch.mask_T * batch.advantage_T.nan_to_num().abs()).argmax())

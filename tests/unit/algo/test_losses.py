@@ -187,7 +187,7 @@ class SharedFactor(Loss):
         ({"hold": True}, 2.0, []),
     ],
 )
-def test_another_search_goes_the_ways_of_the_bounds(
+def test_another_losss_search_has_the_same_scopes(
     rest: dict[str, Any], factor: float, passes: list[str]
 ) -> None:
     """All tokens at ratio 2: the factor is 2, or 1 where the ratio is taken as known."""
@@ -206,7 +206,7 @@ def test_another_search_goes_the_ways_of_the_bounds(
     assert clipping.objective.metrics(sums, found)["policy/loss"] == pytest.approx(value / 2)
 
 
-def test_what_a_registered_name_stands_for() -> None:
+def test_registered_names_of_losses() -> None:
     assert all(issubclass(load_loss(name), Loss) for name in LOSSES)  # type: ignore[arg-type]
     assert load_loss(AlgorithmConfig().loss) is ClipLoss
 
@@ -227,7 +227,7 @@ def test_what_a_registered_name_stands_for() -> None:
         ),
     ],
 )
-def test_a_loss_that_cannot_be_had_is_named(name: str, message: str) -> None:
+def test_an_unknown_loss_is_an_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_loss(name)
 

@@ -74,7 +74,7 @@ def test_the_sums_of_the_search_are_the_same_to_the_bit(
     assert torch.equal(measured_sums(*fields, batch.weight_T, bounds), selected)
 
 
-def test_a_nan_that_counts_shows(as_on_a_gpu: None) -> None:
+def test_a_nan_in_a_token_of_the_loss_reaches_the_result(as_on_a_gpu: None) -> None:
     one_T = torch.ones(2)
     found = measured_sums(torch.tensor([0.1, math.nan]), one_T, -one_T, one_T, balanced())
     assert found.isnan().all()

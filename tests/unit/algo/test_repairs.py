@@ -152,7 +152,7 @@ def test_c_low_never_falls_within_a_batch(hold: bool) -> None:
     assert lows == [0.6, 0.9, 0.9, 0.6]
 
 
-def test_a_search_that_holds_nothing_keeps_nothing() -> None:
+def test_a_search_without_held_bounds_has_no_state() -> None:
     clipping = UpdateLoss(AlgorithmConfig(bounds=balanced()))
     policy = FakePolicy()
     loss, _ = clipping.loss(policy, PLENTY, False, 7)  # type: ignore[arg-type]

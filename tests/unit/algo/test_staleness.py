@@ -42,7 +42,7 @@ def test_the_newest_version_is_that_of_the_group_and_not_of_the_response() -> No
     assert together["staleness/mean"] == apart["staleness/mean"] == 1
 
 
-def test_no_tokens_have_no_age() -> None:
+def test_without_tokens_there_is_no_staleness() -> None:
     nothing = dict.fromkeys(AGE_METRICS)
     assert age_metrics([], 5, 4) == nothing
     assert age_metrics([[np.zeros(0, np.int32)], []], 5, 4) == nothing

@@ -323,7 +323,7 @@ def test_maspo_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", LITERAL)
-def test_a_token_far_away_has_no_gradient_and_a_finite_loss(name: str) -> None:
+def test_a_token_beyond_the_log_ratio_limit_has_no_gradient_and_a_finite_loss(name: str) -> None:
     terms = terms_of(build(name), [math.exp(20.1), math.exp(-20.1)], [1.0, -1.0])
     assert terms.gradient_T.tolist() == [0.0, 0.0]
     assert math.isfinite(float(terms.loss))

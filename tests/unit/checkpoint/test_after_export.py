@@ -71,7 +71,7 @@ def test_the_command_runs_for_each_export_one_at_a_time(run: Path, log: Path) ->
     assert json.loads((run / "after_export.json").read_text()) == {"done": ["step_000002", "step_000004"]}
 
 
-def test_what_has_ended_well_is_not_repeated_and_what_failed_is(run: Path, log: Path) -> None:
+def test_a_hook_that_succeeded_is_not_repeated_and_a_failed_one_is(run: Path, log: Path) -> None:
     owner = Owner(run, "sh -c 'test $0 != 4 || { echo no network; exit 5; }' {step} {folder}")
     for step in (2, 4, 6):
         owner.export(step)
@@ -87,7 +87,7 @@ def test_what_has_ended_well_is_not_repeated_and_what_failed_is(run: Path, log: 
     assert log.read_text().startswith(f"{run}/exports/step_000004 4 ")
 
 
-def test_a_step_that_is_exported_again_is_handed_on_again(run: Path, log: Path) -> None:
+def test_a_step_that_is_exported_again_runs_its_hook_again(run: Path, log: Path) -> None:
     owner = Owner(run, noting(log))
     owner.export(2)
     owner.wait()
@@ -99,7 +99,7 @@ def test_a_step_that_is_exported_again_is_handed_on_again(run: Path, log: Path) 
     assert again.kinds() == [("started", 2), ("done", 2)]
 
 
-def test_the_last_step_is_handed_on_once_from_the_folder_of_the_runs_end(run: Path, log: Path) -> None:
+def test_the_last_step_runs_its_hook_once_on_the_final_export(run: Path, log: Path) -> None:
     folder(run / "export")
     owner = Owner(run, noting(log), last_step=4)
     owner.export(4)
@@ -161,7 +161,7 @@ def test_the_end_of_the_run_ends_the_command_and_the_next_start_runs_it_again(ru
     assert again.kinds() == [("started", 2), ("done", 2), ("started", 4), ("done", 4)]
 
 
-def test_a_damaged_note_means_that_all_are_tried_again(run: Path, log: Path) -> None:
+def test_a_damaged_state_file_runs_every_hook_again(run: Path, log: Path) -> None:
     (run / "after_export.json").write_text("[]")
     folder(run / "exports/step_000002")
     owner = Owner(run, noting(log))

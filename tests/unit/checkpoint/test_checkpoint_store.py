@@ -84,7 +84,7 @@ def break_manifest(folder: Path) -> None:
         lambda folder: (folder / "manifest.json").write_text(json.dumps(["no", "manifest"])),
     ],
 )
-def test_a_damaged_one_is_passed_over_and_named(
+def test_a_damaged_checkpoint_is_skipped_with_a_message(
     damage: Callable[[Path], None], store: CheckpointStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(folder_of(store) / "step_000020")
@@ -109,7 +109,7 @@ def test_a_failed_save_leaves_the_older_ones_and_is_cleaned_up(store: Checkpoint
 
 
 @pytest.mark.parametrize(("failures", "waits"), [({}, [120.0]), ({1: (OSError(28, "full"), None)}, [])])
-def test_a_rank_that_does_not_know_what_failed_lets_the_other_speak(
+def test_a_rank_without_the_reason_of_a_failed_save_waits_for_rank_0(
     failures: dict, waits: list[float], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
@@ -145,7 +145,7 @@ def test_the_newest_save_is_kept_though_broken_ones_have_later_steps(store: Chec
     assert [path.name for path in folder_of(store).iterdir()] == ["step_000010"]
 
 
-def test_all_broken_is_an_error_and_not_a_new_beginning(store: CheckpointStore) -> None:
+def test_all_checkpoints_damaged_is_an_error_and_no_restart_at_step_1(store: CheckpointStore) -> None:
     for step in (10, 20):
         truncate(folder_of(store) / f"step_{step:06d}")
     with pytest.raises(CheckpointError, match="no checkpoint of the run is whole") as caught:
@@ -163,7 +163,7 @@ class Slow(Written):
         return self.is_done
 
 
-def test_the_training_goes_on_until_it_is_whole(store: CheckpointStore) -> None:
+def test_training_continues_while_a_checkpoint_is_written(store: CheckpointStore) -> None:
     saving = Slow()
     store.begin((30, 0), {"policy": lambda path: (write_policy(b"slow")(path), saving)[1]}, {})
     for _ in range(3):

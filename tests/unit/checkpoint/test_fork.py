@@ -278,7 +278,7 @@ def test_a_link_out_of_the_checkpoint_is_not_followed(parent: Path, tmp_path: Pa
         fork(parent, tmp_path / "child", 20)
 
 
-def test_what_cannot_be_forked_is_refused_before_the_start(parent: Path, tmp_path: Path) -> None:
+def test_invalid_forks_are_refused_before_the_start(parent: Path, tmp_path: Path) -> None:
     def refused(source: ForkSource, directory: Path, message: str, steps: int = 40) -> None:
         with pytest.raises(ConfigError, match=message):
             check_fork(config_of(directory, steps), source)
@@ -352,7 +352,7 @@ def test_the_lineage_outlives_the_ancestors(parent: Path, tmp_path: Path) -> Non
         lineage_text(grandchild)
 
 
-def test_what_settings_change_of_the_state(parent: Path, tmp_path: Path) -> None:
+def test_settings_decide_which_state_a_fork_may_differ_in(parent: Path, tmp_path: Path) -> None:
     child = tmp_path / "child"
     fork(parent, child)
     made, same = read_fork(child), config_of(child)

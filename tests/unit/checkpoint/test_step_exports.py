@@ -188,14 +188,14 @@ def wait_for_niceness(child: psutil.Process) -> None:
         time.sleep(0.01)
 
 
-def test_it_is_the_last_to_get_a_processor(endless: Owner) -> None:
+def test_the_export_process_has_the_lowest_priority(endless: Owner) -> None:
     endless.exports.offer(10)
     [child] = exporters()
     wait_for_niceness(child)
     assert child.nice() == 19
 
 
-def test_it_has_no_torch() -> None:
+def test_the_export_process_imports_no_torch() -> None:
     """Or it would take a second copy of half a gigabyte beside every trainer."""
     module = "bapo_megatron.checkpoint.export_process"
     script = f"import sys, {module}; print({{'torch', 'megatron', 'numpy'}} & {{*sys.modules}})"

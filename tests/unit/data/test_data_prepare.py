@@ -248,7 +248,7 @@ def test_a_column_that_is_not_there(tmp_path: Path) -> None:
 def test_a_run_says_how_raw_rows_are_prepared(tmp_path: Path) -> None:
     source = write(tmp_path / "raw.jsonl", [{"Question": GOATS, "answer": "19"}])
     with pytest.raises(
-        ConfigError, match="has Question, answer: `bapo data prepare FILE --output DIR` makes"
+        ConfigError, match="has Question, answer: `bapo data prepare FILE --output DIR` converts"
     ):
         load_prompts(Path(source), load_tokenizer(MODEL), 64)
 

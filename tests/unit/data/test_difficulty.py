@@ -47,6 +47,6 @@ def test_without_a_difficulty_all_stay() -> None:
         ({"difficulty": "index.deeper"}, "no row has that number"),
     ],
 )
-def test_nothing_left_is_told(settings: dict[str, Any], says: str) -> None:
+def test_no_prompt_left_by_the_difficulty_is_an_error(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         kept(**settings)

@@ -241,7 +241,7 @@ def test_files_that_no_evaluation_wrote_stay(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / SETTINGS).exists()
 
 
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_an_evaluation_has_one_writer(tmp_path: Path) -> None:
     with (
         open_folder(tmp_path, settings()),
         pytest.raises(ConfigError, match="another process"),
@@ -379,11 +379,11 @@ def test_a_lost_engine_is_asked_again() -> None:
     assert len(ask(Scripted(answer), ["9"] * 4, [(n, 0) for n in range(4)])) == 4
 
 
-def test_a_problem_that_ends_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_problem_that_kills_every_engine_stops_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
         raise OSError("it fell over")
 
-    monkeypatch.setattr("bapo_megatron.rollout.engines.pool._LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
     with pytest.raises(RunStopped, match=f"{MAX_ENGINE_LOSSES} engines were lost with request '0-0'"):
         ask(Scripted(answer), ["9"], [(0, 0)])
 

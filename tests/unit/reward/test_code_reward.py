@@ -419,7 +419,7 @@ result = [libc.{call}, ctypes.get_errno()]
 
 
 @pytest.mark.usefixtures("walls")
-def test_the_directory_has_an_end() -> None:
+def test_the_sandbox_directory_has_a_size_limit() -> None:
     assert not right(ADD, "for n in range(20): open(str(n), 'wb').write(bytes(4 << 20))" + SOLVED)
     assert right(ADD, "for n in range(4): open(str(n), 'wb').write(bytes(4 << 20))" + SOLVED)
 
@@ -446,7 +446,7 @@ result = [names, os.getcwd() == os.environ['HOME'], os.listdir(), os.getpid() < 
 @pytest.mark.parametrize(
     "source", ["while True: pass", "import time; time.sleep(1000)", ATTACKS["fork bomb"]]
 )
-def test_no_process_and_no_file_remains(source: str) -> None:
+def test_no_process_and_no_file_is_left_behind(source: str) -> None:
     with Sandbox(source, "", 512, 1.0) as box:
         group, folder = box._child.pid, Path(box._box)
         assert processes_of_group(group)

@@ -197,7 +197,7 @@ def test_a_wrong_answer_is_a_failure_with_its_reason_at_once(
 @pytest.mark.parametrize(
     "first", [says({}, 429), says({}, 503), raw("gateway", 502), cut], ids=["429", "503", "502", "cut"]
 )
-def test_what_may_pass_is_asked_again(first: Answer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_retryable_failure_is_retried(first: Answer, caplog: pytest.LogCaptureFixture) -> None:
     with judge_server(first, first, judged("Score: 1")) as server, caplog.at_level(logging.WARNING):
         found = scored(server, one())
     assert (found.reward, found.failure) == (1.0, None)
@@ -277,7 +277,7 @@ def test_equal_questions_are_asked_once_and_failures_again() -> None:
     assert len(server.bodies) == 5  # twice "a", then "b", the other question, and the other ground truth
 
 
-def test_what_was_not_asked_for_longest_is_forgotten_first() -> None:
+def test_the_cache_of_scores_is_lru() -> None:
     with judge_server(judged("Score: 1")) as server:
 
         async def act(pool: RewardPool) -> None:

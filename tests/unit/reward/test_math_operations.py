@@ -315,6 +315,6 @@ def test_a_box_counts_behind_the_thinking_part(response: str, answer: str | None
     assert final_answer(response) == answer
 
 
-def test_a_run_of_before_goes_on_with_the_judge_of_today() -> None:
+def test_a_run_of_an_earlier_version_resumes_with_todays_math_reward() -> None:
     """Its stored configuration lacks the field."""
     assert with_present_fields({})["reward.math_allow_operations"] is RewardConfig().math_allow_operations

@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return condition()
 
 
-def test_a_failure_costs_one_response_and_is_named() -> None:
+def test_a_failure_loses_one_response_and_is_reported() -> None:
     kinds = {
         "raise": "raised",
         "exit": "raised",
@@ -349,7 +349,7 @@ def test_penalties_come_off_the_reward() -> None:
     assert [j.reward for j in results] == pytest.approx([0.9 - 0.3, 0.9 - 0.3 - 0.1, 1.5 - 0.1, 1.5])
 
 
-def test_a_pattern_that_takes_for_ever_costs_one_response() -> None:
+def test_a_hanging_format_pattern_loses_one_response() -> None:
     async def act(pool: RewardPool) -> list[RewardResult]:
         return [await pool.score(prompt(), text, 1) for text in ("1" * 40 + ".5.", "1" * 40)]
 

@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_goes_with_its_owner(place: Path) -> None:
+def test_a_scratch_directory_is_removed_with_its_owner(place: Path) -> None:
     scratch = Scratch()
     (Path(scratch.path) / "file").touch()
     remove_abandoned()
@@ -41,7 +41,7 @@ def test_it_goes_with_its_owner(place: Path) -> None:
     assert list(place.iterdir()) == []
 
 
-def test_that_of_a_killed_owner_goes_at_the_next_start(place: Path) -> None:
+def test_a_killed_owners_scratch_directory_is_removed_at_the_next_start(place: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert owner.stdout is not None
     assert owner.stdin is not None

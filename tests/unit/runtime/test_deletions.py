@@ -66,7 +66,7 @@ OWN: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.parametrize("kind", ["folder", "link", "dangling link"])
 @pytest.mark.parametrize(("name", "delete"), OWN.values(), ids=OWN)
-def test_what_is_deleted_is_deleted_and_what_a_link_leads_to_stays(
+def test_deletion_removes_a_link_and_keeps_its_target(
     tmp_path: Path, name: str, delete: Callable[[Path], None], kind: str
 ) -> None:
     path, elsewhere = tmp_path / "run" / name, tmp_path / "elsewhere"
@@ -97,9 +97,7 @@ FOREIGN: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize(("name", "delete"), FOREIGN.values(), ids=FOREIGN)
-def test_what_somebody_else_put_there_stays(
-    tmp_path: Path, name: str, delete: Callable[[Path], None]
-) -> None:
+def test_foreign_files_stay(tmp_path: Path, name: str, delete: Callable[[Path], None]) -> None:
     path = tmp_path / name
     path.mkdir(parents=True)
     (path / "mine").write_text("mine")

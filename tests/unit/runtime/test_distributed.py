@@ -67,7 +67,7 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
             free_port()
 
 
-def test_nobody() -> None:
+def test_no_launcher() -> None:
     assert launched_world_size() is None
 
 
@@ -157,7 +157,7 @@ run_processes(worker, (), 2)
 """
 
 
-def test_the_rank_that_knows_why_counts_though_another_falls_first() -> None:
+def test_the_exit_code_with_a_reason_wins_though_another_rank_fails_first() -> None:
     command = [sys.executable, "-c", WHY]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
@@ -202,7 +202,7 @@ def test_the_first_node_whose_name_leads_to_itself_asks_for_another(
     assert gloo_interface() is None
 
 
-def test_gloo_is_told_nothing_on_one_node_or_by_a_user_who_has_chosen(
+def test_gloo_keeps_its_interface_on_one_node_or_if_the_user_set_it(
     network: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
@@ -272,7 +272,7 @@ cli.main()
 
 @pytest.mark.integration
 @pytest.mark.parametrize("error", ["RuntimeError('no memory left')", "ConfigError('no memory left')"])
-def test_a_failing_rank_says_it_and_ends(error: str) -> None:
+def test_a_failing_rank_reports_its_error_and_exits(error: str) -> None:
     command = [sys.executable, "-c", FAILING_RANK.replace("{error}", error)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1

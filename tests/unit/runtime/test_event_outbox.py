@@ -52,7 +52,7 @@ def test_the_end_of_a_run_does_not_wait_for_quiet() -> None:
     assert box.is_empty()
 
 
-def test_a_dead_target_is_tried_at_growing_intervals_and_told_once() -> None:
+def test_a_dead_target_is_retried_with_backoff_and_reported_once() -> None:
     target = Target()
     target.is_dead = True
     box = Outbox(target)
@@ -75,7 +75,7 @@ def test_a_dead_target_is_tried_at_growing_intervals_and_told_once() -> None:
     assert box.deliver(4000.0) == "dead"  # it had worked in between
 
 
-def test_a_message_that_is_refused_keeps_no_other_back() -> None:
+def test_a_refused_message_does_not_block_others() -> None:
     target = Target()
     target.refuses = "lost"
     box = Outbox(target)

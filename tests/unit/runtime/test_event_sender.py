@@ -74,7 +74,7 @@ def test_a_target_that_is_new_gets_no_old_events(run: Path, hook: Webhook) -> No
     assert hook.kinds() == ["resume"]
 
 
-def test_what_a_dead_target_did_not_take_is_sent_by_the_next_start(run: Path, hook: Webhook) -> None:
+def test_undelivered_events_are_sent_by_the_next_start(run: Path, hook: Webhook) -> None:
     """The target beside it gets nothing twice. The failure is an event, once, which is not sent."""
     hook.answer = 503
     log = run / "taken"
@@ -94,7 +94,7 @@ def test_what_a_dead_target_did_not_take_is_sent_by_the_next_start(run: Path, ho
     assert "S3CRET" not in (run / "events.jsonl").read_text() + (run / "on_event.json").read_text()
 
 
-def test_half_a_line_is_read_when_it_is_whole(run: Path, hook: Webhook) -> None:
+def test_a_torn_line_is_read_once_it_is_complete(run: Path, hook: Webhook) -> None:
     sender = EventSender(order(run, hook.url))
     with (run / "events.jsonl").open("a") as file:
         file.write('{"kind": "do')
@@ -115,7 +115,7 @@ def test_a_log_that_was_deleted_is_read_from_its_beginning(run: Path, hook: Webh
     assert hook.kinds() == ["start", "engine_lost", "done"]
 
 
-def test_a_damaged_note_of_what_was_sent_is_none(run: Path, hook: Webhook) -> None:
+def test_a_damaged_offset_file_counts_as_none(run: Path, hook: Webhook) -> None:
     written(run, "start")
     (run / "on_event.json").write_text('{"sent": [1]}')
     passed(EventSender(order(run, hook.url, offset=0)))
@@ -136,9 +136,7 @@ def test_a_damaged_note_of_what_was_sent_is_none(run: Path, hook: Webhook) -> No
         (5, 1000.0, Patience(9, 5, 2.0), 120.0),
     ],
 )
-def test_how_long_a_run_may_be_silent(
-    step: int, longest_s: float | None, patience: Patience, limit_s: float
-) -> None:
+def test_stall_limit_of_a_run(step: int, longest_s: float | None, patience: Patience, limit_s: float) -> None:
     progress = Progress(at=1000.0, step=step, longest_step_s=longest_s)
     assert not progress.is_stalled(patience, begun=0.0, now=1000.0 + limit_s)
     assert progress.is_stalled(patience, begun=0.0, now=1000.1 + limit_s)
@@ -159,7 +157,7 @@ def test_signs_of_life_are_steps_and_what_the_sampler_writes(run: Path) -> None:
     assert read_progress(run / "nothing") == Progress(at=0.0, step=0, longest_step_s=None)
 
 
-def test_a_stall_and_its_end_are_told_once(run: Path, hook: Webhook) -> None:
+def test_a_stall_and_its_end_are_one_event_each(run: Path, hook: Webhook) -> None:
     """Hours pass between the looks: the files' times are set back instead."""
 
     def silent_for(seconds: float) -> None:
@@ -243,7 +241,7 @@ def wait_for(hook: Webhook, *kinds: str) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_that_ends_well_is_told_to_its_last_event(run: Path, hook: Webhook) -> None:
+def test_all_events_of_a_finished_run_are_sent(run: Path, hook: Webhook) -> None:
     written(run, "start")
     process = parent_of_sender(order(run, hook.url))
     wait_for(hook, "start")
@@ -268,7 +266,7 @@ def test_signals_to_all_processes_of_a_job_do_not_end_the_sender(
     assert hook.kinds() == ["start", "preempted"]
 
 
-def test_a_run_that_is_killed_is_told_as_failed(run: Path, hook: Webhook) -> None:
+def test_a_killed_run_is_reported_as_failed(run: Path, hook: Webhook) -> None:
     """Half a line, which the kill left, is cut off. The next sender begins after this one."""
     written(run, "start")
     process = parent_of_sender(order(run, hook.url))

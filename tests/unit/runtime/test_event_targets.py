@@ -43,21 +43,21 @@ def test_a_status_that_is_no_success_is_a_refusal_without_the_url(
     assert "S3CRET" not in str(refused.value)
 
 
-def test_a_server_that_answers_a_byte_at_a_time_is_given_up(hook: Webhook, tmp_path: Path) -> None:
+def test_a_server_that_answers_a_byte_at_a_time_hits_the_time_limit(hook: Webhook, tmp_path: Path) -> None:
     """It never exceeds the time limit of a socket."""
     hook.answer = "drip"
     with pytest.raises(Refused, match=r"no answer within 0\.5 s"):
         send(hook.url, MESSAGE, tmp_path / "log", 0.5)
 
 
-def test_a_server_that_is_dead_is_a_refusal(hook: Webhook, tmp_path: Path) -> None:
+def test_a_dead_server_is_a_failed_delivery(hook: Webhook, tmp_path: Path) -> None:
     hook.close()
     with pytest.raises(Refused, match="Connection refused"):
         send(hook.url, MESSAGE, tmp_path / "log", LONG_S)
     hook.__init__()  # type: ignore[misc]  # so that the fixture can close it
 
 
-def test_an_error_that_repeats_the_url_does_not_tell_it(tmp_path: Path) -> None:
+def test_an_error_that_repeats_the_url_is_redacted(tmp_path: Path) -> None:
     url = "http://127.0.0.1:1/S3CRET\x7f"
     with pytest.raises(Refused) as refused:
         send(url, MESSAGE, tmp_path / "log", LONG_S)

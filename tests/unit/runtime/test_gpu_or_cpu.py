@@ -136,7 +136,7 @@ def test_the_cpu_can_be_asked_for(bare_machine: Path, monkeypatch: pytest.Monkey
         uses_gpu()
 
 
-def test_segments_grow_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_are_on_unless_the_user_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     prepare_device()
@@ -152,7 +152,7 @@ def test_segments_grow_unless_the_user_says_otherwise(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("command", ["train", "verify-parallel", "rollout-server", "eval"])
-def test_commands_that_compute_refuse_the_machine(
+def test_compute_commands_refuse_an_unusable_gpu(
     command: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2 and one message, before anything is started; `bapo plan` needs no device."""

@@ -41,14 +41,14 @@ def ends_in(monkeypatch: pytest.MonkeyPatch, seconds: int) -> PreemptionSignal:
     return PreemptionSignal()
 
 
-def test_without_an_end_it_goes_on(clock: Clock) -> None:
+def test_without_a_job_end_the_run_is_not_preempted(clock: Clock) -> None:
     watched = PreemptionSignal()
     for _ in range(3):
         clock.now += 1e6
         assert watched.reason() is None
 
 
-def test_it_stops_while_the_longest_stretch_a_save_and_a_minute_fit(
+def test_it_stops_while_the_longest_update_a_save_and_a_minute_still_fit(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stretches of 100 s and 10 s, a save of 30 s: 190 s before the end it goes on, after that no more."""
@@ -72,7 +72,7 @@ def test_the_end_that_the_script_knows_comes_before_slurms(
 
 
 @pytest.mark.parametrize("told", ["", "0", "UNLIMITED"])
-def test_an_end_that_is_none(clock: Clock, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+def test_an_invalid_job_end_is_ignored(clock: Clock, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", told)
     assert PreemptionSignal().reason() is None
 
@@ -88,9 +88,7 @@ def test_a_signal_is_noted_within_the_block_alone(clock: Clock, number: signal.S
     assert signal.getsignal(number) is before
 
 
-def test_a_rank_that_heard_nothing_stops_with_the_others(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_a_signal_stops_with_the_others(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     def another_says_so(told: torch.Tensor, operation: object) -> None:
         assert operation is dist.ReduceOp.MAX
         told.fill_(1)

@@ -183,7 +183,7 @@ def test_a_fork_ends_with_its_parent() -> None:
     until(lambda: not alive(fork))
 
 
-def test_a_parent_that_has_ended_before_is_not_missed() -> None:
+def test_a_parent_that_died_before_the_setup_is_noticed() -> None:
     code = "from bapo_megatron.runtime.processes import die_with_parent\ndie_with_parent(parent=1 << 22)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -217,7 +217,7 @@ def child() -> Iterator[AnsweringChild]:
     made.close()
 
 
-def test_questions_and_answers(child: AnsweringChild) -> None:
+def test_requests_and_replies(child: AnsweringChild) -> None:
     assert child.ask({"x": "1" * 300_000}, 60) == [{"x": "1" * 300_000}]  # more than a pipe takes
     with pytest.raises(ChildTimeout):
         child.ask("wait", 0.1)
@@ -238,7 +238,7 @@ def test_a_child_that_another_thread_kills(child: AnsweringChild) -> None:
     killer.join()
 
 
-def test_what_cannot_be_killed_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unkillable_child_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that waits for a disk heeds no signal; here none is sent."""
     monkeypatch.setattr(child_process, "_UNKILLABLE_S", 0.2)
     monkeypatch.setattr(processes, "descendants", lambda _pid: [])

@@ -83,7 +83,7 @@ def test_large_folders_of_a_run_may_be_the_users_on_another_disk(tmp_path: Path,
 
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("kind", ["a file", "nothing", "another user's", "of everybody"])
-def test_they_lead_to_nothing_else(
+def test_links_of_large_folders_lead_only_to_own_folders(
     tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -129,7 +129,7 @@ def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "scratch/events.jsonl")[0]["kind"] == "start"
 
 
-def test_what_stands_in_a_lock_stays(tmp_path: Path) -> None:
+def test_a_lock_file_is_not_truncated(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("text")
     lock_run(tmp_path)
     assert (tmp_path / ".lock").read_text() == "text"
@@ -147,7 +147,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 @pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
-def test_what_never_ends_is_not_read(run: Path, name: str, read: Callable[[Path], object], kind: str) -> None:
+def test_a_fifo_is_not_read(run: Path, name: str, read: Callable[[Path], object], kind: str) -> None:
     if kind == "FIFO":
         os.mkfifo(run / name)
     else:

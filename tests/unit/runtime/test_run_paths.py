@@ -43,7 +43,7 @@ def test_the_names_on_disk_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("moment", [(0, 0), (10, 0), (10, 3), (999999, 999), (1000000, 1000)])
-def test_a_name_gives_its_moment_back(moment: Moment) -> None:
+def test_a_step_name_round_trips_to_its_moment(moment: Moment) -> None:
     assert moment_of(step_name(*moment)) == moment
 
 

@@ -43,7 +43,7 @@ def test_a_command_that_is_told_to_stop_before_it_has_begun_ends_with_85(name: s
 
 
 @pytest.mark.parametrize("opened", [pty.openpty, os.pipe])
-def test_output_that_a_hangup_takes_away_fails_nothing(opened: Callable[[], tuple[int, int]]) -> None:
+def test_output_to_a_hung_up_terminal_raises_nothing(opened: Callable[[], tuple[int, int]]) -> None:
     """A terminal that is closed; a pipe to ``tee``, which ends with it: ``bapo train ... | tee log``."""
     reading, writing = os.pipe()
     outer, inner = opened()

@@ -187,7 +187,7 @@ def test_other_errors_pass() -> None:
             raise error
 
 
-def test_the_first_message_is_told_though_closing_fails_too() -> None:
+def test_the_first_disk_error_is_reported_though_closing_fails_too() -> None:
     with pytest.raises(RunStopped, match="the journal"), writing("a file of the run", Path("x")):
         try:
             with writing("the journal", Path("y")):
@@ -196,7 +196,7 @@ def test_the_first_message_is_told_though_closing_fails_too() -> None:
             raise OSError(28, "No space left on device")
 
 
-def test_writers_that_nobody_listens_to_do_not_hold_up_the_end() -> None:
+def test_orphaned_checkpoint_writers_do_not_block_the_exit() -> None:
     """One failed, the others have more to tell than fits into a pipe: so megatron leaves them."""
     code = (
         "import multiprocessing as mp, sys\n"
@@ -215,7 +215,7 @@ def test_writers_that_nobody_listens_to_do_not_hold_up_the_end() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_the_exit_code_is_told_though_the_log_is_on_a_full_disk() -> None:
+def test_the_exit_code_survives_a_log_on_a_full_disk() -> None:
     command = [sys.executable, "-m", "bapo_megatron.cli", "trian"]
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stdout=full, stderr=full).returncode == 2

@@ -138,7 +138,7 @@ def test_the_geometric_mean_by_hand() -> None:
         (-1, math.nan, True),
     ],
 )
-def test_deepseeks_mask_by_hand(advantage: float, gap: float, rejected: bool) -> None:
+def test_off_policy_sequence_mask_by_hand(advantage: float, gap: float, rejected: bool) -> None:
     assert is_off_policy(advantage, gap, 0.1) is rejected
 
 
@@ -196,7 +196,7 @@ def test_rejection_by_the_ratio_at_the_beginning_of_a_step_needs_no_pass(
         ({"known_ratio": False}, True, [[3], [2, 2]], ["token_sums"]),
     ],
 )
-def test_deepseeks_mask_takes_the_policy_in_training(
+def test_off_policy_sequence_mask_takes_the_policy_in_training(
     rest: dict[str, Any], on_policy: bool, left: list[list[int]], calls: list[str]
 ) -> None:
     """Only the first response has A < 0 and a gap of +ln 2; pi_old is pi_rollout, so its known gap is 0."""
@@ -207,7 +207,7 @@ def test_deepseeks_mask_takes_the_policy_in_training(
     assert metrics["corrections/rejected_tokens"] == pytest.approx(1 - sum(chain(*left)) / 10)
 
 
-def test_deepseeks_mask_compares_with_the_engine_not_with_pi_old() -> None:
+def test_off_policy_sequence_mask_compares_with_pi_rollout_not_pi_old() -> None:
     """pi_old is pi, so at a known ratio the gap is that of trainer and engine."""
     settings = algorithm(old_log_probs="trainer", corrections=CorrectionsConfig(off_policy_delta=0.1))
     policy: Any = ShiftedPolicy()
@@ -225,7 +225,7 @@ def test_both_masks_together_measure_what_the_first_one_leaves() -> None:
     assert metrics["corrections/rejected_responses"] == 0.5
 
 
-def test_tokens_that_are_not_trained_on_decide_nothing() -> None:
+def test_masked_tokens_do_not_count_for_rejection() -> None:
     """The tool's token has ratio 2^45; the mean of the others is 1."""
     one = sample([10, 100, 10], -1.0, mask=[True, False, True])
     settings = algorithm(
@@ -282,7 +282,7 @@ def settings_of(loss: str, scope: Any, **rest: Any) -> AlgorithmConfig:
         *((AlgorithmConfig().loss, scope, False) for scope in ("micro_batch", "lagged")),
     ],
 )
-def test_corrections_combine_with_every_loss_and_every_way_of_its_search(
+def test_corrections_combine_with_every_loss_and_every_scope_of_its_search(
     loss: str, scope: str, hold: bool, papo: bool
 ) -> None:
     """Whatever is searched is searched among the responses that are left."""
@@ -392,7 +392,7 @@ def test_the_mean_weight_is_that_of_the_tokens_that_are_left() -> None:
         ),
     ],
 )
-def test_settings_that_would_do_nothing_or_reject_all_are_refused(
+def test_correction_settings_without_effect_or_that_reject_all_are_refused(
     settings: AlgorithmConfig, message: str
 ) -> None:
     config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=settings)
@@ -408,7 +408,7 @@ def test_vespo_refuses_a_second_importance_weight() -> None:
         build_loss(settings)
 
 
-def test_a_first_token_that_nothing_predicts_is_in_no_statistic() -> None:
+def test_a_first_token_without_a_predicting_position_is_in_no_statistic() -> None:
     """A sample without a prompt: its first token is in no pack."""
     one = dataclasses.replace(sample([14, 10], 1.0), token_ids=np.array([14, 10], np.int32))
     assert one.predicted_R.tolist() == [False, True]

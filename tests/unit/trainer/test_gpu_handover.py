@@ -201,7 +201,9 @@ def shared(scene: Scene) -> GpuHandover:
     return GpuHandover(CONFIG, parts, parts, parts, scene.events.append)
 
 
-def test_each_side_moves_when_the_other_is_out_of_the_way(scene: Scene, shared: GpuHandover) -> None:
+def test_each_side_takes_gpu_memory_only_after_the_other_has_released_it(
+    scene: Scene, shared: GpuHandover
+) -> None:
     shared.to_policy()  # the policy has the GPUs at first
     assert scene.calls == []
     shared.to_engines()
@@ -230,7 +232,7 @@ def handing(scene: Scene) -> GpuHandover:
 WAKE = ["set aside", "begin one two", "receive", "confirm one two", "offload", "finish one two", "admit"]
 
 
-def test_engines_read_the_weights_before_they_leave(scene: Scene, handing: GpuHandover) -> None:
+def test_engines_read_the_weights_before_these_are_offloaded(scene: Scene, handing: GpuHandover) -> None:
     """At first nobody can: the servers have yet to start. Later nothing is written."""
     handing.to_engines()
     start = ["expect 4 of 6", "write 4 of 6", "offload", "start one", "start two", "admit"]
@@ -246,7 +248,7 @@ def test_engines_read_the_weights_before_they_leave(scene: Scene, handing: GpuHa
     assert scene.events == []
 
 
-def test_what_the_trainer_keeps_is_known_exactly_though_engines_have_weights(
+def test_the_free_memory_baseline_is_exact_although_engines_hold_weights(
     scene: Scene, handing: GpuHandover
 ) -> None:
     """The room is measured before they take any: what it lacks later is told."""
@@ -262,7 +264,7 @@ def test_what_the_trainer_keeps_is_known_exactly_though_engines_have_weights(
 
 
 @pytest.mark.parametrize("call", ["begin", "receive", "confirm"])
-def test_an_engine_that_goes_without_the_weights_loads_them_from_disk(
+def test_an_engine_whose_ipc_sync_failed_loads_the_weights_from_disk(
     scene: Scene, handing: GpuHandover, call: str
 ) -> None:
     handing.to_engines()
@@ -285,7 +287,7 @@ def test_an_engine_that_does_not_take_its_cache_is_started_again(scene: Scene, h
     assert scene.since(place) == [*WAKE[:-1], "end one", "start one", "admit"]
 
 
-def test_an_engine_that_goes_without_twice_wakes_with_a_folder(scene: Scene, handing: GpuHandover) -> None:
+def test_an_engine_whose_ipc_sync_failed_twice_wakes_from_disk(scene: Scene, handing: GpuHandover) -> None:
     """It is ended each time, for nobody knows its memory; then it sleeps and wakes as others do by disk."""
     handing.to_engines()
     scene.fails = {"two": "receive"}
@@ -305,7 +307,7 @@ def test_an_engine_that_goes_without_twice_wakes_with_a_folder(scene: Scene, han
     ]
 
 
-def test_a_server_that_died_asleep_is_not_handed_anything(scene: Scene, handing: GpuHandover) -> None:
+def test_a_sleeping_server_that_died_gets_no_handles(scene: Scene, handing: GpuHandover) -> None:
     handing.to_engines()
     handing.to_policy()
     scene.alive["one"] = False
@@ -318,7 +320,7 @@ def test_a_server_that_died_asleep_is_not_handed_anything(scene: Scene, handing:
 
 
 @pytest.mark.parametrize("call", ["begin", "receive", "confirm", "finish"])
-def test_a_sampler_that_is_lost_in_a_hand_over_leaves_the_policy_its_way_back(
+def test_a_sampler_lost_during_the_hand_over_still_lets_the_policy_reload(
     scene: Scene, handing: GpuHandover, call: str
 ) -> None:
     handing.to_engines()
@@ -336,7 +338,7 @@ def test_a_sampler_that_is_lost_in_a_hand_over_leaves_the_policy_its_way_back(
     assert scene.calls[-1] == "reload"
 
 
-def test_engines_with_gpus_of_their_own_are_left_alone(scene: Scene) -> None:
+def test_engines_with_their_own_gpus_need_no_hand_over(scene: Scene) -> None:
     parts: Any = scene
     sglang = dataclasses.replace(CONFIG.rollout.sglang, colocated=False)
     split = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, sglang=sglang))
@@ -351,7 +353,7 @@ def test_engines_with_gpus_of_their_own_are_left_alone(scene: Scene) -> None:
         assert shared.metrics() == {}
 
 
-def test_a_policy_that_fits_beside_engines_may_stay(scene: Scene) -> None:
+def test_a_policy_that_fits_beside_the_engines_is_not_offloaded(scene: Scene) -> None:
     parts: Any = scene
     scene.memory["policy"] = 0  # the scene asserts that nobody is there
     config = dataclasses.replace(CONFIG, parallel=ParallelConfig())
@@ -361,7 +363,9 @@ def test_a_policy_that_fits_beside_engines_may_stay(scene: Scene) -> None:
     assert scene.calls == ["start one", "start two", "admit", "hold", "release"]
 
 
-def test_a_release_that_is_answered_too_early_is_waited_for(scene: Scene, shared: GpuHandover) -> None:
+def test_the_hand_over_waits_until_the_driver_reports_the_memory_free(
+    scene: Scene, shared: GpuHandover
+) -> None:
     shared.to_engines()
     scene.looks_until_free = 5
     shared.to_policy()
@@ -370,7 +374,7 @@ def test_a_release_that_is_answered_too_early_is_waited_for(scene: Scene, shared
     assert scene.events == []
 
 
-def test_engines_that_keep_their_memory_are_ended(scene: Scene, shared: GpuHandover) -> None:
+def test_engines_that_keep_their_memory_are_killed(scene: Scene, shared: GpuHandover) -> None:
     """More than ``kept_gb``, though they say that they have released it."""
     shared.to_engines()
     scene.keeps = {"two": KEPT + 1}
@@ -385,14 +389,14 @@ def test_engines_that_keep_their_memory_are_ended(scene: Scene, shared: GpuHando
     assert scene.since(place) == ["offload", "start one", "start two", "admit"]
 
 
-def test_what_servers_may_keep_is_kept(scene: Scene, shared: GpuHandover) -> None:
+def test_servers_may_keep_kept_gb_of_memory(scene: Scene, shared: GpuHandover) -> None:
     shared.to_engines()
     scene.keeps = {"one": KEPT // 2, "two": KEPT // 2}
     shared.to_policy()
     assert scene.events == []
 
 
-def test_what_the_trainer_keeps_for_itself_is_not_asked_of_engines(scene: Scene, shared: GpuHandover) -> None:
+def test_memory_that_training_added_is_not_blamed_on_engines(scene: Scene, shared: GpuHandover) -> None:
     """Buffers of NCCL and workspaces come with the first update, and stay when the policy leaves."""
     shared.to_engines()
     for _ in range(3):
@@ -411,7 +415,7 @@ def test_what_the_trainer_keeps_for_itself_is_not_asked_of_engines(scene: Scene,
         shared.to_policy()
 
 
-def test_memory_that_nobody_gives_up_stops_the_run(scene: Scene, shared: GpuHandover) -> None:
+def test_memory_that_is_never_released_stops_the_run(scene: Scene, shared: GpuHandover) -> None:
     shared.to_engines()
     scene.memory["another program"] = 70 * GB
     with pytest.raises(RunStopped, match="the policy does not fit on"):
@@ -423,7 +427,9 @@ def test_memory_that_nobody_gives_up_stops_the_run(scene: Scene, shared: GpuHand
     assert scene.calls[-1] == "reload"
 
 
-def test_a_policy_that_still_fits_comes_back_for_a_last_checkpoint(scene: Scene, shared: GpuHandover) -> None:
+def test_a_policy_that_still_fits_is_reloaded_for_a_last_checkpoint(
+    scene: Scene, shared: GpuHandover
+) -> None:
     """There is room for its state, and not for a training beside another program."""
     shared.to_engines()
     scene.memory["another program"] = 20 * GB
@@ -433,7 +439,7 @@ def test_a_policy_that_still_fits_comes_back_for_a_last_checkpoint(scene: Scene,
     assert scene.calls[-1] == "reload"
 
 
-def test_an_engine_that_does_not_release_is_ended(scene: Scene, shared: GpuHandover) -> None:
+def test_an_engine_that_does_not_release_is_killed(scene: Scene, shared: GpuHandover) -> None:
     shared.to_engines()
     scene.refuses_release = {"one"}
     place = len(scene.calls)
@@ -475,7 +481,7 @@ def test_a_run_without_a_sampler_can_still_save(scene: Scene, shared: GpuHandove
     shared.to_policy()  # as the checkpoint asks
 
 
-def test_a_sampler_that_ends_during_the_wake_leaves_the_policy_its_way_back(
+def test_a_sampler_lost_during_the_wake_still_lets_the_policy_reload(
     scene: Scene, shared: GpuHandover
 ) -> None:
     shared.to_engines()

@@ -16,7 +16,7 @@ def stale(moved: float = 0.0, share: float = 0.52) -> Metrics:
     return {MOVED: moved, "bapo/contribution": share}
 
 
-def test_sixteen_stale_updates_without_a_move_are_told_once() -> None:
+def test_sixteen_stale_updates_without_a_move_give_one_notice() -> None:
     idle = IdleSearch(paper(), first_step=1)
     assert [idle.observe(step, [FRESH, *[stale()] * 7]) for step in (1, 2)] == [None, None]
     assert idle.observe(3, [FRESH, *[stale(share=0.5)] * 2]) == (
@@ -36,11 +36,11 @@ def test_sixteen_stale_updates_without_a_move_are_told_once() -> None:
         [stale()] * 15,
     ],
 )
-def test_other_runs_are_told_nothing(updates: list[Metrics]) -> None:
+def test_runs_whose_bounds_move_get_no_idle_notice(updates: list[Metrics]) -> None:
     assert IdleSearch(paper(), first_step=1).observe(1, updates) is None
 
 
-def test_a_continuation_says_nothing_of_updates_it_has_not_seen() -> None:
+def test_a_resumed_run_gives_no_idle_notice() -> None:
     assert IdleSearch(paper(), first_step=101).observe(101, [stale()] * 16) is None
 
 

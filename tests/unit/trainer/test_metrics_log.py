@@ -81,7 +81,7 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path, resume_st
     assert scalars(tmp_path, "reward/mean") == expected
 
 
-def test_other_trackers_are_told_of_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observers_are_notified_of_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They start when the files are back at the checkpoint, and are told of what is in the files."""
     told: list[Any] = []
 

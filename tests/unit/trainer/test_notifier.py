@@ -63,7 +63,7 @@ class Log:
         (ZeroDivisionError("by zero"), "failed", "ZeroDivisionError: by zero"),
     ],
 )
-def test_how_a_run_ends_is_its_last_event(
+def test_the_end_event_names_how_a_run_ended(
     error: BaseException, kind: str, reason: str, config: RunConfig
 ) -> None:
     log = Log(config)
@@ -72,7 +72,7 @@ def test_how_a_run_ends_is_its_last_event(
     assert log.told() == [(kind, reason)]
 
 
-def test_an_end_that_cannot_be_written_is_still_the_end(config: RunConfig) -> None:
+def test_a_failed_end_event_does_not_hide_the_error(config: RunConfig) -> None:
     def full(_event: dict[str, Any]) -> None:
         raise RunStopped("the disk is full, too")
 
@@ -80,7 +80,7 @@ def test_an_end_that_cannot_be_written_is_still_the_end(config: RunConfig) -> No
         raise ZeroDivisionError
 
 
-def test_a_run_is_done_once(config: RunConfig) -> None:
+def test_a_finished_run_records_done_once(config: RunConfig) -> None:
     """A start that finds nothing to do says so only where the one before did not come so far."""
     log = Log(config)
     log({"kind": "start"})
@@ -125,7 +125,7 @@ def the_sender() -> psutil.Process:
 
 
 @pytest.mark.parametrize("error", [None, Preempted("SIGTERM")])
-def test_the_end_is_sent_before_the_process_of_the_run_ends(
+def test_the_end_event_is_sent_before_the_run_exits(
     error: Exception | None, config: RunConfig, hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOOK", hook.url)
@@ -166,7 +166,7 @@ def test_a_sender_that_cannot_be_started_costs_a_warning(
     assert "warning: logging.on_event: events cannot be sent: " in capfd.readouterr().err
 
 
-def test_what_the_hooks_need_is_checked_before_the_run() -> None:
+def test_hooks_are_checked_before_the_run() -> None:
     check_hooks(CheckpointConfig(after_export="true {folder}"), LoggingConfig(on_event=("true",)))
     with pytest.raises(ConfigError, match="NO_HOOK") as error:
         check_hooks(CheckpointConfig(after_export="upload {folder}"), LoggingConfig(on_event=("$NO_HOOK",)))

@@ -100,7 +100,7 @@ def observe(run: FilesOfRun, store: Store, resume_step: int = 0) -> bool:
         os.close(writing)
 
 
-def test_each_row_in_the_order_of_the_run(run: FilesOfRun) -> None:
+def test_the_tracker_gets_each_row_in_order(run: FilesOfRun) -> None:
     store = Store()
     for step in (0, 2):
         run.evaluation(step)
@@ -112,7 +112,7 @@ def test_each_row_in_the_order_of_the_run(run: FilesOfRun) -> None:
     assert read_state(run.state) == TrackerState(step=3, evaluation=2)
 
 
-def test_the_run_is_told_with_its_configuration(run: FilesOfRun) -> None:
+def test_the_tracker_gets_the_configuration(run: FilesOfRun) -> None:
     known = tracked_run(run.paths.root)
     assert (known.id, known.name, known.project) == ("0123abcd", "demo", "sums")
     assert known.config["seed"] == "3"
@@ -149,7 +149,7 @@ def test_the_former_field_names_the_project(run: FilesOfRun) -> None:
 
 
 @pytest.mark.parametrize("stored", [0, 1, 2, 3, 4, 5])
-def test_after_a_kill_it_goes_on_with_what_the_tracker_lacks(run: FilesOfRun, stored: int) -> None:
+def test_after_a_kill_the_observer_sends_the_missing_rows(run: FilesOfRun, stored: int) -> None:
     """Whatever its own file says: a tracker writes later than it is told, or its row was not noted."""
     store = Store()
     for step in (1, 2, 3):
@@ -164,7 +164,7 @@ def test_after_a_kill_it_goes_on_with_what_the_tracker_lacks(run: FilesOfRun, st
         assert store.rows == rows
 
 
-def test_a_tracker_that_cannot_tell_goes_on_after_the_last_note(run: FilesOfRun) -> None:
+def test_a_tracker_without_a_last_step_resumes_after_the_state_file(run: FilesOfRun) -> None:
     store = Store()
     store.can_tell = False
     for step in (1, 2, 3):
@@ -174,7 +174,7 @@ def test_a_tracker_that_cannot_tell_goes_on_after_the_last_note(run: FilesOfRun)
     assert store.rows == [row(3)]
 
 
-def test_steps_that_are_made_again_stay_as_they_were_first(run: FilesOfRun) -> None:
+def test_a_tracker_keeps_the_first_values_of_repeated_steps(run: FilesOfRun) -> None:
     """The run went back to the checkpoint of step 2; the tracker has steps 3 and 4 of before."""
     store = Store()
     store.rows = [row(1), row(2), row(3, x=7.0), row(4, x=7.0)]
@@ -209,7 +209,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("instant")
-def test_a_failure_is_noted_and_tried_again_ever_more_rarely(run: FilesOfRun) -> None:
+def test_a_tracker_failure_is_retried_with_backoff(run: FilesOfRun) -> None:
     store, inbox = Store(), Waits(10)
     store.failures = [ConnectionError(f"attempt {number}") for number in range(9)]
     run.step(1)
@@ -254,7 +254,7 @@ def test_a_line_that_is_being_written_waits(run: FilesOfRun) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1, "x": 2}', "null"])
-def test_a_state_that_cannot_be_read_is_that_of_a_beginning(run: FilesOfRun, text: str) -> None:
+def test_an_unreadable_state_file_is_an_initial_state(run: FilesOfRun, text: str) -> None:
     run.state.write_text(text)
     assert read_state(run.state) == TrackerState()
 

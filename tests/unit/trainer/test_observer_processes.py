@@ -146,7 +146,7 @@ def test_a_run_and_its_continuation_are_one_run(board: Board) -> None:
     assert board.log().startswith("key ***\n")
 
 
-def test_its_death_is_an_event_and_it_is_started_anew(board: Board) -> None:
+def test_a_dead_observer_is_an_event_and_is_restarted(board: Board) -> None:
     observers = board.start()
     board.fault("dies")
     board.step(observers, 1)
@@ -179,7 +179,7 @@ def test_a_failure_is_an_event_and_no_key_is_in_it(board: Board, capsys: pytest.
     assert "abcdef0123" not in board.log()
 
 
-def test_one_that_hangs_neither_slows_nor_keeps_the_run(
+def test_a_hanging_observer_neither_slows_nor_holds_the_run(
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is restarted after a long silence; at the end the run waits its limit, and reports the lag."""
@@ -206,7 +206,7 @@ def test_one_that_hangs_neither_slows_nor_keeps_the_run(
     assert board.shown == list(range(1, 2002))
 
 
-def test_a_run_that_is_preempted_hardly_waits(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_run_hardly_waits_for_observers(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PREEMPTED_S", 0.25)
     observers = board.start()
     board.fault("hangs")
@@ -217,7 +217,7 @@ def test_a_run_that_is_preempted_hardly_waits(board: Board, monkeypatch: pytest.
     assert "steps up to 0 of 1 (no end within 0 s)" in event["message"]
 
 
-def test_steps_of_before_a_kill_are_an_event(board: Board) -> None:
+def test_steps_kept_from_before_a_kill_are_an_event(board: Board) -> None:
     observers = board.start()
     for step in (1, 2, 3):
         board.step(observers, step)
@@ -245,7 +245,7 @@ def test_signals_to_all_processes_of_a_job_do_not_end_it(board: Board) -> None:
     assert not board.events
 
 
-def test_it_ends_with_the_run(board: Board) -> None:
+def test_an_observer_does_not_outlive_the_run(board: Board) -> None:
     """The run is killed: its end of the lifeline closes."""
     observers = board.start()
     child = observers._observers[0]._child

@@ -171,7 +171,7 @@ def sample(prompt: int, log_probs: list[float]) -> Sample:
     return Sample(tokens, np.array(log_probs, np.float32), versions, 1.0)
 
 
-def test_a_response_that_nothing_predicts_is_left_alone() -> None:
+def test_a_response_without_a_predicting_position_gets_no_log_prob() -> None:
     """A single token takes no room in a pack; here the pack is a dummy."""
     [[found]] = with_old_log_probs(DriftingPolicy(), [[sample(0, [-9])]], 6, None)  # type: ignore[arg-type]
     assert found.old_log_probs_R.tolist() == [0]

@@ -40,7 +40,7 @@ def test_a_run_that_forgets_the_reward_of_its_data_is_refused(tmp_path: Path) ->
     "card",
     [{"options": {"reward": "math_or_code"}}, {"options": {}}, {}, [], "no JSON", {"options": None}],
 )
-def test_other_cards_say_nothing_against_it(tmp_path: Path, card: object) -> None:
+def test_other_data_cards_are_no_objection(tmp_path: Path, card: object) -> None:
     assert load(tmp_path, "math", card) == 1
 
 

@@ -57,7 +57,7 @@ class OneSignNotes:
     ("shares", "noted"),
     [([0.9, 0.3], True), ([0.5, 0.5], False), ([0.9, None, 0.9], True), ([None], False), ([], False)],
 )
-def test_searches_that_balance_nothing_are_noted(shares: list[float | None], noted: bool) -> None:
+def test_one_sign_searches_are_an_event(shares: list[float | None], noted: bool) -> None:
     """Where more than half of a step's tokens had such a search; on rank 0."""
     notes, updates = OneSignNotes(), [{"bapo/one_sign_tokens": share} for share in shares]
     check_one_sign(7, updates, notes)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def config(run_dir: Path, reward: RewardConfig) -> RunConfig:
     ("function", "failed", "warned"),
     [("math", 0.0, True), ("math", -1.0, False), ("math", -2.0, False), ("mine.reward:score", 0.0, False)],
 )
-def test_failures_that_are_worth_more_than_wrong_responses_are_told(
+def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, failed: float, warned: bool
 ) -> None:
     reward = RewardConfig(function=function, wrong=-1.0, failed=failed)

@@ -29,7 +29,7 @@ def events(*accepted: str, certificate: dict[str, Any] | None = None) -> list[di
     return resume.check_restored(config, None, None, saved)  # type: ignore[arg-type]
 
 
-def test_a_difference_is_refused_with_the_flag_that_accepts_it() -> None:
+def test_a_resume_mismatch_is_refused_with_the_flag_that_accepts_it() -> None:
     with pytest.raises(ResumeError, match="the loaded state differs from the saved state") as refusal:
         events()
     assert str(refusal.value).splitlines() == [
@@ -41,14 +41,14 @@ def test_a_difference_is_refused_with_the_flag_that_accepts_it() -> None:
     ]
 
 
-def test_what_is_accepted_is_recorded() -> None:
+def test_an_accepted_resume_mismatch_is_an_event() -> None:
     assert events("step_000004:weights", "step_000004:canary") == [
         {"kind": "resume_mismatch_accepted", "checkpoint": "step_000004", "differences": FOUND}
     ]
 
 
 @pytest.mark.parametrize("accepted", ["step_000004:canary", "step_000004:optimizer"])
-def test_every_difference_must_be_named(accepted: str) -> None:
+def test_every_resume_mismatch_must_be_accepted_by_name(accepted: str) -> None:
     with pytest.raises(ResumeError, match="bits of the weights"):
         events(accepted)
 
@@ -58,7 +58,7 @@ def test_a_flag_that_was_left_on_accepts_nothing_of_a_later_checkpoint() -> None
         events("step_000002:canary", "step_000002:weights")
 
 
-def test_a_checkpoint_that_holds_no_digests_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_digests_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "fingerprint_differences", lambda *_: {})
     [event] = events(certificate={"canary": [1.0]})
     assert event["kind"] == "resume_check"

@@ -38,12 +38,12 @@ def config(tmp_path: Path) -> RunConfig:
     return replace(load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig), run_dir=tmp_path)
 
 
-def test_a_new_run_takes_what_the_environment_gives(config: RunConfig) -> None:
+def test_a_new_run_takes_the_environments_number_of_threads(config: RunConfig) -> None:
     pinned, event = pin_threads(config)
     assert (pinned.threads, event, torch.get_num_threads()) == (3, None, 3)
 
 
-def test_a_continuation_takes_what_the_run_began_with(config: RunConfig) -> None:
+def test_a_resumed_run_keeps_its_number_of_threads(config: RunConfig) -> None:
     store_config(replace(config, threads=2))
     pinned, event = pin_threads(config)
     assert pinned.threads == torch.get_num_threads() == 2
@@ -51,13 +51,13 @@ def test_a_continuation_takes_what_the_run_began_with(config: RunConfig) -> None
     assert (event["kind"], event["threads"], event["environment"]) == ("threads_kept", 2, 3)
 
 
-def test_a_number_that_is_asked_for_counts(config: RunConfig) -> None:
+def test_a_configured_number_of_threads_wins(config: RunConfig) -> None:
     store_config(replace(config, threads=2))
     pinned, event = pin_threads(replace(config, threads=1))
     assert (pinned.threads, event, torch.get_num_threads()) == (1, None, 1)
 
 
-def test_another_layout_chooses_anew(config: RunConfig) -> None:
+def test_another_layout_takes_the_environments_number_of_threads(config: RunConfig) -> None:
     store_config(replace(config, threads=2))
     pinned, event = pin_threads(replace(config, parallel=ParallelConfig(pipeline=2)))
     assert pinned.threads == torch.get_num_threads() == 3
@@ -67,7 +67,7 @@ def test_another_layout_chooses_anew(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(timeout_minutes=30), ParallelConfig(data=1)])
-def test_the_same_layout_in_other_words_keeps_them(config: RunConfig, parallel: ParallelConfig) -> None:
+def test_an_equal_layout_keeps_the_number_of_threads(config: RunConfig, parallel: ParallelConfig) -> None:
     store_config(replace(config, threads=2))
     assert pin_threads(replace(config, parallel=parallel))[0].threads == torch.get_num_threads() == 2
 
@@ -77,7 +77,7 @@ def test_more_replicas_are_another_layout(config: RunConfig) -> None:
     assert pin_threads(replace(config, parallel=ParallelConfig(data=2)))[0].threads == 3
 
 
-def test_on_a_gpu_only_a_number_that_is_asked_for_is_set(
+def test_on_a_gpu_only_a_configured_number_of_threads_is_set(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "has_cuda", lambda: True)

@@ -85,7 +85,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, made: FakeWandbRun) -> list[dict
     return inits
 
 
-def test_wandbs_server_says_where_it_goes_on(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_resumes_after_the_servers_last_step(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     [*inits] = fake_wandb(monkeypatch, FakeWandbRun(starting_step=0))
     assert WandbTracker(run).last_step("time/step_s") == -1  # step 0 is to come
     fake_wandb(monkeypatch, FakeWandbRun(starting_step=7))
@@ -93,7 +93,9 @@ def test_wandbs_server_says_where_it_goes_on(run: TrackedRun, monkeypatch: pytes
     assert not inits
 
 
-def test_wandbs_offline_files_say_where_it_goes_on(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_resumes_after_the_last_step_in_its_offline_files(
+    run: TrackedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of this run alone. A step counts for the metric that it has."""
     inits = fake_wandb(monkeypatch, FakeWandbRun(offline=True))
 
@@ -190,7 +192,7 @@ def test_trackio_is_asked_until_a_row_is_stored(
         tracker.write(5, STEP)
 
 
-def test_trackios_server_cannot_tell(run: TrackedRun, trackio: FakeTrackio) -> None:
+def test_trackios_server_gives_no_last_step(run: TrackedRun, trackio: FakeTrackio) -> None:
     trackio.url = "https://host"
     tracker = TrackioTracker(run)
     assert tracker.last_step("time/step_s") is None
@@ -321,7 +323,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(installed_trackers, "find_spec", find_spec)
 
 
-def test_trackers_that_are_not_installed_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_packages_are_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     only(monkeypatch)
     with pytest.raises(ConfigError, match="pip install tensorboard") as error:

@@ -193,7 +193,7 @@ class EndlessSampler:
     def checkpointed(self, oldest: int) -> None: ...
 
 
-def test_the_ranks_meet_while_groups_are_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_regularly_while_rank_0_waits_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     met = []
     told = lambda value: met.append(value) or value  # noqa: E731
     monkeypatch.setattr("bapo_megatron.trainer.flow_control.broadcast_from_main", told)
@@ -204,7 +204,7 @@ def test_the_ranks_meet_while_groups_are_in_the_making(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("step", "newest", "saved"), [(1, 0, []), (11, 10, []), (13, 10, [(12, 0)])])
-def test_a_run_without_engines_saves_what_it_has(
+def test_a_run_that_lost_its_engines_saves_a_checkpoint(
     step: int, newest: int, saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless there is a checkpoint of that moment, and before step 1 there is nothing to save."""
@@ -217,7 +217,7 @@ def test_a_run_without_engines_saves_what_it_has(
     assert [moment for moment, _ in run.checkpoints.begun] == saved  # type: ignore[attr-defined]
 
 
-def test_an_evaluation_is_waited_for_recorded_and_scored(
+def test_training_waits_for_an_evaluation_and_records_its_score(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Engines that were lost meanwhile get the present weights once more. By hand: 2 of 4 are right."""
@@ -256,7 +256,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bapo_megatron.trainer.checkpointing.state_fingerprint", lambda *_: {})
 
 
-def test_a_run_that_is_told_to_stop_while_it_waits_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption_while_waiting_for_the_sampler_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
     run, _ = run_with()
     run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
@@ -266,7 +266,7 @@ def test_a_run_that_is_told_to_stop_while_it_waits_saves_first(monkeypatch: pyte
     assert [moment for moment, _ in run.checkpoints.begun] == [(3, 0)]  # type: ignore[attr-defined]
 
 
-def test_a_step_that_is_cut_goes_on_behind_its_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_trained_step_resumes_after_its_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """What two processes make of a step, one after the other, is what one makes of it."""
     alone(monkeypatch)
     several: dict[str, Any] = {"reuse_epochs": 2, "updates_per_epoch": 2}

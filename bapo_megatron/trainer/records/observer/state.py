@@ -27,7 +27,7 @@ class TrackerState:
     evaluation: int = NOTHING
     """Last step whose evaluation the tracker has."""
     problem: str | None = None
-    """Why the last attempt failed."""
+    """Error of the last attempt; None after a success."""
     attempts: int = 0
     """Number of failed attempts."""
     kept: int | None = None

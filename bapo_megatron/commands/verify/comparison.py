@@ -1,4 +1,4 @@
-"""Comparison of two parallel layouts on one batch: one row for each quantity, upstream first."""
+"""Comparison of two parallel layouts on one batch: one row for each quantity, in the order of computation."""
 
 from __future__ import annotations
 

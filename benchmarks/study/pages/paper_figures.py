@@ -1,4 +1,4 @@
-"""Curves of the paper's figures, which benchmarks/paper_curves.py extracted from its PDF."""
+"""Loader of the paper's curves from the CSV files that benchmarks/paper_curves.py extracted from its PDF."""
 
 from __future__ import annotations
 

@@ -121,7 +121,6 @@ def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
     """The converter's commands, the copies they are compared with, and torch.distributed.checkpoint."""
     hf, megatron, output = folder / "hf", folder / "megatron", folder / "output"
     synced = ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +']
-    legacy = ["--to", "mp_rank", "--tp", "2"]
     return {
         _OF_HF: Candidate([*synced, hf, output]),
         "to-megatron": Candidate([*_TOOL, "to-megatron", hf, output], _OF_HF),
@@ -129,9 +128,6 @@ def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
         _OF_MEGATRON: Candidate([*synced, megatron, output]),
         "to-hf": Candidate([*_TOOL, "to-hf", megatron, output], _OF_MEGATRON),
         "reshard --grid 4": Candidate([*_TOOL, "reshard", megatron, output, "--grid", "4"], _OF_MEGATRON),
-        "reshard --to mp_rank --tp 2": Candidate(
-            [*_TOOL, "reshard", megatron, output, *legacy], _OF_MEGATRON
-        ),
         "cp -r of the HF folder": Candidate(["cp", "-r", hf, output], _OF_HF),
         "to-megatron through torch.distributed.checkpoint": Candidate(
             [*_ORACLE, "to-megatron", hf, output], _OF_HF, slow_rounds

@@ -13,7 +13,7 @@ usage: bapo-ckpt COMMAND ...
 
   to-megatron HF_DIR OUT      a Hugging Face folder as a torch_dist checkpoint of megatron-core
   to-hf CHECKPOINT OUT        a checkpoint of Megatron, or of a run, as a Hugging Face folder
-  reshard CHECKPOINT OUT      a checkpoint in another grid or padding, or as mp_rank folders
+  reshard CHECKPOINT OUT      a checkpoint with another grid of chunks or padding
   inspect PATH                what a checkpoint is: format, model, optimizer, sizes, keys
   verify A B                  whether two checkpoints, of any formats, are equal bit for bit
 

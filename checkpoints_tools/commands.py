@@ -163,25 +163,19 @@ class Verify:
 
 @dataclass(frozen=True)
 class Reshard:
-    """Rewrite a checkpoint in another grid of chunks, with another padding, or as legacy mp_rank folders.
+    """Rewrite a checkpoint in another grid of chunks, or with another padding of the vocabulary.
 
     The trainer loads torch_dist at any TP, PP, VPP, CP and DP as it is: that needs no reshard.
     """
 
     checkpoint: tyro.conf.Positional[Path]
-    """Its folder or one above it, of Megatron-LM or of a run; for --to mp_rank also a Hugging Face folder."""
+    """Its folder or one above it, of Megatron-LM or of a run."""
     out: tyro.conf.Positional[Path]
     """Folder to write; it appears when it is whole."""
-    to: Literal["torch_dist", "mp_rank"] = "torch_dist"
-    """Format to write."""
     grid: int = 8
-    """Pieces of each matrix, for torch_dist: the largest TP size at which a rank reads only its part."""
-    tp: int = 1
-    """Tensor-parallel ranks, for mp_rank."""
-    pp: int = 1
-    """Pipeline stages, for mp_rank."""
+    """Pieces of each matrix: the largest TP size at which a rank reads only its part."""
     vocab_multiple: int | None = None
-    """Pad the vocabulary to a multiple; without it torch_dist is not padded, and mp_rank to 128 x TP."""
+    """Pad the vocabulary to a multiple; without it, it is not padded."""
     weights_only: bool = False
     """Leave the optimizer behind."""
     hf_reference: Path | None = None
@@ -197,10 +191,7 @@ class Reshard:
         result = reshard(
             self.checkpoint,
             self.out,
-            self.to,
             self.grid,
-            self.tp,
-            self.pp,
             self.vocab_multiple,
             self.weights_only,
             self.hf_reference,

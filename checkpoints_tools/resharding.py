@@ -1,11 +1,9 @@
-"""The reshard: a checkpoint rewritten in another grid of chunks, with another padding, or in another
-format."""
+"""Reshard: a Megatron checkpoint rewritten as torch_dist, with another grid or vocabulary padding."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.parameter_map import hf_tensors
@@ -17,24 +15,17 @@ from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.formats.distcp import ChunkFiles
 from checkpoints_tools.formats.locate import LATEST, TRACKER
 from checkpoints_tools.formats.mp_rank import MpRank
-from checkpoints_tools.formats.mp_rank_writer import Ranks, plan_mp_rank
 from checkpoints_tools.formats.opening import OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.torch_dist import OPTIMIZER, OPTIMIZER_STATES, RESHARDABLE, TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 from checkpoints_tools.rewriting import common_for_stacked
-from checkpoints_tools.to_megatron import RELEASE, arguments, model_tensors
-
-Target = Literal["torch_dist", "mp_rank"]
-_MEGATRON_MULTIPLE = 128  # of Megatron-LM's vocabulary on each tensor rank, where nothing else is asked for
+from checkpoints_tools.to_megatron import RELEASE, arguments
 
 
 def reshard(
     checkpoint: Path,
     output: Path,
-    to: Target = "torch_dist",
     grid: int = 8,
-    tensor: int = 1,
-    pipeline: int = 1,
     vocabulary_multiple: int | None = None,
     weights_only: bool = False,
     reference: Path | None = None,
@@ -43,72 +34,52 @@ def reshard(
 ) -> Conversion:
     """Write ``output`` with a folder ``iter_XXXXXXX`` (``release`` without an iteration) and its tracker.
 
-    ``grid`` is for torch_dist: the pieces of each matrix. ``tensor`` and ``pipeline`` are for mp_rank: its
-    ranks. The vocabulary is padded to a multiple of ``vocabulary_multiple``; None pads it as Megatron-LM
-    would for mp_rank, and not at all for torch_dist. The optimizer goes along, unless ``weights_only``.
-    ConfigError, before anything is written, for one that cannot be converted, and CheckpointError for a
-    damaged source.
+    ``grid``: pieces of each matrix. The vocabulary is padded to a multiple of ``vocabulary_multiple``. The
+    optimizer is resharded, too, unless ``weights_only``. ConfigError, before anything is written, for an
+    optimizer that cannot be converted, and CheckpointError for a damaged source.
     """
     settings.check()
-    _check(to, grid, tensor, pipeline, vocabulary_multiple)
+    _check(grid, vocabulary_multiple)
     source = open_checkpoint(checkpoint, step, reference)
     output = check_output(output, settings.overwrite, [source.location.folder, source.reference])
-    _check_source(source, to, weights_only)
+    _check_source(source, weights_only)
     iteration = source.location.iteration
     name = RELEASE if iteration is None else f"iter_{iteration:07d}"
     root = temporary_folder(output)
-    # A Hugging Face folder may hold anything: these are all tensors of the model, and no others.
-    found = model_tensors(source.location.folder, source.shape) if source.content is None else source.tensors
-    tensors = {name: found[name] for name in hf_tensors(source.shape)}
-    if to == "mp_rank":
-        rows = _padded(source.shape.vocab, vocabulary_multiple or _MEGATRON_MULTIPLE * tensor)
-        ranks = Ranks(tensor, pipeline, rows)
-        plan = plan_mp_rank(
-            tensors, source.shape, root / name, ranks, arguments(source.shape), iteration or 0
-        )
-    else:
-        contents = _contents(source, weights_only)
-        contents = replace(contents, vocabulary_rows=_padded(source.shape.vocab, vocabulary_multiple or 1))
-        if contents.states:
-            tensors |= _optimizer_tensors(source)
-        plan = plan_torch_dist(tensors, source.shape, root / name, grid, contents)
+    tensors = {name: source.tensors[name] for name in hf_tensors(source.shape)}
+    contents = _contents(source, weights_only)
+    contents = replace(contents, vocabulary_rows=_padded(source.shape.vocab, vocabulary_multiple or 1))
+    if contents.states:
+        tensors |= _optimizer_tensors(source)
+    plan = plan_torch_dist(tensors, source.shape, root / name, grid, contents)
     plan.copied = carried_beside(source.reference, root / name)
     plan.last = {root / TRACKER: (RELEASE if iteration is None else str(iteration)).encode(), **plan.last}
     return convert(source.location.folder, tensors, plan, output, settings)
 
 
-def _check(to: str, grid: int, tensor: int, pipeline: int, multiple: int | None) -> None:
+def _check(grid: int, multiple: int | None) -> None:
     if not 1 <= grid <= 1024:
         raise ConfigError(f"--grid {grid}: give a number from 1 to 1024; 8 serves TP1 to TP8")
     if multiple is not None and multiple < 1:
         raise ConfigError(f"--vocab-multiple {multiple}: give a number above 0")
-    for flag, number in (("tp", tensor), ("pp", pipeline)):
-        if not 1 <= number <= 100:
-            raise ConfigError(f"--{flag} {number}: give a number from 1 to 100")
-    if to == "torch_dist" and (tensor, pipeline) != (1, 1):
-        raise ConfigError(
-            "--tp and --pp are for --to mp_rank: torch_dist is loaded at any TP and PP as it is"
-        )
 
 
-def _check_source(source: OpenedCheckpoint, to: str, weights_only: bool) -> None:
+def _check_source(source: OpenedCheckpoint, weights_only: bool) -> None:
     """ConfigError for an optimizer that would be lost, and for what another command does."""
     content, folder = source.content, source.location.folder
-    if content is None and to == "torch_dist":
+    if content is None:
         raise ConfigError(f"{folder} is a Hugging Face folder; bapo-ckpt to-megatron makes torch_dist of it")
     if weights_only:
         return
     without = "--weights-only converts the weights and leaves the optimizer behind"
     if isinstance(content, MpRank) and content.files.has_optimizer:
         raise ConfigError(f"{folder}: the optimizer of mp_rank folders is not converted; {without}")
-    if isinstance(content, TorchDist) and content.optimizer_format is not None:
-        if to == "mp_rank":
-            raise ConfigError(f"{folder}: its optimizer is not converted to mp_rank folders; {without}")
-        if not source.has_whole_optimizer:
-            raise ConfigError(
-                f"{folder}: its optimizer has the format {content.optimizer_format}, which only continues at "
-                f"the layout it was saved with. Load it there and save it as {RESHARDABLE}, or: {without}"
-            )
+    saved_as = content.optimizer_format if isinstance(content, TorchDist) else None
+    if saved_as is not None and not source.has_whole_optimizer:
+        raise ConfigError(
+            f"{folder}: its optimizer has the format {saved_as}, which only continues at "
+            f"the layout it was saved with. Load it there and save it as {RESHARDABLE}, or: {without}"
+        )
 
 
 def _contents(source: OpenedCheckpoint, weights_only: bool) -> Contents:

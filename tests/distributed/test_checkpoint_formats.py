@@ -249,54 +249,6 @@ def test_what_megatron_saves_for_each_rank_is_read_bitwise(
     assert found.written_at == sizes
 
 
-def load_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> list[str]:
-    """Load a rank's file as Megatron-LM does, into a policy whose weights are zero. What did not fit."""
-    policy = make_policy(folder, "bfloat16", parallel)
-    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
-    if parallel.pipeline > 1:
-        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
-    state = torch.load(path / name / "model_optim_rng.pt", weights_only=False)["model"]
-    [(_, model)] = megatron_checkpoint._named_chunks(policy._model)
-    # Our layers keep norms apart on the CPU, Transformer Engine's in the linear layers behind them. Its norms
-    # have a state, ours have none; tests/te loads the files as they are.
-    plain = {
-        key.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight").replace(
-            "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
-        ): value
-        for key, value in state.items()
-        if not key.endswith("layernorm._extra_state")
-    }
-    problems = []
-    own = model.state_dict()
-    for key in own.keys() | plain.keys():
-        if isinstance(own.get(key), torch.Tensor) and not torch.equal(own[key], plain[key]):
-            problems.append(f"{key} differs")
-    problems += [str(keys) for keys in model.load_state_dict(plain, strict=True) if keys]
-    return problems
-
-
-@pytest.mark.parametrize(
-    ("family", "tensor", "pipeline"),
-    slow_but([("qwen2", 2, 2), ("llama", 1, 4), ("llama", 2, 1)], ("llama", 2, 1)),
-)
-def test_megatron_loads_the_ranks_files_that_we_write(
-    family: str, tensor: int, pipeline: int, models: dict[str, Path], tmp_path: Path
-) -> None:
-    model, parallel = models[family], ParallelConfig(tensor=tensor, pipeline=pipeline)
-    run_layout(save_legacy, ParallelConfig(), model, ParallelConfig(), tmp_path / "iter_0000007")
-    reshard(
-        tmp_path / "iter_0000007",
-        tmp_path / "out",
-        "mp_rank",
-        tensor=tensor,
-        pipeline=pipeline,
-        vocabulary_multiple=1,
-        reference=model,
-    )
-    problems = run_layout(load_legacy, parallel, model, parallel, tmp_path / "out/iter_0000007")
-    assert problems == [[]] * (tensor * pipeline)
-
-
 def test_an_optimizer_of_one_layout_is_refused(
     models: dict[str, Path], samples: list[Sample], tmp_path: Path
 ) -> None:

@@ -20,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.errors import ConfigError
-from checkpoints_tools import cli, inspect_checkpoint, reshard, to_megatron
+from checkpoints_tools import cli, inspect_checkpoint, to_megatron
 from checkpoints_tools.archives.pickle_allow_list import load_pickle
 from checkpoints_tools.archives.torch_zip import read_archive
 from checkpoints_tools.formats.opening import open_checkpoint
 from tests.support.checkpoint_models import save_random_model
+from tests.support.legacy_checkpoints import save_legacy
 
 FILES = [
     "torch_dist/.metadata",
@@ -49,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root / "hf", "qwen2", files=2, num_attention_heads=2, num_key_value_heads=2, **small
     )
     to_megatron(hf, root / "made", grid=2)
-    reshard(hf, root / "made_legacy", "mp_rank", tensor=2, vocabulary_multiple=1)
+    save_legacy(hf, root / "made_legacy", tensor=2, multiple=1)
     (root / "made/release").rename(root / "torch_dist")
     (root / "made_legacy/release").rename(root / "legacy")
     step = root / "run/checkpoints/step_000120"

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.policy.megatron import MegatronPolicy
-from checkpoints_tools.resharding import reshard
 from checkpoints_tools.to_hf import to_hf
 from checkpoints_tools.to_megatron import to_megatron
 from tests.distributed.test_converted_checkpoints import load_converted
@@ -45,22 +44,6 @@ def load_checkpoint(other: Path, path: Path, parallel: ParallelConfig) -> dict[s
     """The weights of a policy that began as another model and loads ``path`` strictly."""
     policy = policy_of(other, parallel)
     load_converted(policy, path)
-    return exported(policy)
-
-
-def load_legacy(other: Path, path: Path, parallel: ParallelConfig) -> dict[str, torch.Tensor]:
-    """The same for a folder of mp_rank files: every rank loads its own, strictly."""
-    from megatron.core import parallel_state
-
-    policy = policy_of(other, parallel)
-    tensor = parallel_state.get_tensor_model_parallel_rank()
-    pipeline = parallel_state.get_pipeline_model_parallel_rank()
-    suffix = f"_{pipeline:03d}" if parallel.pipeline > 1 else ""
-    [file] = path.rglob(f"mp_rank_{tensor:02d}{suffix}/*.pt")
-    [chunk] = policy._model
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    chunk.load_state_dict(torch.load(file, weights_only=False)["model"], strict=True)
     return exported(policy)
 
 
@@ -100,8 +83,4 @@ def test_converted_checkpoints_load_strictly(
     other = save_tiny_model(family, tmp_path / "other", seed=2)
     to_megatron(folder, tmp_path / "megatron")
     for found in te.run(load_checkpoint, parallel, other, tmp_path / "megatron/release", parallel):
-        assert_equal(found, folder)
-    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
-    reshard(folder, tmp_path / "legacy", to="mp_rank", vocabulary_multiple=1, **sizes)
-    for found in te.run(load_legacy, parallel, other, tmp_path / "legacy", parallel):
         assert_equal(found, folder)

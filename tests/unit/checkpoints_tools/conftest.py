@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,13 +39,11 @@ def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["to_megatron", "to_hf", "reshard", "reshard to ranks"])
+@pytest.fixture(params=["to_megatron", "to_hf", "reshard"])
 def convert(request: pytest.FixtureRequest, model: Path, checkpoint: Path) -> Convert:
-    ranks: dict[str, Any] = {"to": "mp_rank", "tensor": 2, "pipeline": 3}
     conversions: dict[str, Convert] = {
         "to_megatron": lambda output, settings: to_megatron(model, output, settings=settings),
         "to_hf": lambda output, settings: to_hf(checkpoint, output, settings=settings),
         "reshard": lambda output, settings: reshard(checkpoint, output, grid=3, settings=settings),
-        "reshard to ranks": lambda output, settings: reshard(checkpoint, output, **ranks, settings=settings),
     }
     return conversions[request.param]

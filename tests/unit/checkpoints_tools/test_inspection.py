@@ -15,6 +15,7 @@ import torch
 from checkpoints_tools import cli, inspect_checkpoint, reshard, to_megatron
 from checkpoints_tools.inspection_text import as_text
 from tests.support.checkpoint_models import load_tensors, save_random_model
+from tests.support.legacy_checkpoints import save_legacy
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_what_the_writers_arguments_say(hf: Path, tmp_path: Path) -> None:
 
 
 def test_mp_rank_folders(hf: Path, tmp_path: Path) -> None:
-    reshard(hf, tmp_path / "legacy", "mp_rank", tensor=2, pipeline=3)
+    save_legacy(hf, tmp_path / "legacy", tensor=2, pipeline=3)
     found = inspect_checkpoint(tmp_path / "legacy")
     assert (found.format, found.optimizer) == ("mp_rank", None)
     assert found.written_at == {"tensor": 2, "pipeline": 3, "virtual": 1}

@@ -106,15 +106,11 @@ def test_a_32b_model_takes_less_than_128_mib(disk: Path) -> None:
     assert on_disk < 6e9, "most holes stay holes"
 
 
-def test_a_large_model_is_cut_and_compared_in_less_than_400_mib(disk: Path) -> None:
-    """As legacy files of TP8 x PP4, of which a rank's is smaller than a model but larger than memory.
-
-    With a quarter of a 32B model's layers: tensors are as large, all files together 40 times the limit.
-    """
-    hf, legacy, stored = disk / "hf", disk / "legacy", disk / "stored"
+def test_a_large_model_is_resharded_and_compared_in_less_than_400_mib(disk: Path) -> None:
+    """A quarter of a 32B model's layers: tensors are as large, all files together 40 times the limit."""
+    hf, megatron, stored = disk / "hf", disk / "megatron", disk / "stored"
     assert save_sparse_model(hf, layers=16) * 2 > 18e9
-    assert peak_mib(["reshard", hf, legacy, "--to", "mp_rank", "--tp", 8, "--pp", 4]) < 400
-    assert len(list(legacy.glob("release/mp_rank_*/model_optim_rng.pt"))) == 32
-    assert peak_mib(["reshard", legacy, stored, "--vocab-multiple", 1024]) < 400
+    assert peak_mib(["to-megatron", hf, megatron, "--grid", 4]) < 400
+    assert peak_mib(["reshard", megatron, stored, "--vocab-multiple", 1024]) < 400
     assert peak_mib(["inspect", stored, "--json"]) < 400
     assert peak_mib(["verify", hf, stored]) < 400

@@ -1,4 +1,4 @@
-"""Legacy mp_rank folders: bitwise round trips, files that torch loads, and errors for missing tensors."""
+"""Reader of legacy mp_rank folders: bitwise conversions, files beyond 4 GB, errors for missing tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from checkpoints_tools import to_hf
-from checkpoints_tools.archives import state_archive
 from checkpoints_tools.archives.torch_archive import stored_tensor
 from checkpoints_tools.archives.torch_zip import read_archive
 from checkpoints_tools.formats.mp_rank import MpRank
 from checkpoints_tools.formats.opening import open_checkpoint
 from checkpoints_tools.resharding import reshard
-from tests.support.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
+from tests.support.checkpoint_models import folder_bytes, save_random_model
+from tests.support.large_archive import state_archive
+from tests.support.legacy_checkpoints import save_legacy
 
 LAYOUTS = [(1, 1), (2, 1), (1, 3), (4, 3)]
 
@@ -31,12 +32,12 @@ def load(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("family", "dtype"), [("qwen2", "BF16"), ("qwen3", "F32"), ("llama", "F16")])
-def test_round_trips_give_the_same_files(
+def test_conversions_give_the_original_files(
     family: str, dtype: str, tied: bool, tensor: int, pipeline: int, tmp_path: Path
 ) -> None:
     files = 2 if dtype == "F32" else 1
     folder = save_random_model(tmp_path / "hf", family, dtype, files, tie_word_embeddings=tied)
-    reshard(folder, tmp_path / "legacy", "mp_rank", tensor=tensor, pipeline=pipeline)
+    save_legacy(folder, tmp_path / "legacy", tensor, pipeline)
     to_hf(tmp_path / "legacy", tmp_path / "back")
     assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
     reshard(tmp_path / "legacy", tmp_path / "torch_dist", grid=3)
@@ -44,75 +45,10 @@ def test_round_trips_give_the_same_files(
     assert folder_bytes(tmp_path / "again") == folder_bytes(folder)
 
 
-def test_torch_reads_each_ranks_shards(tmp_path: Path) -> None:
-    """By hand: TP2 of 8 heads on 4 KV groups, width 6; MLP 40; vocabulary 101, padded to 2 x 128."""
-    folder = save_random_model(tmp_path / "hf", tie_word_embeddings=True)
-    reshard(folder, tmp_path / "legacy", "mp_rank", tensor=2, pipeline=3)
-    root, tensors = tmp_path / "legacy/release", load_tensors(folder)
-    assert (tmp_path / "legacy/latest_checkpointed_iteration.txt").read_text() == "release"
-    assert sorted(path.name for path in root.glob("mp_rank*")) == [
-        f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(2) for pp in range(3)
-    ]
-    state = load(root / "mp_rank_01_002/model_optim_rng.pt")
-    assert (state["checkpoint_version"], state["iteration"]) == (3.0, 0)
-    assert (state["args"].tensor_model_parallel_size, state["args"].pipeline_model_parallel_size) == (2, 3)
-    assert (state["args"].padded_vocab_size, state["args"].num_layers) == (256, 3)
-    hf, mg = "model.layers.2.", "decoder.layers.0."
-    q, k, v = (tensors[f"{hf}self_attn.{x}_proj.weight"].view(4, -1, 48) for x in "qkv")
-    gate, up = (tensors[f"{hf}mlp.{x}_proj.weight"] for x in ("gate", "up"))
-    expected = {
-        f"{mg}self_attention.linear_qkv.layer_norm_weight": tensors[f"{hf}input_layernorm.weight"],
-        f"{mg}self_attention.linear_qkv.weight": torch.cat([q, k, v], 1)[2:].reshape(-1, 48),
-        f"{mg}self_attention.linear_proj.weight": tensors[f"{hf}self_attn.o_proj.weight"][:, 24:],
-        f"{mg}mlp.linear_fc1.layer_norm_weight": tensors[f"{hf}post_attention_layernorm.weight"],
-        f"{mg}mlp.linear_fc1.weight": torch.cat([gate[20:], up[20:]]),
-        f"{mg}mlp.linear_fc2.weight": tensors[f"{hf}mlp.down_proj.weight"][:, 20:],
-        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
-        "output_layer.weight": torch.zeros(128, 48, dtype=torch.bfloat16),  # rows 128 to 256: padding
-    }
-    for name, tensor in expected.items():
-        assert torch.equal(bits(state["model"][name]), bits(tensor)), name
-    first = load(root / "mp_rank_00_000/model_optim_rng.pt")["model"]
-    assert torch.equal(
-        bits(first["embedding.word_embeddings.weight"][:101]), bits(tensors["model.embed_tokens.weight"])
-    )
-    assert not first["embedding.word_embeddings.weight"][101:].any()
-    copy = load(root / "mp_rank_00_002/model_optim_rng.pt")["model"]["output_layer.weight"]
-    assert torch.equal(bits(copy), bits(first["embedding.word_embeddings.weight"]))
-    assert state["model"][f"{mg}mlp.linear_fc1._extra_state"] is None
-    assert state["model"]["decoder.final_layernorm._extra_state"] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor": 8}, "--tp 8 does not divide the model's KV groups of 4"),
-        ({"tensor": 0}, "--tp 0: give"),
-        ({"pipeline": 2}, "--pp 2 does not divide the model's 3 layers"),
-        ({"vocabulary_multiple": 0}, "--vocab-multiple 0"),
-        ({"tensor": 2, "vocabulary_multiple": 1}, "--tp 2 does not divide the model's vocabulary of 101"),
-    ],
-)
-def test_cuts_that_do_not_fit_are_refused(options: dict[str, int], message: str, tmp_path: Path) -> None:
-    folder = save_random_model(tmp_path / "hf")
-    with pytest.raises(ConfigError, match=message):
-        reshard(folder, tmp_path / "legacy", "mp_rank", **options)
-    assert not (tmp_path / "legacy").exists()
-
-
-def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
-    folder = save_random_model(tmp_path / "hf")
-    tensors = load_tensors(folder)
-    del tensors["model.norm.weight"]
-    save_tensors(folder, tensors)
-    with pytest.raises(CheckpointError, match="tensor model.norm.weight is missing"):
-        reshard(folder, tmp_path / "legacy", "mp_rank")
-
-
 @pytest.fixture
 def legacy(tmp_path: Path) -> Path:
     folder = save_random_model(tmp_path / "hf")
-    reshard(folder, tmp_path / "legacy", "mp_rank", tensor=2, pipeline=3)
+    save_legacy(folder, tmp_path / "legacy", tensor=2, pipeline=3)
     return tmp_path / "legacy/release"
 
 
@@ -217,7 +153,7 @@ def test_files_beyond_four_gigabytes(tmp_path: Path) -> None:
     """Their entries stand in the 64-bit extension; the file is sparse."""
     rows, columns = 600_000, 1024
     value = {str(i): stored_tensor("F32", (rows, columns), str(i)) for i in range(3)}
-    archive = state_archive.state_archive(value, [rows * columns * 4] * 3)
+    archive = state_archive(value, [rows * columns * 4] * 3)
     assert archive.payloads[2] > 2**32
     path = tmp_path / "model_optim_rng.pt"
     with path.open("wb") as file:
@@ -232,8 +168,3 @@ def test_files_beyond_four_gigabytes(tmp_path: Path) -> None:
     with path.open("rb") as stream:
         found = read_archive(stream, path, "state")
     assert [found[key].position for key in "012"] == archive.payloads
-
-
-def test_a_tensor_beyond_four_gigabytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use a higher TP"):
-        state_archive.state_archive({}, [2**32])

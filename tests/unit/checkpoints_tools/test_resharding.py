@@ -52,10 +52,10 @@ def test_padding_of_the_vocabulary_is_cut(stored: Path, tmp_path: Path) -> None:
 def test_reshard_refuses_what_another_command_does(stored: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a Hugging Face folder; bapo-ckpt to-megatron makes"):
         reshard(tmp_path / "hf", tmp_path / "out")
-    with pytest.raises(ConfigError, match="--tp and --pp are for --to mp_rank"):
-        reshard(stored, tmp_path / "out", tensor=2)
     with pytest.raises(ConfigError, match="--grid 0"):
         reshard(stored, tmp_path / "out", grid=0)
+    with pytest.raises(ConfigError, match="--vocab-multiple 0"):
+        reshard(stored, tmp_path / "out", vocabulary_multiple=0)
 
 
 def test_objects_beside_the_weights_are_carried_along(stored: Path, tmp_path: Path) -> None:
@@ -147,10 +147,6 @@ def test_the_optimizers_state_is_compared_and_resharded(tmp_path: Path) -> None:
     assert "117 tensors of the optimizer" in str(done)
     found = verify(second, tmp_path / "again")
     assert (found.equal, found.tensors) == (True, 4 * 39)
-    with pytest.raises(
-        ConfigError, match="its optimizer is not converted to mp_rank folders; --weights-only"
-    ):
-        reshard(second, tmp_path / "legacy", "mp_rank", reference=hf)
 
 
 def test_two_checkpoints_without_a_config_are_compared_with_a_third(stored: Path, tmp_path: Path) -> None:

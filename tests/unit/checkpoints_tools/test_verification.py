@@ -14,6 +14,7 @@ from bapo_megatron.errors import CheckpointError
 from checkpoints_tools import Settings, cli, reshard, to_megatron, verify
 from checkpoints_tools.core import copying
 from tests.support.checkpoint_models import load_tensors, save_random_model, save_tensors
+from tests.support.legacy_checkpoints import save_legacy
 
 LAYER = "model.layers.1."
 
@@ -27,7 +28,7 @@ def hf(tmp_path: Path) -> Path:
 def others(hf: Path, tmp_path: Path) -> dict[str, Path]:
     """The same model in other formats and cuts."""
     to_megatron(hf, tmp_path / "torch_dist", grid=3)
-    reshard(hf, tmp_path / "legacy", "mp_rank", tensor=2, pipeline=3)
+    save_legacy(hf, tmp_path / "legacy", tensor=2, pipeline=3)
     reshard(tmp_path / "torch_dist", tmp_path / "padded", grid=5, vocabulary_multiple=64)
     return {name: tmp_path / name for name in ("torch_dist", "legacy", "padded")}
 

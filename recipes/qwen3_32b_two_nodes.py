@@ -1,7 +1,7 @@
 """Recipe Qwen3-32B, 32k responses, on two nodes of eight 80 GB GPUs: one trains, one samples.
 
 The settings from the paper (arXiv 2510.18927, section 5.1) and from the model's card are in qwen3_32b.py.
-Different here: TP 8 on one node, the optimizer's state in host memory, which saves 49 GB of a GPU, and
+Chosen here: TP 8 on one node, the optimizer's state in host memory, which saves 49 GB of a GPU, and
 recomputation of attention and MLP. The node that trains needs 1.1 TB of host memory: 393 GB for the state, as
 much again while a checkpoint is written, and buffers.
 

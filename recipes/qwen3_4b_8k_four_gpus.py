@@ -1,7 +1,7 @@
 """Recipe Qwen3-4B-Instruct-2507, 8k responses, on four 80 GB GPUs of a node with colocated servers.
 
 The settings are those of qwen3_4b_8k.py, with their sources (the paper, arXiv 2510.18927, section 5.1, and
-the model's card); only the layout differs.
+the model's card). Chosen here: the layout.
 
     bapo plan recipes/qwen3_4b_8k_four_gpus.py
     sbatch --ntasks-per-node=4 --gpus-per-node=4 slurm/colocated.sbatch \\

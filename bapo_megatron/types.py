@@ -94,7 +94,7 @@ class Rollout:
     finish_reason: FinishReason
     reward: float
     loss_mask_R: np.ndarray | None = None
-    """Loss mask, bool: False for what is not trained on (a tool's output in the response). None: all True."""
+    """Loss mask, bool: False for tokens that are not trained on, such as a tool's output. None: all True."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,14 @@ class MicroBatch:
     rollout_log_prob_T: Annotated[Tensor, Column(torch.float32)]
     """log pi_rollout(label), by the engine that sampled it."""
     old_log_prob_T: Annotated[Tensor, Column(torch.float32)]
-    """log pi_old(label), the denominator of the loss's ratio: pi_rollout, or what the trainer itself said at
-    the beginning of the step."""
+    """log pi_old(label), the denominator of the loss's ratio: of pi_rollout, or of the trainer's policy at
+    the start of the step."""
     version_T: Annotated[Tensor, Column(torch.int32)]
     """Policy version that sampled the label."""
     sequence_T: Annotated[Tensor, Column(torch.int64, fill=-1)]
     """Index of the label's sequence among the ``sequences`` of the update, unique over packs and replicas.
 
-    The sum of a value over each sequence, of the tokens at hand, is
+    The sum of a value over each sequence, of this rank's and chunk's tokens, is
     ``value_T.new_zeros(batch.sequences + 1).index_add_(0, batch.sequence_T + 1, value_T)[1:]``.
     Under context parallelism a rank holds only some tokens of a sequence, and the output layer hands a loss
     only a chunk of them at a time. The index is the same everywhere, so such sums, as elements of a

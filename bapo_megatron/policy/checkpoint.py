@@ -214,5 +214,5 @@ def _separate_step_tensors(adam: torch.optim.Optimizer) -> None:
     for group in adam.param_groups:
         for parameter in group["params"]:
             if group.get("step") is None:
-                raise RuntimeError("the checkpoint does not say how many steps its optimizer has made")
+                raise RuntimeError("the checkpoint has no step count of its optimizer")
             adam.state[parameter]["step"] = torch.tensor(float(group["step"]))

@@ -52,7 +52,7 @@ def optimizer_problem() -> str | None:
 
 
 def attention_problem(dtype: torch.dtype) -> str | None:
-    """A missing attention kernel for ``dtype`` on this machine, with the fix; None if there is one.
+    """The lack of an attention kernel for ``dtype`` on this machine, with the fix; None if one exists.
 
     Transformer Engine's kernels for a layout and a GPU are checked later, by ``layers.layer_spec``.
     """

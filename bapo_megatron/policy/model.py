@@ -68,7 +68,7 @@ def transformer_config(
         # Compiled, SwiGLU keeps its input alone; on a CPU, where nothing is compiled, it is slower.
         bias_activation_fusion=has_cuda(),
         apply_rope_fusion=device.uses_transformer_engine(dtype),
-        # Kernels of apex, or for what these models do not have.
+        # Fusions that need apex, or a feature that these models lack.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

@@ -42,7 +42,7 @@ _SOFTMAX_LOGITS = 1 << 27
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The chunked output layer of one policy."""
+    """The chunked output layer of one policy: log-probs, entropies, and a loss with its gradient."""
 
     temperature: float
     """Temperature of the policy's distribution: divides the logits."""

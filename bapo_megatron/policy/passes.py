@@ -44,7 +44,7 @@ Evaluate = Callable[[Tensor, _Part], Tensor]
 
 
 class Passes:
-    """The passes of one model. ``wrapped``: chunks in DDP; ``last``: the bare chunk of the output layer."""
+    """The forward and backward passes of one model: its chunks in DDP, and the chunk of the output layer."""
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:
         self._model, self._last, self._head, self._device = wrapped, last, head, device
@@ -216,8 +216,7 @@ class Passes:
         return self._width(outputs, batches, loss.loss_of(sums))
 
     def _sum_over_ranks(self, outputs: list[Tensor], width: int) -> Tensor:
-        """All-reduce (sum) of the packs' vectors of length ``width``, those of the last stage and TP rank
-        0."""
+        """All-reduce (sum) of the packs' vectors of length ``width``, from the last stage and TP rank 0."""
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         counts = last and parallel_state.get_tensor_model_parallel_rank() == 0
         total = torch.zeros(width, dtype=torch.float64, device=self._device)

@@ -1,4 +1,4 @@
-"""An engine for tests that are not coroutines: an event loop in a thread, and calls that wait for it."""
+"""A blocking engine for synchronous tests: an event loop in a thread, and calls that wait for it."""
 
 from __future__ import annotations
 

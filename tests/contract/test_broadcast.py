@@ -1,4 +1,4 @@
-"""Weights by broadcast to real SGLang servers: what they compute with then, and what a failure leaves."""
+"""Weight broadcasts to real SGLang servers: the weights in use afterwards, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def send(
     at_bucket: Callable[[int], None] = lambda number: None,
     is_sent: IsSent | None = None,
 ) -> str:
-    """All of an update; the digest of the weights."""
+    """A whole update by broadcast; returns the digest of the weights."""
     number = 0
 
     def on_bucket(bucket: BucketSpec) -> Future[None]:
@@ -123,7 +123,7 @@ def send(
 
 
 def assert_computes_with(folder: Path, server: SglangServer, calls: Calls, version: int) -> None:
-    """Its log-probs are those of Hugging Face's model of ``folder``, and it says the version."""
+    """Check that log-probs equal those of Hugging Face's model in ``folder``, and the version."""
     assert calls.wait(server.weight_version()) == version
     for one in mixed_requests(5, temperature=0.6):
         answer = calls.wait(server.generate(one, f"{folder.name} {version} {one.request_id}"))
@@ -133,7 +133,7 @@ def assert_computes_with(folder: Path, server: SglangServer, calls: Calls, versi
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2"))
-def test_a_server_computes_with_the_weights_that_were_sent(
+def test_a_server_computes_with_the_broadcast_weights(
     family: str,
     servers: Servers,
     make_model: MakeModel,
@@ -150,7 +150,7 @@ def test_a_server_computes_with_the_weights_that_were_sent(
         assert_computes_with(folder, server, calls, version)
 
 
-def test_the_digest_tells_one_changed_element(
+def test_the_digest_detects_one_changed_element(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
@@ -168,14 +168,14 @@ def test_the_digest_tells_one_changed_element(
     assert send(sender, taking, calls, weights, 3) == first
 
 
-def test_a_server_that_keeps_one_old_tensor_is_noticed(
+def test_a_server_with_one_old_tensor_is_detected(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
     receivers: Callable[..., WeightReceivers],
     calls: Calls,
 ) -> None:
-    """It is alone: no other server's digest tells it."""
+    """A single server: there is no other digest to compare."""
     taking = receivers(servers.shared(make_model("qwen2")))
     open_group(sender, taking, calls)
     old, model = dict(tensors(make_model("qwen2", 1))), make_model("qwen2", 2)
@@ -193,7 +193,7 @@ def test_a_server_that_keeps_one_old_tensor_is_noticed(
     send(sender, taking, calls, [*new.items()], 3, is_sent=is_sent)
 
 
-def test_a_request_in_flight_goes_on_under_the_new_weights(
+def test_a_request_in_flight_continues_under_new_weights(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
@@ -222,7 +222,7 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_server_is_lost_half_way(
+def test_a_server_crash_during_a_broadcast_is_reported(
     signal_number: int,
     servers: Servers,
     make_model: MakeModel,
@@ -257,14 +257,14 @@ def test_a_server_is_lost_half_way(
     assert_computes_with(second, calls.server(kept), calls, 3)
 
 
-def test_a_server_that_cannot_join(
+def test_a_failed_join_is_reported(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
     receivers: Callable[..., WeightReceivers],
     calls: Calls,
 ) -> None:
-    """The group never forms; the server that waits in it is let go, and joins the next."""
+    """The group never forms; the waiting server is released, and joins the next group."""
     kept = servers.shared(make_model("qwen2"))
     gone = ServerProcess(["sleep", "0"], os.environ, "http://127.0.0.1:9", kept.log.with_name("gone.log"))
     with pytest.raises(BroadcastError, match=gone.url):
@@ -274,7 +274,7 @@ def test_a_server_that_cannot_join(
     send(sender, alone, calls, tensors(make_model("qwen2", 1)), 4)
 
 
-def test_a_server_refuses_a_shape(
+def test_a_server_refuses_a_wrong_shape(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
@@ -292,7 +292,7 @@ def test_a_server_refuses_a_shape(
     send(sender, taking, calls, weights, 6)
 
 
-def test_a_server_without_an_update_begun_refuses(
+def test_a_server_refuses_a_bucket_without_an_open_update(
     servers: Servers, make_model: MakeModel, calls: Calls
 ) -> None:
     server = calls.server(servers.shared(make_model("qwen2")))

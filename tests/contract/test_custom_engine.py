@@ -19,12 +19,12 @@ from .test_engine_contract import (  # noqa: F401  (collected here once more, fo
     test_greedy_takes_the_most_probable_token_and_reports_temperature_1,
     test_pause_and_resume,
     test_pause_holds_requests_in_flight,
-    test_requests_that_have_not_begun_return_no_token,
     test_segments_equal_the_uncut_response,
     test_stop_token_ends_and_is_included,
-    test_the_digest_tells_weights_apart_and_nothing_else,
+    test_the_digest_depends_on_the_weights_only,
     test_tokens_carry_the_version_that_sampled_them,
     test_tokens_do_not_depend_on_the_batch,
+    test_unsent_requests_return_no_token_after_an_abort,
 )
 
 

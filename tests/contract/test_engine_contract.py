@@ -1,4 +1,4 @@
-"""What every engine must do (``interfaces.Engine``), checked against Hugging Face's own forward pass."""
+"""The contract suite of every engine (``interfaces.Engine``), against Hugging Face's own forward pass."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def interrupted(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_log_probs_are_those_of_the_model(
+def test_log_probs_equal_the_models(
     start: Start, make_model: MakeModel, family: str, temperature: float
 ) -> None:
     folder = make_model(family)
@@ -130,7 +130,7 @@ def test_answers_come_in_order_with_plain_types(start: Start, make_model: MakeMo
         assert len(answer.token_ids_R) == len(answer.log_probs_R) == len(answer.versions_R)
 
 
-def test_length(start: Start, make_model: MakeModel) -> None:
+def test_finish_by_length(start: Start, make_model: MakeModel) -> None:
     answers = start(make_model("qwen2")).generate([request(n, new=n) for n in (1, 2, 9, 5)])
     assert [len(a.token_ids_R) for a in answers] == [1, 2, 9, 5]
     assert {a.finish_reason for a in answers} == {"length"}
@@ -301,7 +301,7 @@ def test_abort_returns_partial_tokens(start: Start, make_model: MakeModel) -> No
     assert_from_model(folder, [next(r for r in asked if r.request_id == begun[0].request_id)], begun[:1])
 
 
-def test_requests_that_have_not_begun_return_no_token(start: Start, make_model: MakeModel) -> None:
+def test_unsent_requests_return_no_token_after_an_abort(start: Start, make_model: MakeModel) -> None:
     engine = start(make_model("qwen2"))
     engine.pause()
     running = engine.begin([request(i, new=FOREVER) for i in range(8)])
@@ -378,7 +378,7 @@ def test_update_changes_the_distribution(start: Start, make_model: MakeModel, fa
     assert {v for a in answers for v in a.versions_R.tolist()} == {3}
 
 
-def test_the_digest_tells_weights_apart_and_nothing_else(start: Start, make_model: MakeModel) -> None:
+def test_the_digest_depends_on_the_weights_only(start: Start, make_model: MakeModel) -> None:
     old, new = make_model("qwen2"), make_model("qwen2", seed=7)
     engine = start(old)
     for version, model in enumerate((old, new, new, old), start=1):
@@ -505,7 +505,7 @@ def test_many_threads_at_once(start: Start, make_model: MakeModel) -> None:
         assert (np.diff(answer.versions_R) >= 0).all()
 
 
-def test_close_ends_what_runs(start: Start, make_model: MakeModel) -> None:
+def test_close_aborts_running_requests(start: Start, make_model: MakeModel) -> None:
     engine = start(make_model("qwen2"))
     running = engine.begin([request(new=FOREVER)])
     time.sleep(1)  # it is on its way to the engine: one that arrives later would be aborted by nobody

@@ -1,4 +1,4 @@
-"""A real SGLang server takes what ``bapo-ckpt`` has written."""
+"""A real SGLang server on a model that ``bapo-ckpt`` has exported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_engine_contract import assert_from_model, mixed_requests
 
 
 @pytest.mark.slow
-def test_a_server_on_an_export_samples_from_the_model_that_went_in(
+def test_a_server_on_an_export_samples_from_the_original_model(
     servers: Servers, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Through Megatron's format and back, in several files; transformers has the model as it was."""

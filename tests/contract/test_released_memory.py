@@ -30,7 +30,7 @@ def model(make_model: MakeModel) -> Path:
 
 @pytest.fixture
 def own(servers: Servers, model: Path, tmp_path: Path) -> Iterator[BlockingEngine]:
-    """On a server that a test may bring to its end."""
+    """A dedicated server, which the test crashes."""
     process = servers.start(model)
     process.wait_ready(600)
 
@@ -43,7 +43,7 @@ def own(servers: Servers, model: Path, tmp_path: Path) -> Iterator[BlockingEngin
 
 
 def test_a_server_sleeps_and_wakes_with_new_weights(own: BlockingEngine, make_model: MakeModel) -> None:
-    """In use when it has to go: what it has sampled comes back, and what wakes has no trace of it."""
+    """Released while requests run: their tokens come back, and nothing of them is left after the wake."""
     assert isinstance(own.engine, ReleasesMemory)
     for version in (1, 2):
         new = make_model("qwen2", seed=version)
@@ -85,8 +85,8 @@ def test_a_server_wakes_with_weights_from_the_memory_of_this_process(
 
 
 @pytest.mark.slow
-def test_a_server_that_has_not_slept_ends_when_it_is_woken(own: BlockingEngine, model: Path) -> None:
-    """Why nobody may guess whether a server sleeps: a wrong guess costs it."""
+def test_waking_a_server_that_has_not_slept_crashes_it(own: BlockingEngine, model: Path) -> None:
+    """A wake of a server that does not sleep crashes it, so its state must be known."""
     with pytest.raises(ServerError):
         own.wake(tensors(model), 1)
     assert not own.is_alive()

@@ -82,7 +82,9 @@ def assert_log_probs(folders: Sequence[Path], asked: GenerateRequest, answer: Ge
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_log_probs_are_those_of_the_model(stack: Stack, router: Node, temperature: float) -> None:
+def test_log_probs_through_the_router_equal_the_models(
+    stack: Stack, router: Node, temperature: float
+) -> None:
     asked = mixed_requests(12, temperature=temperature)
     answers = [future.result() for future in stack.send(router, asked)]
     for one, answer in zip(asked, answers, strict=True):
@@ -104,14 +106,14 @@ def test_ids_stop_tokens_and_versions_pass_through(stack: Stack, router: Node) -
     assert not set(answer.token_ids_R[:-1].tolist()) & set(stop)
 
 
-def test_a_refusal_comes_back_as_it_is(router: Node) -> None:
+def test_a_refusal_passes_through_unchanged(router: Node) -> None:
     too_long = payload(request("long", new=99999))
     status, answer = router.call("/generate", too_long)
     assert status == 400
     assert "maximum context length of 4096 tokens" in str(answer)
 
 
-def test_requests_that_are_aborted_at_the_servers_return_what_they_have(stack: Stack, router: Node) -> None:
+def test_requests_aborted_at_the_servers_return_their_tokens(stack: Stack, router: Node) -> None:
     asked = [request(f"a{number}", new=FOREVER) for number in range(4)]
     running = stack.send_begun(router, asked)
     stack.everywhere("/abort_request", {"abort_all": True})
@@ -159,7 +161,7 @@ def test_weights_change_at_the_servers_while_the_router_goes_on(
     assert late[0].result().versions_R.tolist() == [1] * 5
 
 
-def test_with_its_own_health_check_the_router_gives_paused_servers_up(stack: Stack) -> None:
+def test_the_routers_own_health_check_drops_paused_servers(stack: Stack) -> None:
     usual = stack.router("--policy", "round_robin")
     (begun,) = stack.send_begun(usual, [request("begun", new=400)])
     stack.everywhere("/pause_generation", {"mode": "retract"})
@@ -172,7 +174,7 @@ def test_with_its_own_health_check_the_router_gives_paused_servers_up(stack: Sta
     usual.process.stop(seconds=1)
 
 
-def test_the_doctor_tells_servers_from_a_router(stack: Stack, router: Node) -> None:
+def test_the_doctor_distinguishes_servers_from_a_router(stack: Stack, router: Node) -> None:
     shape = json.loads((stack.model / "config.json").read_text())
     urls = [server.process.url for server in stack.servers]
     recipe = RecipeFacts(
@@ -231,7 +233,7 @@ def test_cache_aware_keeps_the_responses_of_a_prompt_together(
     aware.process.stop(seconds=1)
 
 
-def test_what_a_dead_server_had_is_sampled_again_by_the_other(stack: Stack, router: Node) -> None:
+def test_requests_of_a_dead_server_are_resampled_by_the_other(stack: Stack, router: Node) -> None:
     """The last test: afterwards there is one server."""
     asked = [request(f"d{number}", new=1000) for number in range(4)]
     running = stack.send_begun(router, asked)

@@ -1,4 +1,4 @@
-"""What real SGLang servers say of their weights, beside what the trainer computes of those that it sent."""
+"""Verification of a weight sync on real SGLang servers: their tensor digests against the trainer's."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def digests_of(weights: Iterable[tuple[str, Tensor]], model: Path) -> SentDigest
 
 
 def matches(engine: BlockingEngine, sent: SentDigests, check: SentCheck) -> bool:
-    """Whether the engine has told, of its last weights, what was sent."""
+    """Whether the engine's reported digests of its last weights match those sent."""
     return check.is_sent(sent, engine.engine.name, engine.digests[-1])
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2"))
-def test_every_tensor_of_a_server_is_what_was_sent(
+def test_every_tensor_digest_of_a_server_matches_the_sent_one(
     family: str, servers: Servers, make_model: MakeModel
 ) -> None:
     events: list[tuple[str, Any]] = []
@@ -53,10 +53,10 @@ def test_every_tensor_of_a_server_is_what_was_sent(
     engine.close()
 
 
-def test_a_server_that_keeps_one_old_tensor_is_noticed_each_way(
+def test_a_server_with_one_old_tensor_is_detected_by_every_transport(
     servers: Servers, make_model: MakeModel
 ) -> None:
-    """Also one that has keys and values in each other's place. It is alone: nobody else's digest is there."""
+    """Also one with keys and values swapped. It is a single server: there is no other digest to compare."""
     engine = servers.engine(make_model("qwen2"))
     check = SentCheck(lambda kind, **fields: None)
     old, model = dict(tensors(make_model("qwen2", 1))), make_model("qwen2", 2)

@@ -91,7 +91,7 @@ def without(flags: list[str], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_every_recipes_servers_start_with_flags_that_sglang_takes(colocated: bool, tmp_path: Path) -> None:
+def test_sglang_accepts_the_server_flags_of_every_recipe(colocated: bool, tmp_path: Path) -> None:
     wanted = [one for one in variants(tmp_path) if one[1].rollout.sglang.colocated is colocated]
     assert wanted
     flags = wanted[0][2]

@@ -1,4 +1,4 @@
-"""A real SGLang server with the key of a run, and SGLang's router: without the key nobody can do anything."""
+"""API-key authentication of a real SGLang server and SGLang's router."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def server(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         process.stop(seconds=1)
 
 
-def test_without_the_key_nobody_samples_or_changes_weights(server: Keyed, tmp_path: Path) -> None:
+def test_sampling_and_weight_updates_need_the_key(server: Keyed, tmp_path: Path) -> None:
     url, known = server.process.url, KnownKey(read_key_file(server.folder / "api_key"), is_given=False)
 
     async def make() -> Engine:
@@ -147,7 +147,7 @@ def test_without_the_key_nobody_samples_or_changes_weights(server: Keyed, tmp_pa
     assert (call(url, "/ready"), call(url, "/health")) == (200, 200)
 
 
-def test_who_has_another_key_cannot_register(server: Keyed, tmp_path: Path) -> None:
+def test_a_client_with_another_key_cannot_register(server: Keyed, tmp_path: Path) -> None:
     """A job's shell registers a server when this command ends with 0."""
     make_key_file(tmp_path / "api_key")
     module = "bapo_megatron.rollout.engines.sglang_launch.api_key"
@@ -167,7 +167,7 @@ def test_the_key_is_neither_in_its_log_nor_in_the_list_of_processes(server: Keye
         assert server.key not in " ".join(one.cmdline()) + str(one.environ())
 
 
-def test_the_router_asks_for_the_key_and_hands_it_on(server: Keyed) -> None:
+def test_the_router_requires_and_forwards_the_key(server: Keyed) -> None:
     port, metrics = free_port(), free_port()
     command = [
         *(str(sglang_python()), str(ROUTER), "--host", "127.0.0.1", "--port", str(port)),

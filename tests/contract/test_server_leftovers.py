@@ -1,4 +1,4 @@
-"""A real server on its machine: no other user may reach its sockets, and nothing of it stays behind."""
+"""Cleanup and isolation of a real server: private sockets, and no leftover files or processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loose_umask() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("loose_umask")
-def test_a_killed_server_leaves_nothing_and_no_other_user_reaches_its_sockets(
+def test_a_killed_server_leaves_nothing_and_its_sockets_are_private(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     try:

@@ -114,7 +114,9 @@ def test_what_a_server_reserves_of_its_context(start: Callable[..., BlockingEngi
 
 
 @pytest.mark.slow
-def test_a_response_ends_where_config_json_says(start: Callable[..., BlockingEngine], model: Path) -> None:
+def test_a_response_ends_at_the_stop_tokens_of_config_json(
+    start: Callable[..., BlockingEngine], model: Path
+) -> None:
     """SGLang stops there, whatever a request asks for."""
     stops = stop_token_ids(model, type("Tokenizer", (), {"eos_token_id": 3}))
     assert stops == (3, END)
@@ -128,7 +130,7 @@ def test_a_response_ends_where_config_json_says(start: Callable[..., BlockingEng
 
 
 @pytest.mark.slow
-def test_tokens_in_place_are_of_the_weights_that_they_are_counted_to(
+def test_in_place_tokens_carry_the_version_that_sampled_them(
     start: Callable[..., BlockingEngine], model: Path, tmp_path: Path
 ) -> None:
     """The new weights differ in the output layer alone: keys and values of old tokens are right for both."""
@@ -158,7 +160,7 @@ def test_tokens_in_place_are_of_the_weights_that_they_are_counted_to(
         np.testing.assert_allclose(answer.log_probs_R, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_the_next_segment_finds_its_prefix_in_the_cache(servers: Servers, make_model: MakeModel) -> None:
+def test_the_next_segment_hits_the_prefix_cache(servers: Servers, make_model: MakeModel) -> None:
     """All of it but the last token, which was sampled and not read. So segments return to their server."""
     url = servers.shared(make_model("qwen2")).url
     ids = list(range(20, 40))

@@ -33,11 +33,11 @@ def times(run: Path) -> dict[str, int]:
 
 
 def test_with_the_same_settings_it_equals_the_other_run_bit_for_bit(whole: Path, tmp_path: Path) -> None:
-    """Prompts that the other run had in the making are among them. Nothing is written to the other run."""
+    """Prompts of the other run's unfinished groups are among them. Nothing is written to the other run."""
     before, run_dir = times(whole), tmp_path / "forked"
     output = finish(start(run_dir, f"--fork={whole}:4"))
     assert f"{run_dir}: forked from {whole} at step 4" in output
-    assert "prompts that were in the making are sampled again, first" in output
+    assert "unfinished groups are sampled again, first" in output
     assert "journal missing" not in output
     for log in ("metrics.jsonl", "updates.jsonl"):
         assert results(run_dir, log) == [row for row in results(whole, log) if row["step"] > 4]

@@ -22,7 +22,7 @@ WAITING_WORKERS = 2
 SHARES_SERVERS = (
     "tests/contract/test_engine_contract.py",
     "tests/contract/test_broadcast.py",
-    "tests/contract/test_server_limits.py::test_the_next_segment_finds_its_prefix_in_the_cache",
+    "tests/contract/test_server_limits.py::test_the_next_segment_hits_the_prefix_cache",
 )
 """The tests of these names that take an SGLang server take the same ones."""
 

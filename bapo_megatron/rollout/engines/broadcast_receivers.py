@@ -82,7 +82,7 @@ class WeightReceivers:
             raise EngineError(f"the engines have different weights after version {version}: {all_digests}")
         await self._on_all_engines(lambda engine: engine.set_version(version))
         await self._on_all_engines(lambda engine: engine.resume_after_update())
-        return str(digests[0])  # without the digests of single tensors, which nobody needs any more
+        return str(digests[0])  # without the digests of single tensors, which are not needed any more
 
     async def _on_all_engines(self, call: Callable[[ReceivesBroadcast], Coroutine[Any, Any, T]]) -> list[T]:
         """Run ``call`` on all engines at once; returns their results.

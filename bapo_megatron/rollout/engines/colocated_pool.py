@@ -17,7 +17,7 @@ from bapo_megatron.rollout.engines.slot import EngineSlot
 
 
 class ColocatedPool(EnginePool):
-    """An ``EnginePool`` of colocated engines (``ReleasesMemory``), all held at first.
+    """An ``EnginePool`` of colocated engines, which sleep while the policy trains; all are held at first.
 
         admit -> sample -> release -> (the policy trains; new weights are announced) -> wake -> admit -> ...
 
@@ -141,7 +141,9 @@ class ColocatedPool(EnginePool):
     async def _check(self, slot: EngineSlot, version: int) -> None:
         """Abort an engine's orphaned requests. EngineError if its weights are not of ``version``."""
         if (found := await slot.engine.weight_version()) != version:
-            raise EngineError(f"{slot.engine.name}: has weights {found}, and {version} are in no folder")
+            raise EngineError(
+                f"{slot.engine.name}: has weight version {found}, and {version} is in no folder"
+            )
         # Abort before resume: orphaned requests, which were sent again to other engines, must not sample on.
         await slot.engine.abort()
         await slot.engine.resume()

@@ -24,9 +24,8 @@ class CurrentWeights:
         """Load the weights into an engine, and verify version and digest; raises if they are wrong."""
         engine = slot.engine
         if not slot.is_up:
-            # Orphaned requests of an engine in quarantine: they were sent again to other engines, and nobody
-            # waits for their answers.
+            # Orphaned requests of an engine in quarantine: they were sent again to other engines.
             await engine.abort()
         await engine.load(self.folder, self.version, partial(self.quorum.confirm, engine.name))
         if (found := await engine.weight_version()) != self.version:
-            raise RuntimeError(f"says it has weights {found} after it was sent {self.version}")
+            raise RuntimeError(f"reports weight version {found} after a load of {self.version}")

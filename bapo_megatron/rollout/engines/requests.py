@@ -1,4 +1,4 @@
-"""Generation requests: their dataset, seeds, stop tokens, and validation.
+"""Generation requests to inference engines: their dataset, seeds, stop tokens, and validation.
 
 Requests are validated before they are sent, because an invalid token id can crash an engine.
 """

@@ -1,5 +1,4 @@
-"""Engine slots and routing: the state of one engine in the pool, and the choice of an engine for a request
-by prefix affinity and load."""
+"""Engine slots and routing: one engine's state in the pool, and the choice by prefix affinity and load."""
 
 from __future__ import annotations
 

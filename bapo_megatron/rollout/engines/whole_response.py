@@ -68,7 +68,7 @@ async def whole_response(
                 raise RunStopped(f"{losses} engines were lost with request {name!r}: {lost}") from lost
             continue
         except ValueError as error:  # any engine would refuse it
-            raise RunStopped(f"an evaluation cannot be made: {error}") from error
+            raise RunStopped(f"a request of an evaluation was refused: {error}") from error
         finally:
             slot.load -= 1
             slot = None

@@ -1,4 +1,4 @@
-"""The group sampler: the facade of the sampler process over state, journal, loop, dispatcher and batches."""
+"""The group sampler: prompts to durable step batches; it wires state, journal, loop and dispatcher."""
 
 from __future__ import annotations
 

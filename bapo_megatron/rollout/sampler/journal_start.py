@@ -56,7 +56,7 @@ def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) ->
         return JournalStart(Record("state", fields, {}), [], "fork_position", told)
     told = f"the dataset goes on after {state['taken']} prompts; {_told_again(again)}"
     if state["served"] > step:  # the other run had repeated steps, after a kill
-        told += f"; those that it had sampled for the steps {step + 1} to {state['served']} are left out"
+        told += f"; those that it had sampled for the steps {step + 1} to {state['served']} are skipped"
     return JournalStart(Record("state", fields, {}), _opened(again), "fork_position", told)
 
 
@@ -73,9 +73,9 @@ def _opened(again: list[tuple[int, int, int]] | None) -> list[Record]:
 def _told_again(again: list[tuple[int, int, int]] | None) -> str:
     if again is None:
         return (
-            "prompts that were in the making are left out: the checkpoint, of an earlier version, has no list"
+            "the prompts of unfinished groups are skipped: this checkpoint of an earlier version has no list"
         )
-    return f"{len(again)} prompts that were in the making are sampled again, first"
+    return f"the prompts of {len(again)} unfinished groups are sampled again, first"
 
 
 def _other_order(theirs: dict[str, Any], ours: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ class WeightBroadcast:
         try:
             group = SendingGroup(self._address, _GROUP_NAME, receivers, self._device, self._timeout_s)
         except (RuntimeError, ValueError) as error:
-            raise BroadcastError(f"no meeting point at {self._address}: {error}") from error
+            raise BroadcastError(f"no rendezvous at {self._address}: {error}") from error
         self._group = group
         try:
             # Both at once: the group forms only when the servers join, and they join only when it forms.
@@ -224,7 +224,7 @@ class BroadcastSync:
             broadcast.close()
             engines.tell("fail", reason).exception()  # the sync by disk restarts a dead sampler
             self._on_event({"kind": "broadcast_failed", "version": version, "reason": str(error)})
-            print(f"{reason}; trying from disk", flush=True)
+            print(f"{reason}; falling back to disk", flush=True)
             return reason
         return None
 

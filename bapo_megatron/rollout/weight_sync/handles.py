@@ -1,12 +1,12 @@
-"""Handles of tensors: bytes by which another process of this machine reads the memory that they lie in.
+"""Memory handles of tensors (CUDA IPC, POSIX shared memory), by which another process maps their memory.
 
-    GPU    CUDA IPC: the handle of the allocation, and the GPU's UUID, whatever number its reader knows it by
+    GPU    CUDA IPC: handle of the allocation, and UUID of the GPU (its number differs between processes)
     CPU    POSIX shared memory, by its name
 
-They are torch's own pickles of shared tensors, which SGLang loads with a list of allowed names. On a GPU
-torch counts the readers, and would keep for good what a reader has that dies. Here the owner knows when its
-memory was read, and readers count at a counter that nobody looks at. Nor do they wait for a CUDA event, of
-which torch opens one for each handle and closes none: what is shared has been written.
+A handle is torch's own pickle of a shared tensor, which SGLang loads with a list of allowed names. On a GPU
+torch counts references, and would leak the memory of a reader that dies. Here the owner knows when its memory
+was read, and readers decrement a dummy counter. They do not wait for a CUDA event either, of which torch
+opens one for each handle and closes none: the stream is synchronized before a handle is made.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 
 _OLD_S = 600.0
-"""Age of a file in shared memory that no hand-over uses any more."""
+"""Age of a stale shared-memory file, in seconds: longer than any hand-over."""
 _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-"""Names of what a reader rebuilds a GPU's tensor from."""
+"""Names of the arguments from which a reader rebuilds a GPU tensor."""
 
 
 def shareable(nbytes: int, device: torch.device) -> Tensor:
-    """A tensor of ``nbytes`` bytes (uint8) with any values, which ``handles_of`` can share.
+    """An uninitialized uint8 tensor of ``nbytes`` bytes in shareable memory, for ``handles_of``.
 
-    Not in a growing segment of CUDA's allocator: a process that may not trace this one cannot open it.
+    It is in no expandable segment of CUDA's allocator: a process that may not ptrace this one cannot map it.
     """
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -46,10 +46,11 @@ def shareable(nbytes: int, device: torch.device) -> Tensor:
 
 
 def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
-    """A pickle of names and handles of tensors in ``shareable`` memory, for one reader. It holds no data.
+    """A pickle of names and memory handles of tensors in ``shareable`` memory, without data, for one reader.
 
-    The memory must exist, and stay as it is, until the reader is done (``ipc.py``).
+    The memory must be kept, unchanged, until the reader has finished (``ipc.py``).
     """
+    # Readers wait for no event: the bytes must be written before the handle exists.
     if any(tensor.is_cuda for _, tensor in named):
         torch.cuda.current_stream().synchronize()
     written = io.BytesIO()
@@ -59,9 +60,9 @@ def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
 
 
 def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
-    """Remove the shared memory of this user's processes that were killed: nothing else frees a CPU's.
+    """Remove stale shared memory that this user's killed processes have left: on a CPU nothing else does.
 
-    Young files stay: they may be of a process in another namespace of numbers. A hand-over takes less.
+    Young files stay: they may belong to a process in another PID namespace.
     """
     for path in folder.glob("torch_*_*_*"):
         number = path.name.split("_")[1]
@@ -73,7 +74,7 @@ def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
 
 
 class _HandlePickler(ForkingPickler):
-    """Pickles tensors as handles. A GPU goes by its UUID: its reader may know it by another number."""
+    """A pickler of tensors as memory handles, with the GPU's UUID in place of its number."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -98,13 +99,13 @@ def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
 
 def _release_reader(handle: bytes, offset: int) -> None:
-    """Count a reader as done, as it would itself."""
+    """Decrement torch's reference count of a reader, as the reader itself would."""
     torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)
 
 
 @cache
 def _dummy_counter(device: int) -> dict[str, Any]:
-    """The counter of a tensor that is never freed, and lies in no growing segment: it is exported, too."""
+    """The dummy reference counter: of a tensor that is never freed; shareable, because readers map it."""
     tensor = shareable(4, torch.device("cuda", device))
     _never_freed.append(tensor)
     _, arguments = reductions.reduce_tensor(tensor)
@@ -116,8 +117,8 @@ _never_freed: list[Tensor] = []
 
 @contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Share a CPU's memory by its name within the block: a descriptor would have to go over a socket, with a
-    key that the reader does not have."""
+    """Share CPU memory by name within the block: a file descriptor would go over a socket, with a key that
+    the reader does not have."""
     before = get_sharing_strategy()
     set_sharing_strategy("file_system")
     try:
@@ -128,7 +129,7 @@ def _shared_by_name() -> Iterator[None]:
 
 @contextmanager
 def _fixed_segments() -> Iterator[None]:
-    """Let CUDA's allocator make segments that do not grow within the block."""
+    """Disable expandable segments of CUDA's allocator within the block."""
     settings = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if GROWING_SEGMENTS not in settings:
         yield

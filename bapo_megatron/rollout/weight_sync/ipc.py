@@ -120,7 +120,11 @@ class IpcSync:
             if self._failures[name] == _MOST_FAILURES:
                 self._failures[name] = -_PAUSE
                 self._record_event(
-                    {"kind": "handover_given_up", "engine": name, "reason": "its weights go by disk"}
+                    {
+                        "kind": "handover_given_up",
+                        "engine": name,
+                        "reason": "its weights are sent by disk for a while",
+                    }
                 )
         return taken
 

@@ -1,8 +1,8 @@
-"""Rank 0 of a process group whose other ranks are outside this run: the receivers of weights.
+"""The process group of a weight broadcast: this run is rank 0, the inference engines are the other ranks.
 
-The group stands beside the trainer's own. Whatever may block on a receiver happens in a thread of its own,
-so that the caller can stop waiting. gloo ends a wait at the group's timeout. NCCL waits for ever in a
-kernel, so there the thread watches the clock and aborts the group.
+It is separate from the trainer's own groups. Calls that may block on a receiver run in threads, so that the
+caller can time out. gloo ends a wait at the group's timeout. NCCL waits for ever in a kernel, so the thread
+enforces a deadline, and aborts the group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """``call`` in a thread that the end of the program does not wait for."""
+    """Run ``call`` in a daemon thread; returns its future."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -42,13 +42,13 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 class SendingGroup:
-    """The meeting point and, once all have joined, the group."""
+    """The sender's side of a broadcast group: its rendezvous store, and the group once all have joined."""
 
     def __init__(self, address: str, name: str, receivers: int, device: torch.device, timeout_s: float):
-        """Listen at a free port. ``address``: this machine, as the receivers reach it.
+        """Open the rendezvous store at a free port. ``address``: of this machine, as the receivers reach it.
 
-        ``receivers``: how many ranks there are besides this one. ``timeout_s``: the longest wait for all to
-        join, and for one broadcast.
+        ``receivers``: number of the other ranks. ``timeout_s``: longest wait for all to join, and for one
+        broadcast.
         """
         timeout = timedelta(seconds=timeout_s)
         # Made here and not by an init method: under torchrun those would join the agent's store instead.
@@ -61,17 +61,18 @@ class SendingGroup:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def form(self) -> Future[None]:
-        """Done when all have joined."""
+        """Form the group; done when all ranks have joined."""
         return in_thread(self._form, "weights-form")
 
     def broadcast(self, payload_B: Tensor) -> Future[None]:
-        """Done when the payload may be overwritten; the receivers may not have all of it yet."""
+        """Broadcast the payload; done when it may be overwritten, perhaps before all receivers have it."""
+        # Recorded here, not in the thread: the sending stream must wait for the caller's copies.
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
         return in_thread(lambda: self._broadcast(payload_B, ready), "weights-broadcast")
 
     def close(self) -> Future[None]:
-        """End the group, also in the middle of a broadcast; receivers that wait for its data fail."""
-        self._closing.set()
+        """Close the group, also during a broadcast: receivers that wait for its data fail."""
+        self._closing.set()  # first: a broadcast that waits, and a group that still forms, look at it
         return in_thread(self._close, "weights-close")
 
     def _form(self) -> None:
@@ -88,7 +89,7 @@ class SendingGroup:
             )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(place.world_size)}
         self._group = group
-        if self._closing.is_set():  # the last one joined too late
+        if self._closing.is_set():  # the last rank joined too late
             self._close()
 
     def _broadcast(self, payload_B: Tensor, ready: torch.cuda.Event | None) -> None:
@@ -100,14 +101,15 @@ class SendingGroup:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             work = dist.broadcast(payload_B, src=0, group=group, async_op=True)
-            work.wait()  # the stream waits, not this thread
+            work.wait()  # blocks the stream, not this thread
             sent = self._stream.record_event()
         deadline = time.monotonic() + self._timeout_s
         while not sent.query():
             if self._closing.is_set():
                 raise RuntimeError("the group was closed")
             if time.monotonic() > deadline:
-                group.abort()  # not left to the caller, who may wait for work of the GPU that is behind this
+                # Not left to the caller, which may itself wait for GPU work that is queued behind this.
+                group.abort()
                 raise TimeoutError(f"the broadcast did not end within {self._timeout_s:g} s")
             time.sleep(0.001)
 
@@ -120,7 +122,8 @@ class SendingGroup:
 
 @contextmanager
 def _without_nccl_watchdog() -> Iterator[None]:
-    """NCCL's watchdog ends a process whose receiver is gone; a group reads this variable when it is made."""
+    """Disable NCCL's watchdog for a group that is made within the block: it would kill this process when a
+    receiver dies. A group reads the variable when it is made."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"

@@ -60,7 +60,7 @@ def last_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (1, 9), (4, 8), (7, 40)])
-def test_queries_at_the_end_of_their_keys(queries: int, keys: int) -> None:
+def test_prefix_attention_agrees_with_a_dense_mask(queries: int, keys: int) -> None:
     generator = torch.Generator().manual_seed(keys)
     shapes = (2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8)
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
@@ -101,7 +101,9 @@ def flash_varlen_of_torch_2_11(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kernel", [None, flash_varlen, flash_varlen_of_torch_2_11])
-def test_chunks_of_all_ranks_make_the_whole(size: int, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_all_cp_ranks_equal_the_whole(
+    size: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kernel:
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     lengths = [8, 24, 0, 16]
@@ -116,7 +118,7 @@ def test_chunks_of_all_ranks_make_the_whole(size: int, kernel: Any, monkeypatch:
 
 
 @given(st.lists(st.integers(0, 500), max_size=40))
-def test_batches_hold_every_document_once_with_bounded_padding(lengths: list[int]) -> None:
+def test_padded_batches_hold_every_document_once_with_bounded_padding(lengths: list[int]) -> None:
     groups = groups_of_like_length(lengths)
     assert sorted(d for group in groups for d in group) == [d for d, n in enumerate(lengths) if n]
     for group in groups:

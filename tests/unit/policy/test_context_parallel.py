@@ -1,4 +1,4 @@
-"""Which positions a context-parallel rank holds, and attention over them."""
+"""Context parallelism: the positions of each rank, and the balance of causal work."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_position_is_held_once_and_the_causal_work_is_equal(chunks: list[i
     assert together[gathered_rows(bounds, size)].tolist() == list(range(bounds[-1]))
 
 
-def test_every_field_of_a_pack_is_cut_alike() -> None:
+def test_every_column_of_a_pack_is_sliced_alike() -> None:
     """The rule that keeps parallelism out of the algorithm: index one field, index them all."""
     layout = PackLayout(document_multiple=4, length_multiple=4)
     [pack] = pack_samples(random_samples(5, seed=2), 400, layout=layout)

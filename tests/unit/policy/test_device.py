@@ -1,4 +1,4 @@
-"""What the device needs, said before a run begins."""
+"""Device checks before a run: attention kernels, Transformer Engine, apex; and the gradient norm on a CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, release: str, transformer_engine: bo
         ("3.0.0", False, "bfloat16", False),
     ],
 )
-def test_attention_of_a_gpu(
+def test_missing_attention_kernels_of_a_gpu_are_reported(
     release: str, transformer_engine: bool, dtype: str, missing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu(monkeypatch, release, transformer_engine)
@@ -41,7 +41,7 @@ def test_attention_of_a_gpu(
         assert "install transformer-engine[pytorch], or a newer torch" in problem
 
 
-def test_transformer_engine_is_for_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_needs_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     assert device.uses_transformer_engine(torch.bfloat16)
@@ -50,7 +50,7 @@ def test_transformer_engine_is_for_half_precision(monkeypatch: pytest.MonkeyPatc
     assert not device.uses_transformer_engine(torch.bfloat16)
 
 
-def test_a_cpu_lacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_needs_no_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_cuda", lambda: False)
     assert device.attention_problem(torch.bfloat16) is None
 
@@ -65,12 +65,12 @@ def norm_of() -> Callable[[list[torch.Tensor]], float]:
     return lambda tensors: float(clip_grads.l2_norm_impl(2048, overflow, [tensors], False)[0])
 
 
-def test_the_norm_of_gradients_by_hand(norm_of: Callable[[list[torch.Tensor]], float]) -> None:
+def test_the_gradient_norm_by_hand(norm_of: Callable[[list[torch.Tensor]], float]) -> None:
     assert norm_of([torch.tensor([[1.0, 2.0], [4.0, 0.0]]), torch.tensor([2.0, 0.0])]) == 5.0
 
 
 @pytest.mark.integration
-def test_the_norm_of_thirty_million_gradients_is_that_of_float64(
+def test_the_norm_of_thirty_million_gradients_equals_float64(
     norm_of: Callable[[list[torch.Tensor]], float],
 ) -> None:
     """Whole, and at each split; float32 would make it 0.16 % smaller when whole, and less so when split."""
@@ -86,8 +86,8 @@ def test_the_norm_of_thirty_million_gradients_is_that_of_float64(
 PLAYED = Path(__file__).parents[2] / "support/played_apex"
 
 
-def test_apex_is_nvidias_where_it_has_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyPI's package of that name has none; it is not imported to find that out."""
+def test_apex_is_recognized_by_its_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's package of that name has no optimizers; the check does not import it."""
     assert not has_apex()
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex/__init__.py").write_text("raise RuntimeError('imported')")
@@ -110,7 +110,7 @@ def test_apex_is_nvidias_where_it_has_optimizers(tmp_path: Path, monkeypatch: py
 def test_apex_without_its_kernels_is_refused(
     gpu: bool, packages: set[str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where megatron would take its FusedAdam, which then raises when it is made."""
+    """Megatron would choose its FusedAdam, which raises when it is made."""
     monkeypatch.setattr(device, "has_cuda", lambda: gpu)
     monkeypatch.setattr(device, "has_apex", lambda: "apex" in packages)
     monkeypatch.setattr(device, "find_spec", lambda name: object() if name in packages else None)

@@ -1,4 +1,4 @@
-"""AdamW on the host: its numbers by hand and against the literal algorithm, and the order of its copies."""
+"""The CPU-offloaded AdamW: steps by hand and against the literal algorithm, bucketing, order of copies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_the_first_step_by_hand() -> None:
 
 @pytest.mark.parametrize("bucket", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_literal_algorithm(bucket: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_equal_the_literal_adamw(
+    bucket: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) in float64, five steps of parameters of all sizes."""
     monkeypatch.setattr(host_optimizer, "BUCKET", bucket)
     draws = np.random.default_rng(0)
@@ -67,7 +69,7 @@ def test_the_literal_algorithm(bucket: int, dtype: torch.dtype, monkeypatch: pyt
         assert torch.equal(one.weights, one.master.to(dtype))
 
 
-def test_buckets_by_hand() -> None:
+def test_bucketing_by_hand() -> None:
     """At most 5 elements, or one shard that is larger; a type of weights each."""
     shards = [shard([0.0] * size) for size in (2, 3, 1, 9, 4)] + [shard([0.0], torch.bfloat16)]
     found = [[len(s.master) for s in bucket] for bucket in buckets_of(shards, 5)]
@@ -75,7 +77,7 @@ def test_buckets_by_hand() -> None:
     assert buckets_of([], 5) == []
 
 
-def test_weights_of_several_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_several_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each type has buffers of its own: the third bucket would else be rounded in the first one's."""
     monkeypatch.setattr(host_optimizer, "BUCKET", 1)
     types = (torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16)
@@ -147,7 +149,7 @@ def test_no_buffer_is_used_before_its_last_copy_is_done(monkeypatch: pytest.Monk
     assert all(math.isclose(one.weights.item(), 0.9, rel_tol=1e-5) for one in shards)
 
 
-def test_cores_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_count_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """48 cores and 8 ranks: six each, for the step alone."""
     said: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

@@ -34,7 +34,7 @@ def squared(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
     return torch.stack([loss, batch.mask_T.sum(), stats.entropy_T.sum()])
 
 
-def test_by_hand() -> None:
+def test_log_prob_and_entropy_by_hand() -> None:
     """Logits (2 ln 3, 0) at temperature 2 are ln 3 and 0: probabilities 3/4 and 1/4."""
     hidden, weight = torch.tensor([[2.0]]), torch.tensor([[math.log(3.0)], [0.0]])
     log_prob, entropy = OutputHead(2.0, 8).stats(hidden, weight, torch.tensor([1]))
@@ -82,7 +82,7 @@ def test_agrees_with_float64_autograd(chunk: int, temperature: float) -> None:
     torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=5e-5, atol=2e-5)
 
 
-def test_blocks_of_the_softmax_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_softmax_block_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = torch.randn(9, 4), torch.randn(6, 4)
     labels = torch.arange(9) % 6
     whole = OutputHead(1.0, 9).stats(hidden, weight, labels)
@@ -152,7 +152,7 @@ def language_model_like(tokens: int = 200) -> tuple[torch.Tensor, torch.Tensor, 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("chunk", [64, 4096])
-def test_bfloat16_log_probs_are_those_of_sglang(temperature: float, chunk: int) -> None:
+def test_bfloat16_log_probs_equal_sglangs(temperature: float, chunk: int) -> None:
     """The same logits to the bit; log-probs to float32's rounding of logits of up to 64 / 0.6."""
     hidden, weight, labels = language_model_like()
     head = OutputHead(temperature, chunk)
@@ -166,7 +166,7 @@ def test_bfloat16_log_probs_are_those_of_sglang(temperature: float, chunk: int) 
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_servers_without_the_flag_would_differ(temperature: float) -> None:
+def test_log_probs_of_servers_without_fp32_head_differ(temperature: float) -> None:
     """Logits rounded to bfloat16, as without --enable-fp32-lm-head: ten thousand times that gap."""
     hidden, weight, labels = language_model_like()
     rounded = engine_log_probs(hidden, weight, labels, temperature, fp32_head=False)
@@ -175,7 +175,7 @@ def test_servers_without_the_flag_would_differ(temperature: float) -> None:
     assert gap.max() > 0.05
 
 
-def test_a_temperature_divides_the_finished_float32_logits() -> None:
+def test_temperature_divides_float32_logits() -> None:
     """Not the matmul's factor 1 / t, which rounds otherwise: 3 / 0.6 is 5, and 3 * (1 / 0.6) is not."""
     hidden, weight = torch.tensor([[3.0]]), torch.tensor([[1.0]])
     [(*_, logits)] = OutputHead(0.6, 1)._logits(hidden, weight)
@@ -183,7 +183,7 @@ def test_a_temperature_divides_the_finished_float32_logits() -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 50])
-def test_bfloat16_gradients_are_rounded_at_their_end(chunk: int) -> None:
+def test_bfloat16_gradients_are_rounded_once(chunk: int) -> None:
     """Against float64 autograd: within a few roundings of bfloat16 (1/256) of the whole gradient's size."""
     hidden, weight, labels = language_model_like(50)
     batch = batch_of(labels, torch.linspace(0.3, 3.0, 50))
@@ -197,7 +197,7 @@ def test_bfloat16_gradients_are_rounded_at_their_end(chunk: int) -> None:
         assert (ours.double() - exact).norm() < exact.norm() / 256
 
 
-def test_the_logits_of_a_pack_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logits_of_a_whole_pack_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of the pass has more rows of the vocabulary than a chunk."""
     seen: list[int] = []
 
@@ -235,7 +235,7 @@ def real_vocabulary(entries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("chunk", [1, 4, 6])
 @pytest.mark.parametrize("entries", REAL_VOCABULARIES)
-def test_a_real_vocabulary_is_summed_as_in_float64(entries: int, chunk: int) -> None:
+def test_sums_at_a_real_vocabulary_equal_float64(entries: int, chunk: int) -> None:
     hidden, weight, labels = real_vocabulary(entries)
     log_prob_TV = weight.t().double().log_softmax(1)
     entropy_T = -(log_prob_TV.exp() * log_prob_TV).sum(1)
@@ -249,7 +249,7 @@ def test_a_real_vocabulary_is_summed_as_in_float64(entries: int, chunk: int) -> 
 
 
 @pytest.mark.parametrize("entries", REAL_VOCABULARIES)
-def test_gradients_at_a_real_vocabulary_are_those_of_float64(entries: int) -> None:
+def test_gradients_at_a_real_vocabulary_equal_float64(entries: int) -> None:
     hidden, weight, labels = real_vocabulary(entries)
     batch = batch_of(labels, torch.linspace(0.3, 3.0, 6))
     wide_hidden, wide_weight = (x.double().requires_grad_() for x in (hidden, weight))
@@ -267,7 +267,7 @@ def test_gradients_at_a_real_vocabulary_are_those_of_float64(entries: int) -> No
 
 
 @pytest.mark.parametrize("chunk", [2, 50])
-def test_rows_are_those_of_a_smaller_pack(chunk: int) -> None:
+def test_selected_rows_equal_a_smaller_pack(chunk: int) -> None:
     """Logits of the named rows alone; the gradient of the others is zero."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.tensor([0, 3, 4, 7, 8])

@@ -28,7 +28,7 @@ def heads(tokens: int, count: int = 3, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, count, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def test_by_hand() -> None:
+def test_rotation_by_hand() -> None:
     """d = 4 and base 100: frequencies 1 and 1/10. At position 2 the pairs turn by 2 and by 0.2."""
     x = torch.tensor([[[1.0, 0.0, 0.0, 3.0]]])
     turned = rotate(x, Rotary(4, 100.0, None).table(torch.tensor([2])))
@@ -76,7 +76,7 @@ def literal(x_LHD: torch.Tensor, angle_LF: torch.Tensor) -> torch.Tensor:
     return torch.cat(turned.unbind(-1), -1)
 
 
-def test_the_gradient_is_that_of_the_matrix_product() -> None:
+def test_the_gradient_equals_that_of_the_rotation_matrix() -> None:
     table = Rotary(DIM, 1e4, None).table(torch.arange(9))
     ours, wide = heads(9).requires_grad_(), heads(9).double().requires_grad_()
     angle = torch.atan2(table.sin_LF.double(), table.cos_LF.double())

@@ -1,4 +1,4 @@
-"""What a checkpoint may unfold to."""
+"""The size limits of the safe checkpoint reader (decompression bombs)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def nested(depth: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("value", [nested(60), [torch.zeros(1 << 20)] * 300], ids=["lists", "one tensor"])
-def test_references_that_unfold_without_bound(value: list[Any], tmp_path: Path) -> None:
+def test_unbounded_references_are_refused(value: list[Any], tmp_path: Path) -> None:
     file = tmp_path / "common.pt"
     torch.save(value, file)
     with pytest.raises(CheckpointError, match=r"common\.pt unfolds to more than it holds"):
         check_size(read(file), file)
 
 
-def test_what_a_run_stores_is_small(tmp_path: Path) -> None:
+def test_a_runs_own_records_are_within_the_limit(tmp_path: Path) -> None:
     file = tmp_path / "common.pt"
     torch.save({"rng": [torch.get_rng_state()] * 64, "args": {str(n): n for n in range(10_000)}}, file)
     check_size(read(file), file)
 
 
-def test_records_that_copy_one_tuple_again_and_again() -> None:
+def test_repeated_copies_of_one_tuple_are_refused() -> None:
     count = 5_000
     items = b"(" + b"K\x01" * count + b"tq\x00"
     calls = b"".join(b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nh\x00R0" for _ in range(count))

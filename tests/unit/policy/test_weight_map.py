@@ -1,4 +1,4 @@
-"""Which pipeline stage holds which parameter."""
+"""The weight map: the pipeline stage of each parameter."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ WEIGHT = "decoder.layers.{layer}.mlp.linear_fc1.weight"
         (2, 4, [0, 1, 0, 1, 0, 1, 0, 1]),
     ],
 )
-def test_layers_lie_in_chunks_that_are_dealt_out_in_turn(
-    stages: int, virtual: int, expected: list[int]
-) -> None:
+def test_layer_chunks_are_assigned_to_stages_in_turn(stages: int, virtual: int, expected: list[int]) -> None:
     assert [stage_of((WEIGHT, layer), 8, stages, virtual) for layer in range(8)] == expected
 
 
@@ -34,5 +32,5 @@ def test_layers_lie_in_chunks_that_are_dealt_out_in_turn(
         ("output_layer.weight", 3),
     ],
 )
-def test_ends_of_the_model_lie_on_the_first_and_the_last_stage(name: str, stage: int) -> None:
+def test_embedding_is_on_the_first_stage_and_head_on_the_last(name: str, stage: int) -> None:
     assert stage_of((name, None), 8, 4, 1) == stage

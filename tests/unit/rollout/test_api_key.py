@@ -61,7 +61,7 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def access(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The launcher's module, imported as SGLang's environment does it: its folder on the path."""
+    """The launcher's ``access`` module, imported as in SGLang's environment: with its folder on the path."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import access as found
 
@@ -73,7 +73,7 @@ def access(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 # --- the file
 
 
-def test_the_key_of_a_run_is_random_and_read_by_its_user_alone(tmp_path: Path) -> None:
+def test_the_key_is_random_and_its_file_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         file = servers_key_file(config_in(tmp_path / "run"))
@@ -88,7 +88,7 @@ def test_the_key_of_a_run_is_random_and_read_by_its_user_alone(tmp_path: Path) -
     assert [path.name for path in file.parent.iterdir()] == ["api_key"]
 
 
-def test_of_many_that_make_the_key_at_once_one_wins(tmp_path: Path) -> None:
+def test_one_of_many_concurrent_key_makers_wins(tmp_path: Path) -> None:
     def make(_number: int) -> str:
         make_key_file(tmp_path / "api_key")
         return read_key_file(tmp_path / "api_key").value
@@ -98,7 +98,9 @@ def test_of_many_that_make_the_key_at_once_one_wins(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_made_on_a_file_system_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def link(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -110,7 +112,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
-def test_a_key_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_key_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -121,7 +123,7 @@ def test_a_key_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
-def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     file = write_key(tmp_path / "api_key", mode=mode)
     with pytest.raises(ConfigError, match=f"has mode {mode:04o}.*chmod 600") as raised:
         known_key(SglangConfig(), tmp_path)
@@ -131,7 +133,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> No
 
 
 @pytest.mark.parametrize("text", ["", "short", "with a space in it, and long", "x" * 600, "zwölf" * 9])
-def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+def test_an_invalid_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
     write_key(tmp_path / "api_key", text)
     with pytest.raises(ConfigError, match="must hold one line of 16 to 512") as raised:
         known_key(SglangConfig(), tmp_path)
@@ -146,7 +148,9 @@ def test_a_folder_or_a_pipe_is_no_key(tmp_path: Path) -> None:
         known_key(SglangConfig(api_key_file=tmp_path / "none"), tmp_path)
 
 
-def test_which_key_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_given_key_has_precedence_over_the_runs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The recipe's file, else the environment's, else the run's own, else none."""
     assert known_key(SglangConfig(), tmp_path) is None
     own = write_key(tmp_path / "api_key")
@@ -167,7 +171,7 @@ def test_a_key_in_the_flags_is_refused(tmp_path: Path, flag: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--grpc-port=1", "--grpc-mode", "--smg-grpc-mode", "--encoder-only"])
-def test_a_server_beside_the_key_is_refused(tmp_path: Path, flag: str) -> None:
+def test_flags_that_do_not_go_with_an_api_key_are_refused(tmp_path: Path, flag: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --.*does not go with an API key"):
         config_in(tmp_path, flags=(flag,)).check()
 
@@ -224,7 +228,7 @@ def test_no_log_record_shows_the_key(
 
 
 class Asgi:
-    """An ASGI server's part: what the middleware answers to one connection, or that it let it pass."""
+    """A fake ASGI server: the middleware's answer to one connection, or that it passed the connection on."""
 
     def __init__(self, access: ModuleType) -> None:
         self.passed: list[str] = []
@@ -234,7 +238,7 @@ class Asgi:
         self.passed.append(scope.get("path", scope["type"]))
 
     def call(self, path: str, *authorization: str, kind: str = "http", query: str = "") -> Any:
-        """The status, and the body; None if it passed."""
+        """Status and body of the middleware's answer; None if it passed the call on."""
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -283,8 +287,8 @@ def test_each_endpoint_asks_for_the_key(access: ModuleType, path: str) -> None:
     assert asgi.passed == [path, path]
 
 
-def test_what_is_open(access: ModuleType) -> None:
-    """Whether it takes requests; the server's own start and end. Web sockets are not."""
+def test_readiness_and_liveness_need_no_key(access: ModuleType) -> None:
+    """Readiness and ASGI lifespan events need no key; web sockets do."""
     asgi = Asgi(access)
     assert asgi.call("/ready") is None
     assert asgi.call("", kind="lifespan") is None
@@ -305,7 +309,7 @@ def test_a_file_system_without_modes_holds_no_key(tmp_path: Path, monkeypatch: p
 
 
 def test_a_server_on_both_families_proves_its_ipv4_address() -> None:
-    """It listens on ::, and its own end of a connection over IPv4 is ::ffff:127.0.0.1."""
+    """A server that listens on :: has the address ::ffff:127.0.0.1 in an IPv4 connection."""
     seen = []
 
     async def run() -> str:
@@ -327,7 +331,7 @@ def test_a_server_on_both_families_proves_its_ipv4_address() -> None:
     assert seen == ["::ffff:127.0.0.1"]
 
 
-def test_the_proof_of_a_server(access: ModuleType) -> None:
+def test_the_proof_by_hand(access: ModuleType) -> None:
     """HMAC-SHA256 of the nonce and of the server's own address; worked out here without our function."""
     nonce = "0123456789abcdef" * 2
     text = f"bapo-megatron {nonce} 10.0.0.7 30000".encode()
@@ -339,8 +343,8 @@ def test_the_proof_of_a_server(access: ModuleType) -> None:
     assert proof_of(KEY, nonce, "10.0.0.8", 30000) != expected.decode()
 
 
-def test_a_run_from_before_the_key_continues(tmp_path: Path) -> None:
-    """Its configuration lacks the new fields; the key is made at its next start."""
+def test_a_run_without_a_key_file_continues(tmp_path: Path) -> None:
+    """A configuration without the new fields is accepted; the key is made at the next start."""
     config = config_in(tmp_path)
     store_config(config)
     stored = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The client of SGLang servers: to whom it sends the key of the run, and what it says where it does not."""
+"""Authorization at SGLang servers: which servers are sent the run's key, and the errors if one is not."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ KEY, OTHER = "k" * 43, "o" * 43
 
 
 class Server:
-    """A stand-in for an SGLang server, which answers every call of a client as if it had been done."""
+    """A fake SGLang server, which answers every call with success."""
 
     def __init__(self, key: str | None, proves: bool = True, asks: bool = True) -> None:
         self.key, self.proves, self.asks = key, proves, asks
         self.hangs_up = 0
-        """So many calls end without an answer."""
+        """Number of calls whose connection is closed without an answer."""
         self.relay: str | None = None
-        """Address of another server, which it asks for proofs."""
+        """Address of another server, to which requests for proofs are relayed."""
         self.seen: list[tuple[str, str | None]] = []
-        """Paths and authorizations that came."""
+        """Paths and authorization headers of the received calls."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._runner, self.url = self.do(self._start())
@@ -125,7 +125,7 @@ def ask(server: Server, key: KnownKey | None, required: bool = False, call: str 
 
 
 def test_every_call_carries_the_key(serve: Callable[..., Server], tmp_path: Path) -> None:
-    """And none is served without it."""
+    """A call without the key is refused."""
     server = serve(KEY)
     request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 1, ()))
     group = BroadcastGroup("127.0.0.1", 1, "g", 2, "gloo")
@@ -154,7 +154,7 @@ def test_every_call_carries_the_key(serve: Callable[..., Server], tmp_path: Path
         assert not isinstance(outcome, BaseException), outcome
 
 
-def test_the_runs_key_goes_to_no_server_that_does_not_prove_it(
+def test_the_runs_own_key_is_sent_only_after_a_proof(
     serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
 ) -> None:
     genuine, other_key, unknown, thief = serve(KEY), serve(OTHER), serve(OTHER, proves=False), serve(None)
@@ -173,8 +173,8 @@ def test_the_runs_key_goes_to_no_server_that_does_not_prove_it(
     assert KEY not in printed + str(raised.value)
 
 
-def test_a_proof_of_another_server_is_none(serve: Callable[..., Server]) -> None:
-    """A program that has taken a server's port hands the nonce on to a server that has the key."""
+def test_a_relayed_proof_of_another_server_is_rejected(serve: Callable[..., Server]) -> None:
+    """An impostor on a server's port relays the nonce to a server that has the key."""
     genuine, thief = serve(KEY), serve("anything")
     thief.relay = genuine.url
     assert asyncio.run(ask_proof(genuine.url, KEY, 20.0)) == "proved"
@@ -184,7 +184,7 @@ def test_a_proof_of_another_server_is_none(serve: Callable[..., Server]) -> None
     assert thief.keys_seen == {None}
 
 
-def test_a_key_that_the_user_names_goes_to_the_servers_of_the_recipe(serve: Callable[..., Server]) -> None:
+def test_a_given_key_is_sent_to_every_server_of_the_recipe(serve: Callable[..., Server]) -> None:
     """SGLang without our launcher proves nothing."""
     plain = serve(KEY, proves=False)
     assert ask(plain, known(is_given=True)) == 0
@@ -193,7 +193,7 @@ def test_a_key_that_the_user_names_goes_to_the_servers_of_the_recipe(serve: Call
     assert OTHER not in str(raised.value)  # the server has sent it back
 
 
-def test_a_server_that_asks_for_no_key_is_refused_if_the_recipe_says_so(
+def test_require_api_key_refuses_a_server_without_authentication(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     opened, closed = serve(None), serve(KEY)
@@ -210,7 +210,7 @@ def test_a_server_that_asks_for_no_key_is_refused_if_the_recipe_says_so(
     check_keys_asked(SglangConfig(urls=(closed.url,), require_api_key=True))
 
 
-def test_who_answers_after_a_failure_must_prove_it_anew(serve: Callable[..., Server]) -> None:
+def test_the_proof_is_repeated_after_a_failed_connection(serve: Callable[..., Server]) -> None:
     server = serve(KEY)
 
     def proofs() -> int:
@@ -233,7 +233,7 @@ def test_who_answers_after_a_failure_must_prove_it_anew(serve: Callable[..., Ser
     assert server.seen[-1] == ("/model_info", None)
 
 
-def test_a_key_that_is_made_later_is_found(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_key_made_after_the_client_is_found(serve: Callable[..., Server], tmp_path: Path) -> None:
     """A trainer with `urls` may start before the first `bapo rollout-server`, which makes the run's key."""
     server = serve(KEY)
     path = tmp_path / "api_key"
@@ -269,7 +269,7 @@ def test_a_redirect_is_not_followed(serve: Callable[..., Server]) -> None:
     assert server.seen[-1][0] == "/moved"
 
 
-def test_the_proof_in_a_shell(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_the_command_line_verifies_a_proof(serve: Callable[..., Server], tmp_path: Path) -> None:
     """As slurm/task.sh asks for it before it registers a server."""
     key_file = tmp_path / "api_key"
     key_file.write_text(KEY)

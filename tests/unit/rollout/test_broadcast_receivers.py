@@ -1,4 +1,4 @@
-"""The engines' side of a weight broadcast: order, ranks, digests, and who takes part."""
+"""The receivers of a weight broadcast: order of calls, ranks, digests, and the engines that take part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
 
 
-def test_what_receives() -> None:
+def test_which_engines_receive_broadcasts() -> None:
     assert isinstance(ReceivingEngine("a"), ReceivesBroadcast)
     assert not isinstance(ScriptedEngine(mixed), ReceivesBroadcast)
     limits: Any = None
@@ -41,7 +41,7 @@ def test_what_receives() -> None:
     assert isinstance(SglangEngine(server, limits), ReceivesBroadcast)
 
 
-def test_every_step_is_done_by_all_before_the_next() -> None:
+def test_all_engines_finish_a_call_before_the_next_begins() -> None:
     calls: list[str] = []
 
     async def go() -> None:
@@ -59,7 +59,7 @@ def test_every_step_is_done_by_all_before_the_next() -> None:
     assert len(calls) == 14
 
 
-def test_other_weights_are_not_sampled_from() -> None:
+def test_no_engine_samples_from_weights_with_a_wrong_digest() -> None:
     calls: list[str] = []
     wrong = ReceivingEngine("b", calls=calls)
     wrong.digest = "other"
@@ -73,7 +73,7 @@ def test_other_weights_are_not_sampled_from() -> None:
 
 
 @pytest.mark.parametrize("step", ["begin", "receive w in weights", "end", "version 5", "resume"])
-def test_whatever_an_engine_raises_is_an_engine_error(step: str) -> None:
+def test_any_exception_of_an_engine_becomes_an_engine_error(step: str) -> None:
     bad = ReceivingEngine("bad")
     bad.fails_at = step
 
@@ -95,7 +95,7 @@ async def in_pool(engines: list[Engine]) -> tuple[EnginePool, PoolBroadcast, lis
     return pool, PoolBroadcast(pool, EngineConfig()), events
 
 
-def test_engines_that_cannot_receive_are_lost() -> None:
+def test_engines_that_cannot_receive_go_into_quarantine() -> None:
     async def go() -> None:
         can = ReceivingEngine("can")
         pool, broadcast, events = await in_pool([can, ScriptedEngine(mixed, "cannot")])

@@ -1,4 +1,4 @@
-"""Weights cut into buckets, with sizes worked out by hand."""
+"""Buckets of weights: sizes by hand, round trip, double buffering, memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cut(weights: list[tuple[str, Tensor]], size: int) -> list[tuple[tuple[str, .
 
 
 def unpacked(bucket: Bucket) -> dict[str, Tensor]:
-    """What a receiver makes of it: each tensor a view of the bytes, in its type, where it lies."""
+    """The receiver's tensors: views of the payload in their dtypes."""
     found, start = {}, 0
     spec = bucket.spec
     for name, dtype, shape in zip(spec.names, spec.dtypes, spec.shapes, strict=True):
@@ -45,7 +45,7 @@ def test_a_bucket_is_filled_to_its_last_byte() -> None:
     ]
 
 
-def test_no_later_tensor_fills_a_gap() -> None:
+def test_tensors_keep_their_order_over_buckets() -> None:
     # 12; 12 + 12 > 20; 12 + 4 = 16. Receivers may rely on the order.
     assert cut([numbered("a", 3), numbered("b", 3), numbered("c", 1)], 20) == [
         (("a",), 12, False),
@@ -53,7 +53,7 @@ def test_no_later_tensor_fills_a_gap() -> None:
     ]
 
 
-def test_a_tensor_larger_than_a_bucket_travels_alone_and_is_not_copied() -> None:
+def test_a_tensor_larger_than_a_bucket_is_sent_alone_without_a_copy() -> None:
     large = numbered("large", 6)
     weights = [numbered("a", 1), large, numbered("b", 1), numbered("exact", 4)]
     assert cut(weights, 16) == [
@@ -66,7 +66,7 @@ def test_a_tensor_larger_than_a_bucket_travels_alone_and_is_not_copied() -> None
     assert borrowed.payload_B.data_ptr() == large[1].data_ptr()
 
 
-def test_types_are_mixed_where_they_are_aligned() -> None:
+def test_dtypes_share_a_bucket_if_aligned() -> None:
     half = torch.bfloat16
     # 2 x 2 = 4 bytes, aligned for float32: 4 + 8 = 12; 3 x 2 more = 18, which is not: a new bucket.
     weights = [
@@ -80,7 +80,7 @@ def test_types_are_mixed_where_they_are_aligned() -> None:
     assert cut(weights, 100) == [(("a", "b", "c"), 18, False), (("d", "e"), 5, False), (("f",), 2, False)]
 
 
-def test_what_a_receiver_is_told() -> None:
+def test_the_spec_of_a_bucket() -> None:
     weights = [("a", torch.zeros(2, 3, dtype=torch.bfloat16)), ("b", torch.zeros(())), ("c", torch.zeros(0))]
     [bucket] = Buckets(100, CPU).cut(weights)
     types = ("bfloat16", "float32", "float32")
@@ -88,12 +88,12 @@ def test_what_a_receiver_is_told() -> None:
     assert bucket.payload_B.dtype == torch.uint8
 
 
-def test_no_weights_no_bucket() -> None:
+def test_no_weights_give_no_bucket() -> None:
     assert cut([], 8) == []
 
 
 @pytest.mark.parametrize("size", [1, 8, 20, 64, 1000])
-def test_receivers_get_every_tensor_whatever_the_size(size: int) -> None:
+def test_every_tensor_round_trips_at_any_bucket_size(size: int) -> None:
     torch.manual_seed(0)
     weights = {
         "a": torch.randn(3, 5),
@@ -109,7 +109,7 @@ def test_receivers_get_every_tensor_whatever_the_size(size: int) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
-def test_one_buffer_is_sent_while_the_other_fills() -> None:
+def test_double_buffering() -> None:
     """The iterator's tensor is overwritten at each step, as a gathered one may be."""
     shared = torch.empty(2)
 
@@ -126,7 +126,7 @@ def test_one_buffer_is_sent_while_the_other_fills() -> None:
     assert [tensor.tolist() for found in seen for tensor in found.values()] == [[n, n] for n in range(4)]
 
 
-def test_memory_is_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_by_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     empty = torch.empty
 
@@ -145,7 +145,7 @@ def test_memory_is_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [16, 16, 16]
 
 
-def test_a_cut_that_was_broken_off_leaves_nothing() -> None:
+def test_an_aborted_push_leaves_no_tensor_in_the_buffers() -> None:
     cutter = Buckets(100, CPU)
     whole = cutter.cut([numbered("a", 3), numbered("b", 30)])
     next(whole)
@@ -157,8 +157,8 @@ def test_a_cut_that_was_broken_off_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("fails_at", [0, 1])
-def test_a_rank_that_cannot_copy_gathers_on_to_the_end_of_its_bucket(fails_at: int) -> None:
-    """Its next tensor needs all ranks: one that stopped at once would leave the others in its gathering."""
+def test_a_failed_copy_is_raised_at_the_end_of_the_bucket(fails_at: int) -> None:
+    """All ranks gather the next tensor: one that stopped at once would leave the others waiting."""
     gathered: list[str] = []
     calls = 0
 

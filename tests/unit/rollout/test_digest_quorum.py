@@ -1,4 +1,4 @@
-"""Which digest of an engine's weights is right, and who has to load again."""
+"""The digest quorum: which digest of a weight version is right, and which engines must load again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Told = tuple[str, str]
 
 
 def told(*rounds: Sequence[Told]) -> list[list[BaseException | None]]:
-    """What becomes of engines that tell these digests at once, in each round."""
+    """The outcome for engines that report these digests at once, in each round."""
 
     async def tell(quorum: DigestQuorum, digests: Sequence[Told]) -> list[BaseException | None]:
         for engine, _ in digests:
@@ -30,7 +30,7 @@ def told(*rounds: Sequence[Told]) -> list[list[BaseException | None]]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])
-def test_two_of_three_are_right(order: tuple[int, int, int]) -> None:
+def test_two_of_three_engines_form_a_quorum(order: tuple[int, int, int]) -> None:
     engines = [("a", "x"), ("b", "y"), ("c", "x")]
     (found,) = told([engines[place] for place in order])
     assert [engines[place][0] for place, one in zip(order, found, strict=True) if one] == ["b"]
@@ -40,23 +40,23 @@ def test_two_of_three_are_right(order: tuple[int, int, int]) -> None:
     assert "b: y" in str(wrong)
 
 
-def test_where_no_two_agree_nobody_is_right_and_all_may_try_again() -> None:
+def test_without_two_equal_digests_all_fail_and_may_retry() -> None:
     first, second = told([("a", "x"), ("b", "y")], [("a", "x"), ("b", "x")])
     assert all(first)
     assert second == [None, None]
 
 
-def test_one_alone_is_right_and_those_who_come_later_are_held_to_it() -> None:
+def test_a_single_engine_sets_the_digest_for_later_ones() -> None:
     first, second, third = told([("a", "x")], [("b", "x")], [("c", "y")])
     assert first == second == [None]
     assert all(third)
 
 
-def test_a_digest_of_before_does_not_vouch_for_the_same_engine() -> None:
+def test_an_engines_earlier_digest_does_not_count_with_its_new_one() -> None:
     assert all(told([("a", "x"), ("b", "y")], [("a", "x")])[1])  # b's y still stands
 
 
-def test_who_has_no_company_waits_for_those_who_load() -> None:
+def test_an_engine_without_a_match_waits_for_loading_engines() -> None:
     async def check() -> None:
         quorum = DigestQuorum(60.0)
         quorum.expect("a")
@@ -70,7 +70,7 @@ def test_who_has_no_company_waits_for_those_who_load() -> None:
     asyncio.run(check())
 
 
-def test_but_not_for_ever() -> None:
+def test_the_wait_for_loading_engines_has_a_limit() -> None:
     async def check() -> None:
         quorum = DigestQuorum(0.05)
         quorum.expect("a")

@@ -1,4 +1,4 @@
-"""Engines that fail in every way: the others go on, and the lost one comes back when it is whole again."""
+"""The engine pool: engines that fail in every way go into quarantine, and recover; the others go on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refuse(_request: GenerateRequest) -> None:
     raise ConnectionRefusedError("refused")
 
 
-def test_the_run_goes_on_with_the_others(tmp_path: Path) -> None:
+def test_a_run_continues_without_a_failed_engine(tmp_path: Path) -> None:
     async def check() -> None:
         bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
         bad.trouble, bad.ready = refuse, True
@@ -46,8 +46,8 @@ def test_the_run_goes_on_with_the_others(tmp_path: Path) -> None:
     run(check())
 
 
-def test_requests_of_a_lost_engine_go_to_others_at_once(tmp_path: Path) -> None:
-    """It hangs, then one request fails: those that hang there do not wait for their deadline."""
+def test_requests_of_a_lost_engine_are_resent_at_once(tmp_path: Path) -> None:
+    """The engine hangs, then one request fails: its other requests do not wait for their deadlines."""
 
     async def check() -> None:
         bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
@@ -68,7 +68,7 @@ def test_requests_of_a_lost_engine_go_to_others_at_once(tmp_path: Path) -> None:
     run(check())
 
 
-def test_an_engine_that_falls_silent_is_lost(tmp_path: Path) -> None:
+def test_a_silent_engine_goes_into_quarantine(tmp_path: Path) -> None:
     """As with SIGSTOP: connections open, nothing is answered."""
 
     async def check() -> None:
@@ -92,7 +92,7 @@ def test_an_engine_that_falls_silent_is_lost(tmp_path: Path) -> None:
     run(check())
 
 
-def test_an_update_that_hangs_does_not_hold_the_others(tmp_path: Path) -> None:
+def test_a_hanging_weight_load_does_not_block_other_engines(tmp_path: Path) -> None:
     async def check() -> None:
         bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
         world = World(tmp_path, [bad, good])
@@ -123,9 +123,7 @@ def test_the_deadline_of_a_load_grows_with_its_bytes(tmp_path: Path) -> None:
     assert load_seconds(tmp_path / "none", 600) == 600
 
 
-def test_an_engine_that_reads_from_a_slow_disk_does_not_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_disk_does_not_count_as_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load of 1.5 s, where 1 s is allowed and a minute for 6 GB; a busy machine may answer late."""
     monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=60.0))
 
@@ -152,7 +150,7 @@ def test_an_engine_that_reads_from_a_slow_disk_does_not_hang(
 
 
 @pytest.mark.parametrize("lie", ["after the update", "in its tokens"])
-def test_an_engine_that_lies_about_its_weights_is_lost(tmp_path: Path, lie: str) -> None:
+def test_an_engine_with_a_wrong_weight_version_goes_into_quarantine(tmp_path: Path, lie: str) -> None:
     async def check() -> None:
         bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
         world = World(tmp_path, [bad, good])
@@ -174,7 +172,7 @@ def test_an_engine_that_lies_about_its_weights_is_lost(tmp_path: Path, lie: str)
     run(check())
 
 
-def test_when_none_is_left_it_waits_and_then_says_so(tmp_path: Path) -> None:
+def test_without_engines_the_run_waits_then_fails(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)
         world = World(tmp_path, [engine])
@@ -193,7 +191,7 @@ def test_when_none_is_left_it_waits_and_then_says_so(tmp_path: Path) -> None:
     run(check())
 
 
-def test_an_engine_that_is_not_there_at_first_may_come_later(tmp_path: Path) -> None:
+def test_an_engine_may_become_ready_later(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)
         engine.ready = False
@@ -207,7 +205,7 @@ def test_an_engine_that_is_not_there_at_first_may_come_later(tmp_path: Path) -> 
     run(check())
 
 
-def test_a_request_that_is_refused_costs_its_group(tmp_path: Path) -> None:
+def test_a_refused_request_drops_its_group(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)
 
@@ -225,7 +223,7 @@ def test_a_request_that_is_refused_costs_its_group(tmp_path: Path) -> None:
     run(check())
 
 
-def test_requests_go_to_the_engine_with_the_fewest_and_no_more_than_it_may_have(tmp_path: Path) -> None:
+def test_requests_go_to_the_least_loaded_engine_within_its_limit(tmp_path: Path) -> None:
     async def check() -> None:
         engines = [ScriptedEngine(mixed, name) for name in "abc"]
         for engine in engines:
@@ -242,13 +240,13 @@ def test_requests_go_to_the_engine_with_the_fewest_and_no_more_than_it_may_have(
 
 
 def hanging(world: World) -> list[str]:
-    """The engines that are to be ended, and why."""
+    """Names of the engines reported as hanging, with reasons."""
     return [f"{e['engine']}: {e['reason']}" for e in world.events if e["kind"] == "engine_hangs"]
 
 
 @pytest.mark.parametrize("how", ["for ever", "to its own deadline"])
-def test_an_engine_that_does_not_take_weights_in_time_is_to_be_ended(tmp_path: Path, how: str) -> None:
-    """It answers all the while, as a server whose ranks hang in a collective does."""
+def test_a_weight_load_past_its_deadline_is_reported_as_a_hang(tmp_path: Path, how: str) -> None:
+    """The engine answers health checks, like a server whose ranks hang in a collective."""
 
     async def check() -> None:
         bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
@@ -275,7 +273,7 @@ def test_an_engine_that_does_not_take_weights_in_time_is_to_be_ended(tmp_path: P
     run(check())
 
 
-def test_an_engine_that_refuses_weights_does_not_hang(tmp_path: Path) -> None:
+def test_a_refused_weight_load_is_no_hang(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)
         world = World(tmp_path, [engine])
@@ -294,7 +292,7 @@ def test_an_engine_that_refuses_weights_does_not_hang(tmp_path: Path) -> None:
     run(check())
 
 
-def test_an_engine_that_stays_silent_is_to_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_engine_is_reported_as_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, hang_s=0.4))
 
     async def check() -> None:
@@ -316,7 +314,7 @@ def test_an_engine_that_stays_silent_is_to_be_ended(tmp_path: Path, monkeypatch:
     run(check())
 
 
-def test_an_engine_with_other_weights_than_the_rest_samples_nothing(tmp_path: Path) -> None:
+def test_an_engine_outside_the_digest_quorum_samples_nothing(tmp_path: Path) -> None:
     async def check() -> None:
         bad, *good = [ScriptedEngine(mixed, name) for name in ("bad", "one", "other")]
         world = World(tmp_path, [bad, *good])
@@ -338,7 +336,7 @@ def test_an_engine_with_other_weights_than_the_rest_samples_nothing(tmp_path: Pa
     run(check())
 
 
-def test_where_engines_differ_and_nobody_knows_who_is_right_all_load_again(tmp_path: Path) -> None:
+def test_without_a_digest_quorum_all_engines_load_again(tmp_path: Path) -> None:
     async def check() -> None:
         engines = [ScriptedEngine(mixed, name) for name in ("one", "other")]
         world = World(tmp_path, engines)
@@ -354,8 +352,8 @@ def test_where_engines_differ_and_nobody_knows_who_is_right_all_load_again(tmp_p
     run(check())
 
 
-def test_a_late_sampler_loses_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was stopped, or ten thousand answers came at once: that it heard nothing is not their fault."""
+def test_event_loop_lag_loses_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler was stopped, or ten thousand answers came at once: silence is not the engines' fault."""
     monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=1.5))
 
     async def check() -> None:
@@ -374,10 +372,8 @@ def test_a_late_sampler_loses_no_engine(tmp_path: Path, monkeypatch: pytest.Monk
     run(check())
 
 
-def test_an_engine_that_answers_requests_is_not_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be too busy to say that it is alive."""
+def test_answers_to_requests_count_as_health_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy engine may not answer health checks."""
     monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=0.8))
 
     async def check() -> None:
@@ -397,8 +393,8 @@ def test_an_engine_that_answers_requests_is_not_silent(
     run(check())
 
 
-def test_requests_go_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the answers to the first are not read only when the last is sent."""
+def test_requests_are_sent_in_bursts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers to the first requests are processed before the last are sent."""
     monkeypatch.setattr(dispatcher, "_BURST", 5)
     at_once: list[int] = []
 
@@ -426,7 +422,7 @@ def test_requests_go_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("before_s", "late_s", "after_s", "excused"),
     [(0, 3.0, 0, True), (0, 0, 0, False), (1.0, 3.0, 0, True), (0, 3.0, 1.0, False)],
 )
-def test_a_limit_that_passed_while_the_sampler_was_late_ends_no_engine(
+def test_a_deadline_missed_by_event_loop_lag_is_no_hang(
     tmp_path: Path,
     before_s: float,
     late_s: float,
@@ -462,7 +458,7 @@ def test_a_limit_that_passed_while_the_sampler_was_late_ends_no_engine(
 
 
 class LateOnce:
-    """A clock of a process that is late by three seconds once; it counts the looks at that."""
+    """A clock with one lag of three seconds, which counts how often the lag is read."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -478,8 +474,8 @@ class LateOnce:
 
 
 @pytest.mark.parametrize(("heartbeats", "excused"), [(0, True), (1, True), (2, False)])
-def test_a_limit_may_be_told_one_look_after_the_sampler_was_late(heartbeats: int, excused: bool) -> None:
-    """A heartbeat brings two looks at the clock: as it listens to the engine, and before it waits again."""
+def test_a_deadline_missed_one_check_after_the_lag_is_no_hang(heartbeats: int, excused: bool) -> None:
+    """A heartbeat reads the clock twice: in the health check, and before the next wait."""
     told: list[str] = []
 
     async def check() -> None:

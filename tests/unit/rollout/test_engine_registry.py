@@ -1,4 +1,4 @@
-"""The registry of rollout backends, and the settings that do not know which engine they are for."""
+"""The registry of rollout backends, and the engine-independent settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGE = Path(__file__).parents[3] / "bapo_megatron"
 PLAIN = "tests.support.plain_engine:PlainBackend"
 
 
-def test_names_and_paths() -> None:
+def test_backends_by_name_and_by_import_path() -> None:
     assert type(engine_backend("local")) is LocalBackend
     assert type(engine_backend("sglang")) is SglangBackend
     assert type(engine_backend(PLAIN)) is PlainBackend
@@ -48,7 +48,7 @@ def test_names_and_paths() -> None:
         ("tests.support.plain_engine:Nothing", "tests.support.plain_engine has no class Nothing"),
     ],
 )
-def test_an_engine_that_cannot_be_had(engine: str, says: str) -> None:
+def test_an_unknown_backend_is_refused(engine: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         engine_backend(engine)
 
@@ -92,7 +92,7 @@ def test_settings_of_a_custom_engine_are_checked(settings: dict[str, Any], says:
         run.check()
 
 
-def test_no_setting_of_sglang_has_gone() -> None:
+def test_all_sglang_settings_are_kept() -> None:
     """Their order differs from the first version's; names and defaults do not."""
     fields = {name: field.default for name, field in SglangConfig.__dataclass_fields__.items()}
     added = {"api_key_file": None, "require_api_key": False, "compare_digests": True}
@@ -128,7 +128,7 @@ def test_the_address_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_a_few_files_know_sglang() -> None:
-    """Its folder, its configuration, the registry, and commands that are about its servers."""
+    """Only its own folder, its configuration, the registry, and commands about servers."""
     may = ["rollout/engines/sglang", "config/sglang.py", "rollout/engines/registry.py", "commands/"]
     may += ["config/", "cli.py"]  # the field of its settings with their ranges; `bapo rollout-server`
     may += ["checkpoint/run_directory.py", "evaluation/options.py"]  # names of flags

@@ -1,4 +1,4 @@
-"""The first step of a run whose reward fails, and what a continued run makes of its responses."""
+"""The check of a run's first scores: a reward that always fails ends the run, and a resume scores again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FailsOn:
 
 
 @pytest.mark.parametrize("rounds", [True, False])
-def test_a_first_step_whose_scores_all_fail_stops_and_is_scored_again(tmp_path: Path, rounds: bool) -> None:
+def test_a_first_step_of_failed_scores_ends_the_run_and_is_rescored(tmp_path: Path, rounds: bool) -> None:
     async def check() -> None:
         broken = World(tmp_path, [ScriptedEngine(mixed)], scorer=FailsOn(*range(12)))
         with pytest.raises(ConfigError, match=r"(?s)all 12 scores of the first step failed.*KeyError: 'x'"):
@@ -53,7 +53,7 @@ def test_a_first_step_whose_scores_all_fail_stops_and_is_scored_again(tmp_path: 
     asyncio.run(check())
 
 
-def test_groups_whose_scores_all_fail_count_when_another_score_succeeds(tmp_path: Path) -> None:
+def test_held_back_groups_count_after_the_first_success(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path, [ScriptedEngine(mixed)], scorer=FailsOn(0, 1, 2))
         async with world.sampling():
@@ -67,7 +67,7 @@ def test_groups_whose_scores_all_fail_count_when_another_score_succeeds(tmp_path
     asyncio.run(check())
 
 
-def test_a_run_that_had_a_score_in_its_first_step_has_passed(tmp_path: Path) -> None:
+def test_a_resumed_run_with_a_successful_score_skips_the_check(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)
         engine.holds = lambda request: request.input_ids[0] > 0

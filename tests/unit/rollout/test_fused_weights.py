@@ -1,4 +1,4 @@
-"""Weights as an SGLang server has them: names, order, and each rank's piece, written out by hand."""
+"""Digests of fused weights: names, fusion order and each rank's shard, written out by hand."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_names_and_order_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize("order", [reversed, sorted])
-def test_the_order_in_which_they_come_does_not_matter(order: type) -> None:
+def test_the_order_of_tensors_does_not_matter(order: type) -> None:
     assert digests(names=list(order(list(WEIGHTS)))) == digests()
 
 
@@ -103,7 +103,7 @@ def test_a_tied_head_is_no_tensor() -> None:
         (4, 3, slice(12, 16), slice(2, 4)),
     ],
 )
-def test_the_piece_of_each_rank(ranks: int, rank: int, queries: slice, keys: slice) -> None:
+def test_the_shard_of_each_rank(ranks: int, rank: int, queries: slice, keys: slice) -> None:
     """As the weight loaders of QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear and
     VocabParallelEmbedding of SGLang 0.5.23 cut them."""
     sent = digests(ranks)
@@ -127,7 +127,7 @@ def test_the_piece_of_each_rank(ranks: int, rank: int, queries: slice, keys: sli
     assert found["lm_head.weight"] == sha(padded[rank * rows : (rank + 1) * rows])
 
 
-def test_bytes_that_are_hashed_are_counted() -> None:
+def test_hashed_bytes_are_counted() -> None:
     padding = 2 * 58 * HIDDEN * 4
     assert digests().hashed_bytes == sum(one.nbytes for one in WEIGHTS.values()) + padding
 
@@ -136,32 +136,36 @@ def test_bytes_that_are_hashed_are_counted() -> None:
     ("tokens", "ranks", "rows"),
     [(48, 1, 64), (64, 2, 64), (65, 2, 128), (151_936, 8, 151_936), (48, 3, 192), (32_000, 6, 32_256)],
 )
-def test_rows_of_a_vocabulary(tokens: int, ranks: int, rows: int) -> None:
+def test_the_padded_vocabulary(tokens: int, ranks: int, rows: int) -> None:
     assert padded_vocabulary(tokens, ranks) == rows
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_or_incomplete_tensors_raise() -> None:
     found = FusedDigests(FusedLayout(KV_HEADS, False, 3), "cpu")
-    with pytest.raises(ValueError, match=r"where a server has model\.layers\.0\.mlp\.experts\.0"):
+    with pytest.raises(ValueError, match=r"the layout of model\.layers\.0\.mlp\.experts\.0"):
         found.add("model.layers.0.mlp.experts.0.up_proj.weight", torch.zeros(3))
     with pytest.raises(ValueError, match="8 rows or columns are not divided by 3 ranks"):
         found.add(f"{LAYER}mlp.down_proj.weight", WEIGHTS[f"{LAYER}mlp.down_proj.weight"])
-    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.gate_up_proj\.weight was not sent whole"):
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.gate_up_proj\.weight is incomplete"):
         digests(names=[f"{LAYER}mlp.gate_proj.weight"])
 
 
 @pytest.mark.parametrize(
     ("config", "flags", "reason"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, (), "how servers hold a MixtralForCausalLM is not known"),
-        ({"architectures": None}, (), "how servers hold a model without a class is not known"),
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            (),
+            "the weight layout of MixtralForCausalLM on servers is unknown",
+        ),
+        ({"architectures": None}, (), "the weight layout of a model without a class on servers is unknown"),
         ({"quantization_config": {"quant_method": "fp8"}}, (), "the model is quantized"),
-        ({}, ("--quantization", "fp8"), "servers with --quantization hold weights another way"),
-        ({}, ("--enable-dp-attention",), "servers with --enable-dp-attention hold weights another way"),
+        ({}, ("--quantization", "fp8"), "servers with --quantization have another weight layout"),
+        ({}, ("--enable-dp-attention",), "servers with --enable-dp-attention have another weight layout"),
         ({}, ("--disable-radix-cache",), None),
     ],
 )
-def test_models_and_servers_of_which_it_is_known(
+def test_supported_models_and_server_flags(
     config: dict[str, object], flags: tuple[str, ...], reason: str | None, tmp_path: Path
 ) -> None:
     whole = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, **config}

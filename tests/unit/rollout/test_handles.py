@@ -1,4 +1,4 @@
-"""Handles of tensors: what they hold, who can read them, and the memory that they need."""
+"""Memory handles (CUDA IPC, shared memory): their content, their readers, and the memory behind them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shared() -> list[tuple[str, torch.Tensor]]:
 
 
 class Noting(pickle.Unpickler):
-    """Notes the globals that a pickle names."""
+    """An unpickler that records the globals of a pickle."""
 
     def __init__(self, pickled: bytes) -> None:
         super().__init__(io.BytesIO(pickled))
@@ -70,7 +70,7 @@ class Noting(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def test_another_process_reads_and_writes_the_same_memory() -> None:
+def test_another_process_maps_the_same_memory() -> None:
     tensors = shared()
     read = subprocess.run(
         [sys.executable, "-c", READER], input=handles_of(tensors), capture_output=True, check=True
@@ -83,15 +83,15 @@ def test_another_process_reads_and_writes_the_same_memory() -> None:
     assert all(not tensor.any() for _, tensor in tensors), "the reader had a copy"
 
 
-def test_each_reader_has_handles_of_its_own() -> None:
-    """Torch counts the readers: one that reads another's handles would free what is still in use."""
+def test_each_reader_gets_separate_handles() -> None:
+    """torch counts references: a reader of another's handles would free memory that is in use."""
     tensors = shared()
     for _ in range(3):
         subprocess.run([sys.executable, "-c", READER], input=handles_of(tensors), check=True)
     assert all(not tensor.any() for _, tensor in tensors)
 
 
-def test_they_hold_no_data_and_name_what_sglang_allows() -> None:
+def test_handles_hold_no_data_and_only_names_that_sglang_allows() -> None:
     memory_B = shareable(2**20, CPU)
     pickled = handles_of([("whole", memory_B), ("half", memory_B[: 2**19].view(torch.bfloat16))])
     assert len(pickled) < 2000
@@ -101,13 +101,13 @@ def test_they_hold_no_data_and_name_what_sglang_allows() -> None:
     assert reader.names <= ALLOWED
 
 
-def test_the_way_of_sharing_that_others_chose_stays() -> None:
+def test_torchs_sharing_strategy_is_restored() -> None:
     before = get_sharing_strategy()
     handles_of(shared())
     assert get_sharing_strategy() == before
 
 
-def test_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
+def test_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
     """A killed process leaves the files of its shared tensors, a bucket each, until the machine restarts."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -122,11 +122,11 @@ def test_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
 
 
 class Gpu:
-    """Stands for torch's sharing of GPU memory: counters of readers, and devices."""
+    """A fake of torch's GPU memory sharing: reference counters and devices."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.counts: dict[tuple[bytes, int], int] = {}
-        """By the file and place of each counter."""
+        """Reference counts by file and offset of the counter."""
         self.calls: list[str] = []
         handles._dummy_counter.cache_clear()
         patch.setattr(handles, "_never_freed", [])
@@ -152,8 +152,8 @@ class Gpu:
         self.calls.append("synchronize")
 
 
-def test_the_counter_that_nobody_looks_at_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that may not trace this one cannot open a growing segment, nor a counter in it."""
+def test_the_dummy_reference_counter_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may not ptrace this one cannot map an expandable segment, nor a counter in it."""
     Gpu(monkeypatch)
     segments: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", segments.append, raising=False)
@@ -165,8 +165,8 @@ def test_the_counter_that_nobody_looks_at_can_be_opened(monkeypatch: pytest.Monk
     assert segments[-1] == "expandable_segments:True"
 
 
-def test_a_reader_of_a_gpu_cannot_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own count is done with; readers lower another, of memory that stays. The rest is torch's."""
+def test_a_dead_reader_cannot_leak_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own count is released; readers decrement the dummy counter, whose memory is never freed."""
     gpu = Gpu(monkeypatch)
     tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3))
     found = []
@@ -187,7 +187,7 @@ def test_a_reader_of_a_gpu_cannot_keep_its_memory(monkeypatch: pytest.MonkeyPatc
         assert all(one[name] == f"{name} of torch" for name in handles._ARGUMENTS if name not in own)
 
 
-def test_what_a_gpu_shares_has_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stream_is_synchronized_before_handles_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers wait for no event, so the bytes must be there first."""
     gpu = Gpu(monkeypatch)
 
@@ -216,10 +216,10 @@ def test_what_a_gpu_shares_has_been_written(monkeypatch: pytest.MonkeyPatch) -> 
         ("PYTORCH_ALLOC_CONF", "", []),
     ],
 )
-def test_memory_to_share_is_not_in_a_growing_segment(
+def test_shareable_memory_is_in_no_expandable_segment(
     variable: str, value: str, told: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The allocator is told so, and afterwards what it was told before."""
+    """The allocator's setting is changed, and restored."""
     said: list[str] = []
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)

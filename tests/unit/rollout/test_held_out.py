@@ -1,4 +1,4 @@
-"""Evaluation during training: what is asked, when, what the file holds, and what the numbers are."""
+"""Held-out evaluation during training: its requests, schedule, file and metrics."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def evaluated(asked: HeldOut, step: int) -> Path | None:
     return await asked.responses(step, 5.0)
 
 
-def test_every_problem_is_asked_as_often_as_wanted_segment_by_segment(tmp_path: Path) -> None:
+def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> None:
     made = world(tmp_path, temperature=0.25, max_response_tokens=3)
 
     async def main() -> Path:
@@ -95,7 +95,7 @@ def test_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
     assert metrics["eval/hard/response_tokens/mean"] == 6.0
 
 
-def test_only_what_is_due_and_not_there_is_asked(tmp_path: Path) -> None:
+def test_only_due_and_missing_evaluations_run(tmp_path: Path) -> None:
     made = world(tmp_path)
 
     async def main() -> int:
@@ -111,7 +111,7 @@ def test_only_what_is_due_and_not_there_is_asked(tmp_path: Path) -> None:
     assert asyncio.run(main()) == 0
 
 
-def test_results_after_the_step_that_a_run_continues_from_are_deleted(tmp_path: Path) -> None:
+def test_results_after_the_resumed_step_are_deleted(tmp_path: Path) -> None:
     """The run continues before step 3: step 2 made the weights it starts from, step 4 is yet to come."""
     made = world(tmp_path)
     (tmp_path / "evaluation").mkdir()
@@ -126,8 +126,8 @@ def test_results_after_the_step_that_a_run_continues_from_are_deleted(tmp_path: 
     assert [path.name for path in (tmp_path / "evaluation").iterdir()] == ["step_000002.jsonl"]
 
 
-def test_the_sampler_is_held_until_all_is_answered(tmp_path: Path) -> None:
-    """Nothing of the training is sent to an engine beside the held-out problems."""
+def test_training_requests_are_held_during_an_evaluation_in_rounds(tmp_path: Path) -> None:
+    """No training request is sent to an engine during an evaluation."""
     made = world(tmp_path, every=1)
     engine = made.engines[0]
     engine.holds = lambda request: request.request_id.startswith("evaluation.")
@@ -159,7 +159,7 @@ def training_requests(engine: ScriptedEngine) -> int:
     return sum(not one.request_id.startswith("evaluation.") for one in engine.asked)
 
 
-def test_newer_weights_end_an_evaluation_that_nobody_waits_for(tmp_path: Path) -> None:
+def test_newer_weights_cancel_an_evaluation(tmp_path: Path) -> None:
     made = world(tmp_path)
     engine = made.engines[0]
     engine.holds = lambda request: request.request_id.startswith("evaluation.")
@@ -182,10 +182,10 @@ def test_newer_weights_end_an_evaluation_that_nobody_waits_for(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("failures", [2, 3])
-def test_a_problem_that_ends_its_engines(
+def test_a_problem_that_crashes_engines_stops_the_evaluation(
     tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines come back; after so many losses with one response the evaluation fails."""
+    """Engines recover; after too many losses with one response the evaluation fails."""
     monkeypatch.setattr(whole_response, "MAX_ENGINE_LOSSES", 3)
     made = world(tmp_path)
     left = failures
@@ -215,7 +215,7 @@ def test_a_problem_that_ends_its_engines(
             asyncio.run(main())
 
 
-def test_half_of_the_places_are_left_to_the_training(tmp_path: Path) -> None:
+def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
     made = world(tmp_path)
     [engine] = made.engines
 

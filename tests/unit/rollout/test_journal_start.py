@@ -1,4 +1,4 @@
-"""Where a sampler begins whose journal is empty: at a checkpoint of its run, or of another one."""
+"""The first records of an empty journal: at a checkpoint of its own run, or of another one (fork)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ async def parent_of(folder: Path, **rollout: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_prompts_in_the_making_are_sampled_again_first(forked: bool, tmp_path: Path) -> None:
-    """By a fork, and where the journal is lost: none is skipped, and none comes twice."""
+def test_unfinished_prompts_are_resampled_first(forked: bool, tmp_path: Path) -> None:
+    """In a fork, and after a lost journal: no prompt is skipped, and none comes twice."""
 
     async def run() -> None:
         state = await parent_of(tmp_path / "a")
@@ -67,13 +67,13 @@ def test_prompts_in_the_making_are_sampled_again_first(forked: bool, tmp_path: P
         [event] = [one for one in world.events if one["kind"] in ("fork_position", "journal_missing")]
         assert event["kind"] == ("fork_position" if forked else "journal_missing")
         count = len(state[OUTSTANDING])
-        assert f"{count} prompts that were in the making are sampled again, first" in event["detail"]
+        assert f"the prompts of {count} unfinished groups are sampled again, first" in event["detail"]
 
     check(run())
 
 
-def test_a_kill_before_they_are_sampled_loses_none(tmp_path: Path) -> None:
-    """They are in the journal together with the state: a second process finds both."""
+def test_a_kill_before_the_resampling_loses_no_prompt(tmp_path: Path) -> None:
+    """State and reopened groups are one commit: a second process finds both."""
 
     async def run() -> None:
         state = {**await parent_of(tmp_path / "a"), FORKED: None}
@@ -89,7 +89,7 @@ def test_a_kill_before_they_are_sampled_loses_none(tmp_path: Path) -> None:
     check(run())
 
 
-def test_a_fork_may_sample_in_another_way(tmp_path: Path) -> None:
+def test_a_fork_may_change_sampling_settings(tmp_path: Path) -> None:
     async def run() -> None:
         state = {**await parent_of(tmp_path / "a"), FORKED: None}
         world = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1, temperature=0.5, group_size=2)
@@ -102,7 +102,7 @@ def test_a_fork_may_sample_in_another_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["another file", "another size"])
-def test_other_prompts_begin_at_their_start_and_it_is_said(why: str, tmp_path: Path) -> None:
+def test_a_fork_with_other_prompts_starts_the_dataset_anew(why: str, tmp_path: Path) -> None:
     async def run() -> None:
         state = await parent_of(tmp_path / "a")
         state[FORKED] = "data.path is b, and was a" if why == "another file" else None
@@ -130,7 +130,7 @@ def test_the_records_by_hand() -> None:
         "judged": [STATE["judged"][1]],  # group 7 is judged again
     }
     assert [record.fields for record in found.opened] == [{"groups": [[7, 0, 7], [8, 0, 8]], "taken": None}]
-    assert found.message.startswith("the dataset goes on after 9 prompts; 2 prompts that were")
+    assert found.message.startswith("the dataset goes on after 9 prompts; the prompts of 2 unfinished groups")
     begun = journal_start({**STATE, FORKED: None}, {**OURS, "seed": 2}, 2)
     assert (begun.state.fields["taken"], begun.opened) == (0, [])
     assert begun.message == "the dataset begins at its start: seed is 2, and was 1"
@@ -139,16 +139,16 @@ def test_the_records_by_hand() -> None:
     assert lost.kind == "journal_missing"
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_skipped_prompts_are_reported() -> None:
     """A checkpoint without the list, and one of a run that had repeated steps after a kill."""
     older = {name: value for name, value in STATE.items() if name != OUTSTANDING}
     found = journal_start({**older, FORKED: None}, OURS, 2)
     assert found.opened == []
     assert (
-        "prompts that were in the making are left out: the checkpoint, of an earlier version" in found.message
+        "the prompts of unfinished groups are skipped: this checkpoint of an earlier version" in found.message
     )
     found = journal_start({**STATE, FORKED: None}, OURS, 1)
-    assert found.message.endswith("those that it had sampled for the steps 2 to 2 are left out")
+    assert found.message.endswith("those that it had sampled for the steps 2 to 2 are skipped")
     fields = found.state.fields
     assert (fields["served"], fields["weights_step"]) == (1, 1)
     assert fields["step_of"] == fields["first_step_of"] == [[0, 0], [4, 1]]

@@ -1,4 +1,4 @@
-"""The embedded engine: what goes through the model, and what a token's log-prob is."""
+"""Decoding of the embedded engine: shared prefill of equal prompts, and exact log-probs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shapes_of(model: LocalModel, requests: Sequence[GenerateRequest]) -> tuple[l
         counter.remove()
 
 
-def test_the_prompt_of_a_group_goes_through_the_model_once(model: LocalModel) -> None:
+def test_equal_prompts_are_prefilled_once(model: LocalModel) -> None:
     shapes, _ = shapes_of(model, group_requests())
     assert shapes[0] == (len(PROMPTS), 5)
     assert shapes[1] == (len(PROMPTS) * GROUP, 1)
@@ -65,8 +65,8 @@ def test_a_shared_prompt_samples_what_each_request_samples_alone(model: LocalMod
     assert len({tuple(answer.token_ids_R.tolist()) for answer in together}) > GROUP
 
 
-def test_different_prefixes_are_no_equal_prompts(model: LocalModel) -> None:
-    """A response that goes on from its own beginning shares its prompt with nobody."""
+def test_different_prefixes_are_prefilled_separately(model: LocalModel) -> None:
+    """A continued response shares its prompt with no other."""
     first = GenerateRequest("a", np.array([5, 6, 7], np.int32), SamplingParams(1.0, 3, (), 0), 1)
     other = GenerateRequest("b", np.array([5, 6, 8], np.int32), SamplingParams(1.0, 3, (), 0), 1)
     shapes, _ = shapes_of(model, [first, other, first])

@@ -1,4 +1,4 @@
-"""A clock that does not count the time in which its process did not look."""
+"""The lag-free clock: it does not count event loop lag."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from bapo_megatron.rollout.engines.clock import LoopLagClock
 
 
-def test_it_goes_like_any_clock_while_the_loop_runs() -> None:
+def test_the_clock_is_real_time_while_the_loop_runs() -> None:
     async def measure() -> float:
         clock = LoopLagClock()
         start = clock.now()
@@ -20,7 +20,7 @@ def test_it_goes_like_any_clock_while_the_loop_runs() -> None:
     assert asyncio.run(measure()) == pytest.approx(1.2, abs=0.4)
 
 
-def test_it_stands_still_while_the_loop_does_not_run() -> None:
+def test_the_clock_stands_still_during_loop_lag() -> None:
     async def measure() -> list[float]:
         clock = LoopLagClock()
         times = [clock.now()]
@@ -37,7 +37,7 @@ def test_it_stands_still_while_the_loop_does_not_run() -> None:
     assert before < blocked < after
 
 
-def test_it_never_goes_back() -> None:
+def test_the_clock_is_monotonic() -> None:
     async def measure() -> list[float]:
         clock, times = LoopLagClock(), []
         for pause in (0.0, 0.6, 0.01, 0.7, 0.0):

@@ -1,4 +1,4 @@
-"""The pool of colocated engines whose weights come by handles: who samples, and with which weights."""
+"""The pool of colocated engines with weights by handles (CUDA IPC): verification, failures, recovery."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HandleWorld(World):
         await self.call("load_weights", Path(f"v{step}"), step, step)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """What the sampler's process answers the trainer."""
+        """The sampler process's reply to a call of the trainer."""
         held_out = HeldOut(self.config, (), self.dataset, self.pool, self.score)
         engine, events = self.config.rollout.engine_config, list[dict[str, Any]]()
         kind, answer, *_ = await Service(self.sampler, self.pool, engine, held_out, events).answer(
@@ -49,7 +49,7 @@ class HandleWorld(World):
         await until(lambda: pool.up == len(self.engines))
 
     def refusals(self) -> str:
-        """Why engines were left out."""
+        """Reasons why engines were left out."""
         return "; ".join(event["reason"] for event in self.events if event["kind"] == "engine_refused")
 
 
@@ -76,12 +76,12 @@ async def hand_over(
     return confirmed
 
 
-def test_an_engine_can_be_asked_whether_it_reads_handles() -> None:
+def test_receives_handles_is_a_runtime_checkable_protocol() -> None:
     assert isinstance(SleepingEngine("one"), ReceivesHandles)
     assert not isinstance(ScriptedEngine(mixed), ReceivesHandles)
 
 
-def test_engines_wake_with_the_weights_of_handles(tmp_path: Path) -> None:
+def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:
     """The third step's come by a folder; then handles again."""
 
     async def check() -> None:
@@ -118,7 +118,7 @@ def test_engines_wake_with_the_weights_of_handles(tmp_path: Path) -> None:
     run(check())
 
 
-def test_an_engine_that_has_woken_has_an_empty_cache(tmp_path: Path) -> None:
+def test_a_wake_ends_prefix_affinity(tmp_path: Path) -> None:
     async def check() -> None:
         (engine,) = named("one")
         world = HandleWorld(tmp_path, [engine])
@@ -137,8 +137,8 @@ def test_an_engine_that_has_woken_has_an_empty_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", CALLS)
-def test_an_engine_that_fails_is_left_out(tmp_path: Path, fails: str) -> None:
-    """The other goes on; a new process of the first loads the same weights from a folder."""
+def test_a_failed_engine_is_left_out(tmp_path: Path, fails: str) -> None:
+    """The other engine goes on; a restarted server loads the same weights by disk."""
 
     async def check() -> None:
         both = named("one", "two")
@@ -169,8 +169,8 @@ def test_an_engine_that_fails_is_left_out(tmp_path: Path, fails: str) -> None:
 
 
 @pytest.mark.parametrize("hangs", CALLS)
-def test_an_engine_that_hangs_is_left_out(tmp_path: Path, hangs: str) -> None:
-    """It answers its health checks. The other two agree without it."""
+def test_a_hanging_engine_is_left_out(tmp_path: Path, hangs: str) -> None:
+    """The engine answers health checks; the other two form a quorum without it."""
 
     async def check() -> None:
         three = named("one", "two", "three")
@@ -192,8 +192,8 @@ def test_an_engine_that_hangs_is_left_out(tmp_path: Path, hangs: str) -> None:
 
 
 @pytest.mark.parametrize("silent", CALLS)
-def test_an_engine_that_falls_silent_is_left_out_early(tmp_path: Path, silent: str) -> None:
-    """A process that is gone does not use up the time of a load."""
+def test_a_silent_engine_is_left_out_early(tmp_path: Path, silent: str) -> None:
+    """A dead process fails before the load's deadline."""
 
     async def check() -> None:
         three = named("one", "two", "three")
@@ -235,8 +235,8 @@ def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
     run(check())
 
 
-def test_of_two_that_differ_neither_wakes(tmp_path: Path) -> None:
-    """Nobody knows which is right. Both get the weights from a folder then."""
+def test_two_engines_with_different_digests_both_fail(tmp_path: Path) -> None:
+    """Neither digest is known to be right: both engines load by disk then."""
 
     async def check() -> None:
         both = named("one", "two")
@@ -259,8 +259,8 @@ def test_of_two_that_differ_neither_wakes(tmp_path: Path) -> None:
     run(check())
 
 
-def test_of_two_that_differed_one_comes_back_without_the_other(tmp_path: Path) -> None:
-    """The digest that the other had reported is no reason to refuse the first for ever."""
+def test_after_a_mismatch_one_engine_recovers_alone(tmp_path: Path) -> None:
+    """The digest of a failed engine must not block the other one for ever."""
 
     async def check() -> None:
         both = named("one", "two")
@@ -312,16 +312,16 @@ def engine_that_was_left_out(tmp_path: Path, digest: str | None) -> list[str]:
     return found
 
 
-def test_an_engine_that_was_left_out_loads_the_weights_from_a_folder(tmp_path: Path) -> None:
+def test_a_left_out_engine_loads_weights_by_disk(tmp_path: Path) -> None:
     assert engine_that_was_left_out(tmp_path, None) == ["one", "two"]
 
 
-def test_an_engine_that_finds_other_weights_in_the_folder_is_refused(tmp_path: Path) -> None:
-    """The digest of those that came by handles counts, though nobody else loads from the folder."""
+def test_a_folder_with_other_weights_than_the_handles_is_refused(tmp_path: Path) -> None:
+    """The digest of weights by handles counts for a load by disk of the same version."""
     assert engine_that_was_left_out(tmp_path, "garbage") == ["two"]
 
 
-def test_an_engine_that_was_lost_comes_back_with_the_weights_that_it_has(tmp_path: Path) -> None:
+def test_a_lost_engine_recovers_with_its_current_weights(tmp_path: Path) -> None:
     """One failed request is no reason to start a server again, nor to change the GPUs' turn."""
 
     async def check() -> None:
@@ -346,8 +346,8 @@ def test_an_engine_that_was_lost_comes_back_with_the_weights_that_it_has(tmp_pat
     run(check())
 
 
-def test_who_can_bring_weights_when_no_engine_has_them(tmp_path: Path) -> None:
-    """The trainer alone, as long as they are in no folder."""
+def test_the_trainer_is_asked_for_weights_when_no_engine_has_them(tmp_path: Path) -> None:
+    """Weights in no folder come from the trainer alone."""
 
     async def check() -> None:
         both = named("one", "two")
@@ -362,7 +362,7 @@ def test_who_can_bring_weights_when_no_engine_has_them(tmp_path: Path) -> None:
             await world.call("admit")
             both[0].restart()
             pool.quarantine(pool._slots[0], "its server has ended")
-            await until(lambda: "one: has weights 0, and 1 are in no folder" in world.refusals())
+            await until(lambda: "one: has weight version 0, and 1 is in no folder" in world.refusals())
             assert not pool.needs_weights, "the other works"
             both[1].restart()
             pool.quarantine(pool._slots[1], "its server has ended")
@@ -407,7 +407,7 @@ async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) 
         return [slot.engine.name for slot in pool._slots if slot.is_up]
 
 
-def test_a_new_sampler_goes_on_with_engines_that_have_the_weights(tmp_path: Path) -> None:
+def test_a_restarted_sampler_uses_engines_with_the_current_weights(tmp_path: Path) -> None:
     async def check() -> None:
         both = named("one", "two")
         world = HandleWorld(tmp_path, both)
@@ -418,8 +418,8 @@ def test_a_new_sampler_goes_on_with_engines_that_have_the_weights(tmp_path: Path
     run(check())
 
 
-def test_a_new_sampler_does_not_use_an_engine_that_was_started_again(tmp_path: Path) -> None:
-    """It has the weights of its model's folder, which answer as well as any."""
+def test_a_restarted_sampler_does_not_use_a_restarted_engine(tmp_path: Path) -> None:
+    """A restarted server has version 0, and answers requests all the same."""
 
     async def check() -> None:
         both = named("one", "two")
@@ -428,12 +428,12 @@ def test_a_new_sampler_does_not_use_an_engine_that_was_started_again(tmp_path: P
         assert both[0].asked == []
         assert "resume" not in both[0].calls
         assert both[0].folders == [Path("v0")]
-        assert "one: has weights 0, and 1 are in no folder" in world.refusals()
+        assert "one: has weight version 0, and 1 is in no folder" in world.refusals()
 
     run(check())
 
 
-def test_a_new_sampler_asks_for_weights_if_nobody_has_them(tmp_path: Path) -> None:
+def test_a_restarted_sampler_asks_for_weights_if_no_engine_has_them(tmp_path: Path) -> None:
     async def check() -> None:
         both = named("one", "two")
         assert await taken_over(HandleWorld(tmp_path, both), both) == []
@@ -441,7 +441,7 @@ def test_a_new_sampler_asks_for_weights_if_nobody_has_them(tmp_path: Path) -> No
     run(check())
 
 
-def test_engines_that_all_lack_the_same_tensor_are_ended(tmp_path: Path) -> None:
+def test_engines_that_all_lack_the_same_tensor_are_refused(tmp_path: Path) -> None:
     """They agree with each other. The weights of the next hand-over are whole."""
 
     async def check() -> None:

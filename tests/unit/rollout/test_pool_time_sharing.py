@@ -1,4 +1,4 @@
-"""The engine pool where engines and policy share GPUs: held back, released, woken, admitted."""
+"""The pool of colocated engines: hold, release, wake, admission."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def engines() -> list[SleepingEngine]:
     return [SleepingEngine("one"), SleepingEngine("two")]
 
 
-def test_an_engine_can_be_asked_whether_it_releases_memory() -> None:
+def test_releases_memory_is_a_runtime_checkable_protocol() -> None:
     assert isinstance(SleepingEngine("one"), ReleasesMemory)
     assert not isinstance(ScriptedEngine(mixed), ReleasesMemory)
 
 
-def test_nothing_is_sent_or_loaded_before_engines_are_admitted(tmp_path: Path) -> None:
+def test_held_engines_get_no_requests_and_no_weights(tmp_path: Path) -> None:
     async def check() -> None:
         both = engines()
         world = World(tmp_path, both)
@@ -43,7 +43,7 @@ def test_nothing_is_sent_or_loaded_before_engines_are_admitted(tmp_path: Path) -
     run(check())
 
 
-def test_engines_wake_with_the_weights_that_came_while_they_slept(tmp_path: Path) -> None:
+def test_engines_wake_with_the_latest_weights(tmp_path: Path) -> None:
     async def check() -> None:
         both = engines()
         world = World(tmp_path, both)
@@ -63,7 +63,7 @@ def test_engines_wake_with_the_weights_that_came_while_they_slept(tmp_path: Path
     run(check())
 
 
-def test_tokens_of_requests_in_flight_are_kept(tmp_path: Path) -> None:
+def test_a_release_keeps_the_tokens_of_requests_in_flight(tmp_path: Path) -> None:
     async def check() -> None:
         (engine,) = [SleepingEngine("one")]
         world = World(tmp_path, [engine], max_staleness=1)
@@ -86,8 +86,8 @@ def test_tokens_of_requests_in_flight_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", ["release", "wake"])
-def test_an_engine_that_fails_waits_until_it_is_admitted(tmp_path: Path, fails: str) -> None:
-    """Its server is ended meanwhile; a new one comes as any other that was lost."""
+def test_a_failed_engine_stays_held_until_admission(tmp_path: Path, fails: str) -> None:
+    """Its server is ended meanwhile; a restarted one recovers like any other."""
 
     async def check() -> None:
         both = engines()
@@ -112,7 +112,7 @@ def test_an_engine_that_fails_waits_until_it_is_admitted(tmp_path: Path, fails: 
     run(check())
 
 
-def test_an_engine_that_wakes_with_other_weights_does_not_sample(tmp_path: Path) -> None:
+def test_an_engine_that_wakes_with_wrong_weights_does_not_sample(tmp_path: Path) -> None:
     """Three, of which one has garbage: memory that was resumed is not a backup."""
 
     async def check() -> None:
@@ -133,8 +133,8 @@ def test_an_engine_that_wakes_with_other_weights_does_not_sample(tmp_path: Path)
     run(check())
 
 
-def test_a_load_that_ends_after_the_release_lets_nobody_in(tmp_path: Path) -> None:
-    """An engine that was coming back when the others had to go is held as well."""
+def test_a_load_that_ends_during_a_hold_does_not_make_the_engine_ready(tmp_path: Path) -> None:
+    """An engine that was recovering at the release is held, too."""
 
     async def check() -> None:
         both = engines()
@@ -160,7 +160,7 @@ def test_a_load_that_ends_after_the_release_lets_nobody_in(tmp_path: Path) -> No
     run(check())
 
 
-def test_time_without_engines_counts_from_their_admission(tmp_path: Path) -> None:
+def test_the_timeout_without_engines_starts_at_admission(tmp_path: Path) -> None:
     async def check() -> None:
         (engine,) = [SleepingEngine("one")]
         world = World(tmp_path, [engine])
@@ -178,8 +178,8 @@ def test_time_without_engines_counts_from_their_admission(tmp_path: Path) -> Non
     run(check())
 
 
-def test_an_engine_lost_after_a_long_training_is_not_lost_since_before_it(tmp_path: Path) -> None:
-    """Nobody was to work meanwhile: what follows is a server that ends, and not a run."""
+def test_the_timeout_without_engines_leaves_out_training(tmp_path: Path) -> None:
+    """Engines are not expected to work during training: a lost server must not end the run."""
 
     async def check() -> None:
         (engine,) = [SleepingEngine("one")]

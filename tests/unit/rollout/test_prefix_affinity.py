@@ -1,4 +1,4 @@
-"""Segments return to the engine that holds their prefix, while it is worth it."""
+"""Prefix affinity: segments return to the engine with their cached prefix, within a load surplus."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def prefilled(folder: Path, prefix_cache: bool, steps: int) -> int:
         return sum(engine.prefilled for engine in engines)
 
 
-def test_each_token_is_prefilled_once(tmp_path: Path) -> None:
+def test_prefix_affinity_prefills_each_token_once(tmp_path: Path) -> None:
     """Segments have inputs of 1, 5, 9, ... tokens: of each one is new, that which was sampled last.
 
     Without affinity, responses change their engines when others have ended, and come with their whole input.
@@ -86,12 +86,12 @@ def slots(*loads: int) -> list[EngineSlot]:
         ((40, 5), 1),
     ],
 )
-def test_the_engine_of_the_prefix_may_be_a_little_more_loaded(loads: Sequence[int], chosen: int) -> None:
+def test_affinity_tolerates_a_surplus_of_load(loads: Sequence[int], chosen: int) -> None:
     engines = slots(*loads)
     assert choose(engines, PLACES, CachedPrefix(engines[1], 0)) is engines[chosen]
 
 
-def test_an_engine_that_is_gone_or_has_new_weights_holds_no_prefix() -> None:
+def test_no_affinity_to_a_lost_engine_or_after_a_weight_load() -> None:
     first, last = slots(5, 6)
     cached = CachedPrefix(last, last.loads)
     assert choose([first, last], PLACES, cached) is last
@@ -101,40 +101,40 @@ def test_an_engine_that_is_gone_or_has_new_weights_holds_no_prefix() -> None:
     assert choose([first, last], PLACES, None) is first
 
 
-def test_new_weights_end_the_affinity(tmp_path: Path) -> None:
-    """A response that continues under them is one more request of the least loaded engine."""
+def test_new_weights_end_prefix_affinity(tmp_path: Path) -> None:
+    """A response that continues under new weights goes to the least loaded engine."""
 
     async def check() -> None:
         engines = [CachingEngine(name) for name in "ab"]
         world = World(tmp_path, engines)
         async with world.sampling(prefix_cache=True):
             pool = world.pool
-            slot = pool.reserve(beyond=True)
+            slot = pool.reserve(over_capacity=True)
             assert slot is not None
             cached = pool.cached_at(slot)
             assert cached is not None
             assert cached.is_warm
-            assert pool.reserve(beyond=True, cached=cached) is slot
+            assert pool.reserve(over_capacity=True, cached=cached) is slot
             await world.weights(1)
             assert not cached.is_warm
             slot.load = 1 + max(one.load for one in pool._slots)  # the sampler has reserved others meanwhile
-            assert pool.reserve(beyond=True, cached=cached) is not slot
+            assert pool.reserve(over_capacity=True, cached=cached) is not slot
 
     run(check())
 
 
-def test_without_a_prefix_cache_there_is_nothing_to_return_to(tmp_path: Path) -> None:
+def test_without_a_prefix_cache_there_is_no_affinity(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path, [CachingEngine("a")])
         async with world.sampling(prefix_cache=False):
-            slot = world.pool.reserve(beyond=True)
+            slot = world.pool.reserve(over_capacity=True)
             assert slot is not None
             assert world.pool.cached_at(slot) is None
 
     run(check())
 
 
-def test_which_engines_have_one() -> None:
+def test_which_backends_have_a_prefix_cache() -> None:
     def has(**sglang: Any) -> bool:
         return engine_backend("sglang").has_prefix_cache(RolloutConfig(sglang=SglangConfig(**sglang)))
 
@@ -145,7 +145,7 @@ def test_which_engines_have_one() -> None:
     assert EngineBackend.has_prefix_cache is type(engine_backend("local")).has_prefix_cache
 
 
-def test_finished_and_dropped_responses_are_forgotten(tmp_path: Path) -> None:
+def test_affinity_of_finished_and_dropped_responses_is_forgotten(tmp_path: Path) -> None:
     async def check() -> None:
         engines = [CachingEngine(name) for name in "ab"]
         world = World(tmp_path, engines, max_response_tokens=24, segment_tokens=SEGMENT)

@@ -38,7 +38,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return run_virtually(coroutine, None, patch)
 
 
-def test_groups_hold_what_the_engine_said(tmp_path: Path) -> None:
+def test_groups_hold_the_engines_tokens_and_log_probs(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)
         engine.version = 4
@@ -142,7 +142,7 @@ def test_metrics_are_over_all_that_was_sampled(tmp_path: Path) -> None:
     run(check())
 
 
-def test_each_request_has_a_seed_of_its_own_that_comes_again(tmp_path: Path) -> None:
+def test_request_seeds_are_unique_and_reproducible(tmp_path: Path) -> None:
     async def seeds(folder: Path) -> list[int | None]:
         engine = ScriptedEngine(mixed)
         world = World(folder, [engine], prompts=4)
@@ -158,7 +158,7 @@ def test_each_request_has_a_seed_of_its_own_that_comes_again(tmp_path: Path) -> 
     assert all(0 <= request_seed(-5, 0, n, 0) < 2**63 for n in range(100))
 
 
-def test_segments_make_the_uncut_response(tmp_path: Path) -> None:
+def test_segments_equal_the_uncut_response(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(lambda prompt, sample: "yes" if sample else "never mind")
         world = World(tmp_path, [engine], segment_tokens=2, max_response_tokens=9)
@@ -222,7 +222,7 @@ def test_a_step_whose_responses_all_wait_for_weights_is_empty(tmp_path: Path) ->
 
 
 def test_steps_without_groups_bring_no_new_weights_but_new_budgets(tmp_path: Path) -> None:
-    """A step that trains on nothing makes no version: what waits for a budget must not wait for one."""
+    """A step that trains on nothing makes no version: budgets must not wait for one."""
 
     async def check() -> None:
         engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
@@ -240,7 +240,7 @@ def test_steps_without_groups_bring_no_new_weights_but_new_budgets(tmp_path: Pat
     run(check())
 
 
-def test_the_same_weights_for_many_steps_end_no_run(tmp_path: Path) -> None:
+def test_many_steps_without_new_weights_do_not_end_the_run(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
         world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
@@ -254,7 +254,7 @@ def test_the_same_weights_for_many_steps_end_no_run(tmp_path: Path) -> None:
     run(check())
 
 
-def test_budgets_are_of_the_steps_that_a_group_has_seen(tmp_path: Path) -> None:
+def test_budgets_count_the_steps_since_a_group_was_opened(tmp_path: Path) -> None:
     """Groups 0 to 3 wait through step 1, which trains on nothing; 12 to 15 begin in step 2 with one budget.
 
     New weights come while their first request is at the engine: they get no more tokens of these, either.
@@ -312,7 +312,7 @@ def test_rounds_give_the_same_groups_however_long_scoring_takes(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_no_group_is_begun_that_would_wait_too_long(tmp_path: Path, staleness: int) -> None:
+def test_admission_bounds_the_staleness_of_new_groups(tmp_path: Path, staleness: int) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)
         world = World(tmp_path, [engine], max_staleness=staleness, prompts=100)
@@ -332,8 +332,8 @@ def test_no_group_is_begun_that_would_wait_too_long(tmp_path: Path, staleness: i
     run(check())
 
 
-def test_no_round_begins_while_the_policy_trains(tmp_path: Path) -> None:
-    """New weights would come at no certain token of it. There is room: uniform groups were dropped."""
+def test_no_round_starts_during_training(tmp_path: Path) -> None:
+    """New weights would come at an undefined token of the round, although admission has room."""
 
     async def check() -> None:
         engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
@@ -370,7 +370,7 @@ def test_without_overlap_nothing_is_sampled_during_training(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("policy", ["drop", "resample", "train"])
-def test_groups_that_are_too_old(tmp_path: Path, policy: str) -> None:
+def test_stale_groups_are_dropped_resampled_or_trained(tmp_path: Path, policy: str) -> None:
     """The first group hangs after its first tokens until step 3; one step late is allowed."""
 
     async def check() -> None:
@@ -399,7 +399,7 @@ def test_groups_that_are_too_old(tmp_path: Path, policy: str) -> None:
     run(check())
 
 
-def test_the_same_step_gets_the_same_groups_again(tmp_path: Path) -> None:
+def test_next_batch_is_idempotent(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path, [ScriptedEngine(mixed)])
         async with world.sampling():
@@ -413,7 +413,7 @@ def test_the_same_step_gets_the_same_groups_again(tmp_path: Path) -> None:
     run(check())
 
 
-def test_a_lost_journal_costs_what_was_in_the_making(tmp_path: Path) -> None:
+def test_a_lost_journal_costs_only_unfinished_groups(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path / "a", [ScriptedEngine(mixed)])
         async with world.sampling():
@@ -469,7 +469,7 @@ def test_a_damaged_step_is_sampled_anew(tmp_path: Path) -> None:
 
 
 def test_stop_tokens_come_from_all_files(tmp_path: Path) -> None:
-    """As SGLang takes them (``_get_hf_eos_token_id`` in model_config.py), and the tokenizer's."""
+    """SGLang's stop tokens (``_get_hf_eos_token_id`` in model_config.py), and the tokenizer's."""
     assert stop_token_ids(tmp_path, Letters()) == (EOS,)
     (tmp_path / "config.json").write_text('{"eos_token_id": [9, 3]}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')

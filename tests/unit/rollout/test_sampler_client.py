@@ -1,4 +1,4 @@
-"""The sampler's process as the trainer meets it: alive, stopped, gone."""
+"""The trainer's client of the sampler process: heartbeats, kill and restart of a stopped or dead process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sampler(
     made.close()
 
 
-def test_a_process_that_is_stopped_is_ended_and_started_again(
+def test_a_stopped_process_is_killed_and_restarted(
     sampler: SamplerClient, events: list[dict[str, Any]]
 ) -> None:
     sampler.start(1, None)
@@ -58,16 +58,14 @@ def test_a_process_that_is_stopped_is_ended_and_started_again(
     assert event == {"kind": "sampler_died", "reason": "no heartbeat for 5 s", "deaths": 1}
 
 
-def test_a_long_answer_with_signs_of_life_is_waited_for(
-    sampler: SamplerClient, events: list[dict[str, Any]]
-) -> None:
-    """7 s, where 5 s without a sign would be too long."""
+def test_a_long_call_with_heartbeats_is_awaited(sampler: SamplerClient, events: list[dict[str, Any]]) -> None:
+    """A call of 7 s, where 5 s without a heartbeat would be too long."""
     assert sampler.next_batch(1, 0.0) is None
     assert events == []
 
 
-def test_a_process_that_does_not_end_is_ended(sampler: SamplerClient) -> None:
-    """The stand-in stops itself when it is asked to end."""
+def test_a_process_that_does_not_close_is_killed(sampler: SamplerClient) -> None:
+    """The fake process stops itself (SIGSTOP) when it is asked to close."""
     pid, started = sampler.state()["pid"], time.monotonic()
     sampler.close()
     assert time.monotonic() - started < 20
@@ -75,16 +73,14 @@ def test_a_process_that_does_not_end_is_ended(sampler: SamplerClient) -> None:
         os.kill(pid, 0)
 
 
-def test_a_question_that_nobody_reads_is_given_up(
-    sampler: SamplerClient, events: list[dict[str, Any]]
-) -> None:
+def test_a_call_that_is_never_read_times_out(sampler: SamplerClient, events: list[dict[str, Any]]) -> None:
     """More than fits into the pipe: it is the writing that would wait for ever."""
     os.kill(sampler.state()["pid"], signal.SIGSTOP)
     sampler.start(1, {"much": "x" * 10_000_000})
     assert [event["kind"] for event in events] == ["sampler_died"]
 
 
-def test_an_answer_in_the_making_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_are_sent_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     ours, theirs = Pipe()
 
@@ -102,8 +98,8 @@ def test_an_answer_in_the_making_gives_signs_of_life(monkeypatch: pytest.MonkeyP
         asyncio.run(with_heartbeats(theirs, failing()))
 
 
-def test_what_goes_wrong_at_the_beginning_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ended with a traceback would be started five times more."""
+def test_an_error_of_the_setup_reaches_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that crashed with a traceback would be restarted five times."""
     ours, theirs = Pipe()
 
     async def fail(*_: Any) -> None:
@@ -116,11 +112,11 @@ def test_what_goes_wrong_at_the_beginning_is_told(tmp_path: Path, monkeypatch: p
 
 
 class Told(SamplerClient):
-    """A client of processes that note what they are told, and die at a call."""
+    """A client of fake processes that record their calls, and die at a given one."""
 
     def __init__(self, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[list[str]] = []
-        """For each process, its calls."""
+        """The calls of each process."""
         self.dies_at: list[str] = []
         monkeypatch.setattr(client.time, "sleep", lambda _: None)
         super().__init__(None, events.append)  # type: ignore[arg-type]
@@ -144,8 +140,8 @@ def told(events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Told:
     return made
 
 
-def test_a_new_process_is_told_that_engines_may_have_weights_of_no_folder(told: Told) -> None:
-    """And that they sample, if they do. What was in a folder before is not loaded."""
+def test_a_restarted_process_knows_of_weights_by_handles(told: Told) -> None:
+    """It also learns whether engines are admitted. An older folder is not loaded."""
     told.load_weights(Path("v0"), 0, 0)
     told.admit()
     told.release()
@@ -162,7 +158,7 @@ def test_a_new_process_is_told_that_engines_may_have_weights_of_no_folder(told: 
     assert told.told[2] == ["start 1 None", "expect_handles 7 3", "admit", "state"]
 
 
-def test_a_folder_that_came_after_handles_is_what_a_new_process_loads(told: Told) -> None:
+def test_a_restarted_process_loads_a_folder_newer_than_handles(told: Told) -> None:
     told.expect_handles(7, 3)
     told.load_weights(Path("v7"), 7, 3)
     told.dies_at = ["state"]
@@ -171,10 +167,10 @@ def test_a_folder_that_came_after_handles_is_what_a_new_process_loads(told: Told
 
 
 @pytest.mark.parametrize(("method", "arguments"), WAKE_CALLS)
-def test_a_wake_in_which_the_process_dies_is_not_repeated(
+def test_a_wake_call_is_not_repeated_after_a_crash(
     told: Told, method: str, arguments: tuple[Any, ...]
 ) -> None:
-    """The next process knows nothing of engines that are about to wake."""
+    """A restarted process does not know the state of engines that were waking up."""
     told.expect_handles(7, 3)
     told.dies_at = [method]
     assert getattr(told, method)(*arguments) == []
@@ -182,7 +178,7 @@ def test_a_wake_in_which_the_process_dies_is_not_repeated(
     assert getattr(told, method)(*arguments) == [f"of {method}"]
 
 
-def test_weights_by_handles_are_told_to_a_process_that_lives(told: Told) -> None:
+def test_weights_by_handles_are_announced_to_the_process(told: Told) -> None:
     told.dies_at = ["expect_handles"]
     told.expect_handles(7, 3)
     assert told.told[1][0] == "start 1 None"

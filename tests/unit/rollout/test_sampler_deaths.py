@@ -1,4 +1,4 @@
-"""A sampler that dies at every write, under every rule: nothing is trained twice, nothing vanishes."""
+"""Crash tests of the sampler: it dies at every write, under every rule; nothing is trained twice or lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RULES = [
 @pytest.mark.parametrize(
     "rules", slow_but(RULES, *RULES[::5]), ids=lambda rules: "-".join(map(str, rules.values()))
 )
-def test_deaths_at_random_writes(
+def test_crashes_at_random_writes_train_nothing_twice(
     tmp_path: Path, rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One sampler after the other dies, in every way, while engines come and go and weights arrive."""
@@ -54,8 +54,10 @@ def test_deaths_at_random_writes(
 
 
 @pytest.mark.parametrize("turn", range(2))
-def test_a_death_at_every_write(tmp_path: Path, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four steps; the next sampler lives. Together these runs have seen all that makes it hard."""
+def test_a_crash_at_every_write_trains_nothing_twice(
+    tmp_path: Path, turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash at each write of four steps; the next sampler survives. Together they cover all hard cases."""
     chance = np.random.default_rng(turn)
     seen: Counter[str] = Counter()
 
@@ -74,7 +76,7 @@ def test_a_death_at_every_write(tmp_path: Path, turn: int, monkeypatch: pytest.M
 
 
 def note_what_was_hard(found: Audit, run: MortalRun, seen: Counter[str]) -> None:
-    """Or a change that makes these runs easy would make their tests empty."""
+    """Checks that the runs cover all hard cases: else the tests above would be empty."""
     responses = [response for group in found.groups for response in group.responses]
     seen["engine lost"] += run.world.event_kinds().count("engine_lost")
     seen["uniform"] += sum(group.end == "uniform" for group in found.groups)

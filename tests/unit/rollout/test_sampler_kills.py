@@ -1,4 +1,4 @@
-"""Kills at any moment, torn and damaged journals: nothing is trained twice, nothing vanishes."""
+"""Kill tests of the sampler, with torn and damaged journals: nothing is trained twice, nothing is lost."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def state_of(world: World) -> SamplerState:
 
 
 def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
-    """Nothing lost, nothing twice. ``logs``: a folder with those that were deleted, if any were."""
+    """Check that no token is lost or trained twice. ``logs``: a folder with the deleted logs, if any."""
     config, prompts = world.config.rollout, world.dataset.prompts
     return accounts.check_accounts(logs or world.journal, world.journal, config, prompts).totals()
 
 
 @pytest.mark.parametrize("seed", slow_but(range(12), 0, 1, 2))
-def test_kills_at_any_moment(tmp_path: Path, seed: int) -> None:
+def test_kills_at_any_moment_train_nothing_twice(tmp_path: Path, seed: int) -> None:
     """Samplers are killed at random, some with their last record torn; the run continues from its files."""
     random = np.random.default_rng(seed)
     engines: list[ScriptedEngine] = []
@@ -115,7 +115,7 @@ def test_finished_segments_survive_and_responses_continue_from_them(tmp_path: Pa
     asyncio.run(asyncio.wait_for(check(), 90))
 
 
-def test_damage_is_reported_with_its_offset_and_costs_only_what_it_hit(tmp_path: Path) -> None:
+def test_damage_is_reported_with_its_offset_and_costs_only_its_record(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
         engine.holds = lambda request: request.prefix_tokens >= 6
@@ -144,7 +144,7 @@ def test_damage_is_reported_with_its_offset_and_costs_only_what_it_hit(tmp_path:
 
 @pytest.mark.parametrize("record", ["in the journal", "lost with a kill"])
 def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path: Path, record: str) -> None:
-    """Its header can be read, so that the step is taken for given until somebody asks for it."""
+    """The header is readable, so the step counts as served until its batch is read."""
 
     async def check() -> None:
         world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
@@ -179,7 +179,7 @@ def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path: Path,
     asyncio.run(asyncio.wait_for(check(), 90))
 
 
-def test_old_files_go_when_nothing_in_them_is_needed(tmp_path: Path) -> None:
+def test_old_logs_are_deleted_when_not_needed(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
         async with world.sampling(rounds=False):
@@ -195,7 +195,7 @@ def test_old_files_go_when_nothing_in_them_is_needed(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(check(), 90))
 
 
-def test_old_steps_go_but_not_those_that_a_continuation_needs(tmp_path: Path) -> None:
+def test_old_step_files_are_deleted_unless_a_resume_needs_them(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
         async with world.sampling():
@@ -256,7 +256,7 @@ def test_a_full_disk_is_reported_and_the_journal_stays_whole(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("rounds", [True, False])
 def test_a_closed_sampler_keeps_the_tokens_of_requests_in_flight(tmp_path: Path, rounds: bool) -> None:
-    """In rounds they are not kept: a round that continues from half of it would end in other bits."""
+    """In rounds they are not kept: a continued round would differ in its last bits."""
 
     async def check() -> None:
         engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")

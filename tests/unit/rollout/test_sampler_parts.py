@@ -1,4 +1,4 @@
-"""The parts of the sampler alone: admission, batches, scoring, and what becomes of a refused request."""
+"""The parts of the sampler in isolation: admission, batch builder, scoring, dispatcher."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_batch_takes_the_fresh_groups_that_were_opened_first(
     assert (found and [group.number for group in found]) == chosen
 
 
-def test_a_step_that_can_get_nothing_more_takes_nothing(tmp_path: Path) -> None:
+def test_an_exhausted_step_takes_nothing(tmp_path: Path) -> None:
     assert builder(state_of(), tmp_path).choose(3, is_last=True) == []
 
 
@@ -94,7 +94,7 @@ def test_the_file_of_a_batch_and_its_event(tmp_path: Path) -> None:
     assert tokens == [16, 8, 4, 4]
 
 
-def test_failed_rewards_are_counted_and_those_that_took_too_long() -> None:
+def test_failed_scores_and_timeouts_are_counted() -> None:
     failures = [["time", "raised"], [], ["time", "time"]]
     scored = [GroupSummary(n, [1.0, 0.0], [3, 4], ["stop"] * 2, kinds) for n, kinds in enumerate(failures)]
     metrics = rollout_metrics(scored, 3, RewardConfig())
@@ -143,7 +143,7 @@ def test_a_group_is_scored_in_the_order_of_its_responses() -> None:
 
 
 def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) -> None:
-    """Or a step would take what there is while the drop of a refused group waits for its commit."""
+    """Else a step would take what there is while the drop of a refused group is queued."""
 
     def refuse(request: GenerateRequest) -> None:
         if request.input_ids[0] == 1:

@@ -1,4 +1,4 @@
-"""Moments at which a sampler may go wrong without a word."""
+"""Race conditions and edge cases of the sampler, which could fail silently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
-def test_a_dropped_group_does_not_come_back(tmp_path: Path) -> None:
+def test_nothing_is_requested_for_a_group_that_is_being_dropped(tmp_path: Path) -> None:
     """Weights come while the journal is written: nothing may be sent for a group that is to be dropped."""
 
     async def check() -> None:
@@ -60,7 +60,7 @@ def test_a_dropped_group_does_not_come_back(tmp_path: Path) -> None:
     run(check())
 
 
-def test_a_prompt_that_is_always_too_old_is_given_up(tmp_path: Path) -> None:
+def test_an_always_stale_prompt_is_dropped_after_retries(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)
         engine.holds = lambda request: request.input_ids[0] == 0 and request.prefix_tokens > 0
@@ -77,7 +77,7 @@ def test_a_prompt_that_is_always_too_old_is_given_up(tmp_path: Path) -> None:
     run(check())
 
 
-def test_a_budget_that_no_long_response_can_keep_is_refused() -> None:
+def test_a_token_budget_too_small_for_a_long_response_is_refused() -> None:
     rollout = RolloutConfig(budget_tokens=100, max_staleness=2, max_response_tokens=301)
     with pytest.raises(ConfigError, match=r"rollout.max_staleness=3$"):
         from bapo_megatron.config.validation import raise_problems, staleness_problems
@@ -109,7 +109,7 @@ def test_a_scorer_that_raises_is_reported(tmp_path: Path, error: Exception, outc
     run(check())
 
 
-def test_a_request_that_ends_its_engines_is_given_up(tmp_path: Path) -> None:
+def test_a_request_that_crashes_engines_is_dropped(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)
 
@@ -129,7 +129,7 @@ def test_a_request_that_ends_its_engines_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["y", "yaaaa"])
-def test_an_abort_may_meet_the_last_token(tmp_path: Path, text: str) -> None:
+def test_an_abort_at_the_stop_token_completes_the_response(tmp_path: Path, text: str) -> None:
     """The end of sequence, or the limit of six, with finish reason abort: the response is whole."""
 
     async def check() -> None:
@@ -176,7 +176,7 @@ def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path: Path)
     run(check())
 
 
-def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
+def test_an_engine_that_misses_a_broadcast_goes_into_quarantine(tmp_path: Path) -> None:
     async def check() -> None:
         here, away = ReceivingEngine("here"), ReceivingEngine("away")
         world = World(tmp_path, [here, away])
@@ -198,7 +198,7 @@ def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
     run(check())
 
 
-def test_an_engine_that_hangs_in_updates_holds_up_one_push_and_no_other(tmp_path: Path) -> None:
+def test_a_hanging_engine_delays_only_one_push(tmp_path: Path) -> None:
     """It answers, so it is not silent; only the deadline of the first update shows it."""
 
     async def check() -> None:

@@ -1,4 +1,4 @@
-"""Engines' digests beside those of what the trainer sent: engines that agree can all be wrong."""
+"""Verification of a weight sync: engines' digests against those sent; engines that agree can all be wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOT_SENT = "not the weights that were sent"
 
 
 def told(*ranks: Mapping[str, str]) -> TensorDigests:
-    """What an engine tells."""
+    """An engine's digest, with those of its tensors."""
     return TensorDigests(json.dumps(ranks), ranks)
 
 
@@ -54,7 +54,7 @@ class Events:
         self.all.append({"kind": kind, **fields})
 
 
-def test_equal_digests_are_known_and_the_cost_is_told_once() -> None:
+def test_equal_digests_match_and_are_reported_once() -> None:
     events = Events(proven=False)
     for engine in ("a", "b"):
         assert events.check.is_sent(SentDigests((SENT, OLD), 4000), engine, told(SENT, OLD))
@@ -78,12 +78,12 @@ def test_equal_digests_are_known_and_the_cost_is_told_once() -> None:
         ([OLD, OLD], "other values in embed on rank 0, head on rank 0, norm on rank 0 and 3 more$"),
     ],
 )
-def test_the_first_that_differ_are_named(found: list[dict[str, str]], message: str) -> None:
+def test_the_first_differing_tensors_are_named(found: list[dict[str, str]], message: str) -> None:
     with pytest.raises(DigestMismatch, match=f"{NOT_SENT}: {message}"):
         Events().check.is_sent(SentDigests((SENT, SENT)), "a", told(*found))
 
 
-def test_a_buffer_that_engines_compute_is_left_out_and_another_is_told() -> None:
+def test_computed_buffers_are_ignored_and_unknown_tensors_reported() -> None:
     events = Events()
     rotary = {**SENT, "layers.0.rotary_emb.cos_sin_cache": "77", "layers.0.inv_freq": "78"}
     assert events.check.is_sent(SentDigests((SENT,)), "a", told(rotary))
@@ -102,15 +102,15 @@ def test_a_buffer_that_engines_compute_is_left_out_and_another_is_told() -> None
         (SentDigests((SENT,)), told(SENT, SENT), "the engine has 2 ranks, and not 1"),
     ],
 )
-def test_what_cannot_be_compared_is_told_once(sent: SentDigests, digest: str, reason: str) -> None:
+def test_each_reason_not_to_compare_is_reported_once(sent: SentDigests, digest: str, reason: str) -> None:
     events = Events()
     for engine in ("a", "b", "a"):
         assert not events.check.is_sent(sent, engine, digest)
     assert events.all == [{"kind": "digests_not_compared", "engine": "a", "reason": reason}]
 
 
-def test_hashes_of_another_kind_are_no_other_weights() -> None:
-    """A trainer on a CPU, and servers on GPUs, say. Once digests have matched, such an engine is wrong."""
+def test_another_hash_function_is_no_mismatch() -> None:
+    """For example trainer on a CPU, servers on GPUs. After a first match it is a mismatch."""
     events = Events(proven=False)
     assert not events.check.is_sent(SentDigests((SENT,)), "a", told(OLD))
     assert "another hash" in events.all[0]["reason"]
@@ -119,21 +119,21 @@ def test_hashes_of_another_kind_are_no_other_weights() -> None:
         events.check.is_sent(SentDigests((SENT,)), "a", told(OLD))
 
 
-def test_a_digest_goes_to_another_process_with_those_of_tensors() -> None:
+def test_tensor_digests_are_picklable() -> None:
     found = pickle.loads(pickle.dumps(told(SENT)))
     assert found == told(SENT)
     assert found.ranks == (SENT,)
     assert type(str(found)) is str
 
 
-def test_nothing_was_sent_for_a_folder_of_somebody_elses(tmp_path: Path) -> None:
+def test_a_foreign_folder_has_no_digests(tmp_path: Path) -> None:
     events = Events()
     assert SentDigests.read(tmp_path) is None
     assert not events.check.is_sent(None, "a", "plain")
     assert not events.all
 
 
-def test_they_go_with_the_folder(tmp_path: Path) -> None:
+def test_digests_round_trip_with_the_folder(tmp_path: Path) -> None:
     for sent in (SentDigests((SENT, OLD), 12), SentDigests(unknown="why")):
         sent.write(tmp_path)
         assert SentDigests.read(tmp_path) == sent
@@ -143,7 +143,7 @@ def test_they_go_with_the_folder(tmp_path: Path) -> None:
 
 
 class Digester:
-    """Takes names, and refuses one."""
+    """A digester of names, which raises at one of them."""
 
     def __init__(self, refused: str = "") -> None:
         self.names: list[str] = []
@@ -162,7 +162,7 @@ def weights() -> Iterator[tuple[str, Tensor]]:
     yield from ((name, torch.ones(2)) for name in "abc")
 
 
-def test_weights_pass_whatever_becomes_of_their_digests() -> None:
+def test_a_failing_digest_does_not_stop_the_weights() -> None:
     found = {
         refused: DigestingIterator(weights(), lambda refused=refused: Digester(refused))  # type: ignore[misc]
         for refused in ("", "b")
@@ -191,7 +191,7 @@ def by_quorum(is_sent: Callable[[str, str], bool] | None, *digests: str) -> list
     return asyncio.run(asyncio.wait_for(tell(), 20))
 
 
-def test_a_quorum_does_not_make_it_right() -> None:
+def test_a_quorum_does_not_overrule_the_sent_digests() -> None:
     check = Events().check
     sent = SentDigests((SENT,))
     assert by_quorum(None, told(LACKING), told(LACKING)) == [None, None], "engines agree"
@@ -202,7 +202,7 @@ def test_a_quorum_does_not_make_it_right() -> None:
     assert isinstance(alone, DigestMismatch)
 
 
-def test_by_a_folder(tmp_path: Path) -> None:
+def test_digests_are_verified_after_a_load_by_disk(tmp_path: Path) -> None:
     """Both engines of a pool are put in quarantine, and come back with the weights that were sent."""
 
     async def go() -> None:
@@ -226,7 +226,7 @@ def test_by_a_folder(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(go(), 60))
 
 
-def test_by_broadcast() -> None:
+def test_digests_are_verified_after_a_broadcast() -> None:
     async def go() -> None:
         events = Events()
         engines = [ReceivingEngine("a"), ReceivingEngine("b")]
@@ -252,7 +252,7 @@ def test_by_broadcast() -> None:
     asyncio.run(go())
 
 
-def test_a_broadcast_to_a_pool_is_held_to_what_was_sent() -> None:
+def test_a_pool_verifies_a_broadcast_against_the_sent_digests() -> None:
     async def go() -> None:
         events = Events()
         engine = ReceivingEngine("a")

@@ -1,4 +1,4 @@
-"""The temporary folder of a server: private, short enough for sockets, and gone once nobody holds it."""
+"""The temporary folder of a server: private, short enough for socket paths, swept when stale."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_folder_is_private_whatever_the_umask(base: Path) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_no_folder_is_too_long_for_the_path_of_a_socket(tmp_path: Path) -> None:
+def test_the_folder_is_short_enough_for_socket_paths(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 60)
     long.mkdir()
     made = ServerFolder(str(long))
@@ -49,7 +49,7 @@ def test_no_folder_is_too_long_for_the_path_of_a_socket(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "a file", "relative", "read-only"])
-def test_a_parent_that_cannot_be_used_is_not_taken(
+def test_an_unusable_parent_is_replaced_by_tmp(
     base: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TMPDIR of a job's node is often not there in its container."""
@@ -77,7 +77,7 @@ def old(path: str) -> None:
 
 
 def test_a_folder_of_another_machine_is_left_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock may not be seen here."""
+    """The lock of another machine may not be visible here."""
     with monkeypatch.context() as patch:
         patch.setattr(server_folder.socket, "gethostname", lambda: "another")
         assert server_folder._host() != server_folder._PREFIX.split("-")[1]
@@ -90,7 +90,7 @@ def test_a_folder_of_another_machine_is_left_alone(base: Path, monkeypatch: pyte
     theirs.remove()
 
 
-def test_where_nothing_can_be_locked_nothing_is_removed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_without_locks_are_never_swept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -106,8 +106,8 @@ def test_where_nothing_can_be_locked_nothing_is_removed(base: Path, monkeypatch:
     assert list(base.iterdir()) == []
 
 
-def test_folders_that_nobody_holds_are_removed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one removes what a server has left that was killed with its owner."""
+def test_stale_folders_are_swept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next folder sweeps those that killed servers have left."""
     program = (
         "import os, sys; from bapo_megatron.rollout.engines.sglang.server_folder import ServerFolder;"
         "print(ServerFolder(sys.argv[1]).path, flush=True); os.kill(os.getpid(), 9)"

@@ -61,7 +61,7 @@ def python(tmp_path: Path) -> Path:
     return environment / "bin/python"
 
 
-def test_the_preload_of_a_colocated_server_finds_the_runtime_of_its_environment(
+def test_library_path_finds_the_cuda_runtime_of_the_servers_environment(
     python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/site")
@@ -80,8 +80,8 @@ def test_the_preload_of_a_colocated_server_finds_the_runtime_of_its_environment(
     assert preload_row(found, python, required=True).state == "ok"
 
 
-def test_an_interpreter_before_3_11_is_asked(python: Path, tmp_path: Path) -> None:
-    """It has no ``-P``."""
+def test_library_path_works_with_an_interpreter_before_3_11(python: Path, tmp_path: Path) -> None:
+    """Such an interpreter has no ``-P``."""
     older = tmp_path / "python3.10"
     older.write_text(f'#!/bin/sh\nif [ "$1" = -P ]; then exit 2; fi\nexec {python} "$@"\n')
     older.chmod(0o755)
@@ -90,7 +90,7 @@ def test_an_interpreter_before_3_11_is_asked(python: Path, tmp_path: Path) -> No
     assert Path(found).parts[-3:] == ("nvidia", "cu13", "lib")
 
 
-def test_an_environment_without_a_runtime_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_path_is_unchanged_without_a_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     assert library_path(Path(sys.executable), None) is None
     assert library_path(Path(sys.executable), "/of/the/site") == "/of/the/site"

@@ -1,4 +1,4 @@
-"""Servers that a run has started: started again when they end, hang, or cannot be started for a while."""
+"""Server supervisors: restart of servers that end, hang or fail to start; hold; flags and environment."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def pid_of(supervisor: ServerSupervisor) -> int:
     return supervisor._server.process.pid
 
 
-def test_a_server_that_hangs_is_ended_and_started_again(
+def test_a_hanging_server_is_killed_and_restarted(
     supervisor: ServerSupervisor, events: list[dict[str, Any]]
 ) -> None:
-    """It is stopped, so that it does not end when it is asked to."""
+    """The server is stopped (SIGSTOP), so that SIGTERM does not end it."""
     run_servers = RunServers([supervisor.url], [supervisor], events.append)
     first = pid_of(supervisor)
     until(lambda: supervisor._can_hang)
@@ -86,7 +86,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(
     assert "not done in 600 s" in event["reason"]
 
 
-def test_one_that_has_come_back_meanwhile_is_left_alone(
+def test_a_server_that_has_recovered_is_not_restarted(
     supervisor: ServerSupervisor, events: list[dict[str, Any]]
 ) -> None:
     run_servers = RunServers([supervisor.url], [supervisor], events.append)
@@ -99,10 +99,10 @@ def test_one_that_has_come_back_meanwhile_is_left_alone(
     assert events == []
 
 
-def test_a_server_that_still_starts_does_not_hang(
+def test_a_starting_server_does_not_count_as_hanging(
     config: RunConfig, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading a model takes minutes without an answer; those who wait for it may call that a hang."""
+    """Loading a model takes minutes without an answer, which the sampler may report as a hang."""
     monkeypatch.setattr(
         servers, "server_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
     )
@@ -121,7 +121,7 @@ def test_a_server_that_still_starts_does_not_hang(
     supervisor.stop()
 
 
-def test_a_server_that_cannot_be_started_is_tried_again(
+def test_a_failed_start_is_retried(
     supervisor: ServerSupervisor, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No memory for a process, twice; the log of events is full as well, once."""
@@ -150,7 +150,7 @@ def test_a_server_that_cannot_be_started_is_tried_again(
     assert "Cannot allocate memory" in events[1]["reason"]
 
 
-def test_a_server_that_cannot_be_started_at_all_is_told_at_once(
+def test_a_server_that_can_never_start_fails_at_once(
     config: RunConfig, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "server_command", lambda *_: ["/nowhere/python"])
@@ -161,10 +161,10 @@ def test_a_server_that_cannot_be_started_at_all_is_told_at_once(
     supervisor.stop()
 
 
-def test_a_held_server_that_ends_stays_away_until_it_is_started(
+def test_a_held_server_that_ends_is_not_restarted_until_start(
     supervisor: ServerSupervisor, events: list[dict[str, Any]]
 ) -> None:
-    """Its GPU belongs to the policy meanwhile. The others live on: they sleep."""
+    """The policy has its GPU meanwhile. The other servers sleep."""
     run_servers = RunServers([supervisor.url], [supervisor], events.append, 60)
     first = pid_of(supervisor)
     run_servers.hold()
@@ -181,7 +181,7 @@ def test_a_held_server_that_ends_stays_away_until_it_is_started(
     assert pid_of(supervisor) != first
 
 
-def test_a_held_server_that_is_killed_by_another_stays_away(supervisor: ServerSupervisor) -> None:
+def test_a_held_server_that_is_killed_from_outside_is_not_restarted(supervisor: ServerSupervisor) -> None:
     supervisor.hold()
     os.killpg(pid_of(supervisor), signal.SIGKILL)
     until(lambda: not supervisor.is_running)
@@ -189,16 +189,14 @@ def test_a_held_server_that_is_killed_by_another_stays_away(supervisor: ServerSu
     assert not supervisor.is_running
 
 
-def test_a_run_stops_while_its_servers_are_held(supervisor: ServerSupervisor) -> None:
+def test_a_run_can_stop_while_its_servers_are_held(supervisor: ServerSupervisor) -> None:
     supervisor.hold()
     supervisor.end()
     supervisor.stop()
     assert not supervisor.is_running
 
 
-def test_colocated_servers_are_started_when_they_are_to_sample(
-    config: RunConfig, events: list[dict[str, Any]]
-) -> None:
+def test_colocated_servers_start_only_on_demand(config: RunConfig, events: list[dict[str, Any]]) -> None:
     sglang = dataclasses.replace(config.rollout.sglang, colocated=True)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))
     with servers_of(config, False, events.append) as found:
@@ -208,7 +206,7 @@ def test_colocated_servers_are_started_when_they_are_to_sample(
     assert found.running() == []
 
 
-def test_who_is_to_end_a_server_of_somebody_else(
+def test_a_hanging_server_that_the_run_has_not_started_is_only_reported(
     config: RunConfig, events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sglang = dataclasses.replace(config.rollout.sglang, urls=("http://node7:30000/",))
@@ -223,7 +221,7 @@ def test_who_is_to_end_a_server_of_somebody_else(
     assert "http://node7:30000 hangs (not done in 600 s)" in capsys.readouterr().out
 
 
-def test_a_server_knows_nothing_of_the_launcher_that_started_the_trainer(
+def test_a_server_inherits_no_launcher_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torchrun's variables would make it join the trainer's store; its own settings stay."""
@@ -259,8 +257,8 @@ def test_a_server_knows_nothing_of_the_launcher_that_started_the_trainer(
     assert process.server_environment(cuda=True)["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:256"
 
 
-def test_colocated_servers_give_up_their_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang takes the tag without the variable, and keeps the memory."""
+def test_colocated_servers_release_cuda_graph_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variable SGLang accepts the tag, but keeps the memory."""
     graphs = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
     monkeypatch.delenv(graphs, raising=False)
     assert process.server_environment(cuda=True, colocated=True)[graphs] == "1"
@@ -270,9 +268,7 @@ def test_colocated_servers_give_up_their_graphs_too(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_no_server_on_a_gpu_has_graphs_of_the_prefill_unless_the_recipe_names_them(
-    config: RunConfig, colocated: bool
-) -> None:
+def test_prefill_cuda_graphs_are_off_unless_the_recipe_sets_them(config: RunConfig, colocated: bool) -> None:
     name = "--cuda-graph-backend-prefill"
 
     def flags(*own: str, cuda: bool = True) -> list[str]:
@@ -285,6 +281,6 @@ def test_no_server_on_a_gpu_has_graphs_of_the_prefill_unless_the_recipe_names_th
     assert [flag for flag in flags(f"{name}=full") if flag.startswith(name)] == [f"{name}=full"]
 
 
-def test_a_server_on_a_gpu_never_chooses_its_device(tmp_path: Path) -> None:
+def test_the_device_flag_is_always_given(tmp_path: Path) -> None:
     on_gpu = process.server_command(Path("python"), tmp_path, "127.0.0.1", 1, cuda=True)
     assert on_gpu[on_gpu.index("--device") + 1] == "cuda"

@@ -1,4 +1,4 @@
-"""Servers that refuse, vanish or lie, played by a small HTTP server."""
+"""Failures of SGLang servers (refusals, crashes, hangs, closed connections), played by a fake HTTP server."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def weights(model: Path) -> Any:
     return load_file(model / "model.safetensors").items()
 
 
-def test_no_request_meets_the_end_of_an_idle_connection(
+def test_idle_connections_are_dropped_before_the_server_closes_them(
     server: FakeServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client gives it up before the server does, which does so after 5 s."""
+    """The client closes idle connections before the server does, after 5 s."""
     assert http_server._KEEP_IDLE_S < 4
     monkeypatch.setattr(http_server, "_KEEP_IDLE_S", 0.5)
     engine = engine_on(server, model, tmp_path)
@@ -88,9 +88,7 @@ def test_no_request_meets_the_end_of_an_idle_connection(
         engine.close()
 
 
-def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(
-    server: FakeServer, engine: BlockingEngine
-) -> None:
+def test_a_request_on_a_closed_kept_connection_is_retried(server: FakeServer, engine: BlockingEngine) -> None:
     engine.generate([REQUEST])
     before = len(server.connections)
     server.cuts = 1
@@ -101,10 +99,8 @@ def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(
     assert len(set(server.rids)) == len(server.rids) == 3, "the server may still know the id of the second"
 
 
-def test_it_is_sent_once_more_and_over_no_other_kept_connection(
-    server: FakeServer, engine: BlockingEngine
-) -> None:
-    """Whoever drops connections drops all of them, or each request after half an hour."""
+def test_the_retry_uses_a_new_connection_once(server: FakeServer, engine: BlockingEngine) -> None:
+    """A proxy that drops connections drops all of them, or each after half an hour."""
     server.on_abort = [1] * 8
     engine.generate([REQUEST] * 8)  # all at once: eight connections are kept
     server.rids.clear()
@@ -114,7 +110,7 @@ def test_it_is_sent_once_more_and_over_no_other_kept_connection(
     assert len(server.rids) == 2
 
 
-def test_it_is_answered_though_all_kept_connections_have_ended(
+def test_the_retry_succeeds_when_all_kept_connections_are_closed(
     server: FakeServer, engine: BlockingEngine
 ) -> None:
     server.on_abort = [1] * 8
@@ -124,7 +120,7 @@ def test_it_is_answered_though_all_kept_connections_have_ended(
     assert answer.token_ids_R.tolist() == [3, 4]
 
 
-def test_it_is_not_sent_again_after_an_abort(server: FakeServer, engine: BlockingEngine) -> None:
+def test_an_aborted_request_is_not_retried(server: FakeServer, engine: BlockingEngine) -> None:
     engine.generate([REQUEST])
     server.rids.clear()
 
@@ -139,10 +135,10 @@ def test_it_is_not_sent_again_after_an_abort(server: FakeServer, engine: Blockin
 
 
 @pytest.mark.parametrize("path", ["pause_generation", "abort_request", "continue_generation"])
-def test_another_call_is_sent_once_and_over_a_connection_of_its_own(
+def test_a_control_call_is_sent_once_over_a_new_connection(
     path: str, server: FakeServer, engine: BlockingEngine
 ) -> None:
-    """To receive a bucket or to join a group twice would hang."""
+    """Receiving a bucket or joining a group twice would hang."""
     engine.generate([REQUEST])
     kept = server.connections[-1]
     server.connections.clear()
@@ -154,9 +150,7 @@ def test_another_call_is_sent_once_and_over_a_connection_of_its_own(
     assert len(set(server.connections)) == len(server.connections)
 
 
-def test_a_server_that_cuts_off_a_new_connection_has_failed(
-    server: FakeServer, engine: BlockingEngine
-) -> None:
+def test_a_closed_new_connection_is_a_server_failure(server: FakeServer, engine: BlockingEngine) -> None:
     engine.generate([REQUEST])
     server.connections.clear()
     server.cuts = 2
@@ -206,7 +200,7 @@ def test_a_bad_answer_names_the_server(
         ("model_info", (200, {"weight_version": "default"}), "start it with --weight-version 0"),
     ],
 )
-def test_an_update_that_fails_says_so(
+def test_a_failed_update_is_reported(
     path: str, answer: tuple[int, Any], says: str, server: FakeServer, engine: BlockingEngine, model: Path
 ) -> None:
     server.answers[path] = answer
@@ -231,7 +225,7 @@ def test_a_server_that_hangs_has_a_deadline(server: FakeServer, engine: Blocking
 def test_a_load_may_take_as_long_as_a_slow_disk_takes_for_its_bytes(
     server: FakeServer, engine: BlockingEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes 3 s here, where 2 s are allowed besides."""
+    """The load takes 3 s; 2 s are allowed beside the time for its bytes."""
     nbytes = sum(tensor.nbytes for _, tensor in weights(model))
     monkeypatch.setattr(timeouts, "LEAST_BYTES_PER_S", nbytes / 60)
     server.hangs = {"update_weights_from_disk"}
@@ -239,21 +233,21 @@ def test_a_load_may_take_as_long_as_a_slow_disk_takes_for_its_bytes(
     assert engine.weight_version == 5
 
 
-def test_a_request_that_is_overdue_gives_what_it_has(server: FakeServer, engine: BlockingEngine) -> None:
+def test_an_overdue_request_returns_its_tokens(server: FakeServer, engine: BlockingEngine) -> None:
     server.on_abort = [1]
     (answer,) = engine.generate([REQUEST])
     assert answer.token_ids_R.tolist() == [3]
     assert answer.finish_reason == "abort"
 
 
-def test_a_server_that_answers_no_abort_fails(server: FakeServer, engine: BlockingEngine) -> None:
+def test_an_unanswered_abort_is_a_server_failure(server: FakeServer, engine: BlockingEngine) -> None:
     server.hangs = {"generate"}
     with pytest.raises(ServerError, match=r"no answer within 2 s, nor to an abort within 0.5 s"):
         engine.generate([REQUEST])
 
 
-def test_a_request_may_wait_in_the_queue_for_all_its_time(server: FakeServer, engine: BlockingEngine) -> None:
-    """Two wait, a third had its turn before them: the server works."""
+def test_a_single_request_may_time_out_in_the_queue(server: FakeServer, engine: BlockingEngine) -> None:
+    """Two requests wait behind a third that is served: the server works."""
     server.on_abort = [0, 1, 0]
     answers = engine.generate([REQUEST] * 3)
     assert sorted(len(answer.token_ids_R) for answer in answers) == [0, 0, 1]
@@ -263,15 +257,15 @@ def test_a_request_may_wait_in_the_queue_for_all_its_time(server: FakeServer, en
     assert len(engine.generate([REQUEST])[0].token_ids_R) == 0
 
 
-def test_a_server_that_gives_no_request_a_token_fails(server: FakeServer, engine: BlockingEngine) -> None:
+def test_a_server_without_tokens_for_any_request_fails(server: FakeServer, engine: BlockingEngine) -> None:
     server.on_abort = [0, 0]
     assert len(engine.generate([REQUEST])[0].token_ids_R) == 0
     with pytest.raises(ServerError, match="no token for any request within 2 s"):
         engine.generate([REQUEST])
 
 
-def test_a_pause_is_no_time_of_a_request(server: FakeServer, engine: BlockingEngine) -> None:
-    """A paused server answers no abort: it would be lost for a long load of weights."""
+def test_a_pause_does_not_count_to_a_requests_deadline(server: FakeServer, engine: BlockingEngine) -> None:
+    """A paused server answers no abort: a long weight load would count as a failure."""
     server.on_abort = [1]
     running = ThreadPoolExecutor(1).submit(engine.generate, [REQUEST])
     time.sleep(0.5)
@@ -291,10 +285,10 @@ def test_a_server_that_is_gone(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["disable_radix_cache", "disable_overlap_schedule"])
-def test_requests_are_kept_in_place_by_servers_that_are_made_for_it_alone(
+def test_in_place_updates_need_servers_with_the_right_flags(
     field: str, server: FakeServer, model: Path, tmp_path: Path
 ) -> None:
-    """A server that somebody else has started, before it takes weights."""
+    """Checked before a weight load, for servers that the run has not started."""
     sound = {"disable_radix_cache": True, "disable_overlap_schedule": True}
     server.answers["server_info"] = (200, {**sound, field: False})
     engine = engine_on(server, model, tmp_path, "in_place")

@@ -30,20 +30,20 @@ ALL = {"weights", "cuda_graph", "kv_cache"}
 
 
 class SleepingServer(FakeServer):
-    """Has tagged memory, as SGLang 0.5.23: it ends where an assertion or a fault ends SGLang."""
+    """A fake server with SGLang 0.5.23's tagged memory: it crashes where SGLang does."""
 
     def __init__(self) -> None:
         self.tags = set(ALL)
-        """What of its memory it has."""
+        """Memory tags that are resident."""
         self.weights = "0"
-        """What its weights are, whatever it says."""
+        """The actual weights, whatever version is reported."""
         self.loads_nothing = False
-        """It answers that it has loaded weights, and has not."""
+        """Whether loads are acknowledged, but not made."""
         self.updates = False
-        """Between begin_weight_update and end_weight_update."""
+        """Whether a weight update is open."""
         self.dies_at: str | None = None
         self.dead: str | None = None
-        """Why it has ended."""
+        """Why the server crashed; empty while it runs."""
         self.calls: list[str] = []
         super().__init__()
 
@@ -68,7 +68,7 @@ class SleepingServer(FakeServer):
         return False
 
     def _refuse_out_of_turn(self, path: str) -> None:
-        """Answer with status 400 where SGLang does: outside of an update, or a second begin."""
+        """Status 400 as in SGLang: a bucket outside of an update, or a second begin."""
         wrong = {
             "begin_weight_update": (self.updates, "a weight-update session is open already"),
             "end_weight_update": (not self.updates, "no weight-update session is open"),
@@ -134,7 +134,9 @@ def engine_on(server: SleepingServer, model: Path) -> SglangEngine:
 async def agreed(_digest: str) -> None: ...
 
 
-def test_the_calls_in_their_order(servers: list[SleepingServer], model: Path, folder: Path) -> None:
+def test_the_order_of_calls_in_a_release_and_wake(
+    servers: list[SleepingServer], model: Path, folder: Path
+) -> None:
     async def check() -> None:
         engine = engine_on(servers[0], model)
         await engine.release_memory()
@@ -173,7 +175,7 @@ HANDED = [
 ]
 
 
-def test_the_calls_of_a_wake_by_handles(servers: list[SleepingServer], model: Path) -> None:
+def test_the_order_of_calls_in_a_wake_by_handles(servers: list[SleepingServer], model: Path) -> None:
     """Twice: an update that a failure has left open is ended first, and none is open the first time."""
     digests = []
 
@@ -200,10 +202,10 @@ def test_the_calls_of_a_wake_by_handles(servers: list[SleepingServer], model: Pa
     ("way", "says"),
     [
         ("refuses", "update_weights_from_tensor: status 400.*must run between"),
-        ("other version", "says it has weights 3 after it was sent 7"),
+        ("other version", "reports weight version 3 after a load of 7"),
     ],
 )
-def test_a_server_that_takes_no_handles_is_named(
+def test_a_server_that_refuses_handles_is_named(
     servers: list[SleepingServer], model: Path, way: str, says: str
 ) -> None:
     async def check() -> None:
@@ -224,7 +226,7 @@ def test_a_server_that_takes_no_handles_is_named(
 
 
 @pytest.mark.parametrize("path", sorted({call.split()[0] for call in HANDED}))
-def test_a_server_that_dies_in_a_wake_by_handles(
+def test_a_server_crash_in_a_wake_by_handles_raises(
     servers: list[SleepingServer], model: Path, path: str
 ) -> None:
     async def check() -> None:
@@ -237,10 +239,10 @@ def test_a_server_that_dies_in_a_wake_by_handles(
     asyncio.run(check())
 
 
-def test_a_server_that_says_it_has_read_and_has_not_gives_another_digest(
+def test_a_server_that_has_not_read_the_handles_has_another_digest(
     servers: list[SleepingServer], model: Path
 ) -> None:
-    """What it resumed is unset. Nothing is sampled from that."""
+    """The resumed memory is undefined. Nothing is sampled from it."""
     digests = []
 
     async def confirm(digest: str) -> None:
@@ -289,7 +291,7 @@ def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
         *("update_weights_from_disk", "weights_checker", "continue_generation"),
     ],
 )
-def test_a_server_that_dies_between_two_states_is_not_taken_for_one_that_works(
+def test_a_server_crash_in_a_hand_over_loses_that_server_alone(
     servers: list[SleepingServer], model: Path, folder: Path, dies_at: str
 ) -> None:
     """In a pool of two: the other goes on; a new process at the address of the dead one comes by itself."""
@@ -319,7 +321,9 @@ def test_a_server_that_dies_between_two_states_is_not_taken_for_one_that_works(
     assert [server.dead for server in servers] == [None, None]
 
 
-def test_garbage_after_a_wake_is_seen(servers: list[SleepingServer], model: Path, folder: Path) -> None:
+def test_garbage_weights_after_a_wake_are_detected(
+    servers: list[SleepingServer], model: Path, folder: Path
+) -> None:
     """A server says that it has loaded the weights, and computes with what its memory happened to hold."""
 
     async def check() -> None:
@@ -340,7 +344,7 @@ def test_garbage_after_a_wake_is_seen(servers: list[SleepingServer], model: Path
     asyncio.run(check())
 
 
-def test_what_wakes_a_server_twice_ends_it(servers: list[SleepingServer], model: Path, folder: Path) -> None:
+def test_waking_a_server_twice_crashes_it(servers: list[SleepingServer], model: Path, folder: Path) -> None:
     async def check() -> None:
         engine = engine_on(servers[0], model)
         with pytest.raises(ServerError, match="/resume_memory_occupation: "):

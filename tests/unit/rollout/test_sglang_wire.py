@@ -1,4 +1,4 @@
-"""What is sent to an SGLang server, and that no nonsense is taken for an answer."""
+"""SGLang's wire format: the encoding of requests, and the validation of answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REPLY: dict[str, Any] = {
 }
 
 
-def test_the_request() -> None:
+def test_the_body_of_a_request() -> None:
     sent = json.loads(generate_payload(REQUEST, "x1"))
     assert sent["rid"] == "x1"
     assert sent["input_ids"] == [1, 2]
@@ -49,7 +49,7 @@ def test_the_request() -> None:
     }
 
 
-def test_without_stop_tokens_nothing_stops_it() -> None:
+def test_ignore_eos_without_stop_tokens() -> None:
     request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 3, ()))
     assert json.loads(generate_payload(request, "x"))["sampling_params"]["ignore_eos"] is True
 
@@ -59,7 +59,7 @@ def wire(reply: Any) -> bytes:
     return json.dumps(reply).encode()
 
 
-def test_the_answer() -> None:
+def test_an_answer_is_decoded() -> None:
     found = generation_of(REQUEST, wire(REPLY))
     assert found.request_id == "r"
     assert found.token_ids_R.tolist() == [5, 6, 9]
@@ -103,7 +103,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_nonsense_is_refused(name: str) -> None:
+def test_invalid_answers_are_refused(name: str) -> None:
     reply, says = BAD[name]
     with pytest.raises(BadReply, match=says):
         generation_of(REQUEST, wire(reply))
@@ -112,7 +112,7 @@ def test_nonsense_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[[", wire(REPLY)[:-20], wire(REPLY).replace(b"-1.5", b"-1.5.5")]
 )
-def test_what_is_no_json_is_refused(body: bytes) -> None:
+def test_an_answer_that_is_no_json_is_refused(body: bytes) -> None:
     with pytest.raises(BadReply, match="no generation"):
         generation_of(REQUEST, body)
 
@@ -130,7 +130,7 @@ def test_a_reply_of_64k_tokens() -> None:
     assert (found.token_ids_R.dtype, found.log_probs_R.dtype) == (np.int32, np.float32)
 
 
-def test_a_length_that_is_none() -> None:
+def test_finish_by_length_before_the_limit_is_refused() -> None:
     reply = changed((META, "finish_reason", "type"), "length")
     reply["output_ids"] = reply["output_ids"][:2]
     reply[META]["output_token_logprobs"] = reply[META]["output_token_logprobs"][:2]
@@ -140,21 +140,21 @@ def test_a_length_that_is_none() -> None:
         generation_of(REQUEST, wire(reply))
 
 
-def test_a_stop_that_nobody_asked_for() -> None:
+def test_an_unrequested_stop_token_is_refused() -> None:
     reply = changed(("output_ids",), [5, 6, 8])
     reply[META]["output_token_logprobs"][2][1] = 8
     with pytest.raises(BadReply, match="stop token that was not asked for"):
         generation_of(REQUEST, wire(reply))
 
 
-def test_more_tokens_than_were_asked_for() -> None:
+def test_too_many_tokens_are_refused() -> None:
     reply = changed(("output_ids",), [5, 6, 7, 9])
     reply[META]["output_token_logprobs"].insert(2, [-1.0, 7, None])
     with pytest.raises(BadReply, match="4 tokens where 3 were asked for"):
         generation_of(REQUEST, wire(reply))
 
 
-def test_staged_weights_come_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_staged_weights_are_atomic(tmp_path: Path) -> None:
     model = save_tiny_model("qwen2", tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     staging = WeightStaging(tmp_path / "staging", model)
@@ -170,7 +170,7 @@ def test_staged_weights_come_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "staging").iterdir()] == ["v3"]
 
 
-def test_shards_are_cut_by_size_and_where_a_tensor_would_not_be_aligned(tmp_path: Path) -> None:
+def test_shards_end_by_size_and_alignment(tmp_path: Path) -> None:
     weights = {
         "a": torch.arange(5.0),  # 20 bytes
         "b": torch.arange(6.0).view(2, 3).T,  # 24: the file has 44 of at least 40
@@ -199,7 +199,7 @@ def test_shards_of_many_tensors(tmp_path: Path) -> None:
     assert list(second) == names[1000:]
 
 
-def test_a_shard_of_types_that_no_model_has(tmp_path: Path) -> None:
+def test_a_shard_of_unknown_dtypes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weight a is of torch\.int64; model weights are F32, BF16, F16"):
         write_shards([("a", torch.zeros(1, dtype=torch.int64))], tmp_path)
 
@@ -234,7 +234,7 @@ def test_the_environment_with_cuda_comes_first_on_a_machine_with_gpus(
     assert sglang_python() == tmp_path / ".venv-sglang/bin/python"
 
 
-def test_the_command_alone_outlives_the_shell_that_started_it() -> None:
+def test_only_the_server_command_outlives_its_shell() -> None:
     """Only servers that a run starts end with it; `bapo rollout-server &` must not end with a login."""
     line = server_command(Path("python"), Path("model"), "127.0.0.1", 30000, cuda=True)
     assert (line[0], Path(line[1]).parts[-2:]) == ("python", ("sglang_launch", "launch.py"))

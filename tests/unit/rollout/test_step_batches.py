@@ -1,4 +1,4 @@
-"""The journal gives back every bit, or says which file is damaged."""
+"""Step files: bit-exact round trip, replay, and detection of damage."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def assert_same(left: StepBatch, right: StepBatch) -> None:
                 assert one.tobytes() == other.tobytes()
 
 
-def test_every_bit_comes_back(tmp_path: Path) -> None:
+def test_a_step_file_is_bit_exact(tmp_path: Path) -> None:
     write_step(tmp_path / "journal", 12, batch())
     assert_same(read_step(tmp_path / "journal", 12), batch())
 
 
-def test_loss_masks_come_back_and_take_no_room_where_there_are_none(tmp_path: Path) -> None:
+def test_loss_masks_round_trip_and_are_optional(tmp_path: Path) -> None:
     """A rollout without a mask, beside one with a mask, gets one of ones."""
     plain = batch()
     mask_R = np.array([True, False, True])
@@ -88,19 +88,19 @@ def test_loss_masks_come_back_and_take_no_room_where_there_are_none(tmp_path: Pa
     assert all(one.loss_mask_R is None for group in read_step(tmp_path, 2).groups for one in group.rollouts)
 
 
-def test_an_empty_step_comes_back(tmp_path: Path) -> None:
+def test_an_empty_step_round_trips(tmp_path: Path) -> None:
     write_step(tmp_path, 0, StepBatch((), {"reward/mean": 1.0}))
     assert_same(read_step(tmp_path, 0), StepBatch((), {"reward/mean": 1.0}))
 
 
-def test_same_batch_same_bytes(tmp_path: Path) -> None:
+def test_equal_batches_give_equal_bytes(tmp_path: Path) -> None:
     assert (
         write_step(tmp_path / "a", 1, batch()).read_bytes()
         == write_step(tmp_path / "b", 1, batch()).read_bytes()
     )
 
 
-def test_a_step_names_its_groups(tmp_path: Path) -> None:
+def test_a_step_file_has_the_numbers_of_its_groups(tmp_path: Path) -> None:
     write_step(tmp_path, 7, batch(), [4, 9])
     write_step(tmp_path, 12, batch())
     assert steps_in(tmp_path) == [7, 12]
@@ -110,14 +110,14 @@ def test_a_step_names_its_groups(tmp_path: Path) -> None:
         step_groups(tmp_path, 8)
 
 
-def test_a_step_made_again_replaces_its_record(tmp_path: Path) -> None:
+def test_a_rewritten_step_replaces_its_file(tmp_path: Path) -> None:
     write_step(tmp_path, 3, StepBatch((), {}))
     write_step(tmp_path, 3, batch())
     assert_same(read_step(tmp_path, 3), batch())
     assert [path.name for path in tmp_path.iterdir()] == ["step_000003.npz"]
 
 
-def test_replay(tmp_path: Path) -> None:
+def test_replay_serves_the_stored_batches(tmp_path: Path) -> None:
     write_step(tmp_path / "journal", 0, batch())
     sampler = ReplaySampler(tmp_path)
     sampler.start(0, sampler.state())
@@ -128,7 +128,7 @@ def test_replay(tmp_path: Path) -> None:
         ReplaySampler(tmp_path / "elsewhere")
 
 
-def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
+def test_damage_anywhere_is_detected(tmp_path: Path) -> None:
     whole = write_step(tmp_path, 1, batch()).read_bytes()
     path = step_path(tmp_path, 1)
     for length in range(0, len(whole), 97):
@@ -148,7 +148,7 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
         read_step(tmp_path, 1)
 
 
-def test_a_crash_while_writing_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_step(tmp_path, 1, batch())
 
     def crash(_: int) -> None:

@@ -1,4 +1,4 @@
-"""The hash of a tensor, as SGLang computes it on a CPU and on a GPU."""
+"""Streaming tensor hashes: equal to SGLang's on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(("case", "expected"), BY_TRITON.items(), ids=str)
-def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel(case: tuple[int, str], expected: str) -> None:
+def test_the_gpu_hash_equals_sglangs_kernel(case: tuple[int, str], expected: str) -> None:
     tensor = pattern(*case)
     for cut in (0, len(tensor) // 3):
         found = GpuHash()
@@ -77,9 +77,7 @@ def test_the_hash_of_a_gpu_is_that_of_sglangs_kernel(case: tuple[int, str], expe
 
 
 @pytest.mark.parametrize("device", HASHES)
-def test_pieces_of_any_size_and_stride_give_the_hash_of_the_whole(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hash_does_not_depend_on_the_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_hash, "_CHUNK", 40_000)  # more than a tile, and not whole tiles
     whole = torch.randn(301, 203, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     left = whole[:, :101]  # not contiguous
@@ -99,7 +97,7 @@ def test_pieces_of_any_size_and_stride_give_the_hash_of_the_whole(
         )
 
 
-def test_the_hash_of_a_cpu_is_eight_bytes_of_sha_256() -> None:
+def test_the_cpu_hash_is_eight_bytes_of_sha_256() -> None:
     found = CpuHash()
     found.add(torch.tensor([97, 98, 99], dtype=torch.uint8))
     assert found.digest() == "ba7816bf8f01cfea"  # FIPS 180-2's example, "abc"
@@ -117,7 +115,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", HASHES)
 def test_a_hashed_tensor_s_storage_can_still_be_resized(device: str) -> None:
-    """As an offload of the policy does, whose tensors may be views of its storages."""
+    """The policy's offload resizes the storages that the tensors are views of."""
     weight = torch.zeros(20_000)
     found = HASHES[device]()
     found.add(weight[:9000])

@@ -1,4 +1,4 @@
-"""Records come back to the bit, whatever is cut off or overwritten around them."""
+"""The write-ahead log: round trip, atomic commits, torn tails and damaged records."""
 
 from __future__ import annotations
 
@@ -59,14 +59,16 @@ def check_survivors(path: Path, expected: list[Record]) -> list[Damage]:
     return [one for one in found if isinstance(one, Damage)]
 
 
-def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+def test_records_round_trip(tmp_path: Path) -> None:
     write(tmp_path / "log")
     assert check_survivors(tmp_path / "log", RECORDS) == []
 
 
 @given(size=st.integers(0, ENDS[-1]))
 @settings(max_examples=150)
-def test_a_torn_tail_is_cut_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
+def test_a_torn_tail_is_truncated_and_appending_continues(
+    tmp_path_factory: pytest.TempPathFactory, size: int
+) -> None:
     path = tmp_path_factory.mktemp("log") / "log"
     path.write_bytes(write(path)[:size])
     kept = [one for one, end in zip(RECORDS, ENDS, strict=True) if end <= size]
@@ -77,7 +79,7 @@ def test_a_torn_tail_is_cut_and_writing_goes_on(tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize("size", [0, 1, *(end + more for end in ENDS[:-1] for more in (0, 1)), ENDS[-1] - 1])
-def test_of_records_written_together_all_are_there_or_none(tmp_path: Path, size: int) -> None:
+def test_a_commit_is_atomic(tmp_path: Path, size: int) -> None:
     path = tmp_path / "log"
     path.write_bytes(encode(RECORDS[4]) + write(path, together=True)[:size])
     damage = check_survivors(path, [RECORDS[4]])
@@ -89,7 +91,7 @@ def test_of_records_written_together_all_are_there_or_none(tmp_path: Path, size:
     assert check_survivors(path, [RECORDS[4], *RECORDS[:2]]) == []
 
 
-def test_damage_among_records_written_together_costs_only_what_it_hit(tmp_path: Path) -> None:
+def test_damage_within_a_commit_costs_only_the_damaged_record(tmp_path: Path) -> None:
     path = tmp_path / "log"
     content = bytearray(write(path, together=True))
     content[ENDS[1] + 40] ^= 1
@@ -114,7 +116,7 @@ def test_a_damaged_byte_costs_one_record(
     assert damage.reason == ("torn at the end" if hit == len(RECORDS) - 1 else "damaged")
 
 
-def test_damage_in_the_middle_is_not_cut(tmp_path: Path) -> None:
+def test_damage_in_the_middle_is_not_truncated(tmp_path: Path) -> None:
     path = tmp_path / "log"
     content = bytearray(write(path))
     content[ENDS[1] + 40] ^= 1
@@ -126,7 +128,7 @@ def test_damage_in_the_middle_is_not_cut(tmp_path: Path) -> None:
     assert damage.offset == ENDS[1]
 
 
-def test_an_array_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
+def test_array_bytes_that_look_like_a_record_are_not_one(tmp_path: Path) -> None:
     inside = np.frombuffer(encode(RECORDS[2]), np.uint8)
     path = tmp_path / "log"
     log = WriteAheadLog(path)
@@ -138,6 +140,6 @@ def test_an_array_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "a kind that is far too long"])
-def test_a_kind_must_fit(kind: str) -> None:
+def test_a_kind_has_at_most_16_characters(kind: str) -> None:
     with pytest.raises(ValueError, match="1 to 16 characters"):
         encode(Record(kind, {}, {}))

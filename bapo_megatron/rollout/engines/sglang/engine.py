@@ -91,7 +91,7 @@ class SglangEngine:
             if answer is None:
                 return empty_generation(request)
             if answer.finish_reason == "abort" and not pending.aborted and not len(answer.token_ids_R):
-                raise ServerError(f"{self.name}: ended a request that nobody aborted")
+                raise ServerError(f"{self.name}: aborted a request by itself")
             if len(answer.token_ids_R) and not 0 <= answer.token_ids_R.min() <= answer.token_ids_R.max() < (
                 self._limits.vocabulary
             ):
@@ -200,7 +200,7 @@ class SglangEngine:
         async with self._one_control:
             await self._check_settings()
             self._inflight.close_gate()
-            if not self._inflight.all:  # what the server still samples is orphaned: nobody waits for it
+            if not self._inflight.all:  # what the server still samples are orphaned requests
                 await self.server.abort_all()
             await self.server.pause(self._on_update)
             # A failure may have left an update open, and a server refuses a second one.
@@ -244,7 +244,7 @@ class SglangEngine:
         """Verify version and digest of the paused server's weights."""
         found = await self.weight_version()
         if found != version:
-            raise ServerError(f"{self.name}: says it has weights {found} after it was sent {version}")
+            raise ServerError(f"{self.name}: reports weight version {found} after a load of {version}")
         await confirm(await self.server.checksum(timeout))
 
     async def _finish_wake(self, timeout: float) -> None:

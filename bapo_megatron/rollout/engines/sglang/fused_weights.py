@@ -85,7 +85,7 @@ class FusedLayout:
         for pattern, own_cut in alone:
             if re.fullmatch(pattern, name):
                 return Place(name, own_cut)
-        raise ValueError(f"where a server has {name} is not known")
+        raise ValueError(f"the layout of {name} on a server is unknown")
 
     def _whole(self, tensor: Tensor, _rank: int) -> list[Tensor]:
         return [tensor]
@@ -170,7 +170,7 @@ class FusedDigests:
     def result(self) -> SentDigests:
         """The digests after the last tensor. ValueError if a part of a fused tensor is missing."""
         if self._pending:
-            raise ValueError(f"{min(self._pending)} was not sent whole")
+            raise ValueError(f"{min(self._pending)} is incomplete")
         return SentDigests(tuple(self._digests), self._hashed_bytes)
 
     def _hash(self, fused: _Fused, cut: Cut, tensor: Tensor) -> None:
@@ -187,15 +187,15 @@ def fused_digests(
     """The digester for ``hf_path``'s model on servers with ``flags``, or the reason why there is none."""
     config: dict[str, Any] = json.loads((hf_path / "config.json").read_text())
     reason = None
-    name, *_ = config.get("architectures") or ["model without a class"]
+    name, *_ = config.get("architectures") or ["a model without a class"]
     if name not in FUSED_MODELS:
-        reason = f"how servers hold a {name} is not known"
+        reason = f"the weight layout of {name} on servers is unknown"
     elif config.get("quantization_config"):
         reason = "the model is quantized"
     elif other := [flag for flag in flags if flag.startswith(_OTHER_LAYOUTS)]:
-        reason = f"servers with {other[0].partition('=')[0]} hold weights another way"
+        reason = f"servers with {other[0].partition('=')[0]} have another weight layout"
     elif device not in HASHES:
-        reason = f"how servers hash on {device} is not known"
+        reason = f"the tensor hash of servers on {device} is unknown"
     if reason:
         return UnknownDigests(reason)
     kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]

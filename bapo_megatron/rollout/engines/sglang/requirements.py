@@ -1,5 +1,7 @@
-"""SGLang's requirements: the installation, and server flags that a run needs. Imports no third-party package,
-because `bapo doctor` runs on a bare machine."""
+"""SGLang's requirements: the install command, and the server flags and settings that a run needs.
+
+No third-party package is imported, because `bapo doctor` runs on a bare machine.
+"""
 
 from collections.abc import Mapping
 from typing import Any

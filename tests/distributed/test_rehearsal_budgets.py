@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.commands.plan.activations import kept
+from bapo_megatron.commands.plan.activations import activation_bytes_per_token
 from bapo_megatron.commands.plan.job import Job, PlanOptions, shape_folder
 from bapo_megatron.commands.plan.memory import FIXED, host_bytes, offloaded_bytes, stage_memory
 from bapo_megatron.commands.rehearse import RehearseOptions, packs_of, ranks_of
@@ -175,7 +175,7 @@ def test_a_layer_keeps_what_the_plan_says(
         1e9 * one.found["ranks"][0]["kinds_gb"]["update 2"]["activations"] for one in (few, more)
     )
     run = more.job.run
-    planned = kept(more.job.shape, run.parallel, 2, run.batch.recompute, "te").layer
+    planned = activation_bytes_per_token(more.job.shape, run.parallel, 2, run.batch.recompute, "te").layer
     assert (more_bytes - few_bytes) / (FEW[1] - FEW[0]) / 8448 == pytest.approx(planned, rel=0.002)
 
 

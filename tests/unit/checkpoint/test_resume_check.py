@@ -13,7 +13,7 @@ import torch
 from bapo_megatron.checkpoint import resume_check
 from bapo_megatron.checkpoint.resume_check import Fingerprint, fingerprint_differences, state_fingerprint
 from bapo_megatron.config import DataConfig, ModelConfig, RunConfig
-from bapo_megatron.data.canary import CanarySpec, canary_sequences, numbered
+from bapo_megatron.data.canary import CanarySpec, canary_sequences, with_token_indices
 from bapo_megatron.types import MicroBatch, PackLayout, TokenFn, TokenStats
 
 TOKENS = 150
@@ -149,7 +149,7 @@ def canary(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_fingerprint_has_each_token_at_its_place(canary: list[Any]) -> None:
     """Whatever packs the tokens lie in: several here, in another order than the sequences'."""
     told = state_fingerprint(config(), FixedPolicy(), None)  # type: ignore[arg-type]
-    labels = np.concatenate([s.token_ids[-s.response_tokens :] for s in numbered(canary)])
+    labels = np.concatenate([s.token_ids[-s.response_tokens :] for s in with_token_indices(canary)])
     np.testing.assert_allclose(told["canary"]["log_probs"], -1 - 0.01 * labels, atol=1e-6)
     assert len(labels) > 100
     assert json.loads(json.dumps(told)) == told

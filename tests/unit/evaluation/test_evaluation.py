@@ -403,7 +403,7 @@ def test_a_request_that_is_wrong_and_a_disk_that_is_full_end_it() -> None:
     def full(rows: Sequence[Any]) -> None:
         raise RunStopped("the disk is full")
 
-    with pytest.raises(RunStopped, match="cannot be made: no such request"):
+    with pytest.raises(RunStopped, match="a request of an evaluation was refused: no such request"):
         ask(Scripted(answer), ["9"], [(0, 0)])
     with pytest.raises(RunStopped, match="disk is full"):
         ask(Scripted(lambda request, n: ([STOP], "stop")), ["9"], [(0, 0)], full)

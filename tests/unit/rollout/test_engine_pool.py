@@ -167,7 +167,7 @@ def test_an_engine_with_a_wrong_weight_version_goes_into_quarantine(tmp_path: Pa
         versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
         assert versions == {1}
         lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
-        assert "weights 7" in lost[0]
+        assert "weight version 7" in lost[0]
 
     run(check())
 

@@ -196,7 +196,7 @@ def test_a_bad_answer_names_the_server(
         ),
         ("weights_checker", (500, {"message": "no memory"}), "status 500.*no memory"),
         ("weights_checker", (200, {"success": False}), "no checksum of its weights"),
-        ("model_info", (200, {"weight_version": "4"}), "has weights 4 after it was sent 5"),
+        ("model_info", (200, {"weight_version": "4"}), "reports weight version 4 after a load of 5"),
         ("model_info", (200, {"weight_version": "default"}), "start it with --weight-version 0"),
     ],
 )

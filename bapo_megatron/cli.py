@@ -1,4 +1,8 @@
-"""Entry point of the ``bapo`` command line: the dispatch table of commands, and their exit codes."""
+"""Command line ``bapo``: the table of commands, and the exit code of a command's errors.
+
+``main`` is the console script. ConfigError, Preempted and RunStopped become one message and an exit code; any
+other error prints its traceback, with exit code 1. A command's module is imported only when it runs.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +116,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def silence_libraries() -> None:
-    """Suppression of library warnings about what a CPU machine lacks; once for each process."""
+    """Suppression of library warnings about what a CPU machine lacks; every process calls it once, at its
+    start."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours

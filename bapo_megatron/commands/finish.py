@@ -1,4 +1,7 @@
-"""End of a run: the Hugging Face export of the policy, and the printed summary."""
+"""End of a run: the Hugging Face export of the policy, and the printed summary.
+
+Every rank calls ``finish`` after the last step. It waits for earlier exports, and may run into a preemption.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def finish(run: Run) -> None:
 
 
 def wait_for_exports(run: Run) -> None:
-    """Wait until no export and no ``after_export`` command runs; then delete old checkpoints. Collective."""
+    """Wait until no export and no ``after_export`` command runs; then delete old checkpoints. Collective.
+
+    Preempted if the run is asked to stop meanwhile.
+    """
     if not broadcast_from_main(run.exports.is_busy() if run.exports else False):
         return
     if run.exports:

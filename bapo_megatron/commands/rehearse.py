@@ -1,4 +1,8 @@
-"""``bapo rehearse RECIPE [flags]``: a dry run of the recipe's real program on fake tensors, rank by rank."""
+"""``bapo rehearse RECIPE [flags]``: a dry run of the recipe's real program on fake tensors, rank by rank.
+
+Fake tensors have shapes and no data, so neither GPUs nor weights are needed. Each rank runs in a child
+process, some at a time. ConfigError for a recipe that cannot be rehearsed.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +134,10 @@ def packs_of(job: Job, options: RehearseOptions) -> int:
 
 
 def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankResult]:
-    """The results of the chosen ranks. ``folder`` has the model's config.json."""
+    """The results of the chosen ranks. ``folder`` has the model's config.json. Progress goes to stderr.
+
+    It starts processes and takes minutes. A rank that fails is a result with an error, not an exception.
+    """
     run = replace(job.run, model=replace(job.run.model, hf_path=folder))
     requests = [RankRequest(run, rank, packs_of(job, options)) for rank in ranks_of(job, options)]
 

@@ -1,4 +1,7 @@
-"""``bapo rollout-server RECIPE [flags]``: an SGLang server with the recipe's model, in the foreground."""
+"""``bapo rollout-server RECIPE [flags]``: an SGLang server with the recipe's model, in the foreground.
+
+A run finds it by ``rollout.sglang.urls``. Slurm jobs start their servers with it.
+"""
 
 from __future__ import annotations
 

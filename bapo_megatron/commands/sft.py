@@ -1,4 +1,7 @@
-"""``bapo sft RECIPE [flags]``: a supervised warm start, written as a Hugging Face folder."""
+"""``bapo sft RECIPE [flags]``: a supervised warm start (fine-tuning), written as a Hugging Face folder.
+
+It saves nothing before its end: one that is killed begins anew.
+"""
 
 from __future__ import annotations
 

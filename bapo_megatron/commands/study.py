@@ -1,4 +1,4 @@
-"""``bapo study staleness [flags]``: the staleness study of ``benchmarks/study``, which needs a checkout."""
+"""``bapo study staleness [flags]``: starts the study of ``benchmarks/study``, which needs a checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``bapo train RECIPE [flags]``: start or resume a run, and the entry points of its ranks."""
+"""``bapo train RECIPE [flags]``: start or resume a run, and the entry points of its ranks.
+
+``train_command`` checks everything before a process group exists, then runs as one rank under a launcher, or
+starts the layout's processes. The same command continues a run. Preempted and RunStopped propagate to
+``cli.py``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 def train_command(arguments: Sequence[str]) -> int | None:
     """Check the run, then train, or sample with ``--rollout-only``; the exit code, None for 0.
 
-    Runs as one rank under a launcher; otherwise starts the layout's ranks itself.
+    Runs as one rank under a launcher; otherwise starts the layout's ranks itself and waits for them.
     """
     from bapo_megatron.runtime.stop_signals import handling, stop_at_once
 

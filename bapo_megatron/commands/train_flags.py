@@ -1,4 +1,9 @@
-"""Flags of ``bapo train`` beside the recipe's fields: ``--rollout-only``, ``--train-only``, ``--fork``."""
+"""Flags of ``bapo train`` and ``bapo submit`` beside the recipe's fields, and the configuration they make.
+
+- ``--rollout-only`` samples the batches of all steps without a trainer; it excludes the other two.
+- ``--train-only [RUN]`` trains on stored rollouts, without engines.
+- ``--fork RUN[:STEP]`` begins at a checkpoint of another run.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +50,7 @@ class TrainCommand:
 
 
 class TrainRequest(NamedTuple):
-    """Parsed request of ``bapo train``: the run's configuration, and its mode."""
+    """Parsed request of ``bapo train``: the run's configuration, with the mode's changes, and the mode."""
 
     run: RunConfig
     samples_only: bool = False

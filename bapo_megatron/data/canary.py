@@ -5,7 +5,7 @@ are the log-probs that the reference layout measured, minus a drawn log-ratio; e
 same numbers from the layout reference. So all layouts get equal inputs.
 
 The log-ratios and advantages are drawn so that the result does not depend on rounding: no ratio lies near a
-candidate bound, and the search stops between two candidates, after it has moved.
+bound that the search tries, and the search stops between two of these, after it has moved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """Parameters of a canary batch. The same spec draws the same batch."""
+    """Parameters of a canary batch, as plain data. The same spec draws the same batch."""
 
     seed: int
     tokens: int

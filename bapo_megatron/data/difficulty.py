@@ -1,4 +1,7 @@
-"""Difficulty filter: drops problems that are too easy or too hard, by a number in their ``extra_info``."""
+"""Difficulty filter of a training set: drops problems that are too easy or too hard when it is loaded.
+
+The difficulty is a number that the dataset has in each row's ``extra_info``.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def mixture_settings(sources: Sequence[MixedSource]) -> dict[str, Any]:
 class ProportionalInterleaving:
     """Proportional interleaving of sources (Tijdeman's chairman assignment): an endless sequence of indices.
 
-    ``counts``: how often each source is among the first ``taken``. Weights count as the decimal numbers that
-    they print as, so that 0.1 is a tenth.
+    Weights count as the decimal numbers that they print as, so that 0.1 is a tenth. It remembers its last
+    place, so that asking for places in order is cheap; the answers do not depend on it.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -79,7 +79,10 @@ class ProportionalInterleaving:
 
 
 class Mixture:
-    """Data order of several sources: each in endless shuffled epochs of its own, interleaved by weight."""
+    """Data order of several sources: each in endless shuffled epochs of its own, interleaved by weight.
+
+    The position to resume from is one number, the count of prompts taken, as with ``PromptOrder``.
+    """
 
     def __init__(self, sources: Sequence[MixedSource], seed: int, shuffle: bool) -> None:
         self._chairman = ProportionalInterleaving([one.weight for one in sources])

@@ -4,6 +4,7 @@ The heaviest group exchanges with a lighter one. A group is the packs of a rank,
 
 Two groups weighing H > L that shift the weight s from one to the other differ by |(H - L) - 2 s| afterwards.
 Each exchange is the feasible one with the smallest such difference; the heaviest group never gets heavier.
+Deterministic: every rank computes the same plan (``pack_plan.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents to pack: lengths, weights (compute), and the capacity of a pack."""
+    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack. Plain data."""
 
     tokens: np.ndarray
     """Tokens of each document in a pack, int64."""

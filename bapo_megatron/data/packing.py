@@ -30,7 +30,8 @@ _PADDING_DOCUMENT = 512
 
 @dataclass(frozen=True)
 class Sample:
-    """Training sequence: a prompt and a response with its advantage."""
+    """Training sequence: a prompt and a response with its advantage. Immutable; ValueError for a mask of
+    another length."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""

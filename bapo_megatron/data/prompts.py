@@ -1,7 +1,7 @@
 """Prompt dataset: reads and tokenizes a file of problems, and orders them reproducibly and resumably.
 
 A row has the fields of Skywork-OR1-RL-Data: ``prompt`` (chat messages), ``reward_model.ground_truth``,
-``data_source`` and ``extra_info``.
+``data_source`` and ``extra_info``. The whole file is held in memory. ConfigError for the first invalid row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CheckExtraInfo = Callable[[dict[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source of a mixture: its name, weight, number of prompts and digest."""
+    """A source of a mixture of training files: its name, weight, number of prompts and digest. Plain data."""
 
     name: str
     prompts: int
@@ -43,7 +43,7 @@ class MixedSource:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Usable prompts of a dataset, tokenized and filtered."""
+    """Usable prompts of a dataset, tokenized and filtered; all of them in memory."""
 
     prompts: tuple[Prompt, ...]
     too_long: int

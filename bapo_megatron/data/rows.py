@@ -1,4 +1,8 @@
-"""Dataset file reader: the rows of a JSONL or parquet file, by ``datasets``, without its user cache."""
+"""Dataset file reader: the rows of a JSONL or parquet file, by ``datasets``, without its user cache.
+
+``read_rows`` holds all rows in memory; ``iterate_jsonl`` gives one after the other. ConfigError for a bad
+file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loader of a run's training problems, from its one file or from several sources."""
+"""Loader of a run's training problems, from its one file or from several sources (``data.sources``)."""
 
 from __future__ import annotations
 

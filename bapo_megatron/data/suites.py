@@ -1,4 +1,4 @@
-"""Evaluation suites: loader of the folders of `bapo data prepare`, by name, or of files, by path."""
+"""Evaluation suites: problem sets that ``bapo data prepare`` wrote, loaded by name, or files, by path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REWARD_FUNCTION = "math_or_code"
 
 @dataclass(frozen=True)
 class Suite:
-    """Evaluation suite: problems, none of which is left out."""
+    """Evaluation suite: the tokenized problems of one benchmark, none of which is left out."""
 
     name: str
     path: Path
@@ -61,7 +61,7 @@ def load_suite(
 
 
 def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:
-    """Check of the data card: ConfigError if the file was prepared for a reward without boxes.
+    """Check of the data card: ConfigError if the file was prepared for a reward that reads no boxed answers.
 
     Its ground truths may be any text: the built-in ``reward_function`` would score every response as wrong.
     """

@@ -1,1 +1,1 @@
-"""Evaluation (`bapo eval`): benchmark suites, scored responses, metrics with confidence intervals."""
+"""Evaluation (``bapo eval``): benchmark suites, scored responses, metrics with confidence intervals."""

@@ -1,4 +1,5 @@
-"""Entry points of `bapo eval CHECKPOINT` and `bapo eval compare A B`."""
+"""Entry points of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: they parse flags and print
+results."""
 
 from __future__ import annotations
 

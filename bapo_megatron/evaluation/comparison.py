@@ -1,4 +1,7 @@
-"""Paired comparison of two evaluations of the same suites: differences, intervals, p-values."""
+"""Paired comparison of two evaluations of the same suites: differences, intervals, p-values.
+
+It reads the folders that ``bapo eval`` wrote. ConfigError if they cannot be compared.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ from bapo_megatron.evaluation.statistics import (
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparison of one suite: avg@n of A and of B. All but the p-value are shares; differences are B - A."""
+    """Comparison of one suite: avg@n of evaluation A and of B. Plain data.
+
+    All but the p-value are shares of 1; differences are B - A.
+    """
 
     suite: str
     problems: int

@@ -15,7 +15,7 @@ from bapo_megatron.evaluation.responses import RESPONSES, Response, first_respon
 
 @dataclass(frozen=True)
 class Example:
-    """Example: one problem, with the first response of each evaluation."""
+    """Example: one problem, with the first response of each evaluation, as plain data."""
 
     suite: str
     problem: int

@@ -1,4 +1,7 @@
-"""Model of an evaluation: finds the checkpoint, and converts it to a Hugging Face folder for the engines."""
+"""Model of an evaluation: finds the checkpoint, and converts it to a Hugging Face folder for the engines.
+
+A conversion is written to the evaluation's output and reused by later ones.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _FILES = (".safetensors", ".json", ".jinja", ".model")
 
 @dataclass(frozen=True)
 class Model:
-    """Model of an evaluation: its HF folder, origin and digest."""
+    """Model of an evaluation, as plain data: its HF folder, origin and digest."""
 
     folder: Path
     checkpoint: str
@@ -40,7 +43,8 @@ def output_of(location: Location) -> Path:
 
 
 def find_checkpoint(path: Path, step: str) -> Location:
-    """Locate the checkpoint of ``path`` and ``step``; CheckpointError if there is none."""
+    """Locate the checkpoint of ``path`` and ``step``. CheckpointError or ConfigError if there is no usable
+    one."""
     location = locate(path, step)
     if location.format is Format.HF:
         check_files_inside(location.folder)

@@ -1,4 +1,4 @@
-"""Options of `bapo eval`: its flags, and their validation."""
+"""Options of ``bapo eval``: its flags, their validation, and the run configuration for its engines."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path")
 
 
 class Responses(JsonlLog):
-    """File of responses, open for appending."""
+    """File of responses, open for appending by one process. ``open_folder`` opens it."""
 
     def append_all(self, rows: Sequence[Row]) -> None:
         """Append the rows durably (fsync). RunStopped if the disk does not take them."""
@@ -42,9 +42,9 @@ class Responses(JsonlLog):
 
 @contextmanager
 def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
-    """Open and lock the responses in ``folder``, for an evaluation with ``settings``.
+    """Open and lock the responses in ``folder``, for an evaluation with ``settings``. A context manager.
 
-    ConfigError if the existing responses were sampled with other settings.
+    ConfigError if the existing responses were sampled with other settings, or another process has the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):

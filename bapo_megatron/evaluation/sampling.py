@@ -1,6 +1,7 @@
 """Suite sampler: n responses to every problem, scored and stored as they finish.
 
-The engine pool and the reward pool are those of a training run (`rollout/`, `reward/`).
+The engine pool and the reward pool are those of a training run (``rollout/``, ``reward/``); the caller makes
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LOOK_S = 1.0
 
 
 class SuiteSampler:
-    """Sampler of one suite's responses; each is scored when it is complete."""
+    """Sampler of one suite's responses, in one event loop; each is scored when it is complete."""
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""Evaluation metrics (avg@n, pass@k, maj@n) of scored responses: pure functions."""
+"""Evaluation metrics (avg@n, pass@k, maj@n) of scored responses: pure functions, without files.
+
+Used by ``bapo eval``, and by held-out evaluations during training.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from bapo_megatron.types import FinishReason, Metrics
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """Scored response to a problem, without its text."""
+    """Scored response to a problem, without its text; the stored form of one response."""
 
     problem: int
     """Row of the suite."""

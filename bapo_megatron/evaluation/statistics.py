@@ -1,7 +1,8 @@
 """Statistics of evaluations: pass@k, majority vote, bootstrap intervals, paired permutation test.
 
 Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
-Problems are the random sample: intervals and tests are over problems, never over responses.
+Problems are the random sample: intervals and tests are over problems, never over responses. Pure functions;
+random numbers come from a seed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ELEMENTS = 1 << 22
 
 
 class Vote(NamedTuple):
-    """Outcome of a majority vote."""
+    """Outcome of a majority vote over the answers to one problem."""
 
     value: float
     """Right: 1. Wrong, or no vote: 0. With a tie at the top, the share of the tied answers that are right:

@@ -1,7 +1,8 @@
 """Background copy of tensors to the host: pinned staging buffers and a thread that feeds a sink.
 
-A copy from a GPU into pinned memory overlaps with the caller's kernels, at the speed of the bus. Into
-pageable memory the caller would wait for it, at a fraction of that speed.
+``stream_writer.py`` uses it for the weights of a disk sync. A copy from a GPU into pinned memory overlaps
+with the caller's kernels, at the speed of the bus. Into pageable memory the caller would wait for it, at a
+fraction of that speed.
 
 Shapes (suffix of a name): ``_B`` bytes.
 """
@@ -22,7 +23,11 @@ CHUNKS = 12
 
 
 class Sink(Protocol):
-    """Consumer of the tensors, in the order in which they were added. Called in the background thread."""
+    """Consumer protocol: takes the tensors in the order in which they were added. Called in the background
+    thread.
+
+    For each tensor ``begin``, then any number of ``append``; at the end ``close`` or ``abandon``.
+    """
 
     def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Begin a tensor."""
@@ -65,7 +70,8 @@ _Job = tuple[str, torch.dtype, tuple[int, ...]] | _Chunk | None
 
 
 class BackgroundCopy:
-    """Background copy to ``sink``: a context manager, at whose end the sink has all tensors.
+    """Background copy to ``sink``: a context manager, at whose end the sink has all tensors. At most 384 MiB
+    of buffers.
 
     An error of the block aborts the copy. An error of the sink is raised by the next ``add``, or at the end.
     """

@@ -1,4 +1,7 @@
-"""Parser of Hugging Face's config.json: the shape of a decoder (Qwen2, Qwen3, Llama 3), and its refusals."""
+"""Parser of Hugging Face's config.json: the shape of a decoder (Qwen2, Qwen3, Llama 3), and its refusals.
+
+ConfigError for a model that is not supported, or whose settings would change the computation silently.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ FAMILIES = {"qwen2": "Qwen2 / Qwen2.5", "qwen3": "Qwen3 dense", "llama": "Llama 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP."""
+    """Shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP. Plain data."""
 
     family: str
     layers: int

@@ -1,4 +1,7 @@
-"""Hugging Face export: sharded safetensors of streamed weights, with a reference's config and tokenizer."""
+"""Hugging Face export: sharded safetensors of streamed weights, with a reference's config and tokenizer.
+
+``export_hf`` is collective; rank 0 writes, and holds one shard in host memory.
+"""
 
 from __future__ import annotations
 

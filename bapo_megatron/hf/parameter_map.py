@@ -20,18 +20,19 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """A row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
+    """A row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor. Plain
+    data."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
     row: int
-    """First row of the block in the HF tensor."""
+    """First row of the segment in the HF tensor."""
     rows: int
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """Mapping of one megatron parameter: its HF tensors, row segments and tensor-parallel cut."""
+    """Mapping of one megatron parameter: its HF tensors, row segments and tensor-parallel cut. Plain data."""
 
     hf_names: tuple[str, ...]
     """Names of the HF tensors, which may contain ``{layer}``."""

@@ -1,4 +1,7 @@
-"""Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many."""
+"""Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
+
+ConfigError for a folder or file that cannot be read; no link may lead out of the folder.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,17 @@ _ALL = slice(None)
 
 
 class TensorReader(Protocol):
-    """A source of a model's tensors under their Hugging Face names."""
+    """Reader protocol: a source of a model's tensors under their Hugging Face names."""
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
         """Rows and columns of one tensor, as stored; all of it where they are not given."""
 
 
 class HfReader:
-    """Reader of one Hugging Face folder. Files are opened when first needed, and stay open."""
+    """Reader of one Hugging Face folder. Files are opened when first needed, and stay open.
+
+    ``read`` reads only the asked rows and columns. ``check`` compares the folder with a model's shape.
+    """
 
     def __init__(self, folder: Path) -> None:
         check_files_inside(folder)

@@ -40,7 +40,7 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Part of an HF tensor: a slice of its rows and columns."""
+    """Part of an HF tensor that a rank's shard is made of: a slice of its rows and columns."""
 
     source: int
     """Index of the HF tensor among the parameter's."""

@@ -1,9 +1,9 @@
 """Streaming safetensors writer: tensor by tensor, by one process or by several that share the work.
 
-The format (https://github.com/huggingface/safetensors): the length of a JSON header in eight bytes, the
-header, which may end in spaces, then the tensors' bytes without gaps. The header has the offset of each
-tensor, so room is left for it, and it is written last. (Exports use the safetensors library, which holds a
-file's tensors in memory and sorts them.)
+The weight sync by disk uses it. The format (https://github.com/huggingface/safetensors): the length of a JSON
+header in eight bytes, the header, which may end in spaces, then the tensors' bytes without gaps. The header
+has the offset of each tensor, so room is left for it, and it is written last. (Exports use the safetensors
+library, which holds a file's tensors in memory and sorts them.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenizer of a Hugging Face folder, loaded offline."""
+"""Tokenizer of a Hugging Face folder, loaded offline and without running code of the folder."""
 
 from __future__ import annotations
 

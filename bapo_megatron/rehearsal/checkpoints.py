@@ -1,4 +1,7 @@
-"""Checkpoint save and load of a rehearsal: the save up to the fork of its writer, the load without files."""
+"""Checkpoint save and load of a rehearsal: the save up to the fork of its writer, the load without files.
+
+They patch the policy's and megatron's checkpoint modules for the whole process.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ class _StagedSave:
 
 
 def rehearse_save(policy: MegatronPolicy) -> Any:
-    """``staged_save`` without peers: on fake process groups."""
+    """Save of a rehearsed rank: ``staged_save`` on fake process groups, where no peers check or share the
+    work."""
     # Rank 0 checks the plans of all ranks against each other; its peers' are copies of its own here.
     for check in ("_validate_sharding_for_key", "_validate_objects_for_key"):
         setattr(validation, check, lambda *_args, **_kwargs: None)

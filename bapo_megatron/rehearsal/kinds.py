@@ -1,4 +1,9 @@
-"""Labels of the ledger's blocks: kind of memory (weights, gradients, optimizer, activations), module name."""
+"""Labels of the ledger's blocks: their kind of memory, and the module that made them.
+
+A block is one allocated storage. Weights, gradients, optimizer state and offloaded copies are labelled by
+walking the policy: call ``label_model_state`` after the build and after each update. Saved activations and
+module names are recorded by hooks.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +52,11 @@ def _mark(ledger: Ledger, tensor: Tensor, kind: str) -> None:
 
 
 class ModuleNames:
-    """Stack of the modules in their forward pass, innermost last, such as ``decoder.layers.*.mlp``."""
+    """Stack of the modules in their forward pass, innermost last, such as ``decoder.layers.*.mlp``.
+
+    ``watch`` registers hooks for all modules of the process; ``learn`` gives the names, once the model is
+    built.
+    """
 
     def __init__(self, running: list[str]) -> None:
         self._running = running

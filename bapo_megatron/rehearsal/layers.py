@@ -1,4 +1,7 @@
-"""Choice of the rehearsed layer spec: Transformer Engine's if its sources are found, else torch's."""
+"""Choice of the rehearsed layers: Transformer Engine's if its sources are found, else torch's.
+
+``prepare_layers`` then imports them, with patches for the whole process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Synthetic packs of a rehearsed update: full ones of the recipe's longest sequences."""
+"""Synthetic packs of a rehearsed update: full ones of the recipe's longest sequences, with random token
+ids."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Process pool of a rehearsal: one process for each rank, because a rehearsal patches torch for good.
 
 One host process imports everything once, and forks a process for each rank. The caller's process stays
-unpatched.
+unpatched. A rank that fails or is killed is a result with an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rehearse(
 ) -> list[RankResult]:
     """Rehearse all requests; the results in their order. ``on_result`` is called as each one is done.
 
-    ``workers`` ranks at a time, None: one for each core. RuntimeError if a rank's process dies.
+    ``workers`` ranks at a time, None: one for each core. RuntimeError if the host process dies.
     """
     # A fork shares what is imported; Transformer Engine must be installed before megatron is imported.
     other = layers == "te" or find_spec("transformer_engine") is not None

@@ -1,6 +1,7 @@
-"""Program of one rank, phase by phase: build, search, update, weight sync, save, sampling, load.
+"""Program of one rank, a method for each phase: build, update, weight sync, save, sampling, load.
 
-The rehearsal runs it on fake tensors. On a real device it gives the figures that test the rehearsal.
+The caller orders and measures the phases. The rehearsal runs them on fake tensors; on a real device they give
+the figures that test the rehearsal.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from bapo_megatron.types import MicroBatch
 
 
 class RankProgram:
-    """Phases of one rank, as methods. Process groups must exist.
+    """Phases of one rank, as methods; ``build`` comes first. Process groups must exist.
 
-    ``phase`` is the context manager of a phase by its name.
+    ``phase`` makes the context manager of a phase from its name, in which the caller measures.
     """
 
     def __init__(self, config: RunConfig, phase: Callable[[str], AbstractContextManager[None]]) -> None:

@@ -40,7 +40,7 @@ from bapo_megatron.types import MicroBatch
 
 
 class FakeWeights:
-    """Weight reader that gives tensors of the model's shapes without values."""
+    """Weight reader (``TensorReader``) that gives tensors of the model's shapes without values."""
 
     def __init__(self, config: RunConfig) -> None:
         self._shapes = hf_tensors(read_model_shape(config.model.hf_path))
@@ -53,7 +53,10 @@ class FakeWeights:
 
 
 class RankRehearsal:
-    """The program of one rank, run under the meter."""
+    """Rehearsal of one rank: sets up the fake backend, and runs the rank's program under the meter.
+
+    ``run`` once; then ``meter`` and ``seconds`` have the records, also after an error.
+    """
 
     def __init__(self, request: RankRequest) -> None:
         self.request, self.config = request, request.config

@@ -90,7 +90,7 @@ class LargeTensor:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Metered result of one rank."""
+    """Metered result of one rank, by phase of its program; sizes in bytes."""
 
     rank: int
     place: dict[str, int]

@@ -1,1 +1,2 @@
-"""Slurm commands: submission of runs, and their status, logs and cancellation. Local runs need no Slurm."""
+"""Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``. All but ``submit`` also take a local
+run."""

@@ -1,4 +1,7 @@
-"""Cluster file: the TOML settings of a Slurm site, read and checked before anything is submitted."""
+"""Cluster file: the TOML settings of a Slurm site, which ``bapo submit --cluster FILE`` reads and checks.
+
+``load_cluster`` raises one ConfigError with all problems of the file, before anything is submitted.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 @dataclass(frozen=True)
 class Budgets:
-    """Requeue budgets: how often a job may be requeued, for each kind of end."""
+    """Requeue budgets, the file's table ``budgets``: how often a job may be requeued, for each kind of end.
+
+    The job's script (slurm/lib/requeue.sh) counts; beyond its budget a job is not requeued.
+    """
 
     crash: int = 5
     preemption: int = 100
@@ -32,7 +38,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Health:
-    """Health checks that a node must pass before a run starts on it."""
+    """Health checks, the file's table ``health``: what a node must pass before a run starts on it."""
 
     probe: str = "on"
     """`on` or `off`."""
@@ -46,8 +52,10 @@ class Health:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """Settings of one Slurm site, as `slurm/clusters/*.toml` has them. Times are in seconds unless their
-    names say otherwise."""
+    """Settings of one Slurm site, as ``slurm/clusters/*.toml`` has them: plain data, of the right types.
+
+    Times are in seconds unless their names say otherwise.
+    """
 
     account: str
     partition: str

@@ -1,4 +1,8 @@
-"""The Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``: arguments in, text out."""
+"""The Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``: arguments in, printed text out.
+
+ConfigError for wrong arguments. ``status`` reads in a child process with a deadline, as file systems may
+hang.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Slurm job of a recipe: node groups, environment settings, and the checks before its submission."""
+"""Slurm job of a recipe: node groups, environment settings, and the checks before its submission.
+
+Nothing here calls Slurm: ``submit.py`` makes the job, has it checked, and hands its specification to
+``slurm/launch.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,11 @@ from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """Slurm job of one recipe: the recipe with its flags, and the cluster file."""
+    """Slurm job of one recipe: the recipe with its flags, the cluster file, and all that follows from both.
+
+    Immutable; its methods compute and read files, and write none. ``check_job`` calls the checks in their
+    order.
+    """
 
     config: RunConfig
     cluster: ClusterFile

@@ -1,4 +1,7 @@
-"""Path checks of a Slurm job: missing container mounts, and inputs that do not exist on this machine."""
+"""Path checks of a Slurm job: missing container mounts, and inputs that do not exist on this machine.
+
+They yield texts and raise nothing: ``job.py`` decides whether a text is an error or a warning.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Log files of a run: its newest start's, shown or followed; and the cancellation of a run."""
+"""Log files of a run's newest start, printed or followed; and the cancellation of a run.
+
+Slurm jobs write RUN/logs/JOB/RESTART/*.log. ConfigError if there is no log, or nothing to cancel.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
 
 
 def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
-    """Print the last lines of each log."""
+    """Print the last lines of each log. ConfigError if the run has none."""
     logs = newest_logs(run, every_rank)
     if not logs:
         raise ConfigError(f"{run} has no logs: a run that was started by hand writes to its terminal")
@@ -71,7 +74,11 @@ def follow_logs(
 
 
 def cancel(run: Path, at_once: bool = False) -> str:
-    """Cancel the run: it saves first, unless ``at_once``. Returns a sentence that says what was done."""
+    """Cancel the run: it saves first, unless ``at_once``. Returns a sentence that says what was done.
+
+    By Slurm if its job is in the queue, else by a signal to the process here that holds the run's lock.
+    ConfigError if there is neither, or Slurm refuses.
+    """
     if not run.is_dir():
         raise ConfigError(f"run directory {run} does not exist")
     job = read_job_state(run)

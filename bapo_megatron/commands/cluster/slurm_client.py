@@ -1,4 +1,4 @@
-"""Slurm client: calls of Slurm's commands (squeue, scancel), and the job's state file."""
+"""Slurm client: calls of squeue and scancel, each with a deadline, and the reader of a job's state file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 
 @dataclass(frozen=True)
 class JobState:
-    """State file of a Slurm job: `RUN/slurm.state`, as slurm/lib/state.sh writes it."""
+    """State of a Slurm job, read from RUN/slurm.state, which slurm/lib/state.sh writes. 0 or "" where
+    unknown."""
 
     job: str
     restart: int

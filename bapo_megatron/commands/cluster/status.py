@@ -1,4 +1,7 @@
-"""Status of a run, read from its directory and from Slurm's queue. Nothing is changed or locked."""
+"""Status of a run, read from its directory and from Slurm's queue. Nothing is changed or locked.
+
+A file system that hangs blocks ``read_status``: ``bapo status`` calls it in a child process with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ FRESH_S = 60.0
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run, as `bapo status` shows it. A field is None where nothing is known."""
+    """Status of a run at one moment, as ``bapo status`` prints it: plain data, None where nothing is
+    known."""
 
     run: Path
     job: JobState | None

@@ -1,4 +1,4 @@
-"""Text of `bapo status`: one line for each known field of a run's status."""
+"""Text of ``bapo status``: one line for each known field of a ``Status``. It reads no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``."""
+"""Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``.
+
+``slurm/launch.py`` does it with NeMo-Run, in another interpreter. ConfigError for every failure; before it
+nothing is submitted. With ``--dry-run`` nothing is written, either.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,8 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """The parsed command line of ``bapo submit``."""
+    """The parsed command line of ``bapo submit``. ``of`` reads its own flags, and leaves the rest to ``bapo
+    train``."""
 
     recipe: Path
     cluster: Path
@@ -39,7 +44,7 @@ class SubmitCommand:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> SubmitCommand:
-        """Parse the command line."""
+        """Parse the command line. ConfigError without a recipe or a cluster file."""
         if not arguments or arguments[0].startswith("-"):
             raise ConfigError(f"{USAGE}; the recipe comes first")
         cluster: str | None = None
@@ -68,7 +73,10 @@ class SubmitCommand:
 
 
 def submit(command: SubmitCommand, config: RunConfig) -> str:
-    """Submit the job to Slurm. Returns its id, or with ``dry_run`` the script that would be submitted."""
+    """Submit the job to Slurm. Returns its id, or with ``dry_run`` the script that would be submitted.
+
+    Warnings go to stderr. ConfigError if a check fails, or the job cannot be submitted from here.
+    """
     if not _TEMPLATES.is_dir():
         raise ConfigError(
             f"{_TEMPLATES} does not exist: `bapo submit` works from a checkout of the project, installed "

@@ -1,4 +1,4 @@
-"""Command ``bapo doctor [RECIPE] [flags of the recipe] [--json]``: the sections of its report in order."""
+"""Command ``bapo doctor [RECIPE] [flags of the recipe] [--json]``: runs all checks, and prints their rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ start. `bapo train RECIPE --help` lists the flags.
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """The parsed command line of ``bapo doctor``."""
+    """The parsed command line of ``bapo doctor``: the recipe if there is one, its flags, and ``--json``."""
 
     recipe: Path | None
     flags: tuple[str, ...] = ()
@@ -44,7 +44,8 @@ class DoctorArguments:
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Print the report as it is made. Exit code: 0 if a run could start, else 1."""
+    """Print the report as it is made. Exit code: 0 if a run could start, else 1. ConfigError for wrong
+    flags."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
         return 0

@@ -18,7 +18,10 @@ _MOST_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """The response to one GET. Without a response ``status`` is None and ``body`` is the reason."""
+    """The response to one GET: its status and its body, parsed if it is JSON.
+
+    Without a response ``status`` is None and ``body`` is the reason.
+    """
 
     status: int | None
     body: Any

@@ -1,4 +1,7 @@
-"""Machine checks of ``bapo doctor``: memory, resource limits, shared memory, disk."""
+"""Machine checks of ``bapo doctor``: cores, memory, resource limits, shared memory, disk.
+
+They only read; those that touch a file system do so in a child process with a deadline, since one may hang.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Disk:
-    """Disk need of a run: its directory, and the size of what it writes."""
+    """Disk need of a run: its directory, and how much it writes there."""
 
     directory: Path = Path("runs")
     needed_gb: float | None = None

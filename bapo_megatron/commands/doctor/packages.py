@@ -1,4 +1,7 @@
-"""Package checks of ``bapo doctor``: versions and imports of the training environment, and torch's GPUs."""
+"""Package checks of ``bapo doctor``: versions and imports of the training environment, and torch's GPUs.
+
+Packages are imported in child processes, so one that hangs or crashes costs only its own row.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
 
 @dataclass(frozen=True)
 class Import:
-    """The outcome of one import."""
+    """The outcome of one trial import: its error if it failed, and for torch what it says about GPUs."""
 
     error: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)

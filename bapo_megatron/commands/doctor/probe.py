@@ -1,4 +1,4 @@
-"""The import probe of ``bapo doctor``: a child process that imports modules and reports each outcome.
+"""Trial imports of ``bapo doctor``, in a child process: it imports modules and reports each outcome.
 
     python -m bapo_megatron.commands.doctor.probe MODULE ...
 

@@ -3,8 +3,8 @@
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
 The child prints one JSON object on its standard output: `problems`; `facts` for the other sections, None if
-the recipe could not be loaded; `rewards`, for each source whether its reward scored a response, and the score
-or the error. It ends with exit code 2 if a flag is wrong.
+the recipe could not be loaded; `rewards`, for each source of data whether its reward scored a response, and
+the score or the error. It ends with exit code 2 if a flag is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class RecipeFacts:
-    """Facts of a recipe that the other sections of the doctor need."""
+    """Facts of a recipe that the doctor's other sections need: plain data, which the child process sends as
+    JSON."""
 
     name: str
     directory: str

@@ -1,4 +1,8 @@
-"""Trial call of a recipe's reward: one response to one row of its data, scored by a worker as in a run."""
+"""Trial call of a recipe's reward: one response to one row of its data, scored as in a run.
+
+It runs in the child process of ``recipe.py``, with one reward worker; an endpoint gets 20 s. Errors are
+returned.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the doctor's report: the outcome of one check, with its state and its fix."""
+"""Rows of the doctor's report, the common result of all its checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ State = Literal["ok", "optional", "problem"]
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """Outcome of one check: what was found, what is needed, and the fix."""
+    """Row of the doctor's report, the outcome of one check: what was found, what is needed, and the fix."""
 
     section: str
     name: str

@@ -1,4 +1,7 @@
-"""API key check of ``bapo doctor``: whether a server requires a key, and whether it is the run's."""
+"""API key check of ``bapo doctor``: whether a server requires a key, and whether it is the run's.
+
+As in a run, the run's own key is sent only to a server that has proved that it has the same one.
+"""
 
 from __future__ import annotations
 

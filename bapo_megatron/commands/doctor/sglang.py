@@ -1,6 +1,6 @@
 """SGLang environment checks of ``bapo doctor``: versions and GPUs, asked of its own interpreter.
 
-SGLang is never imported here: it has an environment of its own.
+SGLang has an environment of its own and is never imported here: child processes ask, each with a deadline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Renderer of the doctor's report: text for a terminal, JSON for a program. Standard library alone."""
+"""Renderer of the doctor's rows: text for a terminal, JSON for a program."""
 
 from __future__ import annotations
 

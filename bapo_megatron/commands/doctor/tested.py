@@ -30,7 +30,7 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class Permitted:
-    """The permitted versions of a package, as a version specifier (PEP 440)."""
+    """The permitted versions of one package, as a version specifier (PEP 440)."""
 
     specifier: str
     """The specifier in ``setup.py``, e.g. `<6,>=5.0`; empty for any version."""

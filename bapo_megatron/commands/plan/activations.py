@@ -25,7 +25,7 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Activation bytes for each token of a rank, by owner: layers, final norm, stage boundary."""
+    """Activation bytes for each token of a rank, by what holds them: layers, final norm, stage boundary."""
 
     layer: float
     """Saved by each layer."""

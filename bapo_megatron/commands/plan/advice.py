@@ -1,4 +1,7 @@
-"""Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts."""
+"""Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
+
+It makes a plan (arithmetic) of each of some thousand candidates; nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def problems(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of settings that makes a plan fit in memory, as flags."""
+    """A change of settings that makes a plan fit in memory, as the flags to add."""
 
     flags: list[str]
     gpus: int

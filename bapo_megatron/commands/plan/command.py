@@ -1,4 +1,7 @@
-"""``bapo plan RECIPE [flags]``: memory, traffic and speed of a recipe on a kind of GPU."""
+"""``bapo plan RECIPE [flags]``: memory, traffic and speed of a recipe on a kind of GPU.
+
+Arithmetic on the recipe and the model's config.json; it needs no GPU and no weights.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from bapo_megatron.policy.flops import linear_flops_per_token
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Estimated memory and speed of the run's inference engines."""
+    """Estimated memory and speed of the run's inference engines: plain data, made by ``engines``."""
 
     gpus: int
     count: int

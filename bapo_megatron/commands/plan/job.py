@@ -2,7 +2,7 @@
 
 The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
-``schedules.py``.
+``schedules.py``. ConfigError if there is no config.json to read the model's shape from.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
 
 def shape_folder(recipe: Path, hf_path: Path) -> Path:
     """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe, or
-    beside the recipe's folder."""
+    beside the recipe's folder. ConfigError if none has one."""
     beside = recipe.parent / "shapes" / hf_path.name
     for folder in (hf_path, beside, recipe.absolute().parent.parent / "shapes" / hf_path.name):
         if (folder / "config.json").is_file():
@@ -93,7 +93,10 @@ def shape_folder(recipe: Path, hf_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """Planned job: one recipe and its model's shape on one type of GPU."""
+    """Planned job: one recipe and its model's shape on one type of GPU; the input of every estimate.
+
+    Immutable. Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions.
+    """
 
     run: RunConfig
     shape: ModelShape

@@ -15,7 +15,10 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class ResponseLengths:
-    """Log-normal distribution of response lengths, truncated at the longest, with a given mean."""
+    """Log-normal distribution of response lengths in tokens, truncated at the longest, with a given mean.
+
+    Its median is found by bisection at the first use, and kept.
+    """
 
     mean: float
     """Mean length of the responses as they come, the cut ones included."""

@@ -1,4 +1,7 @@
-"""Plan of a training job: memory of every stage, speed, traffic, engines, and the limits it exceeds."""
+"""Plan of a training job: memory of every stage, speed, traffic, engines, and the limits it exceeds.
+
+``make_plan`` is called by ``bapo plan``, ``bapo submit`` and the layout search (``advice.py``).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from bapo_megatron.commands.plan.traffic import Traffic, update_traffic
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan of one job: estimated memory, speed, traffic and engines."""
+    """Plan of one job: estimated memory, speed, traffic and engines. Plain data, with sums over its parts."""
 
     job: Job
     stages: list[StageMemory]
@@ -104,7 +107,7 @@ class JobPlan:
         return busy / self.speed.update_seconds / self.speed.tokens_per_second
 
     def misfits(self) -> Iterator[str]:
-        """The memory limits that the job exceeds, one line for each."""
+        """The memory limits that the job exceeds, one line for each; empty if it fits."""
         for memory in self.stages:
             beside = f", {memory.kept / GB:.1f} of them a server's" if memory.kept else ""
             server = (memory.kept + memory.reading) / GB

@@ -1,4 +1,4 @@
-"""Parameter counts of each pipeline stage, and disk size of a run; from the HF-to-Megatron weight table."""
+"""Parameter counts of each pipeline stage, and disk size of a run, from the table of HF parameter names."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A GPU is taken to compute matrices at ``mfu`` x its dense bf16 peak, and attention at ``attention_mfu`` x. The
 costs of the layout come on top: recomputation, and the pipeline bubble. Communication is listed apart and not
-added: a measured ``mfu`` already contains the exposed part of it.
+added: a measured ``mfu`` already contains the exposed part of it. Hand-over: colocated engines and the policy
+take turns on the same GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LINK_EFFICIENCY = 0.5
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOPs, duration and throughput of one update."""
+    """Estimated FLOPs, duration and throughput of one update."""
 
     flops_per_token: float
     """Model FLOPs of a training pass (3 forward passes), for a token in a sequence of typical length."""

@@ -1,4 +1,5 @@
-"""Text renderer of a plan: summary, memory of each stage, traffic, speed, engines, and advice."""
+"""Text renderer of a plan: summary, memory of each stage, traffic, speed, engines, and advice. It only
+formats."""
 
 from __future__ import annotations
 

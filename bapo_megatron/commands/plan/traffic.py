@@ -15,7 +15,7 @@ from bapo_megatron.commands.plan.sizes import stage_parameters
 
 @dataclass(frozen=True)
 class Traffic:
-    """Volume and duration of one kind of communication."""
+    """Volume and duration of one kind of communication, on the link that it takes."""
 
     name: str
     sent: float

@@ -1,4 +1,7 @@
-"""HTML comparison of several runs: one page with shared plots, results, and the settings that differ."""
+"""HTML comparison of several runs: one page with shared plots, results, and the settings that differ.
+
+``bapo report`` calls ``write_comparison`` if it is given more than one run.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ _SHOWN_EVENTS = ("start", "resume", "forked", "resume_mismatch_accepted", "confi
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run in the page's list of runs."""
+    """A run in the page's list of runs: plain data for the template, already formatted."""
 
     name: str
     colour: str

@@ -1,4 +1,7 @@
-"""Log reader of a report: the metrics, updates and events of a run directory, and its headline numbers."""
+"""Log reader of a report: the metrics, updates and events of a run directory, and its headline numbers.
+
+The run may still be training. ConfigError for a directory without metrics, and for a damaged log.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The logs of one run directory."""
+    """The logs of one run directory, read once by ``read_run``, with their series by step and by update."""
 
     run_dir: Path
     steps: list[Row]

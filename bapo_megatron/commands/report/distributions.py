@@ -1,4 +1,5 @@
-"""Distribution plots of a report: probability and entropy by importance ratio (Figs. 5, 10), and Eq. 6."""
+"""Distribution plots of a report: probability and entropy by importance ratio (the paper's Figs. 5 and 10),
+and the predicted against the measured change of the entropy (Eq. 6)."""
 
 from __future__ import annotations
 

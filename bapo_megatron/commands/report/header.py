@@ -1,4 +1,7 @@
-"""Header of a report: a run's algorithm, bounds, staleness, held-out score, baseline, and main settings."""
+"""Header of a report: a run's algorithm, bounds, staleness, held-out score, baseline, and main settings.
+
+Texts made from the run's stored configuration and metrics; "not recorded" where they say nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""HTML report of a run: ``report/index.html``, one self-contained page, and its plots as PNG."""
+"""HTML report of a run: ``report/index.html``, one self-contained page, and its plots as PNG.
+
+``report_command`` is ``bapo report``. Importing this module does not import matplotlib: the end of a training
+run uses its ``headline``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Panels (plots) of a report as data: metrics, colours, captions.
+"""Panels (plots) of a report as data: which metrics each draws, its colours, its caption. ``plots.py`` draws.
 
 Blue is for positive advantages, orange for negative advantages, near-black for everything else. People who do
 not tell red from green tell these apart; tests simulate what they see.

@@ -1,4 +1,7 @@
-"""Matplotlib plots of a report: one for each panel, and the overview image. Slow to import."""
+"""Matplotlib plots of a report: one for each panel, and the overview image, written atomically as PNG.
+
+Slow to import: ``page.py`` does so only when it draws.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,7 @@ def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a run: what is drawn of one metric."""
+    """A curve of a run as it is drawn: thin single values, and their moving mean."""
 
     thin: Series
     """Single updates, or single steps."""

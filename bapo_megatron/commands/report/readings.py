@@ -1,4 +1,7 @@
-"""Interpretation of a report: sentences on what its runs show, and on what they cannot show."""
+"""Interpretation of a report: sentences on what its runs show, and on what they cannot show.
+
+The rules are fixed thresholds on logged metrics.
+"""
 
 from __future__ import annotations
 

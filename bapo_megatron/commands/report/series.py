@@ -1,5 +1,8 @@
-"""Derived series of a report: ratio profiles, predicted against measured entropy change (Eq. 6), event
-marks, final results."""
+"""Derived series of a report: ratio profiles, entropy changes, event marks, final results.
+
+Entropy changes are those that the Entropy-Clip Rule (Eq. 6) predicts, and the measured ones. Metrics that an
+older log lacks give NaN or None.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ the most, and single tokens make spikes."""
 
 @dataclass(frozen=True)
 class Mark:
-    """An event marked on the axis of steps."""
+    """An event marked on the axis of steps: a resume, or a loss."""
 
     position: float
     loss: bool

@@ -1,4 +1,5 @@
-"""Table of a report by data source: prompts, reward, length, entropy, gradient share, clipping."""
+"""Table of a report by source of training data: prompts, reward, length, entropy, gradient share,
+clipping."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""`bapo verify-parallel`: parity check of two parallel layouts on a canary batch."""
+"""``bapo verify-parallel``: whether two parallel layouts compute the same on one batch of random
+sequences."""

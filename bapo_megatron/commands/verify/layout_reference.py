@@ -55,7 +55,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """A batch, and the log-probs, entropies and totals that one layout computes on it."""
+    """A batch, and the log-probs, entropies and totals that one layout computes on it: the file's content."""
 
     identity: dict[str, Any]
     """Fields that two references must share to be comparable, as flat JSON values."""

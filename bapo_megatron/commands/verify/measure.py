@@ -1,6 +1,6 @@
 """Measurement of one parallel layout on a batch: per-token log-probs and entropies, totals of one update.
 
-The update changes the policy's weights: measure the totals last.
+Both functions are collective. The update changes the policy's weights: measure the totals last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Model fingerprints: SHA-256 of config.json, and of samples of the weight files."""
+"""Model fingerprints: SHA-256 of config.json, and of samples of the weight files; takes a second at any
+size."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Dataset preparation (`bapo data prepare`): public datasets to the one format of runs and evaluations."""
+"""Dataset preparation (``bapo data prepare``): public datasets to the one format of runs and evaluations."""

@@ -1,4 +1,5 @@
-"""Data card of a prepared dataset: sources, counts of rows kept and left out, reasons, digests."""
+"""Data card of a prepared dataset (card.json, README.md): sources, rows kept and dropped, reasons,
+digests."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 
 @dataclass(frozen=True)
 class Dropped:
-    """A dropped row, with the reason of the filter."""
+    """A dropped row, with the name and the reason of the filter that dropped it."""
 
     reason: str
     source: str
@@ -39,7 +40,10 @@ class Dropped:
 
 @dataclass
 class Card:
-    """Data card: counts and examples, filled row by row. It has no time: equal data, equal card."""
+    """Data card: counts and examples, filled row by row by the pipeline, which then writes it.
+
+    It has no time: equal data and options, equal card.
+    """
 
     sources: list[dict[str, Any]]
     """Name, SHA-256 and number of rows of each source."""

@@ -25,7 +25,8 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 
 class ChampSource:
-    """Source of the package's problems, in its order."""
+    """Source of the package's problems, in its order. Read at each call; ConfigError if it is not
+    installed."""
 
     name = NAME
 

@@ -1,4 +1,4 @@
-"""The command `bapo data prepare`."""
+"""The command ``bapo data prepare``: its flags are ``PrepareOptions``, its work is ``prepare``."""
 
 from __future__ import annotations
 

@@ -52,7 +52,10 @@ class Match:
 
 
 class Contamination:
-    """An n-gram index of evaluation problems."""
+    """An n-gram index of evaluation problems, used in two passes over the training questions.
+
+    First ``show`` for each distinct question, then ``settle`` once, then ``match`` for each question.
+    """
 
     def __init__(self, problems: Iterable[EvaluationProblem], size: int, share: float) -> None:
         """``size`` words make an n-gram; ``share``, in (0, 1], is how much of a problem is too much."""

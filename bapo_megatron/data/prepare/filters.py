@@ -1,6 +1,7 @@
 """Filters of dataset preparation: duplicates, contamination, difficulty, length, scorability.
 
-A filter gives the reason why a row is dropped, and sees only the rows that the filters before it keep.
+A filter is a function that gives the reason why a row is dropped, or None. It sees only the rows that the
+filters before it keep; RowError for an invalid row.
 """
 
 from __future__ import annotations
@@ -138,7 +139,10 @@ def _sentence(answer: str) -> str | None:
 
 
 class TypesOfExtraInfo:
-    """Schema check: each key of ``extra_info`` must have one type in all rows, as Arrow needs it."""
+    """Schema check: each key of ``extra_info`` must have one type in all rows, as Arrow needs it.
+
+    It remembers the types of the rows so far.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}

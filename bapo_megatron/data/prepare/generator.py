@@ -1,7 +1,8 @@
 """Generator process for reasoning-gym's tasks: ``python -m bapo_megatron.data.prepare.generator LIFELINE``.
 
-Its hashes of texts are fixed (PYTHONHASHSEED), so that equal requests have equal replies. Requests are lines
-of JSON: first whether the tasks can be used, then the problems of one task after the other.
+``GeneratedSource`` starts it; it dies with its parent (LIFELINE is a file descriptor). Its hashes of texts
+are fixed (PYTHONHASHSEED), so that equal requests have equal replies. Requests are lines of JSON: first
+whether the tasks can be used, then the problems of one task after the other.
 """
 
 from __future__ import annotations

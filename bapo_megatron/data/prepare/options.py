@@ -1,4 +1,4 @@
-"""Options of `bapo data prepare`: its flags, and their validation."""
+"""Options of ``bapo data prepare``: its flags, and their validation; and the names of the files it writes."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ _BOX_REQUEST = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem in the format of prepared datasets."""
+    """Problem in the format of prepared datasets, made by ``problem_of``; ``row`` is its line of
+    data.jsonl."""
 
     messages: list[dict[str, str]]
     question: str

@@ -28,7 +28,10 @@ _COMMAND = (sys.executable, "-m", "bapo_megatron.data.prepare.generator")
 
 @dataclass(frozen=True)
 class GeneratedSource:
-    """Source of generated problems: some tasks in equal shares, no question twice."""
+    """Source of generated problems: some tasks in equal shares, no question twice.
+
+    All are generated at the first call, in a child process, and kept. ConfigError if that fails.
+    """
 
     tasks: tuple[str, ...]
     size: int

@@ -1,4 +1,7 @@
-"""Dataset sources, streamed row by row: a JSONL, JSON or parquet file, a hub dataset, generated problems."""
+"""Dataset sources, read row by row: a JSONL, JSON or parquet file, a hub dataset, generated problems.
+
+``open_source`` makes one. Each has ``name``, ``digest()``, and ``rows()``, which may be called again.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """Source on the Hugging Face hub: a split of a dataset."""
+    """Source on the Hugging Face hub: a split of a dataset, which is downloaded when the source is opened."""
 
     name: str
     dataset: Any
@@ -69,7 +72,7 @@ Source = FileSource | HubSource | GeneratedSource | champ.ChampSource
 
 @dataclass(frozen=True)
 class Generation:
-    """Settings of a generated source: size, seed, settings of the tasks."""
+    """Settings of a generated source: number of problems, seed, settings of the tasks."""
 
     size: int | None = None
     seed: int = 0

@@ -43,7 +43,10 @@ _NAMES |= {"reduce_scatter_tensor_coalesced_": "reduce_scatter", "recv_": "recv"
 
 
 class Collectives:
-    """Recorder of one rank's collectives in order; also gives their results."""
+    """Recorder of one rank's collectives, in order; it also gives their results. The meter calls it.
+
+    RuntimeError or ValueError where NCCL would refuse a call.
+    """
 
     def __init__(self, names: Mapping[str, str], book: Callable[[Tensor, str], None]) -> None:
         """``names``: kinds of groups by torch's names; ``book`` records a buffer that NCCL allocates."""

@@ -1,4 +1,4 @@
-"""Fused GPU kernels (SwiGLU, RMSNorm) as the memory that they allocate.
+"""Fused GPU kernels (SwiGLU, RMSNorm) as the memory that they allocate; they compute nothing.
 
 Run eagerly, as on a CPU, they would allocate intermediates that a GPU never has.
 """

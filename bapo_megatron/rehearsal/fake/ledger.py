@@ -1,6 +1,7 @@
-"""Storage ledger: every allocation and release of a rank in order, and the peak memory of each phase.
+"""Allocation ledger: every allocation and release of a rank's memory in order, and the peak of each phase.
 
-Views of one storage are one block. A block is released with its storage, as in the caching allocator.
+A block is one storage; all views of it are one block. It is released with its storage, as in CUDA's caching
+allocator.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SMALLEST = 512
 
 @dataclass(slots=True)
 class Block:
-    """One allocated storage: its size, its origin in the program, and its kind of memory."""
+    """One allocated storage (block): its size in bytes, its origin in the program, and its kind of memory."""
 
     size: int
     device: str
@@ -41,7 +42,10 @@ class Block:
 
 
 class Ledger:
-    """Log of allocations and releases of storages, by phase of the rehearsal."""
+    """Log of allocations and releases of storages, filled by the meter; ``peak`` replays it for one phase.
+
+    Releases are seen by weak references, so a garbage collection decides when memory of a cycle is free.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []

@@ -36,7 +36,11 @@ _OUTPUT_LAYER = "bapo_megatron/policy/output_head.py"
 
 
 class Meter(TorchDispatchMode):
-    """The meter of one rank. ``cuda`` says whether the rank's device is the fake GPU."""
+    """The meter of one rank: a dispatch mode (context manager) that sees every kernel call of this process.
+
+    ``cuda`` says whether the rank's device is the fake GPU. RuntimeError for tensors on mixed devices, as on
+    a GPU.
+    """
 
     def __init__(self, fake: FakeTensorMode, group_names: Mapping[str, str], cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,7 @@
-"""Data-dependent shapes (``nonzero``, boolean masks): exact where values are known, else the largest."""
+"""Data-dependent shapes (``nonzero``, boolean masks): exact where values are known, else the largest.
+
+The meter asks for them. NotImplementedError for a form that cannot be bounded.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ _PYTHON = f"/python{sys.version_info.major}.{sys.version_info.minor}/"
 
 
 class HostWaits:
-    """Counters of host waits, and of reads of unknown values, which are guessed."""
+    """Counters of host waits, and of reads of unknown values, which are guessed; by phase and program
+    line."""
 
     def __init__(self) -> None:
         self.waits: Counter[Wait] = Counter()

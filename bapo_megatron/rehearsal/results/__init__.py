@@ -1,1 +1,1 @@
-"""Output of a rehearsal: the text page, the JSON, and the verdict."""
+"""Output of a rehearsal: the text page, the JSON, and the verdict on memory."""

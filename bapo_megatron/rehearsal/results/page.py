@@ -1,4 +1,5 @@
-"""Text page of a rehearsal: memory, FLOPs, collectives and host waits of each rank, and the verdict."""
+"""Text page of a rehearsal: memory, FLOPs, collectives and host waits of each rank, and the verdict. It only
+formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""JSON summary of a rehearsal: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, ranks."""
+"""JSON summary of a rehearsal: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, ranks.
+
+``bapo rehearse --json`` writes it, and its ``fits`` is the exit code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Memory verdict of a rehearsal: whether each rank's peaks fit its GPU, and a node's its host memory."""
+"""Memory verdict of a rehearsal: whether each rank's peaks fit its GPU, and a node's its host memory.
+
+The rehearsed peaks, and what ``bapo plan`` adds for reserve and colocated servers, against
+``memory_fraction``.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fused attention kernels in torch, for packed documents (thd); and the query for cuDNN's backend.
 
 The compiled functions take their arguments by position, and their order has changed; ``_FORWARD`` and
-``_BACKWARD`` name them by how many there are.
+``_BACKWARD`` name them by how many there are. NotImplementedError for dropout, windows and other layouts.
 
 Shapes: ``_QHD`` [queries, heads, head_dim], ``_KGD`` [keys, KV heads, head_dim], ``_HQK`` [heads, queries,
 keys].

@@ -1,6 +1,7 @@
 """Fake torch.cuda queries for Transformer Engine's Python code on a machine without a GPU: there is one.
 
-Only its own modules get these answers. Megatron-core and this project get the real ones and choose by them.
+``install`` patches torch for the whole process. Only Transformer Engine's modules hear of a GPU;
+megatron-core and this project get the real answer and choose by it.
 """
 
 from __future__ import annotations

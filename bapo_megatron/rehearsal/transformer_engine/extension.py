@@ -1,4 +1,7 @@
-"""Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine."""
+"""Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine.
+
+A function without a stand-in raises NotImplementedError when it is called.
+"""
 
 from __future__ import annotations
 

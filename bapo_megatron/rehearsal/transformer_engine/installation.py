@@ -1,4 +1,7 @@
-"""Import of Transformer Engine's Python package over the stand-in for its compiled part."""
+"""Import of Transformer Engine's Python package over the stand-in for its compiled part.
+
+Once in a process, before megatron is imported.
+"""
 
 from __future__ import annotations
 

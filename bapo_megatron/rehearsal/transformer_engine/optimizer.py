@@ -1,4 +1,5 @@
-"""Multi-tensor optimizer kernels in torch: AdamW, the norm of a gradient, and scaling."""
+"""Multi-tensor optimizer kernels in torch: AdamW, the norm of a gradient, and scaling; without values
+no-ops."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Source folders of Transformer Engine's Python package, one for each tested version.
+"""Finder of Transformer Engine's Python sources, in a folder for each tested version.
 
-They are kept outside of every environment: without the compiled part they break the import of megatron-core.
+``make te-sources`` downloads them to a place outside of every environment: without the compiled part they
+break the import of megatron-core. Else an installed package of the version is taken; ConfigError if there is
+neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Checkpoint tools: convert, reshard, inspect, compare. Bytes move from file to file; no model is built."""
+"""Checkpoint tools: convert, reshard, inspect, compare. Bytes move from file to file; no model is built.
+
+The Python API of ``bapo-ckpt``; it needs no GPU and no process group.
+"""
 
 from __future__ import annotations
 

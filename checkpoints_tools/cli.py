@@ -1,4 +1,8 @@
-"""Entry point of the ``bapo-ckpt`` command line: dispatch and exit codes."""
+"""Entry point of the ``bapo-ckpt`` command line: dispatch and exit codes.
+
+ConfigError, CheckpointError included, becomes one message and exit code 2. SIGTERM ends with 143, after the
+removal of what is half written.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from checkpoints_tools.to_megatron import to_megatron
 
 
 class Command(Protocol):
-    """The parsed arguments of a command, which can run it."""
+    """Command protocol: the parsed arguments of a command, which can run it."""
 
     def run(self) -> int:
         """Run the command. Returns the exit code."""

@@ -1,4 +1,7 @@
-"""Conversion driver of all formats: space check, then the copy of a plan into an atomic output folder."""
+"""Conversion driver of all formats: space check, then the copy of a plan into an atomic output folder.
+
+``to_megatron``, ``to_hf`` and ``reshard`` make the plan and call ``convert``.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion: what was written, or in a dry run would be."""
+    """The result of a conversion: what was written, or in a dry run would be. Its text is what is printed."""
 
     source: Path
     output: Path

@@ -54,7 +54,7 @@ class KeyGroup:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of ``inspect_checkpoint``."""
+    """The result of ``inspect_checkpoint``: plain data; sizes in bytes."""
 
     folder: str
     format: str

@@ -1,4 +1,4 @@
-"""Text of a checkpoint inspection: one line for each fact, then the keys as a tree."""
+"""Text of a checkpoint inspection: one line for each fact, then the keys as a tree. It reads no file."""
 
 from __future__ import annotations
 

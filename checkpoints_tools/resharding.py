@@ -1,4 +1,7 @@
-"""Reshard: a Megatron checkpoint rewritten as torch_dist, with another grid or vocabulary padding."""
+"""Reshard: a Megatron checkpoint rewritten as torch_dist, with another grid of chunks or vocabulary padding.
+
+It is for readers outside of this project: the trainer loads torch_dist at any parallel layout as it is.
+"""
 
 from __future__ import annotations
 

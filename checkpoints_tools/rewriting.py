@@ -1,4 +1,8 @@
-"""Common state (``common.pt``) of a resharded torch_dist checkpoint: the source's, under stacked keys."""
+"""Common state (``common.pt``) of a resharded torch_dist checkpoint: the source's, for the stacked layout of
+keys.
+
+Stacked: all layers of a parameter are under one key.
+"""
 
 from __future__ import annotations
 

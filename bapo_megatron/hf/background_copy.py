@@ -23,8 +23,7 @@ CHUNKS = 12
 
 
 class Sink(Protocol):
-    """Consumer protocol: takes the tensors in the order in which they were added. Called in the background
-    thread.
+    """Consumer protocol: takes the tensors in the order in which they were added, in the background thread.
 
     For each tensor ``begin``, then any number of ``append``; at the end ``close`` or ``abandon``.
     """
@@ -70,10 +69,10 @@ _Job = tuple[str, torch.dtype, tuple[int, ...]] | _Chunk | None
 
 
 class BackgroundCopy:
-    """Background copy to ``sink``: a context manager, at whose end the sink has all tensors. At most 384 MiB
-    of buffers.
+    """Background copy to ``sink``: a context manager, at whose end the sink has all tensors.
 
-    An error of the block aborts the copy. An error of the sink is raised by the next ``add``, or at the end.
+    It takes at most 384 MiB of buffers. An error of the block aborts the copy. An error of the sink is raised
+    by the next ``add``, or at the end.
     """
 
     def __init__(self, sink: Sink) -> None:

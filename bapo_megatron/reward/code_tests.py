@@ -1,4 +1,4 @@
-"""Parser of a code problem's tests from its ground truth.
+"""Parser of a code problem's tests from its ground truth. ValueError if they are invalid.
 
 It is JSON text in one of the forms of Skywork-OR1-RL-Data and its sources:
 
@@ -73,7 +73,7 @@ Case = Printed | Called | Asserted
 
 @dataclass(frozen=True)
 class Tests:
-    """The test cases of a problem; a right program passes all."""
+    """The test cases of a problem, as plain data; a right program passes all."""
 
     cases: tuple[Case, ...]
     prelude: str = ""

@@ -25,7 +25,7 @@ _STARRED = frozenset(
 
 @dataclass(frozen=True)
 class Split:
-    """An assert's expression in two parts: the program's calls, and the judgement."""
+    """An assert's expression in two parts, as source text: the program's calls, and the judgement."""
 
     calls: tuple[str, ...]
     """Expressions of the tested program."""

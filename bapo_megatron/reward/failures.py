@@ -12,7 +12,8 @@ _MOST_KINDS = 50
 
 
 class FailureReports:
-    """Reports the 1st, 10th, 100th ... of each distinct failure; the first one with its traceback.
+    """Reporter of failed scores: the 1st, 10th, 100th ... of each distinct failure, the first with its
+    traceback.
 
     Two failures are the same if their ``failure`` and ``place`` are equal.
     """

@@ -1,4 +1,8 @@
-"""Registry of reward functions: built-in names and dotted paths of `reward.function`."""
+"""Registry of reward functions: built-in names and dotted paths of ``reward.function``.
+
+Preflight checks a name here; each worker process loads its functions here. ConfigError for one that cannot be
+used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Helper statements around a problem's asserts, and the choice of those that the program's process gets.
+"""Helper statements around a problem's asserts, and the choice of those that the tested program's process
+gets.
 
 A reference solution or a table of results is left out if an honest program cannot need it: a plain function,
 or a name bound to a literal, that only the expected side of asserts uses. All other statements stay, because
@@ -21,7 +22,7 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Helpers:
-    """Helper statements of a problem, by index."""
+    """Helper statements of a problem, by index; nothing of them is run."""
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self._statements = statements

@@ -21,7 +21,11 @@ TIME_LIMIT_S = 8.0
 
 
 class MathVerifyProcess:
-    """Child process that compares answers, started at the first request. Any thread may ask."""
+    """Child process that compares answers, started at the first request, and again after a failure.
+
+    Any thread may ask, one at a time; a fork starts a child of its own. A child that dies or takes too long
+    counts as "not equal".
+    """
 
     def __init__(self) -> None:
         self._child: AnsweringChild | None = None

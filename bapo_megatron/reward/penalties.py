@@ -1,4 +1,7 @@
-"""Reward penalties: for a response of the wrong format, and for an overlong one (DAPO, Eq. 13)."""
+"""Reward penalties: for a response of the wrong format, and for an overlong one (DAPO, Eq. 13).
+
+Pure functions: a worker process applies the first, the pool the second.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Reward pool: scores responses in worker processes with time and memory limits.
 
-Each worker (worker.py) scores one response at a time. A worker that takes too long is killed with its process
-group; a killed or dead one is replaced at the next response. A reward behind an HTTP endpoint needs no
-worker: the pool's event loop asks the endpoint (endpoints/). The prompt's reward function decides which.
+Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
+group; after that, or if it died, a new one tries the same response once more, then the reward is
+``reward.failed``. A reward behind an HTTP endpoint needs no worker: the pool's event loop asks the endpoint
+(endpoints/). The prompt's reward function decides which.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Reward of one response, or the failure to score it."""
+    """Reward of one response, or the failure to score it, as plain data."""
 
     reward: float
     """With all penalties; `reward.failed` without any if there is a failure."""
@@ -54,9 +55,10 @@ class RewardResult:
 
 
 class RewardPool:
-    """`reward.workers` processes for one event loop: ``start``, any number of ``score`` at once, ``close``.
+    """Pool of ``reward.workers`` processes, async, for one event loop: ``start``, ``score`` any number at
+    once, ``close``.
 
-    ``failures`` counts the responses without a score by kind.
+    A failure to score is a result, not an exception. ``failures`` counts them by kind.
     """
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:

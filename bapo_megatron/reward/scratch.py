@@ -26,7 +26,8 @@ SWEEP_S = 20.0
 
 
 class Scratch:
-    """Temporary directory with a lock (flock) that its owner holds as long as it lives."""
+    """Temporary directory of one reward worker, with a lock (flock) that its owner holds as long as it
+    lives."""
 
     def __init__(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""``torch.save`` archive of one tensor: the zip headers around its bytes, which are copied in later.
+"""``torch.save`` archive of one tensor: the zip headers around its bytes, which the caller copies in.
 
 torch checks no checksum of the entries. The tensor's is left zero: to compute it, every byte would have to
 pass through the processor once more.

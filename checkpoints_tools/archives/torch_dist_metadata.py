@@ -1,5 +1,7 @@
-"""Metadata files of a torch_dist checkpoint: ``.metadata`` (where each key's pieces lie) and ``common.pt``
-(the state that all ranks share)."""
+"""Metadata files of a torch_dist checkpoint, as bytes to write.
+
+``.metadata`` says where the pieces of each key lie, ``common.pt`` has the state that all ranks share.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One archive in a data file: a chunk of a tensor, or an object."""
+    """One archive in a data file: a chunk of a tensor, or an object. Plain data."""
 
     offset: tuple[int, ...] | None
     """The chunk's first element in the tensor; None for an object."""

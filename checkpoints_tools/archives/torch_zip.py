@@ -1,7 +1,8 @@
 """Reader of ``torch.save`` archives: positions of the tensors' bytes in the file, without torch.
 
 An archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the tensors' storages,
-uncompressed. It may be a whole file, or one of many in a file of torch_dist.
+uncompressed. It may be a whole file, or one of many in a file of torch_dist. CheckpointError for a damaged
+one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MOST_DIMENSIONS = 64  # as torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an archive: the place, type and shape of its elements."""
+    """A tensor in an archive: the place, type and shape of its elements, which are not read. Plain data."""
 
     file: Path
     position: int

@@ -2,7 +2,7 @@
 
 It is written under a hidden name beside its own and renamed when every byte is on disk. The next run for the
 same output recognizes the leftovers of a killed run by that name and removes them. A lock on the folder
-excludes a second run.
+excludes a second run. Call ``check_output`` first, then enter ``atomic_output``.
 """
 
 from __future__ import annotations

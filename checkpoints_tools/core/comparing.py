@@ -1,4 +1,7 @@
-"""Bitwise comparison of the tensors of two checkpoints, in bands of rows, for any two formats."""
+"""Bitwise comparison of the tensors of two checkpoints, in bands of rows, for any two formats.
+
+In threads, each with two buffers of a band.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from checkpoints_tools.core.copying import BUFFER_BYTES, OpenFiles, RowBand, in_
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one tensor between two checkpoints."""
+    """The first difference of one tensor between two checkpoints, as plain data."""
 
     tensor: str
     kind: str

@@ -73,7 +73,8 @@ def copy_tensors(
 
 
 class OpenFiles:
-    """A cache of file descriptors by path, opened when first asked for."""
+    """A cache of file descriptors by path, opened when first asked for, by any thread; a context manager
+    closes them."""
 
     def __init__(self) -> None:
         self.kernel_copies = True

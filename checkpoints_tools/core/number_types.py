@@ -1,4 +1,5 @@
-"""Cast to bfloat16, rounded to nearest even, bit for bit as torch does."""
+"""Cast to bfloat16, rounded to nearest even, bit for bit as torch does, but for one bit pattern for all
+NaNs."""
 
 from __future__ import annotations
 

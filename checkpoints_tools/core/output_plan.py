@@ -1,4 +1,9 @@
-"""Output plan of a conversion: the files to write, each tensor's place in them, and the bytes in between."""
+"""Output plan of a conversion: the files to write, their sizes, each tensor's place, and headers and
+trailers.
+
+It also creates and commits the files; the tensors' bytes are copied by the caller in between
+(``conversion.py``).
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,18 @@ PARTIAL = ".partial"
 
 @dataclass
 class OutputPlan:
-    """Planned files of an output folder. Paths are those in its temporary folder."""
+    """Planned files of an output folder, by their paths in its temporary folder. A writer of a format fills
+    it.
+
+    Order: ``create``, the caller's copy of the tensors, ``complete``. OSError if the disk does not take them.
+    """
 
     tensors: dict[str, BlockTensor] = field(default_factory=dict)
     """Tensors by Hugging Face name; their blocks lie in files whose names end in ``PARTIAL``."""
     sizes: dict[Path, int] = field(default_factory=dict)
     """Bytes of each data file."""
     around: list[tuple[Path, int, bytes]] = field(default_factory=list)
-    """Bytes between the tensors: file, position, content."""
+    """Bytes around the tensors, such as headers: file, position, content."""
     copied: dict[Path, Path] = field(default_factory=dict)
     """Files that are copied as they are, with their source."""
     last: dict[Path, bytes] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Progress line of a copy on stderr: share done, rate, ETA."""
+"""Progress line of a copy on stderr: share done, rate, ETA. At most five a second in a terminal."""
 
 from __future__ import annotations
 

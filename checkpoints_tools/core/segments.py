@@ -1,4 +1,7 @@
-"""Segments: blocks of Megatron's fused parameters (QKV, gate and up) split by Hugging Face tensor."""
+"""Segments of fused parameters (QKV, gate and up): their blocks, split by Hugging Face tensor.
+
+A segment is consecutive rows of one HF tensor. CheckpointError if blocks overlap or do not cover a tensor.
+"""
 
 from __future__ import annotations
 

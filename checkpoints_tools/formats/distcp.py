@@ -1,7 +1,7 @@
 """Reader of torch_dist files: ``.metadata``, and the byte ranges of each tensor's chunks.
 
 ``.metadata`` lists global tensors by key, each with its chunks (rectangles), and for each chunk a range of a
-``.distcp`` file that is one archive of torch.save.
+``.distcp`` file that is one archive of torch.save. No pickle is executed; CheckpointError for damaged files.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The content of a torch_dist checkpoint: tensors and objects by key."""
+    """The content of a torch_dist checkpoint: tensors and objects by key, as ``read_metadata`` finds them."""
 
     tensors: dict[str, GlobalTensor]
     objects: dict[str, Place]
@@ -124,7 +124,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class ChunkFiles:
-    """A locator of the elements of chunks; each file is opened once."""
+    """A locator of the elements of chunks; a context manager, in which each file is opened once."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()

@@ -1,10 +1,12 @@
 """Checkpoint locator: the checkpoint that a path names, its format, and its model's config.json.
 
-HF folder            config.json  *.safetensors
-torch_dist           .metadata  __R_N.distcp  common.pt
-legacy               mp_rank_00/model_optim_rng.pt ...
-Megatron's layout    latest_checkpointed_iteration.txt  iter_0000100/ or release/ (either of the above)
-a run of ours        checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
+    HF folder            config.json  *.safetensors
+    torch_dist           .metadata  __R_N.distcp  common.pt
+    legacy               mp_rank_00/model_optim_rng.pt ...
+    Megatron's layout    latest_checkpointed_iteration.txt  iter_0000100/ or release/ (either of the above)
+    a run of ours        checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
+
+CheckpointError if there is none, or the chosen one is not whole; of a run the newest whole one is taken.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Location:
-    """The location of one checkpoint on disk."""
+    """The location of one checkpoint on disk, as plain data."""
 
     folder: Path
     """Folder that directly holds the files of the weights."""

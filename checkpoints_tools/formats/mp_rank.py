@@ -4,7 +4,7 @@
     mp_rank_00_000/...  mp_rank_00_001/...  mp_rank_01_000/  TP 2 x PP 2
 
 Each file holds the state of its stage under ``model``, or of its interleaved chunks under ``model0``,
-``model1``; layers are counted from 0 in each chunk.
+``model1``; layers are counted from 0 in each chunk. The optimizer's state is not read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ModelChunk:
 
 
 class RankFiles:
-    """Rank files of a legacy checkpoint, for any model.
+    """Rank files of a legacy checkpoint, for any model; the descriptions in all of them are read at once.
 
     CheckpointError names a rank that is missing and a file that is damaged.
     """
@@ -95,7 +95,10 @@ class RankFiles:
 
 
 class MpRank:
-    """A legacy checkpoint as a model. CheckpointError names what is unknown or of another shape."""
+    """A legacy checkpoint as a model: its weights as blocks of the rank files.
+
+    CheckpointError names what is unknown or of another shape.
+    """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self.files = RankFiles(folder)

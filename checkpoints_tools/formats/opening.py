@@ -1,4 +1,7 @@
-"""Checkpoint opener: any format as tensors under Hugging Face names."""
+"""Checkpoint opener: any format as tensors under Hugging Face names, as blocks of its files.
+
+Verification, resharding and ``to_hf`` begin with it. No weight is read.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ _TIED_COPY = "lm_head.weight"
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """An opened checkpoint: its tensors under Hugging Face names."""
+    """An opened checkpoint: its tensors under Hugging Face names, as places in files. It holds no file
+    open."""
 
     location: Location
     reference: Path

@@ -1,4 +1,7 @@
-"""Writer of Hugging Face folders: output plan of safetensors files, byte for byte those of the library."""
+"""Writer of Hugging Face folders: output plan of safetensors files, byte for byte those of the library.
+
+It plans; ``conversion.py`` writes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE
 
 @dataclass(frozen=True)
 class Sharding:
-    """The assignment of tensors to files."""
+    """The assignment of tensors to files: by a given weight map, else by a largest size."""
 
     most_bytes: int
     """Largest size of a file, where ``weight_map`` does not say; a file of one tensor may be larger."""

@@ -2,7 +2,8 @@
 
 Three layouts of the layers occur. *stacked*: one key for all, with the layer as the first dimension.
 *per_layer*: a key for each. *singleton*: as per_layer, and gate and up projection under keys of their own
-(``linear_fc1.weight_w`` and ``_v``). Optimizer state has the model's keys behind a prefix.
+(``linear_fc1.weight_w`` and ``_v``). Optimizer state has the model's keys behind a prefix. The tensors are
+given as places in files (``core/blocks.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class _Part:
 
 
 class TorchDist:
-    """Model in a torch_dist folder. CheckpointError if a tensor is missing, unknown, damaged or misshapen."""
+    """A torch_dist checkpoint as a model: ``tensors``, and ``optimizer_tensors`` if it holds them whole.
+
+    CheckpointError, from any method, if a tensor is missing, unknown, damaged or misshapen.
+    """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self.folder = folder

@@ -1,7 +1,8 @@
 """Writer of torch_dist, the format of megatron-core's ``dist_checkpointing``: output plan of its files.
 
-The parameters are global tensors, those of all layers stacked under one key, cut into a grid of chunks: a TP
-rank reads the chunks that meet its slice, so a grid of 8 spares every rank of TP2, TP4 or TP8 the rest.
+It plans; ``conversion.py`` writes. The parameters are global tensors, those of all layers stacked under one
+key, cut into a grid of chunks: a TP rank reads the chunks that meet its slice, so a grid of 8 spares every
+rank of TP2, TP4 or TP8 the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _QK_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A rectangle of a parameter: rows and columns."""
+    """A rectangle of a parameter, rows and columns, that is stored as one chunk."""
 
     row: int
     rows: int

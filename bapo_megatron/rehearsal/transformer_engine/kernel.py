@@ -1,5 +1,4 @@
-"""Registry of Transformer Engine's kernels in torch, with a call counter and observers, global to the
-process.
+"""Registry of Transformer Engine's kernels in torch, with a call counter and observers; one for a process.
 
 A kernel allocates the tensors that the compiled one returns or keeps, and no others; then it computes them
 where there are values. Under FakeTensorMode there are none, so that what is allocated there is what a GPU

@@ -1,7 +1,7 @@
 """HTTP client of a reward endpoint: JSON requests with retries, backoff, concurrency and size limits.
 
 Only http and https, no redirects, replies of at most ``MAX_ANSWER_BYTES``. Proxies come from the environment
-(HTTP_PROXY, HTTPS_PROXY, NO_PROXY); none for this machine itself.
+(HTTP_PROXY, HTTPS_PROXY, NO_PROXY); none for this machine itself. Every failure is an EndpointError.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class EndpointError(Exception):
-    """Failed call: the endpoint gave no usable reply. ``place``: the kind of problem."""
+    """Failed call: the endpoint gave no usable reply. ``place``: the kind of problem, by which failures are
+    counted."""
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(text)
@@ -70,7 +71,7 @@ def shown(url: str) -> str:
 
 
 class JsonClient:
-    """HTTP client of one address, for one event loop: any number of ``ask``, then ``close``.
+    """HTTP client of one address, async, for one event loop: any number of ``ask`` at once, then ``close``.
 
     A retryable failure is retried for up to ``give_up_s`` seconds. Once the endpoint has answered no call at
     all for so long, each further call is tried once (circuit breaker).

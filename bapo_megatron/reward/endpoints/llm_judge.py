@@ -1,4 +1,8 @@
-"""LLM judge: request to a language model with an OpenAI-compatible API, and the score in its reply."""
+"""LLM judge: the request to a language model with an OpenAI-compatible API, and the score in its reply.
+
+It makes the body and reads the reply; ``scorer.py`` sends. EndpointError for a reply that is cut off, or has
+no verdict in range.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ _PATH = "/chat/completions"
 
 
 class LlmJudge:
-    """LLM judge: makes the request, and reads the score from the reply."""
+    """LLM judge (a ``Judge``): makes the request's body, and reads the score from the reply. It sends
+    nothing."""
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
         """``wrong``, ``correct``: rewards of the worst and of the best verdict."""

@@ -1,4 +1,4 @@
-"""Question to an endpoint: a prompt, a response and a ground truth, as plain text."""
+"""Question to an endpoint: a prompt, a response and a ground truth, as plain text; and its cache key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bapo_megatron.types import Prompt
 
 @dataclass(frozen=True)
 class Question:
-    """A response with its prompt and ground truth."""
+    """A response with its prompt and ground truth, as plain data."""
 
     messages: tuple[dict[str, str], ...]
     """The chat messages of the prompt."""

@@ -1,9 +1,9 @@
-"""Reward model: request to a server of one, in four protocols, and the number in its reply.
+"""Reward model: the request to a server of one, in four protocols, and the number in its reply.
 
-The protocols are those of SGLang's ``/classify`` (docs.sglang.io, reward models), of vLLM's ``/classify``
-(docs.vllm.ai, classification), of OpenRLHF's ``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and of slime's
-``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is useless: it answers a softmax, which of one
-number is always 1.
+It makes the body and reads the reply; ``scorer.py`` sends. The protocols are those of SGLang's ``/classify``
+(docs.sglang.io, reward models), of vLLM's ``/classify`` (docs.vllm.ai, classification), of OpenRLHF's
+``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and of slime's ``--rm-url`` (slime/rollout/rm_hub). SGLang's
+``/v1/classify`` is useless: it answers a softmax, which of one number is always 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Message = dict[str, str]
 
 
 class RewardModel:
-    """Reward model: makes the request, and reads the number from the reply."""
+    """Reward model (a ``Judge``): makes the request's body, and reads the number from the reply. It sends
+    nothing."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         """Load the tokenizer, if the settings name one. ConfigError if it cannot be loaded."""

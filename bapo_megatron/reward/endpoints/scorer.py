@@ -1,4 +1,7 @@
-"""Endpoint scorer: scores responses by requests to a judge or reward model; caches equal questions."""
+"""Endpoint scorer: scores responses by requests to a judge or reward model, and caches scores.
+
+The reward pool calls it in its own event loop.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,11 @@ class Judge(Protocol):
 
 
 class EndpointScorer:
-    """Endpoint scorer of a run, in one event loop: ``open``, any number of ``answer`` at once, ``close``.
+    """Endpoint scorer of a run, async, in one event loop: ``open``, any number of ``answer`` at once,
+    ``close``.
 
-    Equal questions are sent once, also while the first one is in flight; failures are not cached.
+    Equal questions are sent once, also while the first one is in flight; failures are not cached. A failed
+    call is a reply with a ``failure``, not an exception.
     """
 
     def __init__(self, reward: RewardConfig) -> None:

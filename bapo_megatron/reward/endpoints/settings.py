@@ -1,4 +1,4 @@
-"""Settings of rewards behind an HTTP endpoint (`reward.settings`), as dataclasses."""
+"""Settings of rewards behind an HTTP endpoint (``reward.settings``), as dataclasses, and their validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answer extraction for reasoning-gym: the last ``<answer>``, box, or number of a response."""
+"""Answer extraction for reasoning-gym: the last ``<answer>``, else the last box, else a number or all
+text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU time limit of one call in the main thread: ends a slow verifier without ending its worker.
+"""CPU time limit of one call in the main thread: ends a slow verifier without ending its worker process.
 
 CPU time and not wall time: on a busy machine an honest answer may take long.
 """

@@ -1,4 +1,7 @@
-"""The reward `reasoning_gym`: an answer is scored by the verifier of its problem's task."""
+"""The reward ``reasoning_gym``: an answer is scored by the verifier of its problem's task.
+
+The verifiers are the library's code; a reward worker calls them in its main thread, with a limit of CPU time.
+"""
 
 from __future__ import annotations
 

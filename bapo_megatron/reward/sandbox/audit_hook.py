@@ -1,6 +1,6 @@
-"""Python audit hook of a tested program: refuses its file changes, processes and sockets.
+"""Python audit hook of a tested program: refuses its file changes, processes and sockets (PermissionError).
 
-It is the last wall, and the only one where the kernel grants none. C code bypasses it.
+It is the last layer of isolation, and the only one where the kernel grants none. C code bypasses it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ _SIGNALS_OF_FILES = (8, 10, 15, 1024, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, 
 
 
 def watch(box: str, alone: bool) -> None:
-    """Install the hook, for good. ``alone``: no wall of the kernel holds files, so C code is refused too."""
+    """Install the hook in this process, for good.
+
+    ``box``: the sandbox's directory, where files may be changed. ``alone``: no layer of the kernel holds
+    files, so C code is refused too.
+    """
     sys.modules["_posixshmem"] = None  # type: ignore[assignment]  # shared memory has no event either
     for module in filter(None, map(sys.modules.get, ("os", "posix", "signal", "_signal"))):
         for name in _WITHOUT_EVENT:

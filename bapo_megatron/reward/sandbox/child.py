@@ -1,6 +1,6 @@
 """Processes of a sandbox, started by sandbox.py without this run's environment variables.
 
-Three: the first, which enters the namespaces; the server, process 1 inside them, which puts up the walls,
+Three: the first, which enters the namespaces; the server, process 1 inside them, which sets up the isolation,
 takes cases and gives results, but runs no tested code; and for each case a fork, which does. Their
 interpreter is isolated (``python -I``), and loads only those modules of this package that are imported here.
 """

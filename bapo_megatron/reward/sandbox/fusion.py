@@ -2,7 +2,8 @@
 
 Its API is that of github.com/bytedance/SandboxFusion: ``POST /run_code`` with ``code``, ``stdin``,
 ``run_timeout`` and ``memory_limit_MB`` gives ``status`` and ``run_result`` (``status``, ``return_code``,
-``stdout``). Expected outputs stay here, as with the sandbox of this machine.
+``stdout``). Expected outputs stay here, as with the sandbox of this machine. Calls block; SandboxError if the
+server fails.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
 
 
 class FusionServer:
-    """A SandboxFusion server, for one reward worker."""
+    """A SandboxFusion server, for one reward worker; a call blocks, and opens a connection of its own."""
 
     def __init__(self, url: str) -> None:
         """``url``: its address, with or without ``/run_code``."""
@@ -130,7 +131,8 @@ class FusionServer:
 
 
 class FusionSandbox:
-    """Sandbox of one source on a server, where each case is a program of its own."""
+    """Sandbox of one source on a server, where each case is a program of its own. Same methods as
+    ``Sandbox``."""
 
     def __init__(
         self, server: FusionServer, source: str, prelude: str, memory_mb: int, case_limit_s: float

@@ -2,8 +2,8 @@
 
 Runs in the sandbox's own processes (child.py), and imports only the standard library. Once for each sandbox:
 `enter_namespaces`, then `confine_sandbox` (file system, user, Landlock). For each program: `confine_program`
-(limits, system call filter, audit hook). A wall that this kernel does not grant is named in a note; the other
-walls do not depend on it.
+(limits, system call filter, audit hook). A wall is one of these layers; one that this kernel does not grant
+is named in a note, and the others do not depend on it. ``box`` is the sandbox's directory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALL_USERS = 4294967295
 
 
 class Walls:
-    """Walls of a sandbox that this kernel grants."""
+    """Walls (layers of isolation) of a sandbox that this kernel grants; filled in while they are put up."""
 
     def __init__(self) -> None:
         self.namespaces = False

@@ -1,4 +1,4 @@
-"""Landlock wall: the kernel restricts a process and its children to files beneath some paths (Linux 5.13).
+"""Landlock layer: the kernel restricts a process and its children to files beneath some paths (Linux 5.13).
 
 Any user may use it, also in containers without namespaces. An older version of Landlock leaves some actions
 open (truncation before 6.2, signals and abstract sockets before 6.12); changes of the mode, owner and times

@@ -1,4 +1,7 @@
-"""Preflight of the sandbox: code rewards need every wall, unless `reward.allow_weak_sandbox` is set."""
+"""Preflight of the sandbox: code rewards need every layer of isolation, its walls.
+
+With ``reward.allow_weak_sandbox`` missing walls are only noted. It runs a trial program in a real sandbox.
+"""
 
 from __future__ import annotations
 

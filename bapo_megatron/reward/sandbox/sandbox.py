@@ -1,4 +1,7 @@
-"""Code sandbox: runs untrusted programs, one isolated process tree for each source (docs/rewards.md)."""
+"""Code sandbox: runs untrusted programs, one isolated process tree for each source (docs/rewards.md).
+
+Calls block. Layers of isolation that the kernel does not grant are only noted: ``requirements.py`` decides.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,11 @@ class Ended:
 
 
 class Sandbox:
-    """Sandbox of one source: its isolated processes. Each case is a fork; all share a temporary directory."""
+    """Sandbox of one source: its isolated processes, as a context manager. Each case is a fork of them.
+
+    All cases share a temporary directory. After a case that gave None (time, death) the sandbox takes no
+    other.
+    """
 
     def __init__(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> None:
         """Start and isolate it; raises SandboxError. ``prelude`` runs before the source in its namespace."""

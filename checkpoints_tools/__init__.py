@@ -1,6 +1,6 @@
-"""Checkpoint tools: convert, reshard, inspect, compare. Bytes move from file to file; no model is built.
+"""Checkpoint tools: convert, reshard, inspect, compare, without building a model.
 
-The Python API of ``bapo-ckpt``; it needs no GPU and no process group.
+The Python API of ``bapo-ckpt``. Bytes move from file to file; it needs no GPU and no process group.
 """
 
 from __future__ import annotations

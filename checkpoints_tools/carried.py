@@ -1,4 +1,4 @@
-"""Config, tokenizer and licence files of a Hugging Face folder, copied unchanged into a checkpoint."""
+"""Config, tokenizer and licence files of a Hugging Face folder, which a conversion copies along unchanged."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion: what was written, or in a dry run would be. Its text is what is printed."""
+    """The result of a conversion, as plain data and text: what was written, or in a dry run would be."""
 
     source: Path
     output: Path

@@ -1,4 +1,4 @@
-"""Text of a checkpoint inspection: one line for each fact, then the keys as a tree. It reads no file."""
+"""Text of a checkpoint inspection, from its result alone: one line for each fact, then the keys as a tree."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reshard: a Megatron checkpoint rewritten as torch_dist, with another grid of chunks or vocabulary padding.
 
-It is for readers outside of this project: the trainer loads torch_dist at any parallel layout as it is.
+The trainer loads torch_dist at any parallel layout as it is: that needs no reshard.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Common state (``common.pt``) of a resharded torch_dist checkpoint: the source's, for the stacked layout of
-keys.
+"""Common state (``common.pt``) of a resharded torch_dist checkpoint: the source's, for stacked keys.
 
 Stacked: all layers of a parameter are under one key.
 """

@@ -1,6 +1,6 @@
 """Bitwise verification of two checkpoints of any formats: the same model, and the same optimizer state.
 
-It reads both whole; the optimizer's state counts only where both have it.
+It reads the weights of both; the optimizer's state is compared only where both have it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOWN = 10
 
 @dataclass
 class Verification:
-    """The result of comparing two checkpoints, filled tensor by tensor; its text is what is printed."""
+    """The result of comparing two checkpoints, filled tensor by tensor; as text it is what is printed."""
 
     first: Path
     second: Path

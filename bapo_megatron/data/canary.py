@@ -28,7 +28,7 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """Parameters of a canary batch, as plain data. The same spec draws the same batch."""
+    """Parameters of a canary batch, as plain data; the same spec draws the same batch."""
 
     seed: int
     tokens: int

@@ -1,4 +1,4 @@
-"""Validated fields of a dataset row in the schema of Skywork-OR1-RL-Data. Each function raises RowError."""
+"""Validated fields of a dataset row in the schema of Skywork-OR1-RL-Data; each function raises RowError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RAW = {"problem", "question"}
 
 
 class RowError(Exception):
-    """Invalid dataset row. Callers add the file and the row's number, and raise ConfigError or count it."""
+    """Invalid dataset row; callers add the file and the row's number, and raise ConfigError or count it."""
 
 
 def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:

@@ -29,7 +29,8 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack. Plain data."""
+    """Documents to pack, as plain data: the lengths and weights (compute) of all, and the capacity of a
+    pack."""
 
     tokens: np.ndarray
     """Tokens of each document in a pack, int64."""

@@ -30,8 +30,10 @@ _PADDING_DOCUMENT = 512
 
 @dataclass(frozen=True)
 class Sample:
-    """Training sequence: a prompt and a response with its advantage. Immutable; ValueError for a mask of
-    another length."""
+    """Training sequence, as plain data: a prompt and a response with its advantage.
+
+    ValueError for a loss mask that has not one value for each token of the response.
+    """
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""

@@ -30,7 +30,7 @@ _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path")
 
 
 class Responses(JsonlLog):
-    """File of responses, open for appending by one process. ``open_folder`` opens it."""
+    """File of responses, opened for appending by ``open_folder``, for one process."""
 
     def append_all(self, rows: Sequence[Row]) -> None:
         """Append the rows durably (fsync). RunStopped if the disk does not take them."""

@@ -1,4 +1,4 @@
-"""Text output of ``bapo eval`` and ``bapo eval compare``. Shares are printed as points: 0.5 is 50.0."""
+"""Text output of ``bapo eval`` and ``bapo eval compare``, with shares as points: 0.5 is 50.0."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """A row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor. Plain
-    data."""
+    """Row segment of a fused Megatron parameter (QKV, gate-up), as plain data: consecutive rows of one HF
+    tensor."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -32,7 +32,8 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Mapping of one megatron parameter: its HF tensors, row segments and tensor-parallel cut. Plain data."""
+    """Mapping of one megatron parameter, as plain data: its HF tensors, row segments and tensor-parallel
+    cut."""
 
     hf_names: tuple[str, ...]
     """Names of the HF tensors, which may contain ``{layer}``."""

@@ -30,7 +30,7 @@ class TensorReader(Protocol):
 
 
 class HfReader:
-    """Reader of one Hugging Face folder. Files are opened when first needed, and stay open.
+    """Reader of one Hugging Face folder; files are opened when first needed, and stay open.
 
     ``read`` reads only the asked rows and columns. ``check`` compares the folder with a model's shape.
     """

@@ -27,7 +27,7 @@ from bapo_megatron.types import MicroBatch
 
 
 class RankProgram:
-    """Phases of one rank, as methods; ``build`` comes first. Process groups must exist.
+    """Phases of one rank, as methods, of which ``build`` comes first; process groups must exist.
 
     ``phase`` makes the context manager of a phase from its name, in which the caller measures.
     """

@@ -1,6 +1,6 @@
-"""Parser of a code problem's tests from its ground truth. ValueError if they are invalid.
+"""Parser of a code problem's tests from its ground truth, which is JSON text.
 
-It is JSON text in one of the forms of Skywork-OR1-RL-Data and its sources:
+It has one of the forms of Skywork-OR1-RL-Data and its sources; ValueError for any other:
 
 - ``{"inputs": [...], "outputs": [...]}``: what a script reads and prints, as text or as a list of lines;
 - the same with ``"fn_name"``: arguments and value of a function, or of a method of class Solution. An input

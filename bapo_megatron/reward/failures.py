@@ -12,10 +12,9 @@ _MOST_KINDS = 50
 
 
 class FailureReports:
-    """Reporter of failed scores: the 1st, 10th, 100th ... of each distinct failure, the first with its
-    traceback.
+    """Reporter of failed scores: the 1st, 10th, 100th ... of each kind, the first with its traceback.
 
-    Two failures are the same if their ``failure`` and ``place`` are equal.
+    Two failures are of one kind if their ``failure`` and ``place`` are equal.
     """
 
     def __init__(self, report: Callable[..., None]) -> None:

@@ -1,5 +1,4 @@
-"""Helper statements around a problem's asserts, and the choice of those that the tested program's process
-gets.
+"""Helper statements around a problem's asserts, and the choice of those that the tested program sees.
 
 A reference solution or a table of results is left out if an honest program cannot need it: a plain function,
 or a name bound to a literal, that only the expected side of asserts uses. All other statements stay, because

@@ -1,6 +1,7 @@
 """Child process with math-verify, for comparisons from any thread.
 
-The preflight checks use it. In a run the workers of the pool (pool.py) call math_verify_compare.py.
+Preflight checks and ``bapo data prepare`` use it. In a run the workers of the pool (pool.py) call
+math_verify_compare.py.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ class RewardResult:
 
 
 class RewardPool:
-    """Pool of ``reward.workers`` processes, async, for one event loop: ``start``, ``score`` any number at
-    once, ``close``.
+    """Pool of ``reward.workers`` processes for one event loop, async.
 
-    A failure to score is a result, not an exception. ``failures`` counts them by kind.
+    ``start``, then ``score`` any number at once, then ``close``. A failure to score is a result, not an
+    exception; ``failures`` counts them by kind.
     """
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:

@@ -94,8 +94,7 @@ _FORBIDDEN_OPCODES = (
 
 
 class PickledObject:
-    """Record of an object in a pickle: its class's name, arguments and state, and none of its code. Plain
-    data."""
+    """Record of an object in a pickle: its class's name, arguments and state, and none of its code."""
 
     __slots__ = ("arguments", "state")
     class_name = ""

@@ -1,7 +1,7 @@
 """Pickle writer that refers to torch's classes without importing torch.
 
 The pickle module imports the classes that it writes. Here ``Name``, ``Call``, ``Instance`` and ``Persistent``
-stand for them; plain values are written as they are.
+stand for them; plain values are written as they are, and TypeError is raised for any other.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One archive in a data file: a chunk of a tensor, or an object. Plain data."""
+    """One archive in a data file, as plain data: a chunk of a tensor, or an object."""
 
     offset: tuple[int, ...] | None
     """The chunk's first element in the tensor; None for an object."""

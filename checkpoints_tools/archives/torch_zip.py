@@ -34,7 +34,8 @@ _MOST_DIMENSIONS = 64  # as torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an archive: the place, type and shape of its elements, which are not read. Plain data."""
+    """A tensor in an archive, as plain data: the place, type and shape of its elements, which are not
+    read."""
 
     file: Path
     position: int

@@ -1,8 +1,6 @@
-"""Output plan of a conversion: the files to write, their sizes, each tensor's place, and headers and
-trailers.
+"""Output plan of a conversion: the files, their sizes, each tensor's place in them, and their headers.
 
-It also creates and commits the files; the tensors' bytes are copied by the caller in between
-(``conversion.py``).
+It also creates and commits the files; the caller (``conversion.py``) copies the tensors' bytes in between.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ PARTIAL = ".partial"
 
 @dataclass
 class OutputPlan:
-    """Planned files of an output folder, by their paths in its temporary folder. A writer of a format fills
-    it.
+    """Planned files of an output folder, by their paths in its temporary folder.
 
-    Order: ``create``, the caller's copy of the tensors, ``complete``. OSError if the disk does not take them.
+    The writer of a format fills it. Then ``create``, the caller's copy of the tensors, and ``complete``;
+    OSError if the disk does not take them.
     """
 
     tensors: dict[str, BlockTensor] = field(default_factory=dict)

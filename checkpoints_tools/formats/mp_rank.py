@@ -46,7 +46,8 @@ class ModelChunk:
 
 
 class RankFiles:
-    """Rank files of a legacy checkpoint, for any model; the descriptions in all of them are read at once.
+    """Rank files of a legacy checkpoint, for any model; the descriptions in all of them are read when it is
+    made.
 
     CheckpointError names a rank that is missing and a file that is damaged.
     """

@@ -20,7 +20,7 @@ _TIED_COPY = "lm_head.weight"
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """An opened checkpoint: its tensors under Hugging Face names, as places in files. It holds no file
+    """An opened checkpoint: its tensors under Hugging Face names, as places in files, none of which is held
     open."""
 
     location: Location

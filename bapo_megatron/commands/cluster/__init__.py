@@ -1,2 +1,2 @@
-"""Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``. All but ``submit`` also take a local
+"""Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``; the last three also take a local
 run."""

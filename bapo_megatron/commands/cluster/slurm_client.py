@@ -15,8 +15,10 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a Slurm job, read from RUN/slurm.state, which slurm/lib/state.sh writes. 0 or "" where
-    unknown."""
+    """State of a Slurm job, as plain data from RUN/slurm.state, which slurm/lib/state.sh writes.
+
+    A number that the file lacks is 0, a text "".
+    """
 
     job: str
     restart: int

@@ -1,6 +1,7 @@
-"""Status of a run, read from its directory and from Slurm's queue. Nothing is changed or locked.
+"""Status of a run, read from its directory and from Slurm's queue.
 
-A file system that hangs blocks ``read_status``: ``bapo status`` calls it in a child process with a deadline.
+Nothing is changed or locked. A file system that hangs blocks ``read_status``: ``bapo status`` calls it in a
+child process with a deadline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text of ``bapo status``: one line for each known field of a ``Status``. It reads no file."""
+"""Text of ``bapo status``: one line for each known field of a ``Status``, without reading any file."""
 
 from __future__ import annotations
 

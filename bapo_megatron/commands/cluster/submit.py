@@ -1,7 +1,7 @@
 """Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``.
 
-``slurm/launch.py`` does it with NeMo-Run, in another interpreter. ConfigError for every failure; before it
-nothing is submitted. With ``--dry-run`` nothing is written, either.
+``slurm/launch.py`` submits with NeMo-Run, in another interpreter. ConfigError if a check fails or nothing
+could be submitted. With ``--dry-run`` the script is printed and no file is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """The parsed command line of ``bapo submit``. ``of`` reads its own flags, and leaves the rest to ``bapo
+    """The parsed command line of ``bapo submit``: its own flags, and those that it leaves to ``bapo
     train``."""
 
     recipe: Path

@@ -1,7 +1,7 @@
 """Trial call of a recipe's reward: one response to one row of its data, scored as in a run.
 
-It runs in the child process of ``recipe.py``, with one reward worker; an endpoint gets 20 s. Errors are
-returned.
+It runs in the child process of ``recipe.py``, with one reward worker; an endpoint gets 20 s. A reward that
+fails is a result, not an exception.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
 
-It makes a plan (arithmetic) of each of some thousand candidates; nothing is run.
+It tries up to some thousand candidates by arithmetic; nothing is run.
 """
 
 from __future__ import annotations

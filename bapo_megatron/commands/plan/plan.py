@@ -28,7 +28,8 @@ from bapo_megatron.commands.plan.traffic import Traffic, update_traffic
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan of one job: estimated memory, speed, traffic and engines. Plain data, with sums over its parts."""
+    """Plan of one job, as plain data with sums over its parts: estimated memory, speed, traffic and
+    engines."""
 
     job: Job
     stages: list[StageMemory]

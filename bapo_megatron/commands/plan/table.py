@@ -1,4 +1,4 @@
-"""Text renderer of a plan: summary, memory of each stage, traffic, speed, engines, and advice. It only
+"""Text renderer of a plan: summary, memory of each stage, traffic, speed, engines, and advice; it only
 formats."""
 
 from __future__ import annotations

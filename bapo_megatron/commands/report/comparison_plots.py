@@ -1,4 +1,7 @@
-"""Comparison plots of several runs: a PNG of all, and an SVG layer for each run that the page can hide."""
+"""Comparison plots of several runs: a PNG of all, and an SVG layer for each run that the page can hide.
+
+Slow to import (matplotlib): ``comparison.py`` does so only when it draws.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Distribution plots of a report: probability and entropy by importance ratio (the paper's Figs. 5 and 10),
-and the predicted against the measured change of the entropy (Eq. 6)."""
+"""Distribution plots of a report: probability and entropy by importance ratio, and the entropy's change.
+
+The first two are the paper's Figs. 5 and 10, the last is Eq. 6: the predicted change against the measured
+one. ``draw_distribution`` draws into axes that the caller makes.
+"""
 
 from __future__ import annotations
 

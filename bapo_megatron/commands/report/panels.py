@@ -1,7 +1,7 @@
-"""Panels (plots) of a report as data: which metrics each draws, its colours, its caption. ``plots.py`` draws.
+"""Panels (plots) of a report as data: which metrics each draws, its colours, its caption.
 
-Blue is for positive advantages, orange for negative advantages, near-black for everything else. People who do
-not tell red from green tell these apart; tests simulate what they see.
+``plots.py`` draws them. Blue is for positive advantages, orange for negative advantages, near-black for
+everything else. People who do not tell red from green tell these apart; tests simulate what they see.
 """
 
 from __future__ import annotations

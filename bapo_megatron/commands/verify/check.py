@@ -1,9 +1,9 @@
 """Layout check of ``bapo verify-parallel``: log-probs, bounds, loss and gradient norm on a canary batch.
 
 The canary batch is random sequences, so it needs the recipe and the model, but no dataset, tokenizer or run
-directory. A check writes a layout reference (``--save``), or compares with one. The loss is always BAPO's,
-whatever ``algorithm.loss`` is. It makes one update, to measure the gradient norm; the updated weights are
-discarded.
+directory. A check writes a layout reference (``--save``), or compares with one. The loss is always ``clip``,
+BAPO's, whatever ``algorithm.loss`` is. It makes one update, to measure the gradient norm; the updated weights
+are discarded.
 """
 
 from __future__ import annotations

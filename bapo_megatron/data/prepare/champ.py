@@ -25,8 +25,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 
 class ChampSource:
-    """Source of the package's problems, in its order. Read at each call; ConfigError if it is not
-    installed."""
+    """Source of the package's problems, in its order; each call reads the file anew."""
 
     name = NAME
 

@@ -1,7 +1,8 @@
 """Preparation pipeline: reads the sources twice, filters, and writes a prepared folder.
 
-The first pass finds repeated questions and templates, the second filters and writes. The same sources and
-options give the same bytes, so the digest of data.jsonl identifies a dataset.
+``prepare`` is ``bapo data prepare``. The first pass finds repeated questions and templates, the second
+filters and writes. The same sources and options give the same bytes, so the digest of data.jsonl identifies a
+dataset. The folder appears whole, or not at all with a ConfigError.
 """
 
 from __future__ import annotations

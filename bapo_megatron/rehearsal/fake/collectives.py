@@ -43,7 +43,7 @@ _NAMES |= {"reduce_scatter_tensor_coalesced_": "reduce_scatter", "recv_": "recv"
 
 
 class Collectives:
-    """Recorder of one rank's collectives, in order; it also gives their results. The meter calls it.
+    """Recorder of one rank's collectives, in order; it also gives their results to the meter.
 
     RuntimeError or ValueError where NCCL would refuse a call.
     """

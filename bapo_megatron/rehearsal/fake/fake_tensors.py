@@ -1,4 +1,4 @@
-"""Patches of torch for programs on fake tensors of any device. They hold for the whole process."""
+"""Patches of torch for programs on fake tensors of any device; they hold for the whole process."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _FORWARD, _BACKWARD = 4, 10
 
 
 class FlopMeter:
-    """FLOP counter of kernels: gives the FLOPs of one call, and adds nothing up. The meter asks it.
+    """FLOP counter of kernels: gives the meter the FLOPs of one call, and adds nothing up.
 
     ``chunks``, the (queries, keys) of each chunk of documents on this rank, must be set before the
     variable-length kernels run: their arguments are on the device.

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 class ShapesFromValues:
-    """Results of ``nonzero``, boolean indexing, ``masked_select``, ``bincount``, ``repeat_interleave``.
+    """Answers of ``nonzero``, boolean indexing, ``masked_select``, ``bincount``, ``repeat_interleave``.
 
     ``read`` is called before each result with the tensor whose values decide: if it is on the GPU, the host
     waits.

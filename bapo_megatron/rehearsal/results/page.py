@@ -1,4 +1,4 @@
-"""Text page of a rehearsal: memory, FLOPs, collectives and host waits of each rank, and the verdict. It only
+"""Text page of a rehearsal: memory, FLOPs, collectives, host waits of each rank, and the verdict; it only
 formats."""
 
 from __future__ import annotations

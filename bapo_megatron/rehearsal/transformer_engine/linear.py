@@ -1,4 +1,4 @@
-"""Linear layer kernels in torch: GEMM and RMSNorm, half precision in and out, float32 inside. No fp8."""
+"""Linear layer kernels in torch: GEMM and RMSNorm, half precision in and out, float32 inside, no fp8."""
 
 from __future__ import annotations
 

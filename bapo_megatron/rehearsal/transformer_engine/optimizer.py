@@ -1,5 +1,5 @@
-"""Multi-tensor optimizer kernels in torch: AdamW, the norm of a gradient, and scaling; without values
-no-ops."""
+"""Multi-tensor optimizer kernels in torch: AdamW, the norm of a gradient, and scaling; fake tensors stay as
+they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Ring attention kernels in torch, for context parallelism over packed documents (thd).
 
-A rank holds two chunks of each document, one after the other: its first and its second half here.
-``cu_seqlens`` are those of the rank's tokens; log-sum-exps are packed, [heads, tokens].
+Transformer Engine calls them between the steps of its ring. A rank holds two chunks of each document, one
+after the other: its first and its second half here. ``cu_seqlens`` are those of the rank's tokens;
+log-sum-exps are packed, [heads, tokens].
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class EndpointError(Exception):
-    """Failed call: the endpoint gave no usable reply. ``place``: the kind of problem, by which failures are
+    """Failed call: the endpoint gave no usable reply; ``place`` is the kind of problem, by which failures are
     counted."""
 
     def __init__(self, place: str, text: str) -> None:

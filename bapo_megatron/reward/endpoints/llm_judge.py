@@ -19,7 +19,7 @@ _PATH = "/chat/completions"
 
 
 class LlmJudge:
-    """LLM judge (a ``Judge``): makes the request's body, and reads the score from the reply. It sends
+    """LLM judge (a ``Judge``): makes the request's body and reads the score from the reply, and sends
     nothing."""
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:

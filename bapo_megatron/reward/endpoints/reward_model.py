@@ -22,7 +22,7 @@ Message = dict[str, str]
 
 
 class RewardModel:
-    """Reward model (a ``Judge``): makes the request's body, and reads the number from the reply. It sends
+    """Reward model (a ``Judge``): makes the request's body and reads the number from the reply, and sends
     nothing."""
 
     def __init__(self, settings: RewardModelSettings) -> None:

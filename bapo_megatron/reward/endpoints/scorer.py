@@ -34,8 +34,7 @@ class Judge(Protocol):
 
 
 class EndpointScorer:
-    """Endpoint scorer of a run, async, in one event loop: ``open``, any number of ``answer`` at once,
-    ``close``.
+    """Endpoint scorer of a run, async, in one event loop: ``open``, ``answer`` any number at once, ``close``.
 
     Equal questions are sent once, also while the first one is in flight; failures are not cached. A failed
     call is a reply with a ``failure``, not an exception.

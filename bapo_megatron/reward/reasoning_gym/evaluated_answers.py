@@ -1,8 +1,9 @@
 """Guard of reasoning-gym's verifiers that call ``eval``: only harmless answers of a model reach them.
 
-Nine verifiers call ``eval`` on the model's text, or sympy's ``parse_expr``, which calls it; five evaluate a
-text of the problem. Their input is parsed here first, and must be a list of values, or arithmetic with a
-small result. Some other verifiers need unlimited time or memory for a large number, or accept ``nan``.
+The reward asks ``is_harmless`` before each verifier. Nine verifiers call ``eval`` on the model's text, or
+sympy's ``parse_expr``, which calls it; five evaluate a text of the problem. Their input is parsed here first,
+and must be a list of values, or arithmetic with a small result. Some other verifiers need unlimited time or
+memory for a large number, or accept ``nan``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Lazy import of the package reasoning-gym, which takes seconds, and the registry of its tasks.
+"""Lazy import of the package reasoning-gym, and the registry of its tasks.
 
-It imports all of its tasks at once, and one of them, zebra_puzzles, needs pycosat, which needs a C compiler.
-The other tasks work without it.
+The import takes seconds and loads all tasks at once; one of them, zebra_puzzles, needs pycosat, which needs a
+C compiler. The other tasks work without it. ConfigError without the package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Serialization of tested programs' values as plain JSON, for a comparison outside the program's process.
 
-A container is [kind, items]; on request an object is [``object``, name of its type, attributes]; anything
-else is [``other``, name of its type]. Numbers and text become exactly int, float and str, so that a
-subclass's own equality does not count.
+``encoded`` runs in the program's process, ``decoded`` outside. A container is [kind, items]; on request an
+object is [``object``, name of its type, attributes]; anything else is [``other``, name of its type]. Numbers
+and text become exactly int, float and str, so that a subclass's own equality does not count.
 """
 
 from __future__ import annotations

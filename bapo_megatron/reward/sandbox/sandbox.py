@@ -55,7 +55,7 @@ class Ended:
 
 
 class Sandbox:
-    """Sandbox of one source: its isolated processes, as a context manager. Each case is a fork of them.
+    """Sandbox of one source, a context manager of its isolated processes; each case is a fork of them.
 
     All cases share a temporary directory. After a case that gave None (time, death) the sandbox takes no
     other.

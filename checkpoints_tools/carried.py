@@ -1,4 +1,7 @@
-"""Config, tokenizer and licence files of a Hugging Face folder, which a conversion copies along unchanged."""
+"""Config, tokenizer and licence files of a Hugging Face folder, which a conversion copies along unchanged.
+
+CheckpointError for a link that leads out of the folder.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from checkpoints_tools.formats.torch_dist import OPTIMIZER
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a conversion, common to all formats."""
+    """The settings of a conversion or verification, common to all formats; plain data."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""

@@ -1,4 +1,7 @@
-"""``bapo study staleness [flags]``: starts the study of ``benchmarks/study``, which needs a checkout."""
+"""``bapo study staleness [flags]``: starts the study of ``benchmarks/study``, which needs a checkout.
+
+ConfigError without one. The study makes its runs by the commands of ``cli.run``.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class CanarySpec:
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """Random sequence of the canary batch, before it has rollout log-probs."""
+    """Random sequence of the canary batch, before it has rollout log-probs; ``scored`` makes a ``Sample`` of
+    it."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""

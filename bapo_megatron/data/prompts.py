@@ -44,7 +44,7 @@ class MixedSource:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Usable prompts of a dataset, tokenized and filtered; all of them in memory."""
+    """Usable prompts of a dataset, tokenized and filtered; plain data, all of it in memory."""
 
     prompts: tuple[Prompt, ...]
     too_long: int

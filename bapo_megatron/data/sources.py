@@ -1,4 +1,8 @@
-"""Loader of a run's training problems, from its one file or from several sources (``data.sources``)."""
+"""Loader of a run's training problems, from its one file or from several sources (``data.sources``).
+
+Preflight and the sampler call ``load_problems``; it tokenizes all rows. ConfigError for the first invalid
+row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Examples for a comparison: problems of a suite with the responses of two evaluations."""
+"""Examples for ``bapo eval compare --examples``: problems of a suite with the responses of two evaluations.
+
+The suite's file must be as it was; ConfigError if it has changed.
+"""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def flat_settings(settings: Row) -> Row:
 
 @dataclass(frozen=True)
 class Response:
-    """Text of a response, and whether it is right."""
+    """Text of a stored response, and whether it is right."""
 
     text: str
     correct: bool

@@ -29,7 +29,10 @@ _LOOK_S = 1.0
 
 
 class SuiteSampler:
-    """Sampler of one suite's responses, in one event loop; each is scored when it is complete."""
+    """Sampler of one suite's responses, in one event loop, of a started engine pool and reward pool.
+
+    ``ask`` may be called once. Each response is scored when it is complete, then stored.
+    """
 
     def __init__(
         self,

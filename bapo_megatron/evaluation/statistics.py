@@ -36,7 +36,7 @@ class Vote(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Ends of a confidence interval."""
+    """Ends of a confidence interval, 95 % by default."""
 
     low: float
     high: float

@@ -27,7 +27,7 @@ FAMILIES = {"qwen2": "Qwen2 / Qwen2.5", "qwen3": "Qwen3 dense", "llama": "Llama 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP. Plain data."""
+    """Shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP, as plain data."""
 
     family: str
     layers: int

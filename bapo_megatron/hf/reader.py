@@ -23,7 +23,8 @@ _ALL = slice(None)
 
 
 class TensorReader(Protocol):
-    """Reader protocol: a source of a model's tensors under their Hugging Face names."""
+    """Reader protocol: a source of a model's tensors under their Hugging Face names, for the build of a
+    policy."""
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
         """Rows and columns of one tensor, as stored; all of it where they are not given."""

@@ -106,6 +106,8 @@ class _Files:
 
 
 class _Shard:
+    """One safetensors file while it is written: its header in memory, its tensors' bytes on disk."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("wb")

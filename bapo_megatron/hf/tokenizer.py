@@ -1,4 +1,8 @@
-"""Tokenizer of a Hugging Face folder, loaded offline and without running code of the folder."""
+"""Tokenizer of a Hugging Face folder, loaded offline and without running code of the folder.
+
+ConfigError for a folder without a usable one. transformers is imported at the first call, which takes
+seconds.
+"""
 
 from __future__ import annotations
 

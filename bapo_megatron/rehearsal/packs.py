@@ -1,5 +1,7 @@
-"""Synthetic packs of a rehearsed update: full ones of the recipe's longest sequences, with random token
-ids."""
+"""Synthetic packs of a rehearsed update: full ones of the recipe's longest sequences, with random token ids.
+
+Equal at each call. ValueError if the packing gives another number of packs.
+"""
 
 from __future__ import annotations
 

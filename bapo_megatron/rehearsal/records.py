@@ -1,4 +1,7 @@
-"""Records of a rehearsal as plain data: the request for a rank, and its metered result."""
+"""Records of a rehearsal as plain data: the request for a rank, and its metered result.
+
+Both are pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class RankRequest:
 
 @dataclass(frozen=True)
 class Call:
-    """One collective or point-to-point call of a rank."""
+    """One collective or point-to-point call of a rank, with its place in the program."""
 
     op: str
     group: str
@@ -59,7 +62,7 @@ class Call:
 
 
 class Wait(NamedTuple):
-    """Place of a host wait."""
+    """Place of a host wait, the key of its count: phase, kind of read, line of the program."""
 
     phase: str
     what: str
@@ -76,7 +79,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class LargeTensor:
-    """Tensors of one shape and origin that are allocated at a peak."""
+    """Tensors of one shape and origin that are allocated at a peak, counted together."""
 
     size: int
     """Bytes of all of them."""

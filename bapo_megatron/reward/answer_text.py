@@ -1,6 +1,7 @@
 r"""Answer extraction: the last box of a response, its normal spelling, and the operations in it.
 
-math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its own answer.
+Operations, because math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its
+own answer. Pure functions on text; none parses mathematics.
 """
 
 from __future__ import annotations

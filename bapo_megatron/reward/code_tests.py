@@ -36,7 +36,7 @@ from typing import *
 
 @dataclass(frozen=True)
 class Printed:
-    """Test of a script: with ``stdin`` it must print ``expected``."""
+    """Test of a script, as plain data: with ``stdin`` it must print ``expected``."""
 
     stdin: str
     expected: str
@@ -44,7 +44,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Called:
-    """Test of a function: ``function(*arguments)`` must return ``expected``."""
+    """Test of a function, as plain data: ``function(*arguments)`` must return ``expected``."""
 
     function: str
     arguments: list[Any]

@@ -1,4 +1,7 @@
-"""Rate-limited reports of failed scores: each distinct failure once with its traceback, then counts."""
+"""Rate-limited reports of failed scores: each distinct failure once with its traceback, then counts.
+
+The counts live in memory, so they begin anew with the process.
+"""
 
 from __future__ import annotations
 

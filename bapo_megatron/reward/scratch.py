@@ -26,8 +26,10 @@ SWEEP_S = 20.0
 
 
 class Scratch:
-    """Temporary directory of one reward worker, with a lock (flock) that its owner holds as long as it
-    lives."""
+    """Temporary directory of one reward worker, with a lock (flock) that its owner holds as long as it lives.
+
+    ``remove`` deletes it; after a kill of the owner the next start does.
+    """
 
     def __init__(self) -> None:
         while True:

@@ -41,7 +41,8 @@ class Piece:
 
 @dataclass
 class StoredKey:
-    """A key of the checkpoint: its type, its shape and the pieces that hold it."""
+    """A key of the checkpoint, as data that a planner fills: its type, its shape and the pieces that hold
+    it."""
 
     dtype: str | None
     """Type by safetensors' name; None for an object."""

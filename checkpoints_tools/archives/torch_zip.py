@@ -59,6 +59,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
+    """The bytes of one storage in the archive's file, of which tensors are views."""
+
     position: int
     dtype: str
     elements: int

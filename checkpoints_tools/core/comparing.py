@@ -28,7 +28,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """The result of comparing one tensor."""
+    """The result of comparing one tensor, as plain data."""
 
     name: str
     difference: Difference | None

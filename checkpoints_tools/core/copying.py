@@ -73,8 +73,7 @@ def copy_tensors(
 
 
 class OpenFiles:
-    """A cache of file descriptors by path, opened when first asked for, by any thread; a context manager
-    closes them."""
+    """A cache of file descriptors by path, for any thread; a context manager, at whose end all are closed."""
 
     def __init__(self) -> None:
         self.kernel_copies = True

@@ -1,4 +1,7 @@
-"""Progress line of a copy on stderr: share done, rate, ETA. At most five a second in a terminal."""
+"""Progress line of a copy on stderr: share done, rate, ETA.
+
+Rewritten at most five times a second in a terminal, and each ten seconds a new line in a log.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _LOG_S = 10.0
 
 
 class ByteProgress:
-    """A counter of copied bytes that prints progress; called from any thread."""
+    """A counter of copied bytes that prints progress; ``add`` from any thread, ``end`` once."""
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
         self._total = max(1, total)

@@ -47,7 +47,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """A tensor of the checkpoint by its key, as chunks."""
+    """A tensor of the checkpoint by its key, as chunks in files; plain data."""
 
     key: str
     dtype: str

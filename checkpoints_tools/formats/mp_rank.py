@@ -46,8 +46,7 @@ class ModelChunk:
 
 
 class RankFiles:
-    """Rank files of a legacy checkpoint, for any model; the descriptions in all of them are read when it is
-    made.
+    """Rank files of a legacy checkpoint, for any model; what describes their tensors is read when it is made.
 
     CheckpointError names a rank that is missing and a file that is damaged.
     """

@@ -49,7 +49,8 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding."""
+    """Contents of a checkpoint beside the weights, given to its plan: common state, optimizer keys, objects,
+    padding."""
 
     common: bytes
     """The bytes of ``common.pt``."""
@@ -73,6 +74,8 @@ def plan_torch_dist(
 
 
 class _TorchDistPlanner:
+    """Planner of one checkpoint's files: puts each parameter into the shortest data file so far."""
+
     def __init__(
         self,
         tensors: Mapping[str, BlockTensor],

@@ -38,7 +38,10 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Health:
-    """Health checks, the file's table ``health``: what a node must pass before a run starts on it."""
+    """Health checks that a node must pass before a run starts on it: the file's table ``health``.
+
+    The job's script makes them (slurm/probe.py), at each start.
+    """
 
     probe: str = "on"
     """`on` or `off`."""

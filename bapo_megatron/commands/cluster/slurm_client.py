@@ -63,7 +63,8 @@ def queue_state(job: str) -> tuple[str, str] | None:
 
 
 class SlurmError(Exception):
-    """Error of a Slurm command that failed, did not answer in time, or is not installed."""
+    """Error of a Slurm command that failed, did not answer in time, or is not installed; raised by
+    ``call``."""
 
 
 def call(*command: str) -> str:

@@ -1,4 +1,7 @@
-"""Renderer of the doctor's rows: text for a terminal, JSON for a program."""
+"""Renderer of the doctor's rows: text for a terminal, JSON for a program.
+
+The text comes line by line, while later checks still run.
+"""
 
 from __future__ import annotations
 

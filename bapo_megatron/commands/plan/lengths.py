@@ -1,4 +1,7 @@
-"""Response length distribution of ``bapo plan`` (truncated log-normal), and the decode time of a step."""
+"""Response length distribution of ``bapo plan`` (truncated log-normal), and the decode time of a step.
+
+Pure functions of the assumed mean, spread and longest length; nothing is drawn at random.
+"""
 
 from __future__ import annotations
 

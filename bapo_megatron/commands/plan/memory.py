@@ -32,7 +32,11 @@ PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
 
 @dataclass(frozen=True)
 class StageMemory:
-    """GPU memory of one pipeline stage, in bytes, by what uses it."""
+    """GPU memory of one pipeline stage, in bytes, by what uses it; plain data, made by ``stage_memory``.
+
+    A peak is a sum over what is there at the same time: in an update, a save, a sync, a hand-over, while
+    engines sample.
+    """
 
     stage: int
     parameters: StageParameters

@@ -16,7 +16,7 @@ _OUTPUT = "output_layer.weight"
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Number of parameters on one GPU of a pipeline stage."""
+    """Number of parameters on one GPU of a pipeline stage, after the cut by tensor parallelism."""
 
     layers: int
     body: int

@@ -1,4 +1,7 @@
-"""Summary of a plan in five lines: fit, nodes, step time, first checkpoint, disk."""
+"""Summary of a plan in five lines: fit, nodes, step time, first checkpoint, disk.
+
+``bapo plan`` prints it first, ``bapo submit --dry-run`` beside the job's script.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class LayeredPicture:
-    """A panel with its plot, for the page: the axes, and a layer for each run."""
+    """A panel (plot) for the page, as data URIs: its axes, and a layer for each run."""
 
     panel: Panel
     lines: str

@@ -43,7 +43,10 @@ LINES: tuple[Any, ...] = ("-", (0, (3, 1.2)), (0, (1, 1.2)))
 
 @dataclass(frozen=True)
 class Layers:
-    """A comparison plot as transparent SVG layers of one size: the axes, and the curves of each run."""
+    """A comparison plot as transparent SVG layers of one size: the axes, and the curves of each run.
+
+    The page lays them over each other, and can hide a run.
+    """
 
     axes: bytes
     runs: list[bytes]

@@ -27,7 +27,7 @@ _TITLE = re.compile(rb"(?s)<title>.* \xc2\xb7 (training report|comparison)</titl
 
 
 class Headline(TypedDict):
-    """The headline numbers of a run; None for a number that the metrics do not have."""
+    """The headline numbers of a run, as a dict; None for a number that the metrics do not have."""
 
     reward_first: float | None
     """Mean reward of the first ``window`` steps that have one."""
@@ -43,7 +43,8 @@ class Headline(TypedDict):
 
 @dataclass(frozen=True)
 class Series:
-    """A time series: the values of one metric over a run, NaN where the log has none."""
+    """A time series: the values of one metric over a run by step (a fraction for updates), NaN where there is
+    none."""
 
     step: np.ndarray
     value: np.ndarray

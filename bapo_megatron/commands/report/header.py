@@ -22,7 +22,8 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of the bounds searches: shares of updates with a moved bound, and with a reached target."""
+    """Outcome of a run's bounds searches: the shares of updates with a moved bound, and with a reached
+    target."""
 
     moved: float
     reached: float

@@ -23,7 +23,7 @@ REFERENCE = "#6b7280"
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve: one metric of a plot, with its colour and label."""
+    """A curve of a panel, as data: one metric, with its colour and label."""
 
     metric: str
     colour: str = NEUTRAL
@@ -35,7 +35,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel: one plot of a report, with its curves and caption."""
+    """A panel, as data: one plot of a report, with its curves and caption."""
 
     file: str
     """The name of the PNG, without its suffix."""
@@ -57,7 +57,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Band:
-    """A band: a shaded range of the vertical axis, or a line if both ends are equal."""
+    """A band of a panel, as data: a shaded range of the vertical axis, or a line if both ends are equal."""
 
     low: float
     high: float

@@ -43,7 +43,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Entropy changes between updates, in nats: predicted by the Entropy-Clip Rule (Eq. 6), and measured."""
+    """Entropy changes between updates, in nats: predicted by the Entropy-Clip Rule (Eq. 6), and measured.
+
+    Two arrays of one length, a pair for each two measurements.
+    """
 
     predicted: np.ndarray
     """Learning rate times minus the covariance, or times the mean effect, summed over the updates between

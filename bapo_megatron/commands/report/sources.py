@@ -1,5 +1,7 @@
-"""Table of a report by source of training data: prompts, reward, length, entropy, gradient share,
-clipping."""
+"""Table of a report by source of training data: prompts, reward, length, entropy, gradient share, clipping.
+
+Its cells are text, from the run's metrics named ``source/NAME/...``.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class QuantityRow:
-    """Row of the comparison: a quantity, its difference between the layouts, its tolerance."""
+    """Row of the comparison, as plain data: a quantity, its difference between the layouts, its tolerance."""
 
     quantity: str
     reference: str

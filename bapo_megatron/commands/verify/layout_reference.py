@@ -29,7 +29,8 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZi
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Per-token outputs of one layout: log-probs and entropies, an array for each sample, [positions]."""
+    """Per-token outputs of one layout on the batch: log-probs and entropies, an array [positions] for each
+    sample."""
 
     log_probs: list[np.ndarray]
     """Natural logs, float32."""
@@ -55,7 +56,8 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """A batch, and the log-probs, entropies and totals that one layout computes on it: the file's content."""
+    """A batch, and the log-probs, entropies and totals that one layout computes on it; the content of the
+    file."""
 
     identity: dict[str, Any]
     """Fields that two references must share to be comparable, as flat JSON values."""

@@ -1,5 +1,7 @@
-"""Model fingerprints: SHA-256 of config.json, and of samples of the weight files; takes a second at any
-size."""
+"""Model fingerprints: SHA-256 of config.json, and of samples of the weight files.
+
+A second at any size, since most bytes are not read: a small change of weights can be missed.
+"""
 
 from __future__ import annotations
 

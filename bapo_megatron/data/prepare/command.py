@@ -1,4 +1,4 @@
-"""The command ``bapo data prepare``: its flags are ``PrepareOptions``, its work is ``prepare``."""
+"""The command ``bapo data prepare``: parses ``PrepareOptions``, calls ``prepare``, and prints the summary."""
 
 from __future__ import annotations
 

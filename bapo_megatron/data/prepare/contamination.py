@@ -35,7 +35,7 @@ OWN = 4
 
 @dataclass(frozen=True)
 class EvaluationProblem:
-    """A problem of an evaluation set, which must not be trained on."""
+    """A problem of an evaluation set, which must not be trained on: its set, row and question."""
 
     suite: str
     row: int

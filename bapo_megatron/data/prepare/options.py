@@ -1,4 +1,7 @@
-"""Options of ``bapo data prepare``: its flags, and their validation; and the names of the files it writes."""
+"""Options of ``bapo data prepare``: its flags, their validation, and the names of the files that it writes.
+
+``check`` raises one ConfigError with every invalid option.
+"""
 
 from __future__ import annotations
 

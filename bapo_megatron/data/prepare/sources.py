@@ -25,7 +25,7 @@ _PARQUET_ROWS = 256
 
 @dataclass(frozen=True)
 class FileSource:
-    """Source in a file: JSONL, JSON or parquet."""
+    """Source in a file, JSONL, JSON or parquet, which is opened anew at each call of ``rows``."""
 
     path: Path
 

@@ -152,7 +152,8 @@ def _enter_in_backward(functions: CudaFunctions) -> None:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Function mode that corrects what C++ would get wrong for a tensor on the fake GPU."""
+    """Function mode that corrects what C++ would get wrong for a tensor on the fake GPU; entered once, by the
+    rank."""
 
     def __torch_function__(
         self,

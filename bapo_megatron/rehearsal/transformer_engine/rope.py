@@ -1,4 +1,7 @@
-"""Rotary position embedding kernels in torch, for packed documents (thd), also under context parallelism."""
+"""Rotary position embedding kernels in torch, for packed documents (thd), also under context parallelism.
+
+NotImplementedError for interleaved or padded inputs, which this project does not use.
+"""
 
 from __future__ import annotations
 

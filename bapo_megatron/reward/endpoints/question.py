@@ -1,4 +1,7 @@
-"""Question to an endpoint: a prompt, a response and a ground truth, as plain text; and its cache key."""
+"""Question to an endpoint: a prompt, a response and a ground truth, as plain text.
+
+Its digest is the key of the cache of scores.
+"""
 
 from __future__ import annotations
 

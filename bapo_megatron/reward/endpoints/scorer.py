@@ -22,7 +22,7 @@ from bapo_megatron.types import Prompt
 
 
 class Judge(Protocol):
-    """Protocol of a judge: makes the request body, and reads the score from the reply."""
+    """Protocol of a judge: makes the request body, and reads the score from the reply; the scorer sends."""
 
     url: str
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class OutOfTime(BaseException):
-    """CPU time limit exceeded. A BaseException, so that a verifier's ``except Exception`` lets it through."""
+    """CPU time limit exceeded; a BaseException, so that a verifier's ``except Exception`` lets it through."""
 
 
 @contextmanager

@@ -39,12 +39,12 @@ _READABLE: dict[str, list[str]] = {}
 
 
 class SandboxError(Exception):
-    """Failure of the sandbox itself, not of the tested code."""
+    """Failure of the sandbox itself, not of the tested code, which never raises."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of one test case: exit code, output, value."""
+    """Result of one test case that ended, as plain data: exit code, output, value."""
 
     code: int
     """Exit code; negative for a signal."""

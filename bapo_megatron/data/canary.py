@@ -41,8 +41,7 @@ class CanarySpec:
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """Random sequence of the canary batch, before it has rollout log-probs; ``scored`` makes a ``Sample`` of
-    it."""
+    """Random sequence of the canary batch, before it has rollout log-probs (``scored``)."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""

@@ -29,8 +29,7 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents to pack, as plain data: the lengths and weights (compute) of all, and the capacity of a
-    pack."""
+    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack."""
 
     tokens: np.ndarray
     """Tokens of each document in a pack, int64."""

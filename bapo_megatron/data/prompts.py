@@ -31,8 +31,7 @@ CheckExtraInfo = Callable[[dict[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source of a mixture of training files, as plain data: its name, weight, number of prompts and
-    digest."""
+    """A source of a mixture of training files: its name, weight, number of prompts and digest."""
 
     name: str
     prompts: int

@@ -1,5 +1,4 @@
-"""Entry points of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: they parse flags and print
-results."""
+"""Entry points of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: flags in, printed results out."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """Row segment of a fused Megatron parameter (QKV, gate-up), as plain data: consecutive rows of one HF
-    tensor."""
+    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -32,8 +31,7 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Mapping of one megatron parameter, as plain data: its HF tensors, row segments and tensor-parallel
-    cut."""
+    """Mapping of one megatron parameter: its HF tensors, row segments and tensor-parallel cut."""
 
     hf_names: tuple[str, ...]
     """Names of the HF tensors, which may contain ``{layer}``."""

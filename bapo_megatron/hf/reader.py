@@ -23,8 +23,7 @@ _ALL = slice(None)
 
 
 class TensorReader(Protocol):
-    """Reader protocol: a source of a model's tensors under their Hugging Face names, for the build of a
-    policy."""
+    """Reader protocol: gives a model's tensors by their Hugging Face names, when a policy is built."""
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
         """Rows and columns of one tensor, as stored; all of it where they are not given."""

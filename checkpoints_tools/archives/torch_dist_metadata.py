@@ -41,8 +41,7 @@ class Piece:
 
 @dataclass
 class StoredKey:
-    """A key of the checkpoint, as data that a planner fills: its type, its shape and the pieces that hold
-    it."""
+    """A key of the checkpoint, filled by a planner: its type, its shape and the pieces that hold it."""
 
     dtype: str | None
     """Type by safetensors' name; None for an object."""

@@ -34,8 +34,7 @@ _MOST_DIMENSIONS = 64  # as torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an archive, as plain data: the place, type and shape of its elements, which are not
-    read."""
+    """A tensor in an archive: the place, type and shape of its elements, which are not read."""
 
     file: Path
     position: int

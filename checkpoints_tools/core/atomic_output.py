@@ -121,8 +121,11 @@ class _FolderInUse(ConfigError):
 
 
 class _FolderLock:
-    """Exclusive lock (flock) on a folder. A signal while it is taken leaks no open descriptor, which would
-    hold the lock until the process ends, against this process, too."""
+    """Exclusive lock (flock) on a folder.
+
+    A signal while it is taken leaks no open descriptor, which would hold the lock until the process ends,
+    against this process, too.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,5 +1,4 @@
-"""Cast to bfloat16, rounded to nearest even, bit for bit as torch does, but for one bit pattern for all
-NaNs."""
+"""Cast to bfloat16, rounded to nearest even, bit for bit as torch does (a NaN has one bit pattern)."""
 
 from __future__ import annotations
 

@@ -20,8 +20,10 @@ _TIED_COPY = "lm_head.weight"
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """An opened checkpoint: its tensors under Hugging Face names, as places in files, none of which is held
-    open."""
+    """An opened checkpoint: its tensors under Hugging Face names, as places in files.
+
+    No file is held open.
+    """
 
     location: Location
     reference: Path

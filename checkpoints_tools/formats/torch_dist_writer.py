@@ -49,8 +49,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint beside the weights, given to its plan: common state, optimizer keys, objects,
-    padding."""
+    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding."""
 
     common: bytes
     """The bytes of ``common.pt``."""

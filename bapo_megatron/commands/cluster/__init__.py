@@ -1,2 +1,2 @@
-"""Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``; the last three also take a local
-run."""
+"""Slurm commands ``bapo submit``, ``status``, ``logs``, ``cancel``; all but ``submit`` also for local
+runs."""

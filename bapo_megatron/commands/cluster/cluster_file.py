@@ -40,7 +40,7 @@ class Budgets:
 class Health:
     """Health checks that a node must pass before a run starts on it: the file's table ``health``.
 
-    The job's script makes them (slurm/probe.py), at each start.
+    The job's script makes them (slurm/probe.py).
     """
 
     probe: str = "on"

@@ -63,8 +63,7 @@ def queue_state(job: str) -> tuple[str, str] | None:
 
 
 class SlurmError(Exception):
-    """Error of a Slurm command that failed, did not answer in time, or is not installed; raised by
-    ``call``."""
+    """Error of a Slurm command that failed, gave no answer in time, or is not installed."""
 
 
 def call(*command: str) -> str:

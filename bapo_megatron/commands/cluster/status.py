@@ -28,8 +28,7 @@ FRESH_S = 60.0
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run at one moment, as ``bapo status`` prints it: plain data, None where nothing is
-    known."""
+    """Status of a run at one moment, as plain data; None where nothing is known."""
 
     run: Path
     job: JobState | None

@@ -30,8 +30,7 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """The parsed command line of ``bapo submit``: its own flags, and those that it leaves to ``bapo
-    train``."""
+    """The parsed command line of ``bapo submit``, with the flags that it leaves to ``bapo train``."""
 
     recipe: Path
     cluster: Path

@@ -1,6 +1,6 @@
 """Command ``bapo doctor [RECIPE] [flags of the recipe] [--json]``: runs all checks, and prints their rows.
 
-Checks run one after the other, and rows are printed as they come. One that crashes becomes a row.
+Rows are printed as they come, with ``--json`` all at the end. A check that crashes becomes a row.
 """
 
 from __future__ import annotations

@@ -32,8 +32,10 @@ DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class RecipeFacts:
-    """Facts of a recipe that the doctor's other sections need: plain data, which the child process sends as
-    JSON."""
+    """Facts of a recipe that the doctor's other sections need, as plain data.
+
+    The child process sends them as JSON.
+    """
 
     name: str
     directory: str

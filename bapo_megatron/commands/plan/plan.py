@@ -28,8 +28,7 @@ from bapo_megatron.commands.plan.traffic import Traffic, update_traffic
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan of one job, as plain data with sums over its parts: estimated memory, speed, traffic and
-    engines."""
+    """Plan of one job: estimated memory, speed, traffic and engines, as plain data with sums over it."""
 
     job: Job
     stages: list[StageMemory]

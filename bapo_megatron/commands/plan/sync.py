@@ -24,8 +24,7 @@ H200 in 2.5 s (miles, docs/models/qwen/qwen3-8.md)."""
 
 @dataclass(frozen=True)
 class Sync(Traffic):
-    """Weight sync of a step to the engines, as one kind of traffic: ``seconds`` is the time on the wire
-    alone."""
+    """Weight sync of a step to the engines; ``seconds`` is the time on the wire alone."""
 
     expected_seconds: float
     """Seconds of a sync at the measured or assumed rate."""

@@ -1,5 +1,7 @@
-"""Text renderer of a plan: summary, memory of each stage, traffic, speed, engines, and advice; it only
-formats."""
+"""Text renderer of a plan: summary, memory of each stage, traffic, speed, engines, and advice.
+
+It only formats: all numbers are the plan's.
+"""
 
 from __future__ import annotations
 

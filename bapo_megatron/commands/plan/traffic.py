@@ -15,8 +15,7 @@ from bapo_megatron.commands.plan.sizes import stage_parameters
 
 @dataclass(frozen=True)
 class Traffic:
-    """Volume and duration of one kind of communication on its link, in an update; the base class of
-    ``Sync``."""
+    """Volume and duration of one kind of communication on its link; the base class of ``Sync``."""
 
     name: str
     sent: float

@@ -43,8 +43,10 @@ class Headline(TypedDict):
 
 @dataclass(frozen=True)
 class Series:
-    """A time series: the values of one metric over a run by step (a fraction for updates), NaN where there is
-    none."""
+    """A time series: the values of one metric over a run, NaN where the log has none.
+
+    ``step`` is a fraction where the values are those of single updates.
+    """
 
     step: np.ndarray
     value: np.ndarray

@@ -22,8 +22,10 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of a run's bounds searches: the shares of updates with a moved bound, and with a reached
-    target."""
+    """Outcome of a run's bounds searches: how many updates moved a bound, and reached the target.
+
+    Both are shares.
+    """
 
     moved: float
     reached: float

@@ -1,2 +1,1 @@
-"""``bapo verify-parallel``: whether two parallel layouts compute the same on one batch of random
-sequences."""
+"""``bapo verify-parallel``: whether two parallel layouts compute the same on one batch of sequences."""

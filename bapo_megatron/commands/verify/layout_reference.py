@@ -29,8 +29,7 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZi
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Per-token outputs of one layout on the batch: log-probs and entropies, an array [positions] for each
-    sample."""
+    """Per-token outputs of one layout: log-probs and entropies, an array for each sample, [positions]."""
 
     log_probs: list[np.ndarray]
     """Natural logs, float32."""
@@ -56,8 +55,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """A batch, and the log-probs, entropies and totals that one layout computes on it; the content of the
-    file."""
+    """Content of a layout reference: a batch, and the outputs and totals that one layout computes on it."""
 
     identity: dict[str, Any]
     """Fields that two references must share to be comparable, as flat JSON values."""

@@ -45,8 +45,7 @@ _BOX_REQUEST = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem in the format of prepared datasets, made by ``problem_of``; ``row`` is its line of
-    data.jsonl."""
+    """Problem in the format of prepared datasets: ``problem_of`` makes one, ``row`` is its line there."""
 
     messages: list[dict[str, str]]
     question: str

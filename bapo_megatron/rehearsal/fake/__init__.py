@@ -1,2 +1,2 @@
-"""Fake torch backend of a rehearsal: fake tensors, a fake GPU, fake process groups, and the meter of all
+"""Fake torch backend of a rehearsal: fake tensors, a fake GPU and process groups, and the meter of all
 calls."""

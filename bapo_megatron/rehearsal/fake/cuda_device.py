@@ -152,8 +152,10 @@ def _enter_in_backward(functions: CudaFunctions) -> None:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Function mode that corrects what C++ would get wrong for a tensor on the fake GPU; entered once, by the
-    rank."""
+    """Function mode that corrects what C++ would get wrong for a tensor on the fake GPU.
+
+    ``install`` makes it; the rank's program runs under it.
+    """
 
     def __torch_function__(
         self,

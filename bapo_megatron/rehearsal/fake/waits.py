@@ -23,8 +23,7 @@ _PYTHON = f"/python{sys.version_info.major}.{sys.version_info.minor}/"
 
 
 class HostWaits:
-    """Counters of host waits, and of reads of unknown values, which are guessed; by phase and program
-    line."""
+    """Counters of host waits and of guesses (reads of unknown values), by phase and program line."""
 
     def __init__(self) -> None:
         self.waits: Counter[Wait] = Counter()

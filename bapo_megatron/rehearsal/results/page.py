@@ -1,5 +1,7 @@
-"""Text page of a rehearsal: memory, FLOPs, collectives, host waits of each rank, and the verdict; it only
-formats."""
+"""Text page of a rehearsal: memory, FLOPs, collectives and host waits of each rank, and the verdict.
+
+It only formats results.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Multi-tensor optimizer kernels in torch: AdamW, the norm of a gradient, and scaling; fake tensors stay as
-they are."""
+"""Multi-tensor optimizer kernels in torch: AdamW, the norm of a gradient, and scaling.
+
+Without values (fake tensors) they only allocate what the compiled ones would.
+"""
 
 from __future__ import annotations
 

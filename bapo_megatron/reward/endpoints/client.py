@@ -34,8 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class EndpointError(Exception):
-    """Failed call: the endpoint gave no usable reply; ``place`` is the kind of problem, by which failures are
-    counted."""
+    """Failed call: the endpoint gave no usable reply. ``place`` is the kind of problem."""
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(text)

@@ -19,8 +19,7 @@ _PATH = "/chat/completions"
 
 
 class LlmJudge:
-    """LLM judge (a ``Judge``): makes the request's body and reads the score from the reply, and sends
-    nothing."""
+    """LLM judge (a ``Judge``): makes the request's body, and reads the score from the reply."""
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
         """``wrong``, ``correct``: rewards of the worst and of the best verdict."""

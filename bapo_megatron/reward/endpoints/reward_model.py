@@ -22,8 +22,7 @@ Message = dict[str, str]
 
 
 class RewardModel:
-    """Reward model (a ``Judge``): makes the request's body and reads the number from the reply, and sends
-    nothing."""
+    """Reward model (a ``Judge``): makes the request's body, and reads the number from the reply."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         """Load the tokenizer, if the settings name one. ConfigError if it cannot be loaded."""

@@ -1,5 +1,4 @@
-"""Answer extraction for reasoning-gym: the last ``<answer>``, else the last box, else a number or all
-text."""
+"""Answer extraction for reasoning-gym: the last ``<answer>``, else the last box, else a number or text."""
 
 from __future__ import annotations
 

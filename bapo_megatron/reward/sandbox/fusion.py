@@ -131,8 +131,7 @@ class FusionServer:
 
 
 class FusionSandbox:
-    """Sandbox of one source on a server, where each case is a program; ``run``, ``value``, ``judge`` as in
-    ``Sandbox``."""
+    """Sandbox of one source on a server, where each case is a program; with the methods of ``Sandbox``."""
 
     def __init__(
         self, server: FusionServer, source: str, prelude: str, memory_mb: int, case_limit_s: float

@@ -26,7 +26,7 @@ from bapo_megatron.evaluation.statistics import (
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparison of one suite: avg@n of evaluation A and of B. Plain data.
+    """Comparison of one suite, as plain data: avg@n of evaluation A and of B.
 
     All but the p-value are shares of 1; differences are B - A.
     """

@@ -31,7 +31,7 @@ _LOOK_S = 1.0
 class SuiteSampler:
     """Sampler of one suite's responses, in one event loop, of a started engine pool and reward pool.
 
-    ``ask`` may be called once. Each response is scored when it is complete, then stored.
+    ``ask`` returns when every response that it was asked for is scored and stored.
     """
 
     def __init__(

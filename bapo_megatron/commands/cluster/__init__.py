@@ -1,2 +1,4 @@
-"""Slurm commands ``bapo submit``, ``status``, ``logs``, ``cancel``; all but ``submit`` also for local
-runs."""
+"""Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``.
+
+All but ``submit`` also take a run that was started without Slurm.
+"""

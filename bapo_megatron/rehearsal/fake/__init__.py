@@ -1,2 +1,4 @@
-"""Fake torch backend of a rehearsal: fake tensors, a fake GPU and process groups, and the meter of all
-calls."""
+"""Fake torch backend of a rehearsal: fake tensors, a fake GPU and process groups, and the meter.
+
+The meter records every kernel call, allocation and collective of a rank.
+"""

@@ -36,7 +36,8 @@ _OUTPUT_LAYER = "bapo_megatron/policy/output_head.py"
 
 
 class Meter(TorchDispatchMode):
-    """The meter of one rank: a dispatch mode (context manager) that sees every kernel call of this process.
+    """The meter of one rank: a dispatch mode (context manager) that sees every kernel call of the rank's
+    program.
 
     ``cuda`` says whether the rank's device is the fake GPU. RuntimeError for tensors on mixed devices, as on
     a GPU.

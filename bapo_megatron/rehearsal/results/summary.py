@@ -1,6 +1,6 @@
 """JSON summary of a rehearsal: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, ranks.
 
-``bapo rehearse --json`` writes it, and its ``fits`` is the exit code.
+``bapo rehearse --json`` writes it; ``fits`` decides the command's exit code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rotary position embedding kernels in torch, for packed documents (thd), also under context parallelism.
 
-NotImplementedError for interleaved or padded inputs, which this project does not use.
+NotImplementedError for interleaved RoPE, and for inputs that are no packs of documents.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _READABLE: dict[str, list[str]] = {}
 
 
 class SandboxError(Exception):
-    """Failure of the sandbox itself, not of the tested code, which never raises."""
+    """Failure of the sandbox itself; that of tested code is an ``Ended`` with its exit code, or None."""
 
 
 @dataclass(frozen=True)

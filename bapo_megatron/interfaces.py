@@ -1,4 +1,9 @@
-"""The protocols of a run's replaceable parts, with their contracts: policy, engine, sampler, weight sync."""
+"""The protocols between a run's replaceable parts: policy, engines, sampler, weight sync.
+
+The folders ``policy``, ``rollout`` and ``checkpoint`` never import each other: these are the contracts
+between them, and ``trainer/build.py`` connects the objects. "Collective": every rank must make the call, in
+the same order.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +32,30 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 """An iterator over weights: Hugging Face name and whole tensor."""
 
 Confirm = Callable[[str], Awaitable[None]]
-"""A digest check: takes the digest of an engine's weights, raises if other engines have other weights."""
+"""A digest check: an engine awaits it, with the hash of its new weights, before it samples from them. Raises
+if they are not those that were sent, or not those of the other engines."""
 
 
 class Saving(Protocol):
-    """An asynchronous checkpoint write: training goes on while it is under way."""
+    """A checkpoint write in progress, made by ``Policy.save``: training goes on meanwhile.
+
+    Each rank polls ``is_written``; when it is true on all of them, all call ``finish``.
+    """
 
     def is_written(self) -> bool:
-        """Whether this rank's part is on disk, or has failed."""
+        """Whether this rank's part is on disk, or has failed. Local; does not wait."""
 
     def finish(self) -> None:
         """Commit the checkpoint, when all ranks' parts are written. Collective; raises if one failed."""
 
 
 class Policy(Protocol):
-    """The trained model (the actor). Its parallelism is hidden: callers see packs, sums and updates."""
+    """The trained model (the actor), an object on each rank; its parallelism hides behind packs and sums.
+
+    A pack is a micro-batch of concatenated sequences (``MicroBatch``). All methods but ``offload`` and
+    ``reload`` are collective; ``hf_weights`` and ``log_probs`` only within a replica, the ranks that hold one
+    copy of the model. Properties are local.
+    """
 
     version: int
     """Optimizer steps made since the run began."""
@@ -73,7 +87,11 @@ class Policy(Protocol):
         """
 
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
-        """One optimizer step on element 0 of ``loss``, divided by the update's count of unmasked tokens."""
+        """One optimizer step on element 0 of ``loss``, divided by the update's count of unmasked tokens.
+
+        FloatingPointError, on every rank and without a step, for a loss or a gradient norm that is not
+        finite.
+        """
 
     @property
     def learning_rate(self) -> float:
@@ -101,24 +119,29 @@ class Policy(Protocol):
         """Bring the state back from the host, bit for bit. No effect if nothing is offloaded."""
 
     def save(self, path: Path) -> Saving:
-        """Begin an asynchronous checkpoint of model, optimizer and schedule. Collective."""
+        """Begin an asynchronous checkpoint of model and optimizer in the folder ``path``. Collective."""
 
     def load(self, path: Path, version: int) -> None:
-        """Load a checkpoint that ``save`` wrote at ``version``, at any layout. Collective."""
+        """Load a checkpoint that ``save`` wrote at ``version``, at any layout. Collective.
+
+        CheckpointError, on every rank, if it is damaged.
+        """
 
 
 class Engine(Protocol):
     """An inference engine with a copy of the policy's weights: one server, or a model in this process.
 
-    All calls come from one event loop. tests/contract holds every engine to this contract. A call that fails
-    raises; the engine's state is unknown then.
+    All calls are async and come from one event loop, that of the engine pool. A call that fails raises, and
+    leaves the engine in an unknown state; but ``is_alive`` never raises, and a ValueError of ``generate`` is
+    the request's fault alone. Abilities of some engines: ``ReceivesBroadcast``, ``ReleasesMemory``,
+    ``ReceivesHandles``. tests/contract holds every engine to this contract.
     """
 
     name: str
     """Unique name: the address of the server, if there is one."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample the answer to one request. ValueError, before it is sent, if it is malformed."""
+        """Sample the answer to one request. ValueError if it is malformed: no engine would take it."""
 
     async def abort(self) -> None:
         """Abort the requests in flight: each returns its tokens so far, with finish reason ``abort``."""
@@ -149,8 +172,9 @@ class Engine(Protocol):
 class ReceivesBroadcast(Engine, Protocol):
     """A receiver of weight broadcasts: an ``Engine`` that is some ranks of the trainer's broadcast group.
 
-    In order: ``join_group`` once; then for each version ``begin_update``, ``receive`` for every bucket,
-    ``end_update``, ``set_version``, ``resume_after_update``. After an error its weights are unknown.
+    Called by ``rollout/engines/broadcast_receivers.py``, in this order: ``join_group`` once; then for each
+    version ``begin_update``, ``receive`` for every bucket, ``end_update``, ``set_version``,
+    ``resume_after_update``. After an error its weights are unknown.
     """
 
     broadcast_ranks: int
@@ -182,7 +206,8 @@ class ReceivesBroadcast(Engine, Protocol):
 class ReleasesMemory(Engine, Protocol):
     """A colocated ``Engine``: it releases its GPU memory while the policy trains on the same GPU.
 
-    After an error of either call its memory is in an unknown state, and its server must be ended.
+    Called at the GPU hand-overs, by ``ColocatedPool``. After an error of either call its memory is in an
+    unknown state, and its server must be ended.
     """
 
     async def release_memory(self) -> None:
@@ -194,7 +219,7 @@ class ReleasesMemory(Engine, Protocol):
 
 @runtime_checkable
 class ReceivesHandles(ReleasesMemory, Protocol):
-    """A receiver of weights by CUDA IPC: a colocated engine that reads them from the trainer's memory.
+    """A receiver of weights by CUDA IPC: a colocated engine that maps the trainer's memory by memory handles.
 
     In order, instead of ``wake``: ``begin_wake``; ``receive_handles`` for every bucket; ``confirm_weights``;
     ``finish_wake``. After an error its server must be ended.
@@ -215,14 +240,18 @@ class ReceivesHandles(ReleasesMemory, Protocol):
 
 
 class Need(Enum):
-    """A sampler's request to the trainer, in place of its answer."""
+    """A sampler's request to the trainer, in place of the answer of ``next_batch`` or ``evaluated``."""
 
     WEIGHTS = "weights"
     """The current weights once more: no engine has them."""
 
 
 class Sampler(Protocol):
-    """The rollout sampler: turns prompts into finished, rewarded groups. Lives on rank 0."""
+    """The rollout sampler: turns prompts into finished, rewarded groups, and samples held-out evaluations.
+
+    On rank 0 only. Calls block, and sampling goes on between them: ``start`` comes first, ``next_batch`` and
+    ``evaluated`` are polled. RunStopped if the run cannot go on, without engines or on a full disk, say.
+    """
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
         """Start sampling for ``first_step``. ``state``: the sampler's part of the checkpoint before it."""
@@ -235,7 +264,10 @@ class Sampler(Protocol):
         """
 
     def evaluated(self, step: int, wait_s: float) -> Path | Need | None:
-        """The file of the responses to held-out problems at the weights of ``step``, like ``next_batch``."""
+        """The file of the responses to held-out problems at the weights of ``step``.
+
+        For an evaluation that is due; None and ``Need.WEIGHTS`` as from ``next_batch``.
+        """
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Load the weights in ``folder``, made by the updates of ``step``, into the engines."""
@@ -252,7 +284,15 @@ class Sampler(Protocol):
 
 
 class WeightSync(Protocol):
-    """Weight synchronization: the transport of the policy's weights to the engines."""
+    """Weight synchronization: sends the policy's weights to the engines, by disk, broadcast or CUDA IPC.
+
+    ``push`` is called before the first step, after the updates of every step, and again when the sampler
+    answers ``Need.WEIGHTS``.
+    """
 
     def push(self, policy: Policy, step: int) -> None:
-        """Update every working engine to ``policy.version``, made by the updates of ``step``. Collective."""
+        """Send the weights of ``policy.version``, made by the updates of ``step``, to every working engine.
+
+        Colocated engines load them when they wake, lost ones when they recover. Collective, and blocking; a
+        failed broadcast or IPC transfer falls back to disk. All ranks raise if the disk fails, too.
+        """

@@ -1,8 +1,8 @@
 """The data types of a run: prompts, rollouts, groups, micro-batches, losses, weight broadcasts.
 
-Shapes (suffix of a name): ``_P`` tokens of a prompt, ``_R`` tokens of a response, ``_T`` tokens of a pack.
-Token ids, log-probabilities and versions of a rollout are numpy arrays: they are sent between processes
-and written to disk, and a list of Python integers costs ten times as much there.
+Plain data, which travels between folders, processes and files. Shapes (suffix of a name): ``_P`` tokens of a
+prompt, ``_R`` tokens of a response, ``_T`` tokens of a pack. Token ids, log-probabilities and versions of a
+rollout are numpy arrays: a list of Python integers costs ten times as much to send and to write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A training problem, tokenized with the chat template."""
+    """A problem, tokenized with the chat template; ``ground_truth`` to ``extra_info`` are for its reward."""
 
     prompt_id: int
     """Row number in the dataset file."""
@@ -47,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters of a request.
+    """The sampling parameters of one generation request.
 
     There is no top-p or top-k: the log-probs must be those of the sampled distribution.
     """
@@ -61,7 +61,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A generation request: continue ``input_ids`` (a prompt, or a prompt and the response so far)."""
+    """A generation request: continue ``input_ids`` (a prompt, or a prompt and the response so far).
+
+    The answer has the same ``request_id``. A long response takes several requests
+    (``rollout.segment_tokens``).
+    """
 
     request_id: str
     input_ids: np.ndarray
@@ -72,7 +76,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """A segment of a response: an engine's answer to one request, finished or not."""
+    """An engine's answer to one request: a segment, the next tokens of a response, and why they end."""
 
     request_id: str
     token_ids_R: np.ndarray
@@ -86,20 +90,24 @@ class Generation:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A finished response with the log-probs and weight versions of its tokens, and its reward."""
+    """A finished response with the log-probs and weight versions of its tokens, and its reward.
+
+    Assembled from one or several ``Generation``s, so its tokens may be of different weights.
+    """
 
     token_ids_R: np.ndarray
     log_probs_R: np.ndarray
     versions_R: np.ndarray
     finish_reason: FinishReason
     reward: float
+    """With all penalties; ``reward.failed`` if the response could not be scored."""
     loss_mask_R: np.ndarray | None = None
     """Loss mask, bool: False for tokens that are not trained on, such as a tool's output. None: all True."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1, line 5)."""
+    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -107,14 +115,20 @@ class Group:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The training batch of one step, with the metrics of its sampling."""
+    """The training batch of one step: all its GRPO groups, and the metrics of its sampling.
+
+    Equal on every rank: rank 0 gets it from the sampler and broadcasts it. Advantages and packs come later.
+    """
 
     groups: tuple[Group, ...]
     metrics: Metrics
 
 
 class TokenStats(NamedTuple):
-    """Per-token log-probs and entropies of the policy at the rollout temperature, aligned with the labels."""
+    """Per-token log-probs and entropies of the policy at the rollout temperature, aligned with the labels.
+
+    A ``TokenFn`` gets them with the ``MicroBatch`` of the same tokens: often only a chunk of a pack's.
+    """
 
     log_prob_T: Tensor
     """log pi(label); differentiable in an update."""
@@ -123,7 +137,10 @@ class TokenStats(NamedTuple):
 
 
 class Column(NamedTuple):
-    """The dtype of a per-token column of a pack, and its fill value for tokens that are not trained on."""
+    """The dtype of a per-token column of a pack, and its fill value for tokens that are not trained on.
+
+    An annotation of ``MicroBatch``'s fields.
+    """
 
     dtype: torch.dtype
     fill: int = 0
@@ -131,11 +148,13 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: one ``thd`` pack. Its annotated fields are the table of per-token columns (``COLUMNS``).
+    """A micro-batch: one pack, in the ``thd`` layout of concatenated sequences (documents).
 
-    A column's value stands at the position of the token that *predicts* the token it is about. Prompts,
-    padding, dummies and response tokens that a loss mask excludes hold fill values in every column but the
-    ids and the position, so they count nowhere.
+    Made by ``data.packing.pack_samples``, consumed by ``Policy``. The annotated fields are the table of
+    per-token columns (``COLUMNS``). A column's value stands at the position of the token that *predicts* the
+    token it is about. Prompts, padding, dummy packs (which even out the ranks' numbers of packs) and response
+    tokens that a loss mask excludes hold fill values in every column but the ids and the position, so they
+    count nowhere.
 
     Documents lie one after the other; document ``d`` takes ``cu_seqlens[d]:cu_seqlens[d + 1]``, the padding
     at its own end included. Padding at the end of the pack is cut into documents of its own.
@@ -232,7 +251,10 @@ COLUMNS: dict[str, Column] = {
 
 @dataclass(frozen=True)
 class PackLayout:
-    """The packing constraints of a data-parallel rank: its share of the packs, and rules for their shape."""
+    """The packing constraints of a data-parallel rank: its share of the packs, and rules for their shape.
+
+    ``Policy.pack_layout`` makes it, ``pack_samples`` obeys it. ValueError if its multiples contradict.
+    """
 
     data_rank: int = 0
     """The data-parallel rank: which replica of the model this process belongs to."""
@@ -261,7 +283,10 @@ class PackLayout:
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """The process group of a weight broadcast: rendezvous address, size, backend. Rank 0 is the sender."""
+    """The process group of a weight broadcast: rendezvous address, size, backend. Rank 0 is the sender.
+
+    Plain data: the sender makes it, and the receiving engines join by it.
+    """
 
     address: str
     """Host of the sender, as the receivers reach it."""
@@ -275,7 +300,10 @@ class BroadcastGroup:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """The layout of a broadcast bucket: its tensors' bytes lie end to end, in this order, without gaps."""
+    """The layout of a bucket, a byte buffer with several weight tensors, for its receivers.
+
+    The tensors' bytes lie end to end, in this order, without gaps.
+    """
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -285,12 +313,16 @@ class BucketSpec:
 
 
 TokenFn = Callable[[TokenStats, MicroBatch], Tensor]
-"""A loss or a measurement: a function from tokens to a vector that is additive over tokens, packs, ranks."""
+"""A loss or a measurement: a function from tokens to a vector that is additive over tokens, packs, ranks.
+Element 0 of a loss is minimized; the others are sums for metrics."""
 
 
 @dataclass(frozen=True)
 class SearchedLoss:
-    """A loss with parameters that are searched on the policy's log-probs first: the clipping bounds."""
+    """A loss with parameters that are searched on the policy's log-probs first: the clipping bounds.
+
+    ``UpdateLoss`` makes it, and ``Policy.update`` measures, builds the loss, and minimizes it.
+    """
 
     measure: TokenFn
     """The sums that the search needs."""

@@ -1,4 +1,7 @@
-"""Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training goes on."""
+"""Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training goes on.
+
+``checkpoint.save`` begins one. While it is under way the host holds a copy of the GPU's tensors.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ from bapo_megatron.runtime.processes import die_with_parent
 class BackgroundSave:
     """The asynchronous write of a checkpoint by a forked process; implements ``interfaces.Saving``.
 
-    A fork sees CPU tensors as they were (copy on write); GPU tensors are copied to host memory before it.
-    These copies are pinned, and a fork shares pinned memory: they are kept until the writer has ended,
-    because torch would reuse their blocks while they are being written.
+    Construction forks, after a copy of the GPU's tensors to host memory; ``is_written`` is local, ``finish``
+    collective. A fork sees CPU tensors as they were (copy on write). The copies of GPU tensors are pinned,
+    and a fork shares pinned memory: they are kept until the writer has ended, because torch would reuse their
+    blocks while they are being written.
     """
 
     def __init__(self, request: AsyncRequest) -> None:
@@ -61,7 +65,7 @@ class BackgroundSave:
 
 
 def replace_results_queue() -> None:
-    """Replace megatron's results queue for the next checkpoint write by one in shared memory.
+    """Replace megatron's results queue by one in shared memory, before each checkpoint write.
 
     Megatron's own needs a third process, which takes seconds to start and outlives a killed trainer.
     """

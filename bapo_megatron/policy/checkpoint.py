@@ -1,7 +1,8 @@
 """Distributed checkpoints (torch_dist): save and load of model and optimizer, at any parallel layout.
 
-The optimizer's format is ``fully_reshardable``, which allows a change of TP and PP. With torch's AdamW (no
-Transformer Engine, no apex) megatron's loading needs three repairs, made here on the instance.
+``MegatronPolicy`` calls both, on every rank; loading executes no pickle of the files. The optimizer's format
+is ``fully_reshardable``, which allows a change of TP and PP. With torch's AdamW (no Transformer Engine, no
+apex) megatron's loading needs three repairs, made here on the instance.
 
 Checkpoints of Transformer Engine's and torch's layers differ only in ``_extra_state`` (fp8 scales, empty for
 these models), so each kind of layers loads the other's.
@@ -39,7 +40,10 @@ _CONTENT = {
 
 
 def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
-    """Begin an asynchronous write of the checkpoint into ``path``. Collective."""
+    """Begin an asynchronous write of the checkpoint into ``path``. Collective.
+
+    Returns when the GPU's tensors are copied to the host and the writer is forked: training may go on.
+    """
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()  # every rank writes into the folder
@@ -60,6 +64,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     """Load the checkpoint in ``path`` into the model and the optimizer. Collective.
 
     CheckpointError, on every rank, if it is damaged or would run code (``state/stored_checkpoint.py``).
+    RuntimeError if it is another model's, or cannot be read.
     """
     inner = list(_torch_adams(optimizer))
     # Before the state is described: megatron loads into the moments that exist.

@@ -1,7 +1,8 @@
 """Device and communication backend of this process, and CPU mode: megatron-core without CUDA.
 
-megatron-core names "cuda" devices in a few dozen places. Without CUDA ``cpu_mode`` redirects them to the CPU,
-for the calling thread and its process. With CUDA no library is changed.
+``select_device`` comes first in every process that trains. megatron-core names "cuda" devices in a few dozen
+places. Without CUDA ``cpu_mode`` redirects them to the CPU, for the calling thread and its process. With CUDA
+no library is changed.
 """
 
 from __future__ import annotations
@@ -134,10 +135,10 @@ def _answer_cuda_queries() -> None:
 
 
 def use_torch_optimizer() -> None:
-    """Make megatron use torch's AdamW, even if Transformer Engine or apex is installed: their kernels need a
-    GPU.
+    """Make megatron use torch's AdamW, whatever optimizers are installed, for this process.
 
-    A login node and a cluster's CPU nodes share the environment of its GPU nodes.
+    The kernels of Transformer Engine and apex need a GPU, and a login node and a cluster's CPU nodes share
+    the environment of its GPU nodes.
     """
     from megatron.core import optimizer as choice
     from megatron.core import utils

@@ -1,7 +1,8 @@
 """Model FLOPs of a decoder's forward pass, from its shape (as for MFU). Needs no torch.
 
-Matrix products (Chowdhery et al. 2022, PaLM, appendix B) and causal attention are counted; a multiply-add is
-two FLOPs. A backward pass costs twice the forward pass.
+For the speeds of `bapo plan`, and the cost by which packs are balanced. Matrix products (Chowdhery et al.
+2022, PaLM, appendix B) and causal attention are counted; a multiply-add is two FLOPs. A backward pass costs
+twice the forward pass.
 """
 
 from __future__ import annotations

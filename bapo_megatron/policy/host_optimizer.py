@@ -35,7 +35,10 @@ BUCKET = 2**26
 
 
 def move_to_host(optimizer: Any, config: OptimizerConfig) -> None:
-    """Move the state and the steps of megatron's ``DistributedOptimizer`` chain to the host."""
+    """Move the state and the steps of megatron's ``DistributedOptimizer`` chain to the host.
+
+    Once, when the optimizer is built: it replaces optimizers and methods within the chain.
+    """
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             _move_part_to_host(part, config)
@@ -103,7 +106,10 @@ def _take_gradients(part: Any, owners: Sequence[tuple[_Shard, Any]]) -> None:
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with master weights and moments on the host, and gradients and weights on the device."""
+    """AdamW with master weights and moments on the host, and gradients and weights on the device.
+
+    ``move_to_host`` puts it in place of megatron's. A step is local to the rank.
+    """
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], shards: dict[Tensor, _Shard], config: OptimizerConfig
@@ -227,8 +233,10 @@ def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
 
 @contextmanager
 def rank_threads() -> Iterator[None]:
-    """Thread count of this rank's share of the cores, within the block. torchrun gives a rank only one
-    thread; under Slurm and `bapo train` the count is set already."""
+    """Thread count of this rank's share of the cores, within the block.
+
+    torchrun gives a rank only one thread; under Slurm and `bapo train` the count is set already.
+    """
     before, ranks = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")
     if ranks is not None:
         torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(ranks)))

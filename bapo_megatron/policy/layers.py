@@ -1,4 +1,7 @@
-"""The layer spec for megatron-core: Transformer Engine's layers (GPU, half precision), else torch's."""
+"""The layer spec for megatron-core: Transformer Engine's layers (GPU, half precision), else torch's.
+
+``model.py`` builds the model's layers from it.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ def _torch_layer_spec(qk_norm: bool) -> ModuleSpec:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism."""
+    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism.
+
+    For layers without Transformer Engine.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

@@ -1,6 +1,7 @@
 """The parallel layout: data-parallel size, divisibility checks, and megatron's process groups.
 
-The checks need neither megatron-core nor a process group, and run before either exists.
+The checks need neither megatron-core nor a process group, and run before either exists. A policy needs the
+groups: every rank makes it within ``parallel_processes``, a context manager.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from bapo_megatron.hf.config import ModelShape
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
-    """The data-parallel size for ``world_size`` processes; None: they are not started yet. ConfigError."""
+    """The data-parallel size for ``world_size`` processes; None: they are not started yet.
+
+    ConfigError if the layout does not fit their number.
+    """
     if world_size is None:
         return parallel.data or 1
     size, rest = divmod(world_size, parallel.model_size)
@@ -60,7 +64,10 @@ def _divisors(*numbers: int) -> list[int]:
 
 @contextmanager
 def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
-    """The process groups of torch.distributed and megatron, and this rank's device, within the block."""
+    """The process groups of torch.distributed and megatron, and this rank's device, within the block.
+
+    Collective: every rank enters it before it makes a policy.
+    """
     from bapo_megatron.policy.device import backend, select_device  # torch, which layouts do not need
     from bapo_megatron.runtime.distributed import process_group
 
@@ -76,7 +83,10 @@ def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
 
 
 def initialize_groups(parallel: ParallelConfig) -> None:
-    """Initialize megatron's process groups and its RNG tracker. The default process group must exist."""
+    """Initialize megatron's process groups and its RNG tracker. Collective.
+
+    The default process group must exist.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 

@@ -1,7 +1,7 @@
 """The megatron-core policy (the actor): GPTModel, pipeline schedule, DDP and distributed optimizer.
 
-All forward and backward passes are in ``passes.py``: packs in, one additive vector of sums out, equal on all
-ranks.
+All forward and backward passes are in ``passes.py``: packs (micro-batches of concatenated sequences) in, one
+additive vector of sums out, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronPolicy:
-    """The ``Policy`` (actor) on megatron-core. Process groups must exist (``layout.parallel_processes``)."""
+    """The ``Policy`` (actor) on megatron-core, made on every rank. ``interfaces.py`` has its contract.
+
+    Process groups must exist (``layout.parallel_processes``).
+    """
 
     def __init__(
         self,

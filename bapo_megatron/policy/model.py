@@ -1,4 +1,7 @@
-"""The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model."""
+"""The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
+
+Weights are not loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``).
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,10 @@ def _recompute(batch: BatchConfig) -> dict[str, object]:
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPTModel whose last stage returns hidden states; ``output_head.py`` computes logits and loss."""
+    """GPTModel whose last stage returns hidden states; ``output_head.py`` computes logits and loss.
+
+    A rank has one (a chunk), or one for each of its virtual pipeline stages.
+    """
 
     def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         """Hidden states [tokens, 1, hidden] of all tokens of the CP rank, on every TP rank.
@@ -128,7 +134,7 @@ def build_chunks(
 ) -> list[PolicyModel]:
     """The model chunks of this pipeline stage: one, or one for each virtual stage.
 
-    ``longest``: length of the longest document, at most ``max_positions``.
+    Their weights are not loaded. ``longest``: length of the longest document, at most ``max_positions``.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))

@@ -1,4 +1,7 @@
-"""AdamW on megatron's distributed optimizer: construction, clipped step, learning-rate schedule."""
+"""AdamW on megatron's distributed optimizer: construction, clipped step, learning-rate schedule.
+
+Functions for ``MegatronPolicy``; the state is in megatron's objects.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,10 @@ _SOFTMAX_LOGITS = 1 << 27
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The chunked output layer of one policy: log-probs, entropies, and a loss with its gradient."""
+    """The chunked output layer of one policy: log-probs, entropies, and a loss with its gradient.
+
+    Settings only: the weights are arguments. Calls are collective over the tensor-parallel group.
+    """
 
     temperature: float
     """Temperature of the policy's distribution: divides the logits."""

@@ -1,7 +1,7 @@
 """Forward and backward passes over micro-batches on megatron-core's pipeline schedules.
 
-Packs in, one additive float64 vector of sums out, equal on all ranks; its meaning is the caller's
-``TokenFn``. Packs are whole; each rank slices its context-parallel part here.
+Packs (concatenated sequences) in, one additive float64 vector of sums out, equal on all ranks; its meaning is
+the caller's ``TokenFn``. Packs are whole; each rank slices its context-parallel part here.
 
 The layers see all tokens of a part, the output layer only the trained ones (``stats`` can include others).
 The trained tokens are selected on the host, from the pack's mask, without a device synchronization.
@@ -29,7 +29,7 @@ from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's context-parallel part of a pack, on its device."""
+    """This rank's context-parallel part of a pack, on its device, made anew for each pass."""
 
     tokens: MicroBatch
     """All tokens, for the layers."""
@@ -44,7 +44,10 @@ Evaluate = Callable[[Tensor, _Part], Tensor]
 
 
 class Passes:
-    """The forward and backward passes of one model: its chunks in DDP, and the chunk of the output layer."""
+    """The forward and backward passes of one model: its chunks in DDP, and the chunk of the output layer.
+
+    ``MegatronPolicy`` has one on each rank. All calls are collective, ``stats`` only within a replica.
+    """
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:
         self._model, self._last, self._head, self._device = wrapped, last, head, device

@@ -32,7 +32,11 @@ def stage_of(key: Key, layers: int, stages: int, virtual: int) -> int:
 
 
 class WeightMap:
-    """The map between the whole model's parameters and this rank's shards."""
+    """The map between the whole model's parameters and this rank's shards.
+
+    ``load`` is local, ``gather`` is collective within a replica. KeyError for a parameter that it does not
+    know.
+    """
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:
         self.table = mapping_table(shape)

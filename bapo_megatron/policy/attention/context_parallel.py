@@ -5,6 +5,9 @@
 Under a causal mask early chunks are cheap and late ones expensive: every rank has the same work (as in Llama
 3, arXiv 2407.21783, Sec. 3.3.2, and Transformer Engine).
 
+Index arithmetic without communication, for ``passes.py`` and the attention in torch. ValueError for a
+document that cannot be cut evenly: the packing pads documents (``PackLayout.document_multiple``).
+
 Shapes: ``_T`` tokens of a pack, ``_L`` tokens of a pack on this rank (T / size).
 """
 

@@ -30,7 +30,10 @@ from bapo_megatron.policy.attention.rope import RotaryTable, rotate
 
 @dataclass
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
-    """The sequence parameters of a pack: megatron-core's, with the document bounds on the host, and RoPE."""
+    """The sequence parameters of a pack: megatron-core's, with the document bounds on the host, and RoPE.
+
+    Made for each pass over a pack; every layer reads it.
+    """
 
     bounds: tuple[int, ...] = ()
     """``cu_seqlens`` on the host: reading it from a GPU would synchronize in every layer."""
@@ -63,7 +66,11 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
-    """The core attention module: RoPE, then dot-product attention, causal within each document of a pack."""
+    """The core attention module: RoPE, then dot-product attention, causal within each document of a pack.
+
+    megatron-core makes one for each layer. Under context parallelism ``forward`` is collective over the CP
+    ranks. ValueError for an input that is no pack, or dropout.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Flash attention of packs (GPU, half precision): one call of torch's variable-length kernel for all chunks.
 
-The kernel's causal mask is aligned to the last query and the last key (bottom right), as a document's chunk
+Called by ``core.py`` in every layer. It needs torch 2.11, which ``device.varlen_problem`` checks. The
+kernel's causal mask is aligned to the last query and the last key (bottom right), as a document's chunk
 needs: its queries are the last of the keys that they see.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.

@@ -1,7 +1,8 @@
 """Padded attention (CPU, float32): a pack's documents through SDPA in right-padded batches, causal, GQA.
 
-A batch has documents of similar length. Under a causal mask no real query sees the padding behind it, so no
-mask tensor is needed, and SDPA can use its flash kernels.
+Called by ``core.py`` in every layer, without context parallelism. A batch has documents of similar length.
+Under a causal mask no real query sees the padding behind it, so no mask tensor is needed, and SDPA can use
+its flash kernels.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_PHD`` [rows of all batches, heads, head_dim].
 """
@@ -47,7 +48,7 @@ def _attend(inputs: list[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """The index maps between a pack's tokens and the rows of its padded batches."""
+    """The index maps between a pack's tokens and the rows of its padded batches, cached for all layers."""
 
     batches: tuple[tuple[int, int, int], ...]
     """First row, end row and number of documents of each batch."""

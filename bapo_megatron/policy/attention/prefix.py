@@ -6,7 +6,7 @@
 Two flash calls compute the prefix, which every query sees, and the last n keys, causally; their outputs are
 merged by their log-sum-exps (Milakov & Gimelshein 2018, arXiv 1805.02867). With the merged output and
 log-sum-exp each part's backward gives its exact share of the gradient, as in ring attention (Liu et al. 2023,
-arXiv 2310.01889).
+arXiv 2310.01889). For ``padded.py`` (m = n: one SDPA call), and ``core.py`` under context parallelism.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class _PrefixAttention(torch.autograd.Function):
+    """Prefix attention on a CPU as an autograd function: two flash calls forward, two backward."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         prefix = k.size(2) - q.size(2)

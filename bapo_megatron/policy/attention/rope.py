@@ -27,7 +27,7 @@ _TRAINED_POSITIONS, _HIGH_FREQUENCY = 8192, 4
 
 
 class RotaryTable(NamedTuple):
-    """The cosines and sines of a pack's tokens, float32, both [tokens, d / 2]."""
+    """The cosines and sines of a pack's tokens, float32, both [tokens, d / 2], for ``rotate``."""
 
     cos_LF: Tensor
     sin_LF: Tensor
@@ -35,7 +35,7 @@ class RotaryTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotary:
-    """The RoPE parameters of a model."""
+    """The RoPE parameters of a model; ``table`` computes a pack's cosines and sines."""
 
     head_dim: int
     base: float

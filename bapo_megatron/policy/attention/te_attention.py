@@ -1,4 +1,7 @@
-"""Transformer Engine's attention module for packs. Importing it imports Transformer Engine."""
+"""Transformer Engine's attention module for packs. Importing it imports Transformer Engine.
+
+So ``layers.py`` imports it only where layers are Transformer Engine's.
+"""
 
 from __future__ import annotations
 

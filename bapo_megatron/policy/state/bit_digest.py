@@ -7,6 +7,8 @@ name and the element's row and column in the *whole* parameter, whichever rank h
 add exactly in any order, so neither NCCL's rings nor another layout change the sum. An odd factor is
 invertible: a change of one element always changes the digest; changes of several, permutations included, go
 unnoticed with probability about 2^-32 at most.
+
+A rank sums its own shards, block by block; ``state_digest``, which is collective, gathers only the sums.
 """
 
 from __future__ import annotations

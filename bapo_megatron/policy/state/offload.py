@@ -31,7 +31,10 @@ _ALIGNMENT = 512
 
 
 class Offload:
-    """The offload of a model and its optimizer: ``offload`` frees device memory, ``reload`` restores it."""
+    """The offload of a model and its optimizer: ``offload`` frees device memory, ``reload`` restores it.
+
+    Local to a rank. Host memory for the copies is allocated at the first call, and kept for the next ones.
+    """
 
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device

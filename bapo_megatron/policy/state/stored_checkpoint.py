@@ -2,7 +2,8 @@
 
 Their own readers unpickle ``.metadata``, ``common.pt`` and every stored object, and a pickle can call any
 function. The reader of ``bapo-ckpt`` replaces them (``checkpoints_tools/archives/``): it decodes only plain
-values and tensor places, imports nothing, and reads no file outside the folder. Writing is megatron's.
+values and tensor places, imports nothing, and reads no file outside the folder. What is damaged or refers to
+code is a CheckpointError. Writing is megatron's.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ class _CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
 
 
 class StoredReader(StorageReader):
-    """The ``StorageReader`` (torch.distributed.checkpoint) of an opened checkpoint."""
+    """The ``StorageReader`` (torch.distributed.checkpoint) of an opened checkpoint: torch calls its methods.
+
+    CheckpointError for content that is damaged or not plain.
+    """
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored

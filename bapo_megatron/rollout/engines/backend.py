@@ -22,11 +22,15 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class EngineError(RuntimeError):
-    """An engine refused, hung, or answered nonsense. The message names the engine."""
+    """An engine refused, hung, or answered nonsense; its state is unknown. The message names the engine."""
 
 
 class EngineServers:
-    """The server processes behind a run's engines; none if the engine is in the sampler's process."""
+    """The base class of the servers behind a run's engines: addresses, restarts, and turns on colocated GPUs.
+
+    This one has none, for an engine in the sampler's process. On rank 0 only; ``EngineBackend.serve`` makes
+    it; servers that the run started end with that context. ``start`` and ``end`` may block.
+    """
 
     urls: Sequence[str] = ()
     """Addresses of the servers."""
@@ -53,10 +57,12 @@ class EngineServers:
 
 
 class EngineBackend(ABC):
-    """The factory of a run's engines. The defaults are those of an engine in the sampler's process.
+    """The factory of a run's engines, an abstract base class: a subclass must define ``open``.
 
-    Its settings are ``rollout.engine_config``: the field of ``RolloutConfig`` with the backend's name, or
-    ``custom_engine`` for a backend that is named by its import path.
+    ``check`` is called before a run starts, ``serve`` on rank 0, ``open`` in the process that samples. The
+    defaults are those of an engine in that process. Its settings are ``rollout.engine_config``: the field of
+    ``RolloutConfig`` with the backend's name, or ``custom_engine`` for a backend that is named by its import
+    path.
     """
 
     rounds = False

@@ -1,4 +1,7 @@
-"""The receivers of a weight broadcast: control calls to all engines in lockstep, and their membership."""
+"""The receivers of a weight broadcast: control calls to all engines in lockstep, and their membership.
+
+In the sampler's process; the sender, on the trainer's rank 0, is ``rollout/weight_sync/broadcast.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _ERROR_GRACE_S = 0.5
 
 
 class WeightReceivers:
-    """The engines of one broadcast group.
+    """The engines of one broadcast group, for ``PoolBroadcast``. All calls are async.
 
     In order: ``join`` once; then for each version ``begin``, ``receive`` for every bucket, ``finish``. All
     raise EngineError, which names the engines. After an error weights may be mixed. An engine that hangs must
@@ -103,8 +106,8 @@ class WeightReceivers:
 class PoolBroadcast:
     """The engine pool as receiver of weight broadcasts: selects the engines, and updates their state.
 
-    In order: ``gather``; ``join`` if the engines are not in a group; ``begin``; ``receive`` for every bucket;
-    ``finish``. After an error ``fail``.
+    The trainer calls it by ``SamplerClient.tell``, in this order: ``gather``; ``join`` if the engines are not
+    in a group; ``begin``; ``receive`` for every bucket; ``finish``. After an error ``fail``.
     """
 
     def __init__(self, pool: EnginePool, config: EngineConfig) -> None:

@@ -13,7 +13,10 @@ _TICK_S = 0.5
 
 
 class LoopLagClock:
-    """A monotonic clock of one event loop, without its lag, in seconds. Make it within the loop."""
+    """A monotonic clock of one event loop, without its lag, in seconds.
+
+    Make it within the loop, where its ticks run until ``close``.
+    """
 
     def __init__(self) -> None:
         self._late_s = 0.0

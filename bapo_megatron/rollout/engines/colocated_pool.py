@@ -1,4 +1,7 @@
-"""The pool of colocated engines, which share GPUs with the policy: sleep, wake-up and weight transfer."""
+"""The pool of colocated engines, which share GPUs with the policy: sleep, wake-up and weight transfer.
+
+It is in the sampler's process; the GPU hand-over (``trainer/gpu_handover.py``) calls it by ``SamplerClient``.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ class ColocatedPool(EnginePool):
 
         admit -> sample -> release -> (the policy trains; new weights are announced) -> wake -> admit -> ...
 
-    A held engine gets no requests and no weights. If a release or a wake fails the engine stays held: its
-    memory is in an unknown state, and its server must be ended before ``admit``.
+    A held engine gets no requests and no weights. ``release`` and the wake-up calls return the names of the
+    engines on which they succeeded; a failing one raises nothing. If a release or a wake fails the engine
+    stays held: its memory is in an unknown state, and its server must be ended before ``admit``.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

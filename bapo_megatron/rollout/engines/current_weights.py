@@ -12,7 +12,10 @@ from bapo_megatron.rollout.engines.slot import EngineSlot
 
 @dataclass(frozen=True, eq=False)
 class CurrentWeights:
-    """The current weight version: its HF folder, its digest quorum, and the deadline of a load."""
+    """The current weight version: its HF folder, its digest quorum, and the deadline of a load.
+
+    The pool keeps one; None while the newest weights are in no folder (broadcast, IPC).
+    """
 
     folder: Path
     version: int
@@ -21,7 +24,10 @@ class CurrentWeights:
     """Deadline of an engine's load."""
 
     async def load(self, slot: EngineSlot) -> None:
-        """Load the weights into an engine, and verify version and digest; raises if they are wrong."""
+        """Load the weights into an engine, and verify version and digest; raises if they are wrong.
+
+        Requests in flight continue, but for those of an engine in quarantine, which are aborted.
+        """
         engine = slot.engine
         if not slot.is_up:
             # Orphaned requests of an engine in quarantine: they were sent again to other engines.

@@ -1,4 +1,8 @@
-"""The digest quorum of a weight version: which digest is right when engines report different ones."""
+"""The digest quorum of a weight version: which digest is right when engines report different ones.
+
+A digest is a hash of all weights that an engine has loaded; no engine samples before its digest is known to
+be right.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,10 @@ from contextlib import suppress
 
 
 class DigestMismatch(RuntimeError):
-    """A wrong digest: an engine's weights differ from the others', or from those that were sent."""
+    """A wrong digest: an engine's weights differ from the others', or from those that were sent.
+
+    The engine may not sample: the pool puts it in quarantine, or a broadcast fails.
+    """
 
 
 IsSent = Callable[[str, str], bool]
@@ -17,11 +24,12 @@ cannot be compared, DigestMismatch if they differ."""
 
 
 class DigestQuorum:
-    """The digest quorum of one weight version.
+    """The digest quorum of one weight version, in the event loop of the engine pool.
 
-    The right digest is that of the sent weights. Where that is unknown, it is the first that two engines
-    report; an engine alone with its digest waits for those that still load, and is right if no other digest
-    was reported. If no two agree, no engine is right: all must load again.
+    For each engine: ``expect`` before its load; ``confirm`` with its digest; ``release`` after the load, also
+    after an error. The right digest is that of the sent weights. Where that is unknown, it is the first that
+    two engines report; an engine alone with its digest waits for those that still load, and is right if no
+    other digest was reported. If no two agree, no engine is right: all must load again.
     """
 
     def __init__(self, wait_s: float, is_sent: IsSent | None = None) -> None:

@@ -2,7 +2,8 @@
 
 An engine that fails in any way (refuses, hangs, crashes, answers nonsense, reports wrong weights) is put in
 quarantine: its requests fail at once, and the caller sends them to other engines. It takes requests again
-after a health check and a verified load of the current weights. All of this happens in one event loop.
+after a health check and a verified load of the current weights. All of this happens in one event loop: that
+of the sampler's process, or of `bapo eval`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _LATE_S = 1.0
 
 
 class EngineLost(Exception):
-    """A request failed because its engine was put in quarantine; it may be sent to another engine."""
+    """A request failed because its engine was put in quarantine; it may be sent to another engine.
+
+    ``EnginePool.generate`` raises it.
+    """
 
     def __init__(self, message: str, by_this_request: bool = False) -> None:
         super().__init__(message)
@@ -45,11 +49,18 @@ class EngineLost(Exception):
 
 
 class EnginesGone(Exception):
-    """The run has no engines: none has worked for ``lost_minutes``."""
+    """The run has no engines: none has worked for ``lost_minutes``. ``EnginePool.check`` raises it."""
 
 
 class EnginePool:
-    """The engines of a run, each with at most ``most`` requests in flight."""
+    """The engines of a run with their health checks: requests, weight updates and quarantine.
+
+    Make it in a running event loop, which it needs for its health checks. No engine takes requests before it
+    has weights, by ``update`` or a broadcast. For a request: ``reserve``, which never waits (``changed`` is
+    set when an engine may have room), then ``generate``; at its end the caller lowers ``slot.load`` by one
+    and sets ``changed``. An engine has at most ``most`` requests in flight, but for those that are reserved
+    ``over_capacity``.
+    """
 
     def __init__(
         self,
@@ -162,7 +173,10 @@ class EnginePool:
         await asyncio.gather(*(self._or_quarantine(slot, slot.engine.abort(), limit_s) for slot in up))
 
     async def update(self, folder: Path, version: int) -> None:
-        """Load the weights in ``folder`` into every working engine; into the others when they recover."""
+        """Load the weights in ``folder`` into every working engine; into the others when they recover.
+
+        Returns when the working ones have loaded them or are in quarantine; a failing engine raises nothing.
+        """
         load_s = load_seconds(folder, self._timeouts.update_s)
         quorum = self._quorum(version, SentDigests.read(folder))
         # Before the loads: an engine that recovers meanwhile must get these weights, not those before.
@@ -171,7 +185,10 @@ class EnginePool:
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
     async def gather(self) -> list[ReceivesBroadcast]:
-        """Select the receivers of a weight broadcast: the engines that answer and can take part."""
+        """Select the receivers of a weight broadcast: the engines that answer and can take part.
+
+        Then ``broadcast_succeeded`` or ``broadcast_failed`` must follow; no engine recovers meanwhile.
+        """
         # First, so that no engine recovers with the folder of an older version during the broadcast.
         self._weights = None
         alive = await asyncio.gather(*(slot.engine.is_alive() for slot in self._slots))

@@ -1,4 +1,7 @@
-"""The registry of rollout backends (`rollout.engine`: a name or an import path), and the pool's factory."""
+"""The registry of rollout backends (`rollout.engine`: a name or an import path), and the pool's factory.
+
+Both raise ConfigError for an engine that does not exist, or cannot do what the settings ask.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Generation requests to inference engines: their dataset, seeds, stop tokens, and validation.
 
-Requests are validated before they are sent, because an invalid token id can crash an engine.
+Both engines validate a request before they send it, because an invalid token id can crash an engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from bapo_megatron.types import GenerateRequest, Generation, Prompt
 
 @dataclass(frozen=True)
 class Dataset:
-    """The tokenized prompts of a run, with the tokenizer that decodes the responses."""
+    """The tokenized prompts of a run, with the tokenizer that decodes the responses.
+
+    In the sampler's process only.
+    """
 
     prompts: Sequence[Prompt]
     tokenizer: Any
@@ -38,7 +41,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of a model on requests: vocabulary and context length."""
+    """The limits of a model on requests: vocabulary and context length, from its config.json."""
 
     vocabulary: int
     """Vocabulary size: token ids are below it."""

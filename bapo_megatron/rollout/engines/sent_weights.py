@@ -1,6 +1,8 @@
 """Verification of a weight sync: each engine's tensor digests against those of the weights that were sent.
 
-Engines that all lack the same tensor agree with each other: only the trainer's digests show it.
+A digest is a hash. The trainer computes those that an engine must report while it sends the weights; the
+engine pool compares. Engines that all lack the same tensor agree with each other: only the trainer's digests
+show it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _NAMED = 3
 
 
 class TensorDigests(str):
-    """An engine's digest of all its weights, with the digest of each tensor on each of its ranks."""
+    """An engine's digest of all its weights (the string), with that of each tensor on each of its ranks."""
 
     ranks: Sequence[Mapping[str, str]]
 
@@ -41,7 +43,10 @@ class TensorDigests(str):
 
 @dataclass(frozen=True)
 class SentDigests:
-    """The digests of the sent weights, which an engine must report after it has loaded them."""
+    """The digests of the sent weights, which an engine must report after it has loaded them.
+
+    Plain data. Weights on disk have them in their folder, others in the call that ends the transfer.
+    """
 
     ranks: tuple[Mapping[str, str], ...] = ()
     """For each of the engine's ranks: its name of each tensor, to the digest."""
@@ -65,7 +70,7 @@ class SentDigests:
 
 
 class WeightDigester(Protocol):
-    """A streaming hash of the weights of one version, tensor by tensor, in the engine's layout."""
+    """The streaming hash (protocol) of one version's weights, tensor by tensor, in the engine's layout."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a whole tensor by its Hugging Face name. ValueError if its layout on the engine is unknown."""
@@ -92,8 +97,10 @@ class UnknownDigests:
 
 
 class DigestingIterator:
-    """An iterator over weights that computes their digests as they pass. A failing digest does not stop it:
-    other ranks take part in the all-gathers."""
+    """An iterator over weights that computes their digests as they pass; ask ``sent`` after its end.
+
+    A failing digest does not stop it: other ranks take part in the all-gathers.
+    """
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
         """``make``: None where nothing is compared."""
@@ -122,7 +129,10 @@ class DigestingIterator:
 
 
 class SentCheck:
-    """The comparison of engines' digests with the trainer's. Each reason not to compare is reported once."""
+    """The comparison of engines' digests with the trainer's, one for an engine pool.
+
+    Each reason not to compare is reported once, as an event.
+    """
 
     def __init__(self, report: Callable[..., None]) -> None:
         """``report(kind, **fields)`` records an event."""

@@ -1,4 +1,7 @@
-"""Engine slots and routing: one engine's state in the pool, and the choice by prefix affinity and load."""
+"""Engine slots and routing: one engine's state in the pool, and the choice by prefix affinity and load.
+
+Synchronous and local to the event loop of ``EnginePool``, which changes the slots.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ class EngineSlot:
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """The location of a sequence's prefix cache: an engine, and the weight load that the cache belongs to."""
+    """The location of a sequence's prefix cache: an engine, and the weight load that the cache belongs to.
+
+    ``EnginePool.cached_at`` makes it after a segment, ``reserve`` takes it for the next one.
+    """
 
     slot: EngineSlot
     loads: int
@@ -64,10 +70,10 @@ class CachedPrefix:
 
 
 def choose(free: Sequence[EngineSlot], capacity: int, cached: CachedPrefix | None) -> EngineSlot:
-    """The engine of ``free`` for a request: that of its cached prefix, unless it is far more loaded than the
-    least loaded one (``AFFINITY_SURPLUS``).
+    """The engine of ``free`` for a request: that of its cached prefix, or the least loaded one.
 
-    ``capacity``: most requests in flight at an engine.
+    The latter if the former has far more load (``AFFINITY_SURPLUS``). ``capacity``: most requests in flight
+    at an engine.
     """
     least = min(free, key=lambda one: one.load)
     if cached is None or cached.slot not in free or not cached.is_warm:

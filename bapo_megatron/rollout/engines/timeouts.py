@@ -1,4 +1,7 @@
-"""The timeouts of the engine pool: health checks, aborts, weight loads, hangs."""
+"""The timeouts of the engine pool: health checks, aborts, weight loads, hangs.
+
+An engine that misses one is put in quarantine, or reported as hanging.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ The 65.5 GB of a 32B model in bfloat16 may then take 11 minutes."""
 
 @dataclass(frozen=True)
 class EngineTimeouts:
-    """Timeouts of the engine pool, in seconds."""
+    """Timeouts of the engine pool, in seconds. A run sets ``update_s`` (its ``update_minutes``) only."""
 
     heartbeat_s: float = 5.0
     """Interval of an engine's health checks."""

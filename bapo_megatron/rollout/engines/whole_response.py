@@ -1,4 +1,9 @@
-"""Sampling of one whole response for an evaluation: segment by segment, with retries on other engines."""
+"""Sampling of one whole response for an evaluation: a request for each segment, again after a lost engine.
+
+A segment is at most ``segment_tokens`` tokens; a lost engine costs the segment in flight only. `bapo eval`
+and the held-out evaluations of a run use it; responses for training go through ``sampler/dispatcher.py``
+instead, which journals them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of an evaluation's responses."""
+    """The sampling parameters of an evaluation's responses. Plain data."""
 
     temperature: float
     max_response_tokens: int
@@ -43,10 +48,11 @@ async def whole_response(
 ) -> tuple[np.ndarray, FinishReason]:
     """Sample a response; returns its token ids and its finish reason.
 
-    ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine
-    that is reserved already. ``over_capacity``: see `EnginePool.reserve`.
+    ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine that
+    is reserved already. ``over_capacity``: see `EnginePool.reserve`.
 
-    RunStopped if the request is refused, or ``MAX_ENGINE_LOSSES`` engines fail with it.
+    It waits without a limit for an engine with room: the caller watches ``EnginePool.check``. RunStopped if
+    the request is refused, or ``MAX_ENGINE_LOSSES`` engines fail with it.
     """
     made, losses = np.zeros(0, np.int32), 0
     cached: CachedPrefix | None = None

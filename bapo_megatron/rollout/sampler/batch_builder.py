@@ -18,7 +18,10 @@ from bapo_megatron.types import StepBatch
 
 
 class BatchBuilder:
-    """The builder of a step's batch: the finished groups that were opened first, without stale ones."""
+    """The builder of a step's batch: the finished groups that were opened first, without stale ones.
+
+    Part of ``GroupSampler``: ``choose``, then ``write``, between two commits of the sampler's loop.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""The trainer's client of the sampler process: RPC through a pipe, and restart of a process that dies."""
+"""The trainer's client of the sampler process: RPC through a pipe, and restart of a process that dies.
+
+On rank 0; the other end is ``process.py``.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,16 @@ Event = Callable[[dict[str, Any]], None]
 
 
 class SamplerDied(Exception):
-    """The sampler's process has ended during a call."""
+    """The sampler's process has ended during a call. Only futures of ``tell`` raise it."""
 
 
 class SamplerClient:
-    """The ``Sampler`` of the trainer: a proxy of the sampler in a process of its own."""
+    """The ``Sampler`` of the trainer: blocking calls to the sampler's process, which is restarted if it dies.
+
+    The call is then repeated, but for the wake-up calls of colocated engines, which name no engine then, and
+    ``tell``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed; a
+    ConfigError or RunStopped of the process is raised here.
+    """
 
     def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:
         """Start the process. ``silent_s``: longest time without a heartbeat during a call."""
@@ -172,7 +180,10 @@ class SamplerClient:
         self._call("checkpointed", oldest)
 
     def close(self) -> None:
-        """End the process, which first commits the tokens of requests in flight."""
+        """End the process, which first commits the tokens of requests in flight.
+
+        It is killed if that takes too long.
+        """
         try:
             with HeartbeatWatchdog(self._process, self._pipe, _CLOSE_S):
                 self._pipe.send(None)

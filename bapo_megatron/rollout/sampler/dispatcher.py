@@ -1,4 +1,8 @@
-"""The dispatcher: the scheduling of generation requests on engines, one segment of a response at a time."""
+"""The dispatcher: the scheduling of generation requests on engines, one segment of a response at a time.
+
+A segment is the answer to one request: at most ``rollout.segment_tokens`` tokens, or the rest of the
+response.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,12 @@ them."""
 
 
 class Dispatcher:
-    """The scheduler of requests: sends them to engines with room, oldest group first; collects results."""
+    """The scheduler of requests: sends them to engines with room, oldest group first; collects results.
+
+    In the sampler's event loop: ``SamplerLoop`` adds responses, lets it ``send``, and takes the results,
+    which count only when they are in the write-ahead log. A request that fails with its engine is queued
+    again; a malformed one, or one that fails with engine after engine, is a refusal of its group.
+    """
 
     def __init__(
         self,

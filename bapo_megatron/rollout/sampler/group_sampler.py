@@ -1,4 +1,7 @@
-"""The group sampler: prompts to durable step batches; it wires state, journal, loop and dispatcher."""
+"""The group sampler: prompts to durable step batches; it wires state, journal, loop and dispatcher.
+
+The journal is the write-ahead log of all that was sampled, and the only state that outlives the process.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,12 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 
 class GroupSampler:
-    """The rollout sampler: prompts to step batches of rewarded groups. Lives in one event loop."""
+    """The rollout sampler: prompts to step batches of rewarded groups. Async; in the sampler's event loop.
+
+    In order: ``start``, which replays the journal; ``load_weights`` (or a broadcast), before which nothing is
+    sampled; ``next_batch`` for each step; ``close``. An error of its loop (a full disk, say) ends the
+    sampling, and ``next_batch`` raises it.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Heartbeats and watchdog of the sampler process: it sends beats while it works, and is killed without them.
 
-A process that is stopped, or hangs, does not close its pipe: a reader without a timeout would wait for ever.
+The process uses ``with_heartbeats``, the trainer ``HeartbeatWatchdog``. A process that is stopped, or hangs,
+does not close its pipe: a reader without a timeout would wait for ever.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ async def with_heartbeats(pipe: Connection, work: Coroutine[Any, Any, T]) -> T:
 
 
 def send(pipe: Connection, message: Any) -> None:
-    """Send a message to the trainer. If the trainer has ended, this process ends, too."""
+    """Send a message to the trainer. If the trainer has ended, this process ends at once."""
     try:
         pipe.send(message)
     except OSError:
@@ -49,8 +50,9 @@ def send(pipe: Connection, message: Any) -> None:
 class HeartbeatWatchdog:
     """A watchdog that kills ``process`` if ``beat`` is not called for ``limit_s`` seconds within the block.
 
-    Reads and writes of ``pipe`` fail then, also if the process cannot be killed. Time is counted in many
-    short waits: if both processes are stopped for hours (a suspended job), that counts as one wait.
+    A context manager, with a thread. Reads and writes of ``pipe`` fail after the kill, also if the process
+    cannot be killed. Time is counted in many short waits: if both processes are stopped for hours (a
+    suspended job), that counts as one wait.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, limit_s: float) -> None:

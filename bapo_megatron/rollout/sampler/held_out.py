@@ -2,8 +2,8 @@
 
     evaluation/step_000040.jsonl    one line per response
 
-Its requests run beside those for training. The file is written atomically at the end; an evaluation that a
-kill interrupts begins anew.
+The trainer waits for it. Its requests take at most half of the engines' capacity, beside those for training.
+The file is written atomically at the end; an evaluation that a kill interrupts begins anew.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class _Item:
 
 
 class HeldOut:
-    """The held-out evaluations of a run, in the sampler's event loop."""
+    """The held-out evaluations of a run, in the sampler's event loop, one at a time.
+
+    For a step: ``expect`` before its weights are loaded, ``begin`` after that, then poll ``responses``.
+    """
 
     def __init__(
         self, config: RunConfig, suites: Sequence[Suite], dataset: Dataset, pool: EnginePool, scorer: Scorer

@@ -22,7 +22,10 @@ _NO_ORDER = ("model.", "rollout.")
 
 
 class JournalStart(NamedTuple):
-    """The first records of a journal, and the event that reports them."""
+    """The first records of a journal, and the event that reports them.
+
+    Plain data: the caller commits and reports them.
+    """
 
     state: Record
     opened: list[Record]

@@ -38,7 +38,10 @@ _DRAIN_S = 5.0
 
 
 class SamplerLoop:
-    """The event loop of the event-sourced state: events are queued, committed to the log, and applied."""
+    """The event loop of the event-sourced state: events are queued, committed to the log, and applied.
+
+    Part of ``GroupSampler``: a task from ``start`` to ``close``. An error ends it; ``wait_for`` raises it.
+    """
 
     def __init__(
         self,

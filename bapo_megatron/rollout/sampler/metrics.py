@@ -1,4 +1,7 @@
-"""Rollout metrics of a step: rewards, lengths, truncation, and an account of all sampled tokens."""
+"""Rollout metrics of a step: rewards, lengths, truncation, and an account of all sampled tokens.
+
+Pure functions; ``BatchBuilder`` stores their result in the step's file.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +56,10 @@ def _by_source(
 
 
 def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardConfig) -> Metrics:
-    """Statistics of all responses scored for the step, before uniform groups are dropped: so the filter does
-    not bias them.
+    """Statistics of all responses scored for the step, before uniform groups are dropped.
 
-    A response is correct if its reward is nearer to ``reward.correct`` than to ``reward.wrong``. A mean over
-    nothing is None. Lengths are in tokens.
+    So the filter does not bias them. A response is correct if its reward is nearer to ``reward.correct`` than
+    to ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
     """
     groups = sorted(scored)
     rewards = np.array([value for group in groups for value in group.rewards])

@@ -1,9 +1,9 @@
 """The sampler process: engines, reward workers and the sampler in one event loop, an RPC server on a pipe.
 
-``client.py`` starts ``python -m bapo_megatron.rollout.sampler.process FD``. The first message is a ``Setup``;
-then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or ``("error", kind,
-text, events)``, with heartbeats before it (``heartbeat.py``). When the trainer ends the pipe closes, and this
-process ends, too: all that it has told the trainer is in the journal.
+``client.py``, on rank 0, starts ``python -m bapo_megatron.rollout.sampler.process FD``. The first message is
+a ``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
+``("error", kind, text, events)``, with heartbeats before it (``heartbeat.py``). When the trainer ends the
+pipe closes, and this process ends, too: all that it has told the trainer is in the journal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from bapo_megatron.runtime.stop_signals import SIGNALS
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of the process: settings, dataset, and the engines' addresses or device."""
+    """The arguments of the process: settings, dataset, and the engines' addresses or device. Plain data."""
 
     config: RunConfig
     problems: PromptSet
@@ -71,7 +71,10 @@ process: the engines' state is unknown then."""
 
 
 class Service:
-    """The RPC service: the methods that the trainer calls through the pipe."""
+    """The RPC service: the methods that the trainer calls through the pipe, one at a time.
+
+    ``answer`` returns a reply also for the errors that the trainer must see; any other ends the process.
+    """
 
     def __init__(
         self,
@@ -190,7 +193,10 @@ def main() -> None:
 
 
 def use_threads(of_a_rank: int | None) -> None:
-    """Let an engine in this process use the threads of this machine's ranks, which wait meanwhile."""
+    """Let an engine in this process use the threads of this machine's ranks, which wait meanwhile.
+
+    ``of_a_rank``: threads of one rank; None: torch's own number.
+    """
     if of_a_rank is not None:
         ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
         torch.set_num_threads(of_a_rank * int(ranks))

@@ -1,4 +1,7 @@
-"""Scoring of complete groups: decode the responses, compute their rewards, check the run's first scores."""
+"""Scoring of complete groups: decode the responses, compute their rewards, check the run's first scores.
+
+``SamplerLoop`` scores a group as soon as its last response is complete, beside the sampling of others.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,20 @@ from bapo_megatron.types import Prompt
 
 
 class Scorer(Protocol):
-    """A reward function for one response. It never raises because of a response's content."""
+    """A reward function for one response (protocol).
+
+    Async; it never raises because of a response's content.
+    """
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
         """The reward of a response with ``tokens`` tokens; the kind of failure if it could not be scored."""
 
 
 class RobustScorer:
-    """A ``Scorer`` that reports failures, and turns an OSError (no process, no file) into a failed score."""
+    """A ``Scorer`` that reports failures, and turns an OSError (no process, no file) into a failed score.
+
+    Around the reward pool, in the sampler's process and in `bapo eval`.
+    """
 
     def __init__(self, scorer: Scorer, failed: float, report: Report) -> None:
         self._scorer, self._failed, self._reports = scorer, failed, FailureReports(report)
@@ -60,8 +69,8 @@ ScoredGroup = tuple[OpenGroup, list[RewardResult]]
 class FirstStepScores:
     """The check of a run's first scores: a reward function that always fails ends the run before any update.
 
-    Groups whose scores all failed are held back until another score succeeds. If none does, the journal keeps
-    them without rewards, and a resumed run scores them again.
+    Groups whose scores all failed are held back until another score succeeds. If none does, ``passed`` raises
+    ConfigError; the journal keeps them without rewards, and a resumed run scores them again.
     """
 
     def __init__(self, groups_per_step: int) -> None:

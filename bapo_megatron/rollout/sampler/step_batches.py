@@ -2,8 +2,8 @@
 
     RUN/journal/step_000001.npz  step_000002.npz ...
 
-A file holds a JSON header and four arrays (five with loss masks), in numpy's zip format: it is bit-exact, and
-checksums show damage.
+The sampler's process writes them, rank 0 of the trainer reads them. A file holds a JSON header and four
+arrays (five with loss masks), in numpy's zip format: it is bit-exact, and checksums show damage.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def _opened(directory: Path, step: int) -> Iterator[Any]:
 
 
 class StepFiles:
-    """The step files in ``folder``: recovery and deletion. Unreadable ones are renamed to ``*.lost``."""
+    """The step files in ``folder``: recovery at a start, and deletion. Blocking.
+
+    A file that cannot be read, and all later ones, are renamed to ``*.lost``, and an event says so.
+    """
 
     def __init__(self, folder: Path, report: Report) -> None:
         self._folder, self._report = folder, report
@@ -131,7 +134,11 @@ class StepFiles:
 
 
 class ReplaySampler:
-    """A ``Sampler`` that serves the stored batches of another run (``config.rollout.replay``)."""
+    """A ``Sampler`` that serves the stored batches of another run (``config.rollout.replay``).
+
+    It has no engines, and never waits. ConfigError if there is no journal, or a step's file is missing or
+    damaged.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = RunPaths(run_dir).journal

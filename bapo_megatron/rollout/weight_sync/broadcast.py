@@ -1,7 +1,8 @@
 """Weight sync by broadcast (NCCL on GPUs, gloo on a CPU): the sender, on the trainer's rank 0.
 
-Every tensor-parallel rank of every engine receives. Control calls to the engines go another way (the
-sampler's process, then HTTP): each returns a future that is done when all engines have answered.
+Every tensor-parallel rank of every engine receives (``rollout/engines/broadcast_receivers.py``). Control
+calls to the engines go another way (the sampler's process, then HTTP): each returns a future that is done
+when all engines have answered. A broadcast that fails is replaced by the sync by disk.
 """
 
 from __future__ import annotations
@@ -35,11 +36,18 @@ _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class BroadcastError(RuntimeError):
-    """A failed broadcast: some engines may have parts of the weights. The process group is closed."""
+    """A failed broadcast: some engines may have parts of the weights. The process group is closed.
+
+    ``BroadcastSync`` catches it, and sends the weights by disk.
+    """
 
 
 class WeightBroadcast:
-    """The sender of weight broadcasts, on the trainer's rank 0. After an error ``open`` a new group."""
+    """The sender of weight broadcasts, on the trainer's rank 0: ``open`` a group once, ``send`` each version.
+
+    Calls block, at most for their timeouts. After an error, most often a BroadcastError, ``open`` a new
+    group.
+    """
 
     def __init__(
         self,
@@ -158,7 +166,10 @@ def sender_address(config: EngineConfig) -> str:
 
 
 class BroadcastReceivers(Protocol):
-    """The engines' side of a broadcast: ``SamplerClient``, which forwards calls to ``PoolBroadcast``."""
+    """The engines' side of a broadcast (protocol): ``SamplerClient``, which calls ``PoolBroadcast``.
+
+    On rank 0; a call returns a future at once.
+    """
 
     def tell(self, method: str, *arguments: Any) -> Future[Any]:
         """Begin a call of one of ``PoolBroadcast``'s methods; the future fails if an engine does."""
@@ -167,7 +178,9 @@ class BroadcastReceivers(Protocol):
 class BroadcastSync:
     """The ``WeightSync`` by broadcast, with the disk as fallback.
 
-    On every rank but 0, ``engines`` and ``broadcast`` are None.
+    ``push`` returns when the engines have the weights and their digests (hashes) were compared. A broadcast
+    that fails is an event, no error: all engines load from disk, and the next push forms a new group. On
+    every rank but 0, ``engines`` and ``broadcast`` are None.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Buckets of weights: flat byte buffers of bounded size, the unit of weight transport (broadcast, IPC).
 
-Shapes (suffix of a name): ``_B`` bytes of a bucket.
+Many tensors travel in one message, and no second copy of the model exists. Shapes (suffix of a name): ``_B``
+bytes of a bucket.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bapo_megatron.types import BucketSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket: some tensors flattened into one buffer, with their names, dtypes and shapes."""
+    """A bucket, from ``Buckets.cut``: some tensors flattened into one buffer, with their names and layout."""
 
     spec: BucketSpec
     payload_B: Tensor
@@ -43,7 +44,11 @@ Allocate = Callable[[int], Tensor]
 
 
 class Buckets:
-    """The bucketing of weights: tensors are copied, in order, into reused buffers of ``nbytes`` bytes."""
+    """The bucketing of weights: tensors are copied, in order, into reused buffers of ``nbytes`` bytes.
+
+    Local, without communication. Buffers are allocated at their first use and kept until ``release``. A copy
+    that fails raises only at its bucket's end, when all of the bucket's tensors have passed.
+    """
 
     def __init__(
         self, nbytes: int, device: torch.device, allocate: Allocate | None = None, buffers: int = 2
@@ -94,7 +99,7 @@ class Buckets:
 
 
 class _Buffer:
-    """The memory of one bucket, allocated at its first tensor."""
+    """The memory of one bucket, allocated at its first tensor: ``add`` while ``has_room``, then ``take``."""
 
     def __init__(self, nbytes: int, allocate: Allocate) -> None:
         self._nbytes, self._allocate = nbytes, allocate

@@ -30,7 +30,10 @@ _VERSION = re.compile(r"v\d+|\.v\d+\.tmp")
 
 
 class DiskSync:
-    """The ``WeightSync`` by disk: write the HF folder, then have the engines load it."""
+    """The ``WeightSync`` by disk: write the HF folder, then have the engines load it.
+
+    ``push`` returns when the working engines have loaded it. If a rank cannot write, all ranks raise.
+    """
 
     def __init__(
         self,
@@ -103,9 +106,11 @@ class DiskSync:
 
 
 class WeightStaging:
-    """Atomic writes of HF folders, one per weight version, in ``folder``.
+    """Staging of weight versions on disk: an HF folder appears in ``folder`` whole, by a rename, or never.
 
-    In order: ``prepare``; ``write_share`` by every writer; ``publish``. ``write`` is all three.
+    In order: ``prepare`` on rank 0; ``write_share`` by every writer; ``publish`` on rank 0; then, also after
+    an error, ``discard``. ``write`` is all four, for one writer. Nothing here is collective: the caller makes
+    the ranks wait for each other. ConfigError if ``hf_path`` is no model folder.
     """
 
     def __init__(self, folder: Path, hf_path: Path) -> None:

@@ -3,10 +3,11 @@
     GPU    CUDA IPC: handle of the allocation, and UUID of the GPU (its number differs between processes)
     CPU    POSIX shared memory, by its name
 
-A handle is torch's own pickle of a shared tensor, which SGLang loads with a list of allowed names. On a GPU
-torch counts references, and would leak the memory of a reader that dies. Here the owner knows when its memory
-was read, and readers decrement a dummy counter. They do not wait for a CUDA event either, of which torch
-opens one for each handle and closes none: the stream is synchronized before a handle is made.
+``ipc.py`` makes them for colocated engines. A handle is torch's own pickle of a shared tensor, which SGLang
+loads with a list of allowed names. On a GPU torch counts references, and would leak the memory of a reader
+that dies. Here the owner knows when its memory was read, and readers decrement a dummy counter. They do not
+wait for a CUDA event either, of which torch opens one for each handle and closes none: the stream is
+synchronized before a handle is made.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def shareable(nbytes: int, device: torch.device) -> Tensor:
 def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
     """A pickle of names and memory handles of tensors in ``shareable`` memory, without data, for one reader.
 
-    The memory must be kept, unchanged, until the reader has finished (``ipc.py``).
+    It waits until the GPU has written them. The memory must be kept, unchanged, until the reader has finished
+    (``ipc.py``).
     """
     # Readers wait for no event: the bytes must be written before the handle exists.
     if any(tensor.is_cuda for _, tensor in named):

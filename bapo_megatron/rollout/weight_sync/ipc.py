@@ -1,7 +1,8 @@
 """Weight sync by CUDA IPC for colocated engines (shared memory on a CPU): no copy over network or disk.
 
 The all-gather of the weights gives each rank every whole tensor. Each rank copies a bucket of them to
-shareable memory, and the engine on its GPU loads it through memory handles:
+shareable memory, and the engine on its GPU loads it through memory handles, by which a process maps the
+memory of another one:
 
     rank of GPU g    bucket -> handles -> rank 0 -> the sampler's process -> the engine's process on GPU g
 
@@ -41,8 +42,11 @@ _Reader = tuple[str, int]
 
 
 class HandleReceivers(Protocol):
-    """The engines' side of the transfer, implemented by ``SamplerClient``. Each call returns the names of the
-    engines on which it succeeded; the others must be ended."""
+    """The engines' side of the transfer, as a protocol that ``SamplerClient`` implements; on rank 0.
+
+    Calls block. All but ``expect_handles`` return the names of the engines on which they succeeded; the
+    others must be ended.
+    """
 
     def expect_handles(self, version: int, step: int) -> None:
         """Announce that the weights of ``version``, made by ``step``, come by handles."""
@@ -58,10 +62,12 @@ class HandleReceivers(Protocol):
 
 
 class IpcSync:
-    """The ``WeightSync`` of colocated engines, whose weights arrive when they wake up.
+    """The ``WeightSync`` of colocated engines by CUDA IPC: the weights arrive when the engines wake.
 
-    ``push`` only announces new weights. The GPU hand-over (``trainer/gpu_handover.py``) calls ``hand_over``
-    for the transfer by IPC, then ``write`` for engines on which that failed. All are collective.
+    ``push`` only announces them. In the GPU hand-over (``trainer/gpu_handover.py``) ``hand_over`` transfers
+    them and names the engines that have them (the caller ends the others); then ``write`` sends them by disk
+    to the engines without. These three are collective. A failed transfer is an event, no error; an engine
+    that fails twice in a row gets its weights by disk for a while.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class IpcSync:
         self._disk.push(policy, self._step)
 
     def takers(self, names: Sequence[str]) -> list[str]:
-        """The engines that take part in the IPC transfer: all but those that failed too often."""
+        """The engines that take part in the IPC transfer: all but those that failed too often. Local."""
         return [name for name in names if self._failures[name] >= 0]
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """The process group of a weight broadcast: this run is rank 0, the inference engines are the other ranks.
 
-It is separate from the trainer's own groups. Calls that may block on a receiver run in threads, so that the
-caller can time out. gloo ends a wait at the group's timeout. NCCL waits for ever in a kernel, so the thread
-enforces a deadline, and aborts the group.
+It is separate from the trainer's own groups. Its calls, for ``broadcast.py``, return futures: what may block
+on a receiver runs in threads, so that the caller can time out. gloo ends a wait at the group's timeout. NCCL
+waits for ever in a kernel, so the thread enforces a deadline, and aborts the group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 class SendingGroup:
-    """The sender's side of a broadcast group: its rendezvous store, and the group once all have joined."""
+    """The sender's side of a broadcast group: its rendezvous store, and the group once all have joined.
+
+    In order: ``form`` (the receivers join meanwhile), any number of ``broadcast``s one after the other,
+    ``close``. An error is raised by the future of its call.
+    """
 
     def __init__(self, address: str, name: str, receivers: int, device: torch.device, timeout_s: float):
         """Open the rendezvous store at a free port. ``address``: of this machine, as the receivers reach it.

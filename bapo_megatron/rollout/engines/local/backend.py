@@ -15,7 +15,8 @@ from bapo_megatron.rollout.engines.backend import EngineBackend
 class LocalBackend(EngineBackend):
     """The backend of the embedded engine: a Hugging Face model in the sampler's process.
 
-    Its log-probs depend, in their last bits, on the batch: so it samples in rounds.
+    Its log-probs depend, in their last bits, on the batch: so it samples in rounds, each of which begins when
+    the one before is finished.
     """
 
     rounds = True

@@ -25,7 +25,11 @@ COMPACT_BELOW = 0.75
 
 
 class Decoding:
-    """The decoding of one batch of requests, with left-padded prompts, so that all rows are at one column."""
+    """The decoding of one batch of requests, with left-padded prompts, so that all rows are at one column.
+
+    Calls block: ``step`` until ``done`` (or an abort), then ``results``. FloatingPointError for logits that
+    are not finite.
+    """
 
     def __init__(self, model: Any, requests: Sequence[GenerateRequest]) -> None:
         self._model = model

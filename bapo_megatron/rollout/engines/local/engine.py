@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 
 class LocalEngine:
-    """The ``Engine`` of a ``LocalModel``. Make it inside the event loop."""
+    """The ``Engine`` of a ``LocalModel``, which computes in threads. Make it inside the event loop.
+
+    A folder with wrong weights leaves it as it was. RuntimeError for a request after ``close``.
+    """
 
     name = "local"
 

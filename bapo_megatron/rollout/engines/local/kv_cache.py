@@ -1,7 +1,7 @@
-"""The KV cache of the embedded engine, which grows by blocks of tokens.
+"""The KV cache of the embedded engine, which grows by blocks of tokens; ``Decoding`` has one for its batch.
 
-``DynamicCache`` copies all its keys and values to append one token: half the time of a decode step of a
-small model at batch 256. Here a layer allocates ``BLOCK`` tokens at a time, and copies only when it is full.
+``DynamicCache`` copies all its keys and values to append one token: half the time of a decode step of a small
+model at batch 256. Here a layer allocates ``BLOCK`` tokens at a time, and copies only when it is full.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def block_cache(model_config: Any) -> DynamicCache:
 
 
 class BlockLayer(DynamicLayer):  # type: ignore[misc]
-    """The KV cache of one layer: ``keys``, ``values`` [batch, kv_heads, tokens, head_dim] are views of larger
-    buffers."""
+    """The KV cache of one layer, as transformers calls it.
+
+    ``keys``, ``values`` [batch, kv_heads, tokens, head_dim] are views of larger buffers.
+    """
 
     keys: Tensor
     values: Tensor

@@ -26,7 +26,7 @@ from bapo_megatron.types import GenerateRequest, Generation
 
 
 class LocalModel:
-    """The thread-safe model of ``LocalEngine``.
+    """The thread-safe model of ``LocalEngine``; calls block.
 
     Locking: each decode step holds ``_gate``. A pause, an abort or a weight replacement first sets a flag,
     then waits for the lock; decoding checks the flags before each step. Without the flags the decoding thread

@@ -12,7 +12,10 @@ from bapo_megatron.hf.weight_check import checked_weights
 
 
 class ModelWeights:
-    """The parameters of a Hugging Face model by name; tied ones count once."""
+    """The parameters of a Hugging Face model by name; tied ones count once.
+
+    ``stage`` copies and checks new ones, ``commit`` replaces the old. ``LocalModel`` does the locking.
+    """
 
     def __init__(self, model: Any) -> None:
         self._own: dict[str, Tensor] = dict(model.named_parameters())

@@ -27,7 +27,7 @@ _PROOF_S = 5.0
 
 @dataclass(frozen=True)
 class KnownKey:
-    """The API key of a run, and whether the user gave it."""
+    """The API key of a run, and whether the user gave it. Plain data."""
 
     key: ApiKey
     is_given: bool
@@ -94,7 +94,8 @@ class Authorization:
     """The authorization headers of calls to one server. Lives in one event loop.
 
     The run's own key is sent only after the server has proved that it has it (``api_key.ask_proof``). The
-    proof is repeated after a failed connection: another program may have taken the address.
+    proof is repeated after a failed connection: another program may have taken the address. EngineError for a
+    server that must not be called.
     """
 
     def __init__(self, url: str, look: Callable[[], KnownKey | None], is_required: bool = False) -> None:

@@ -28,12 +28,13 @@ from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
 
 
 class SglangBackend(EngineBackend):
-    """The factory of SGLang engines: servers reached over HTTP."""
+    """The factory of SGLang engines: servers reached over HTTP, started by the run or named in its recipe."""
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
         """Check SGLang's installation, API keys, GPU placement and, for sync=broadcast, NCCL's version.
 
-        Servers that run elsewhere are assumed to have the NCCL of the environment that is named here.
+        ConfigError names what is wrong. Servers that run elsewhere are assumed to have the NCCL of the
+        environment that is named here.
         """
         python = _interpreter(rollout)
         check_keys_asked(rollout.sglang)

@@ -1,7 +1,9 @@
-"""The ``sglang`` engine: one SGLang server behind ``interfaces.Engine``: retries, deadlines, weight updates.
+"""The ``sglang`` engine: one SGLang server behind ``interfaces.Engine``: deadlines, weight updates, sleep.
 
-It adds what the server does not promise: unsent requests wait during a pause and obey an abort, and weights
-change between two tokens while requests are in flight.
+Weights come from a folder, by broadcast or by memory handles. A request at its deadline is aborted and
+returns its tokens so far; one on a dropped kept-alive connection is sent once more. The engine adds what the
+server does not promise: unsent requests wait during a pause and obey an abort, and weights change between two
+tokens while requests are in flight.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 
 @dataclass(frozen=True)
 class Deadlines:
-    """The deadlines of calls to a server, in seconds."""
+    """The deadlines of calls to a server, in seconds, from ``rollout.sglang``. Plain data."""
 
     request_s: float = 3600.0
     """Deadline of one request; then it is aborted, and its answer is the tokens so far."""
@@ -42,7 +44,11 @@ class Deadlines:
 
 
 class SglangEngine:
-    """The ``Engine`` of one SGLang server. Lives in one event loop."""
+    """The ``Engine`` of one SGLang server, with all abilities of ``interfaces.py``. Lives in one event loop.
+
+    Where ``interfaces.Engine`` says that a call raises, it is ServerError, which names the server. Calls that
+    pause, load or abort run one at a time; requests run beside them.
+    """
 
     def __init__(
         self,

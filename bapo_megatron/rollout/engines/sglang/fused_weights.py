@@ -8,7 +8,8 @@
     embed_tokens, lm_head     the same              rows: its share of a vocabulary that is padded with zeros
     norms                     the same              all
 
-A tied output layer is no tensor of its own. This holds for Qwen2, Qwen3 and Llama.
+The trainer computes them while it sends weights; servers must report the same ones. A tied output layer is no
+tensor of its own. This holds for Qwen2, Qwen3 and Llama.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Place:
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """The layout of a model's weights on a server: names, fusion and sharding."""
+    """The layout of a model's weights on a server: names, fusion and sharding. Arithmetic, without I/O."""
 
     kv_heads: int
     tied: bool
@@ -133,7 +134,7 @@ class _Fused:
 
 
 class FusedDigests:
-    """The ``WeightDigester`` (sent_weights.py) of SGLang servers.
+    """The ``WeightDigester`` (sent_weights.py) of SGLang servers, for one version of the weights.
 
     A tensor is hashed on its device, chunk by chunk. A part of a fused tensor that comes out of order, such
     as the keys before the queries, is copied until its turn: those of one layer at a time.

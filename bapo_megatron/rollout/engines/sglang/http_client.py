@@ -1,4 +1,7 @@
-"""The HTTP client of one SGLang server: every call has a deadline, and its error names the server."""
+"""The HTTP client of one SGLang server: an error names the server, and every control call has a deadline.
+
+``generate`` waits as long as the answer takes: its caller (``SglangEngine``) has the deadline.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,9 @@ _CONNECT_S = 60.0
 class HttpSessions:
     """The HTTP connections to servers: kept-alive ones for requests, and a new one for every control call.
 
-    A call over a kept-alive connection may fail because the server closes the connection at that moment. A
-    generation request can be sent again; a control call cannot: receiving a bucket twice, for example, would
-    wait for ever. Control calls are few.
+    Make them within an event loop, and ``close`` them. A call over a kept-alive connection may fail because
+    the server closes the connection at that moment. A generation request can be sent again; a control call
+    cannot: receiving a bucket twice, for example, would wait for ever. Control calls are few.
     """
 
     def __init__(self) -> None:
@@ -79,11 +82,15 @@ class KeptConnectionClosed(ServerError):
 
 
 class BadRequest(ServerError):
-    """Status 400: the request is wrong; the server has not failed."""
+    """Status 400: the request is wrong; the server has not failed. ``generate`` makes it a ValueError."""
 
 
 class SglangServer:
-    """The HTTP client of the server at ``url``. Lives in the event loop of ``sessions``."""
+    """The HTTP client of the server at ``url``: an async method for each endpoint.
+
+    Lives in the event loop of ``sessions``. ServerError if a call fails; nothing is repeated. Preconditions
+    of a call, such as a pause, are the caller's (``SglangEngine``).
+    """
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""The requests in flight at one SGLang server, and the gate that holds unsent requests during a pause."""
+"""The requests in flight at one SGLang server, and the gate that holds unsent requests during a pause.
+
+``SglangEngine`` has one set for its server; nothing here talks to the server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GPU placement of the SGLang servers that a run starts: the check of `bapo plan` and `bapo train`."""
+"""GPU placement of the SGLang servers that a run starts: the check of `bapo plan` and `bapo train`.
+
+It returns the problem as text, and starts nothing.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,10 @@ _SHARED = "/dev/shm/sglang_loads_"
 
 
 class ServerFolder:
-    """A temporary folder with mode 0700, locked by its owner. Making one sweeps the unlocked folders that
-    killed servers have left."""
+    """A temporary folder with mode 0700, locked by its owner until ``remove``.
+
+    Making one sweeps the unlocked folders that killed servers have left on this machine.
+    """
 
     def __init__(self, parent: str | None = None) -> None:
         """``parent``: None for TMPDIR. /tmp replaces a parent whose path is too long for sockets, that does

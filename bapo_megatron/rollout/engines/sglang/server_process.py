@@ -1,4 +1,7 @@
-"""The process of an SGLang server on this machine: its flags, environment, start, readiness and end."""
+"""The process of an SGLang server on this machine: its flags, environment, start, readiness and end.
+
+A run's supervisors start servers by ``ServerProcess``; `bapo rollout-server` becomes one by ``serve``.
+"""
 
 from __future__ import annotations
 
@@ -162,11 +165,10 @@ def server_environment(
     colocated: bool = False,
     python: Path | None = None,
 ) -> dict[str, str]:
-    """The environment of a server's process: this one's without the trainer's own variables, and those that a
-    CPU or a colocated server needs.
+    """The environment of a server's process: this one's without the trainer's own variables.
 
-    ``key_file``: of the API key; None: no authentication. ``python``: SGLang's interpreter; None: that of
-    ``sglang_python``, if there is one.
+    With those that a CPU or a colocated server needs. ``key_file``: of the API key; None: no authentication.
+    ``python``: SGLang's interpreter; None: that of ``sglang_python``, if there is one.
     """
     environment = os.environ | _VARIABLES
     for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
@@ -198,7 +200,10 @@ def _is_of_launcher(name: str) -> bool:
 
 
 def sglang_python(given: Path | None = None) -> Path:
-    """The interpreter of SGLang's environment. ConfigError if there is none."""
+    """The interpreter of SGLang's environment. ConfigError if there is none.
+
+    It is ``given``, else in the variable BAPO_SGLANG_PYTHON, else where `make` installs it.
+    """
     named = given or (Path(os.environ[PYTHON_VARIABLE]) if PYTHON_VARIABLE in os.environ else None)
     own = Path(".venv-cluster-sglang" if should_have_gpu() else ".venv-sglang")
     path = named or own / "bin/python"
@@ -219,7 +224,8 @@ def _installed_python() -> Path | None:
 class ServerProcess(ChildProcess):
     """A running server: a process group with a private temporary folder, which ends with this process.
 
-    Its children end with it, too: SGLang's schedulers tie themselves to it only after their imports.
+    Its children end with it, too: SGLang's schedulers tie themselves to it only after their imports. Calls
+    block; ``close`` it, also after it has ended by itself.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:

@@ -1,4 +1,7 @@
-"""The supervisors of a run's SGLang servers: start, restart with backoff, hold during training, and end."""
+"""The supervisors of a run's SGLang servers: start, restart with backoff, hold during training, and end.
+
+On rank 0, a thread for each server. What happens to a server is an event of the run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ _MAX_BACKOFF_S = 60.0
 
 
 class RunServers(EngineServers):
-    """The SGLang servers of a run; those that it has started itself have supervisors."""
+    """The ``EngineServers`` of SGLang; those that the run has started itself have supervisors.
+
+    ``heed`` gets the events of the sampler's process; the other calls are for GPU hand-overs.
+    """
 
     def __init__(
         self,
@@ -89,7 +95,10 @@ class RunServers(EngineServers):
 
 @contextmanager
 def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[RunServers]:
-    """The run's servers, ready for requests; colocated ones are held. The run's own end with the context."""
+    """The run's servers, ready for requests, within the block; colocated ones are held.
+
+    Those that the run has started end with the block. RuntimeError if one does not become ready.
+    """
     sglang = config.rollout.sglang
     if sglang.urls:
         yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event)
@@ -109,7 +118,8 @@ def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[Run
 class ServerSupervisor:
     """The supervisor of one server: a thread that restarts it, at the same address, when it ends or hangs.
 
-    The server is held, which means not started, at first and after ``hold``.
+    Its thread runs from its construction until ``stop``. The server is held, which means not started, at
+    first and after ``hold``.
     """
 
     def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: OnEvent) -> None:
@@ -161,7 +171,7 @@ class ServerSupervisor:
         return self._server is not None and self._server.process.poll() is None
 
     def end(self) -> None:
-        """Kill the server and its children, and wait until they are gone. Unless held it is restarted."""
+        """Kill the server and its children, and wait until they are gone. Unless held it is started again."""
         with self._starting:  # a start in progress ends first, or its process would be missed
             server = self._server
         if server is not None:

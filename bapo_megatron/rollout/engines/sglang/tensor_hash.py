@@ -31,7 +31,7 @@ _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
 
 class TensorHash(Protocol):
-    """The streaming hash of one tensor that comes in pieces."""
+    """The streaming hash of one tensor that comes in pieces (protocol): ``add`` each, then ``digest``."""
 
     def add(self, piece: Tensor) -> None:
         """Add the next elements, in row-major order."""
@@ -41,7 +41,7 @@ class TensorHash(Protocol):
 
 
 class CpuHash:
-    """SGLang's hash of a tensor on a CPU."""
+    """SGLang's hash of a tensor on a CPU (a ``TensorHash``)."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
@@ -58,7 +58,7 @@ class CpuHash:
 
 
 class GpuHash:
-    """SGLang's hash of a tensor on a GPU."""
+    """SGLang's hash of a tensor on a GPU (a ``TensorHash``), equal wherever its pieces are."""
 
     def __init__(self) -> None:
         self._rest_B: Tensor | None = None

@@ -20,7 +20,7 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 
 
 class BadReply(Exception):
-    """An answer that is no valid generation."""
+    """An answer that is no valid generation: ``SglangServer`` raises it as a ServerError."""
 
 
 def generate_payload(request: GenerateRequest, rid: str) -> bytes:

@@ -1,4 +1,7 @@
-"""Import stand-ins for SGLang 0.5.23 on a CPU: torchvision's operators, and triton, which it never calls."""
+"""Import stand-ins for SGLang 0.5.23 on a CPU: torchvision's operators, and triton, which it never calls.
+
+``launch.py`` installs them in SGLang's own environment, before anything imports ``sglang``.
+"""
 
 import importlib.util
 import sys

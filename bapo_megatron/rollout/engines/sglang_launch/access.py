@@ -1,8 +1,9 @@
 """API-key authentication of an SGLang 0.5.23 server: ASGI middleware, and redaction of the key in its log.
 
-SGLang's own check (``srt/utils/auth.py``) is turned on. It leaves open paths that begin with /health (which
-samples a token), /ready or /metrics, and web sockets. The middleware before it leaves open only /ready and
-the proof, and answers /health itself, because SGLang's router asks it without a key.
+The launchers of this folder call it in the server's process. SGLang's own check (``srt/utils/auth.py``) is
+turned on. It leaves open paths that begin with /health (which samples a token), /ready or /metrics, and web
+sockets. The middleware before it leaves open only /ready and the proof that the server has the key
+(``api_key.py``), and answers /health itself, because SGLang's router asks it without a key.
 """
 
 from __future__ import annotations

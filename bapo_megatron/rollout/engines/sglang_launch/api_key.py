@@ -1,7 +1,7 @@
 """The API key of a run: its file, and a challenge-response proof that a server has the key.
 
-A client must not send its key to another program that has taken the server's port. So it first sends a random
-nonce, and the server answers with
+Clients and the servers' launchers share this file. A client must not send its key to another program that has
+taken the server's port. So it first sends a random nonce, and the server answers with
 
     HMAC-SHA256(key, "bapo-megatron <nonce> <ip> <port>")
 

@@ -33,7 +33,11 @@ _LOCK_WAIT_S = 30.0
 
 
 class SegmentJournal:
-    """The write-ahead logs in ``folder``. ConfigError if another process writes there."""
+    """The write-ahead logs in ``folder``, with a lock on it. ConfigError if another process writes there.
+
+    In order: ``replay``, then ``rotate``, then any number of ``commit``s. Calls block until the disk has the
+    data; RunStopped if it fails.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

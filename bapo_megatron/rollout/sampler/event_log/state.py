@@ -28,7 +28,7 @@ TOKEN_COLUMNS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.
 
 
 class GroupSummary(NamedTuple):
-    """The statistics of a scored group for the metrics of its step, also if it is dropped."""
+    """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data."""
 
     number: int
     rewards: list[float]
@@ -44,7 +44,7 @@ class GroupSummary(NamedTuple):
 
 @dataclass
 class PartialResponse:
-    """A response that is being sampled: the segments so far."""
+    """A response that is being sampled: the segments (answers of engines) so far."""
 
     segments: list[tuple[np.ndarray, ...]] = field(default_factory=list)
     """For each segment one array per column of ``TOKEN_COLUMNS``."""
@@ -71,7 +71,10 @@ class PartialResponse:
 
 @dataclass
 class OpenGroup:
-    """A group that is being sampled or scored. Numbers follow the order in which groups are opened."""
+    """A group that is being sampled or scored. Numbers follow the order in which groups are opened.
+
+    Only ``SamplerState.apply`` changes it; the sampler's loop and dispatcher read it.
+    """
 
     number: int
     epoch: int
@@ -101,7 +104,7 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A scored group that waits for its training step."""
+    """A scored group that waits for its training step. Plain data."""
 
     number: int
     epoch: int
@@ -112,7 +115,10 @@ class FinishedGroup:
 
 
 class SamplerState:
-    """The state of the sampler: a pure function of the records of the write-ahead log."""
+    """The state of the sampler: a pure function of the records of the write-ahead log.
+
+    Only ``apply`` changes it. ConfigError if the log was written under another ``identity``.
+    """
 
     def __init__(
         self, prompts: Sequence[Prompt], group_size: int, identity: Mapping[str, Any] | None = None

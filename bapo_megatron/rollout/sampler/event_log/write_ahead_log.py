@@ -35,7 +35,7 @@ _OVERHEAD = _HEAD.size + 2 * _CHECK.size
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a write-ahead log: an event of the sampler."""
+    """One record of a write-ahead log, an event of the sampler: JSON fields and numpy arrays."""
 
     kind: str
     """The kind of event, at most 16 ASCII characters."""
@@ -48,7 +48,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged range of a log, without a whole record."""
+    """A damaged range of a log, without a whole record: ``read_records`` yields it in place of an error."""
 
     offset: int
     size: int
@@ -56,7 +56,11 @@ class Damage:
 
 
 class WriteAheadLog:
-    """One write-ahead log, open for appending by one process."""
+    """A log of the sampler's events, open for appending by one process.
+
+    ``write`` is durable when it returns, all of its records or none. Opening a file reads it, and truncates
+    the torn tail that a kill has left. Disk errors are OSErrors.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open or create the file, and truncate the torn tail that a kill has left."""

@@ -1,4 +1,7 @@
-"""Exceptions of the command line: each is reported as one message without a traceback, with an exit code."""
+"""Exceptions of the command line: each is reported as one message without a traceback, with an exit code.
+
+``runtime/exit_codes.py`` prints them. Any other exception is a traceback and exit code 1.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from typing import NoReturn
 
 
 class ConfigError(Exception):
-    """Wrong input: a recipe, flag or file. The command line prints the message and exits with code 2."""
+    """Wrong input: a recipe, flag or file; exit code 2. The message names what is wrong and the fix.
+
+    Raised before work starts where the mistake can be seen then. GapError, CheckpointError and ResumeError
+    are kinds of it.
+    """
 
 
 def printable(text: str) -> str:
@@ -34,24 +41,30 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
 
 
 class GapError(ConfigError):
-    """Engine mismatch: log-probs of engine and trainer differ by more than a limit; no restart helps."""
+    """Engine mismatch: log-probs of engine and trainer differ by more than a limit; no restart helps.
+
+    Raised on every rank. Exit code 2.
+    """
 
 
 class CheckpointError(ConfigError):
-    """Incomplete or damaged checkpoint."""
+    """Incomplete or damaged checkpoint, or unsafe file of a checkpoint or model folder. Exit code 2."""
 
 
 class ResumeError(ConfigError):
-    """Failed resume check: the loaded state differs from the saved state. No step was made."""
+    """Failed resume check: the loaded state differs from the saved state. Exit code 2. No step was made."""
 
 
 class Preempted(Exception):
-    """Preemption: the run was told to stop, and is saved. Exit code 85."""
+    """Preemption: the run was told to stop, and is saved; exit code 85. Raised on every rank."""
 
 
 class RunStopped(Exception):
-    """Stop of a run that cannot go on now (full disk, lost engines). Its steps are saved. Exit code 3."""
+    """Stop of a run that cannot go on now (full disk, lost engines); exit code 3.
+
+    The same command continues the run from its last checkpoint.
+    """
 
 
 class StorageFailed(RunStopped):
-    """Storage failure: the run's file system fails or hangs. Exit code 4, at which a job is requeued."""
+    """Storage failure: the run's file system fails or hangs; exit code 4, at which a job is requeued."""

@@ -1,7 +1,10 @@
-"""The training loop. Data flows one way, once per step:
+"""The training loop, which every rank runs; data flows one way, once per step:
 
 prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -> loss -> optimizer
 -> weights to the engines -> checkpoint -> metrics
+
+All functions here are collective. What ends a run is raised on every rank: Preempted, RunStopped (after a
+checkpoint, where one can be made), GapError, FloatingPointError. ``trainer/build.py`` makes the ``Run``.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ from bapo_megatron.types import Metrics, MicroBatch, StepBatch
 
 
 def train(run: Run) -> None:
-    """Training loop over the steps that are left, the same on every rank. Preempted if asked to stop."""
+    """Training loop over the steps that are left, the same on every rank. Collective.
+
+    Preempted, after a checkpoint, if the run is asked to stop; RunStopped if it cannot go on.
+    """
     for step in range(run.first_step, run.config.steps + 1):
         evaluate_if_due(run, step - 1)
         clock = StepClock()
@@ -67,7 +73,7 @@ def next_batch(run: Run, step: int) -> StepBatch:
 def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
     """The updates of ``step`` on its batch: reuse_epochs passes of updates_per_epoch updates; their metrics.
 
-    A step that a checkpoint within it holds partly continues after its last finished update.
+    A step that a checkpoint within it holds partly continues after its last finished update. Collective.
     """
     algorithm = run.config.algorithm
     version, done = run.partial_step or PartialStep(run.policy.version, [])
@@ -94,7 +100,8 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
 def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> Metrics:
     """One update: reject responses, pack the rest, search the bounds, step the optimizer; its metrics.
 
-    ``step_version``: the policy's version at the start of the step.
+    ``step_version``: the policy's version at the start of the step. Collective. FloatingPointError, on every
+    rank, for log-probs, a loss or a gradient norm that is not finite.
     """
     policy, config = run.policy, run.config
     samples = [sample for group in groups for sample in group]
@@ -125,7 +132,7 @@ def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
 
 
 def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_version: int) -> Metrics:
-    """One optimizer step on ``packs`` with the loss of the update; its metrics."""
+    """One optimizer step on ``packs``, this rank's micro-batches, with the update's loss; its metrics."""
     loss, _ = run.update_loss.loss(run.policy, packs, on_policy, step_version)
     result = run.policy.update(packs, loss)
     weights = run.update_loss.observe(result.sums)

@@ -5,12 +5,15 @@
 ``pi_old`` is the rollout's policy, or with ``algorithm.old_log_probs=trainer`` the trainer's own at the
 start of the step. ``pi_rollout`` is always the policy that sampled: it is the weight in Eq. 8.
 
+Pure functions on tensors, which ``losses/clip.py`` calls for each pack (a micro-batch of packed sequences).
+The settings and the search are in ``bounds.py``; this module exports them, too. Sums are additive: the caller
+adds them over packs and all-reduces them over ranks before the search.
+
+A token is clipped by its float64 ``log r`` against ``math.log(bound)``, and a token exactly on a bound is
+clipped. So the search and the loss agree about every token.
+
 Legend: ``_T`` tokens of a pack. Per token: ``log r``, the advantage ``A``, and a mask, which is 0 for tokens
 outside the loss (whatever their other fields hold, nan and inf included) and else the token's weight.
-
-Sums are additive over packs and ranks: callers add them up. A token is clipped by its float64 ``log r``
-against ``math.log(bound)``, and a token exactly on a bound is clipped. So the search and the loss agree
-about every token.
 """
 
 from __future__ import annotations
@@ -184,7 +187,10 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
 
 
 class TokenBounds(NamedTuple):
-    """Per-token clipping bounds, [T] each, where search groups of an update have bounds of their own."""
+    """Per-token clipping bounds, [T] each: plain data for ``policy_loss`` in place of one ``Bounds``.
+
+    Made by ``of`` where an update has several search groups (``search_groups.py``) with bounds of their own.
+    """
 
     low_T: Tensor  # c_low
     high_T: Tensor  # c_high
@@ -195,7 +201,7 @@ class TokenBounds(NamedTuple):
 
     @classmethod
     def of(cls, groups: Sequence[Bounds], group_T: Tensor) -> TokenBounds:
-        """Bounds of each token, from those of its group."""
+        """Bounds of each token, from those of each search group and the group of each token."""
         values = [(one.low, one.high, math.log(one.low), math.log(one.high)) for one in groups]
         table = constant_on(group_T.device, tuple(itertools.chain.from_iterable(values))).reshape(-1, 4)
         low_T, high_T, log_low_T, log_high_T = table[group_T].unbind(-1)

@@ -1,4 +1,9 @@
-"""Clipping bounds of BAPO: settings, presets, and the search of Algorithm 1 on 53 sums. Without torch."""
+"""Clipping bounds of BAPO: settings (``BoundsConfig``), presets, and the search of Algorithm 1.
+
+The search is a pure function of one sum for each candidate of a bound, 53 with the paper's ranges;
+``bapo.py`` computes the sums. Called with the same sums on every rank, it finds the same bounds there.
+Imports no torch. Invalid settings: ``BoundsConfig.problems``. Sums that are not finite: ValueError.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ since 3b8389c of January 2026 all GPUs search theirs together)."""
 
 
 class FloatArray(Protocol):
-    """1-D tensor or array of floats, typed without an import of torch."""
+    """Protocol of a 1-D tensor or array of floats, which ``search_bounds`` takes without importing torch."""
 
     def tolist(self) -> list[float]:
         """The elements as Python floats."""
@@ -134,7 +139,10 @@ def _range_problems(bound: str, start: float, end: float, step: float) -> Iterat
 
 @dataclass(frozen=True)
 class Bounds:
-    """Clipping bounds of one update, with the outcome of their search."""
+    """Clipping bounds that ``search_bounds`` has found, with the outcome of the search. Plain data.
+
+    Of one update, or of one part of it (``BoundsConfig.scope``); equal on every rank.
+    """
 
     low: float  # c_low
     """Tokens with negative advantage are clipped at ratios up to this."""

@@ -1,4 +1,8 @@
-"""Dynamic sampling filter (DAPO): uniform groups, whose rewards are all equal, have no gradient."""
+"""Dynamic sampling filter (DAPO): uniform groups, whose rewards are all equal, have no gradient.
+
+With ``rollout.drop_uniform_groups`` the sampler drops such groups of responses and samples others. A pure
+function of a group's rewards.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Objective of an update: one additive vector ``[loss, tokens, sums of measurements, sums of the search]``.
 
-It is summed over packs and ranks with one reduction, and the metrics are computed from it. Nothing here
-makes the host wait for a GPU: the output layer asks for the vector in every chunk of a pack.
+The policy computes it in the forward pass of the update, and sums it over packs and ranks with one reduction;
+loss and metrics of the update are read from the sum. Nothing here makes the host wait for a GPU: the output
+layer asks for the vector in every chunk of a pack.
 
-Legend: ``_T`` tokens of a pack.
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ MEASUREMENTS = (ENTROPY, KL, RATIO_GAP, CLIPPING, ENGINE_GAP, STALENESS, DIAGNOS
 
 
 class Objective:
-    """Objective of a loss: builds the vector of a pack, and reads metrics from the reduced vector."""
+    """Objective of a loss: makes the token function of a pack's vector, reads metrics from the reduced one.
+
+    ``trainer/update_loss.py`` makes one for a run, on each rank. It keeps no state between updates and makes
+    no collective calls. ValueError if two measurements have one name, or one gives sums of another length.
+    """
 
     def __init__(self, loss: Loss, sources: Sequence[str] = ()) -> None:
         """``sources``: names of the run's sources, each with metrics of its own; none for one file."""
@@ -64,7 +69,7 @@ class Objective:
         self._parts[SEARCH] = slice(self._width, None)
 
     def token_fn(self, found: object, version: int) -> TokenFn:
-        """Token function of the vector of one pack; element 0, the loss, is differentiable.
+        """Token function (``types.TokenFn``) of a pack's vector; element 0, the loss, is differentiable.
 
         ``found``: the result of the loss's search. ``version``: that of the policy in training.
         """
@@ -85,7 +90,7 @@ class Objective:
     def metrics(self, sums: Tensor, found: object) -> Metrics:
         """Metrics of an update from the reduced vector, in the order of the measurements.
 
-        ``found`` as in ``token_fn``; None where each pack made its own search.
+        ``found`` as in ``token_fn``; None where each micro-batch had a search of its own.
         """
         parts = {name: sums[place] for name, place in self._parts.items()}
         update = UpdateSums(max(float(sums[1]), 1.0), found, parts)

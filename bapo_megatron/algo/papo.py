@@ -5,11 +5,12 @@
 
 The polarity is the sign of the first-order effect that a policy-gradient step on the token ``y`` has on the
 entropy ``H`` of its next-token distribution. +1 expands the entropy: likely tokens with A < 0, unlikely ones
-with A > 0. -1 contracts it. The weights follow the run's entropy (``papo_schedule.py``).
+with A > 0. -1 contracts it. The weights follow the run's entropy (``papo_schedule.py``). With
+``algorithm.polarity.enabled`` ``trainer/update_loss.py`` wraps the search and the loss of each update in it.
 
 The published abstract gives the idea; polarity and weights are derived in docs/losses.md.
 
-Legend: ``_T`` tokens of a pack.
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tens
 
 
 def reweighted(fn: TokenFn, weights: BranchWeights) -> TokenFn:
-    """PAPO's advantage transform: ``fn`` on ``A' = A w``, w the weight of the token's branch.
+    """PAPO's advantage transform: ``fn`` on ``A' = A w``, with ``w`` by the token's polarity.
 
     The weights are constants of the loss: no gradient passes through the polarity. Advantages keep their
     signs, so the same bound clips a token as before.

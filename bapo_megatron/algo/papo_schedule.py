@@ -1,4 +1,10 @@
-"""PAPO's schedule: ``w = 1 +- strength phase``, branch weights from the run's entropy. Without torch."""
+"""PAPO's schedule: the weights of entropy-expanding and entropy-contracting advantages, from a run's entropy.
+
+    w = 1 + strength phase  (expanding),    w = 1 - strength phase  (contracting)
+
+The phase, -1 to 1, says how far the moving average of the run's entropy is below its target. For
+``trainer/update_loss.py``, which also keeps the schedule's state in checkpoints. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +32,14 @@ class PapoConfig:
 
 
 class BranchWeights(NamedTuple):
-    """Branch weights: factors of the advantages of entropy-expanding and -contracting tokens."""
+    """PAPO's weights: factors of the advantages of entropy-expanding and -contracting tokens. Plain data."""
 
     expanding: float
     contracting: float
 
 
 def phase(entropy: float, target: float, band: float) -> float:
-    """Phase of an entropy: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
+    """Phase of an entropy, -1 to 1: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
 
     Args:
         entropy: nats per token.
@@ -46,7 +52,11 @@ def phase(entropy: float, target: float, band: float) -> float:
 
 
 class PapoSchedule:
-    """Entropy-driven schedule of a run: phase and branch weights of its next update."""
+    """PAPO's schedule of one run: gives the weights of its next update, from the entropies of earlier ones.
+
+    ``trainer/update_loss.py`` reads ``weights`` before an update and calls ``observe`` after it, on every
+    rank with the same entropy. State for checkpoints: ``state``, ``load_state``.
+    """
 
     def __init__(self, config: PapoConfig) -> None:
         self._config = config
@@ -62,12 +72,12 @@ class PapoSchedule:
 
     @property
     def weights(self) -> BranchWeights:
-        """Branch weights: ``1 + strength phase`` (expanding), ``1 - strength phase`` (contracting)."""
+        """Weights of the next update: ``1 + strength phase`` (expanding), ``1 - strength phase``."""
         change = self._config.strength * self.phase
         return BranchWeights(1.0 + change, 1.0 - change)
 
     def observe(self, entropy: float) -> None:
-        """Update the moving average with the entropy of an update, nats per token, before its step."""
+        """Update the moving average with an update's mean entropy, nats per token, at the weights before."""
         if self._target is None:
             self._target = entropy
         memory = self._config.memory

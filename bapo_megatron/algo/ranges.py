@@ -1,4 +1,8 @@
-"""Validation of values against annotations such as ``Annotated[float, Gt(0)]``: types and ranges."""
+"""Validation of values against annotations such as ``Annotated[float, Gt(0)]``: types and ranges.
+
+Used for the fields of a configuration and for the settings of losses and rewards. Functions return an error
+as the end of a sentence, or None; they raise nothing.
+"""
 
 from __future__ import annotations
 

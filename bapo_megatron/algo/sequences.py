@@ -1,8 +1,9 @@
 """Sequence-level statistics of an update: ``sum_t log r_t`` and token counts of whole responses, [2 S].
 
-A pack may hold a part of a response (chunks of the output layer, context-parallel ranks). So the sums of
-every sequence are added up over packs and ranks first, and each token then gets its sequence's value by
-``batch.sequence_T``. Nothing here makes the host wait for a GPU.
+For losses with a ratio of the whole response (GSPO, VESPO), and for rejection. A pack (micro-batch) may hold
+a part of a response: chunks of the output layer, context-parallel ranks. So the caller first adds up the sums
+of every sequence over packs and ranks, and each token then gets its sequence's value by ``batch.sequence_T``.
+Nothing here makes the host wait for a GPU, but for the first copy of the values to it.
 
 Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
 """
@@ -48,7 +49,7 @@ def sequence_means(sums: Tensor) -> Tensor:
 
 
 class PerSequence:
-    """Per-sequence values of an update, [S], looked up for each token, [T].
+    """Table of per-sequence values of an update, [S], that are looked up for each token, [T].
 
     The values are copied once to each device that needs them: a copy to a GPU makes the host wait, and every
     chunk of a pack looks them up.

@@ -1,7 +1,8 @@
 """Settings of a loss or a reward: keyword arguments of its constructor, validated before any work starts.
 
-Types and ranges come from the arguments' annotations, ``Annotated[float, Gt(0)]``; an argument without an
-annotation has the type of its default.
+``build_loss`` and the reward endpoints call this. Types and ranges come from the arguments' annotations,
+``Annotated[float, Gt(0)]``; an argument without an annotation has the type of its default. ``check_settings``
+raises one ConfigError with all mistakes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a loss or a reward."""
+    """One setting of a loss or a reward, as plain data: a constructor's argument with type and default."""
 
     name: str
     annotation: Any

@@ -1,8 +1,9 @@
 """Export hook (`checkpoint.after_export`): runs the user's command for each export, such as an upload.
 
-One command runs at a time, while training continues. RUN/after_export.json lists the exports for which it has
-succeeded; for every other one the next start runs it again. Delivery is at least once: a kill may come
-between the end of a command and the note of it.
+One command runs at a time, in a process of its own, while training continues; rank 0 polls it. A failure is
+an event and a warning, and does not fail the run. RUN/after_export.json lists the exports for which the
+command has succeeded; for every other one the next start runs it again. Delivery is at least once: a kill may
+come between the end of a command and the note of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class _Exported:
-    """A complete export."""
+    """A complete export, as plain data: its step and its folder."""
 
     step: int
     folder: Path
@@ -39,7 +40,12 @@ class _Exported:
 
 
 class AfterExport:
-    """Queue of export hooks of one run, on rank 0. No method waits for a command."""
+    """Queue of export hooks of one run, on rank 0. No method waits for a command.
+
+    ``exported`` and ``exported_last`` queue; ``poll`` starts the next command and records the end of one (an
+    event; RUN/after_export.json); ``close`` kills the one that runs. ``StepExports`` polls and closes it. A
+    failed command is tried again by the next start of the run, not by this one.
+    """
 
     def __init__(
         self,
@@ -73,13 +79,16 @@ class AfterExport:
                 self._add(_Exported(step, folder))
 
     def exported(self, step: int) -> None:
-        """Queue the new export of ``step``."""
+        """Queue the new export of ``step``, and start its command if none runs; not for the last step."""
         if step != self._last_step:
             self._again(_Exported(step, self._paths.step_export(step)))
 
     def exported_last(self, is_new: bool) -> None:
-        """Queue the final export. ``is_new``: it was just written, so the command runs again even if it has
-        succeeded for this step."""
+        """Queue the final export, if its command has not succeeded yet.
+
+        ``is_new``: the export was just written, so the command runs again even if it has succeeded for this
+        step.
+        """
         last = _Exported(self._last_step, self._paths.export)
         if is_new:
             self._again(last)
@@ -98,7 +107,7 @@ class AfterExport:
             self._start(self._waiting.pop(0))
 
     def close(self) -> None:
-        """Kill the running command with its descendants; the next start runs it again."""
+        """Kill the running command with its descendants, and empty the queue; the next start runs them."""
         if self._running:
             self._running.close()
             self._running = None

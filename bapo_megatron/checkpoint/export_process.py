@@ -1,8 +1,10 @@
-"""The export process: converts one checkpoint to a Hugging Face folder while training continues.
+"""Export process of a run: converts one checkpoint to a Hugging Face folder while training continues.
 
     python -m bapo_megatron.checkpoint.export_process CHECKPOINT OUTPUT MODEL PARENT
 
-It imports no torch and copies bytes from file to file, so it needs tens of megabytes for a model of any size.
+Started by ``step_exports.py``, and killed when the trainer ends. It imports no torch and copies bytes from
+file to file, so it needs tens of megabytes for a model of any size. The output appears whole or not at all.
+Exit code 2, with the reason on stderr, for a checkpoint or folder that it refuses.
 """
 
 from __future__ import annotations

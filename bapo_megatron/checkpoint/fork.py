@@ -3,7 +3,8 @@
     NEW/checkpoints/step_000120/   the other run's checkpoint: hard links to its files, or copies
     NEW/fork.json                  its origin (``fork_record.py``)
 
-The other run may be training, and is only read.
+``check_fork`` is the preflight, before process groups exist; ``make_fork`` is called by every rank, before
+the new run looks for its checkpoint. The other run may be training, and is only read.
 """
 
 from __future__ import annotations

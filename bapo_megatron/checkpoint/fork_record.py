@@ -1,6 +1,7 @@
 """Fork record, ``fork.json``: the origin of a forked run, and the settings of the run that it came from.
 
-The other run is not read again: it may go on, move or be deleted.
+Written once by ``fork.py``, read by every start of the fork and by reports; ConfigError if it cannot be read.
+The other run is not read again: it may go on, move or be deleted. Nothing here is collective.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class ForkSource:
-    """Value of ``--fork``: a run and a step of it."""
+    """Value of ``--fork``, as plain data: a run and a step of it."""
 
     run: Path
     step: int | None
@@ -52,7 +53,7 @@ class ForkSource:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a fork: a run and the step of its checkpoint."""
+    """Origin of a fork, as plain data: a run and the step of its checkpoint."""
 
     run: str
     """The absolute path of the other run's directory."""
@@ -64,7 +65,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Fork:
-    """Content of ``fork.json``: origin, manifest digest, settings and ancestors of a fork."""
+    """Content of ``fork.json``, as plain data: origin, manifest digest, settings and ancestors of a fork."""
 
     origin: Origin
     manifest_sha256: str
@@ -90,7 +91,7 @@ def write_fork(run_dir: Path, fork: Fork) -> None:
 
 
 def read_fork(run_dir: Path) -> Fork | None:
-    """Read ``fork.json`` of a run directory; None if the run is no fork."""
+    """Read ``fork.json`` of a run directory; None if the run is no fork, ConfigError if it cannot be read."""
     path = RunPaths(run_dir).fork
     if not path.exists():
         return None

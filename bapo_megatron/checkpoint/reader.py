@@ -1,4 +1,9 @@
-"""Checkpoint reader: finds the newest whole checkpoint, every byte verified against its manifest."""
+"""Checkpoint reader: finds the newest whole checkpoint, every byte verified against its manifest.
+
+Every rank calls it at a start, and reads its share of the files; a damaged checkpoint is a CheckpointError on
+all ranks. It returns the state of the training loop (trainer.json); ``Policy.load`` loads model and
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ READERS = 4
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk."""
+    """A verified checkpoint on disk, as plain data, equal on every rank. Its policy is not loaded yet."""
 
     path: Path
     moment: Moment
@@ -43,8 +48,8 @@ class Checkpoint:
 def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     """The newest whole checkpoint of a run; None if it never had one. Collective: each rank reads its share.
 
-    A damaged checkpoint is skipped with a message. CheckpointError if all are damaged: a start at step 1
-    would erase the run's record, and only its user may decide that.
+    A damaged checkpoint is skipped with a message. CheckpointError, on every rank, if all are damaged: a
+    start at step 1 would erase the run's record, and only its user may decide that.
     """
     folder, problems = RunPaths(run_dir).checkpoints, []
     for moment, path in broadcast_from_main(

@@ -7,7 +7,9 @@ The fingerprint is taken at the save, and measured again before the first step o
   by rounding, and are compared with a tolerance;
 - the policy's version, the learning rate, the sampler's position.
 
-A difference can be accepted once and by name, by ``RunConfig.accept_resume_mismatch``.
+To measure it is collective, and costs a forward pass over 192 tokens and a digest of the whole state.
+Differences are returned, not raised; ``trainer/resume.py`` raises ResumeError for those that
+``RunConfig.accept_resume_mismatch`` does not accept, once and by name.
 """
 
 from __future__ import annotations

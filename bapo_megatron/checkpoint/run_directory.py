@@ -1,6 +1,8 @@
 """Run directory: its lock, its stored configuration, and the rules which settings may change on a resume.
 
-``runtime/run_paths.py`` has the names of the files.
+The checks are preflight, without side effects but the new directory and its lock file; the lock is held by
+rank 0 while the run lasts. ConfigError for everything that is refused. ``runtime/run_paths.py`` has the names
+of the files.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """Lock of the run directory within the block. ConfigError if another process holds it."""
+    """Context manager: the lock of a run directory, for one process. ConfigError at once if it is held."""
     check_no_links(directory)
     with open_lock(RunPaths(directory).lock) as lock:
         try:
@@ -207,14 +209,20 @@ def check_partial_step(changed: list[Change], config: RunConfig) -> None:
 
 
 def store_config(config: RunConfig, samples_only: bool = False) -> None:
-    """Write the resolved configuration into the run directory. ``samples_only``: of ``--rollout-only``."""
+    """Write the resolved configuration into the run directory, atomically; on rank 0, at each start.
+
+    ``samples_only``: the run is one of ``--rollout-only``.
+    """
     kind = {_SAMPLES_ONLY: True} if samples_only else {}
     stored = {"format": FORMAT, **kind, "config": plain_values(config)}
     write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
-    """The stored configuration by dotted names, with every field of today. None if there is no run."""
+    """The stored configuration by dotted names, with every field of today. None if there is no run.
+
+    ConfigError if it cannot be read, or is of another format version.
+    """
     stored = _stored(directory)
     return with_present_fields(stored["config"]) if stored else None
 

@@ -2,9 +2,9 @@
 
     exports/step_000120/   config, tokenizer, safetensors: whole or absent
 
-The process has a low priority, and converts one checkpoint at a time from file to file; it takes neither
-memory nor time of the trainer. One more checkpoint may be queued, and a newer one replaces it. So at most two
-checkpoints are kept from deletion, however slow the disk is.
+With ``checkpoint.export_every``, on rank 0. The process has a low priority, and converts one checkpoint at a
+time from file to file; it takes neither memory nor time of the trainer. One more checkpoint waits, and a
+newer one replaces it. So at most two checkpoints are kept from deletion, however slow the disk is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class _Ended:
-    """Result of an export process."""
+    """Result of an export process, as plain data."""
 
     exit_code: int
     stderr: str
@@ -40,7 +40,11 @@ class _Ended:
 
 
 class StepExports:
-    """Queue of background exports of one run, on rank 0. Only ``close`` waits for a process."""
+    """Background exports of one run, one at a time, on rank 0: one more waits, and a newer one replaces it.
+
+    ``poll`` records the end of an export and starts the next; a failed one is an event and a warning, and
+    does not end the run. ``close`` terminates a running one, and kills it after 20 s. Only ``close`` waits.
+    """
 
     def __init__(
         self, run_dir: Path, model: Path, every: int, on_event: OnEvent, after: AfterExport | None = None
@@ -72,7 +76,10 @@ class StepExports:
         return self._process is not None or (self.after is not None and self.after.is_busy())
 
     def resume(self, steps: Iterable[int]) -> None:
-        """Queue the missing exports: the newest two of ``steps``, which have checkpoints."""
+        """Queue the missing exports: the newest two of ``steps``, which have checkpoints; and their hooks.
+
+        Called once, at a start of the run. Deletes half-written exports of a killed process.
+        """
         for leftover in step_leftovers(self.folder, ".bapo-ckpt.tmp"):
             remove_folder(leftover)
         missing = sorted(s for s in steps if self._is_due(s) and not (self.path(s) / "config.json").exists())
@@ -82,7 +89,7 @@ class StepExports:
             self.after.resume()
 
     def offer(self, step: int) -> None:
-        """Queue the export of the complete checkpoint of ``step``, if ``every`` asks for it."""
+        """Begin or queue the export of the complete checkpoint of ``step``, if ``every`` asks for it."""
         if not self._is_due(step):
             return
         if self._process is None:
@@ -117,7 +124,7 @@ class StepExports:
             self._start(waiting)
 
     def close(self) -> None:
-        """Kill the running export and hook; a resumed run starts them again."""
+        """Terminate the running export (after 20 s: kill it) and its hook; a resumed run starts both."""
         if self.after:
             self.after.close()
         if self._process is not None:

@@ -1,11 +1,12 @@
-"""Checkpoint store of a run: asynchronous saves, and the retention of old checkpoints.
+"""Checkpoint store of a run: asynchronous saves, one at a time, and the deletion of old checkpoints.
 
     checkpoints/step_000120/             policy/ (torch_dist)  trainer.json  manifest.json
     checkpoints/step_000120_update_003/  in the middle of step 121, after 3 of its updates
 
 A checkpoint is written under a temporary name while training continues. Its manifest, with the size and the
 digest of every other file, is written last; then the folder is renamed. A folder without a matching manifest
-is no checkpoint. The trainer decides when to save (``trainer/checkpointing.py``).
+is no checkpoint. The trainer decides when to save (``trainer/checkpointing.py``), the reader of a resumed run
+is ``reader.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save: which checkpoint it is, and how long it took."""
+    """A finished save, as plain data: what ``CheckpointStore.finalize`` returns, equal on every rank."""
 
     step: int
     updates: int
@@ -42,9 +43,10 @@ class Saved:
 
 
 class CheckpointStore:
-    """Checkpoint store of one run: begins, finalizes and deletes checkpoints.
+    """Checkpoint store of one run, on every rank: begins, finalizes and deletes checkpoints.
 
-    ``begin`` and ``finalize`` are collective.
+    After ``begin`` call ``finalize`` until it returns the save; both are collective, the other methods are
+    for rank 0. RunStopped, on the rank that meets it, if the disk is full or fails.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class CheckpointStore:
     def finalize(self, wait: bool) -> Saved | None:
         """Complete the pending save if all ranks have written their parts; ``wait`` blocks until they have.
 
-        Returns the finished save, once; None while it is pending or if there is none. Collective.
+        Returns the finished save, once; None while it is pending or if there is none. Collective. A complete
+        save also deletes old checkpoints.
         """
         pending = self._pending
         if pending is None:

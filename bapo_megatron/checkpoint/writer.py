@@ -1,4 +1,7 @@
-"""Asynchronous checkpoint writer: the ranks' parts, then file digests, then the manifest and the rename."""
+"""Asynchronous checkpoint writer: the ranks' parts, then file digests, then the manifest and the rename.
+
+For ``store.py``. Every step of it is collective, and polled; the writes themselves run in the background.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,12 @@ Digests = dict[str, dict[str, Any]]
 
 
 class PendingCheckpoint:
-    """Asynchronous save of one checkpoint. All ranks make the same calls in the same order."""
+    """Asynchronous save of one checkpoint, made when it begins; all ranks make the same calls in one order.
+
+    ``advance`` is polled until it returns True: then the checkpoint is on disk under its name. Errors of a
+    write are raised by ``advance``, on rank 0 first. A process that ends before leaves a hidden folder
+    behind.
+    """
 
     def __init__(
         self, savings: Sequence[Saving], temporary: Path, final: Path, about: dict[str, Any]

@@ -1,4 +1,8 @@
-"""Run configuration: the dataclasses of recipes, their validation, and the recipe loader."""
+"""Run configuration: the dataclasses of recipes, their validation, and the recipe loader.
+
+A recipe builds a ``RunConfig`` from the sections here. The dataclasses are frozen plain data, and check
+nothing by themselves: ``RunConfig.check`` raises one ConfigError with all mistakes.
+"""
 
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig

@@ -1,4 +1,7 @@
-"""Configuration sections of the outputs: checkpoints, evaluations, profiles, logs and hooks."""
+"""Configuration sections of the outputs: checkpoints, evaluations, profiles, logs and hooks.
+
+Frozen dataclasses, fields of ``RunConfig``; the docstring of a field is its text in ``--help``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Recipe loader: runs a Python file that defines ``recipe()``, and returns its configuration."""
+"""Recipe loader: runs a Python file that defines ``recipe()``, and returns its configuration.
+
+The file's code runs in this process. ConfigError for any failure; the fields themselves are not checked here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Configuration of SGLang servers: ``EngineConfig``, and the settings of their launch."""
+"""Configuration of SGLang servers: ``EngineConfig``, and the settings of their launch.
+
+A section of ``RunConfig``, ``rollout.sglang``; read where ``rollout.engine=sglang``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sources of training prompts: files that one run mixes, each with a weight and a reward of its own."""
+"""Sources of training prompts: files that one run mixes, each with a weight and a reward of its own.
+
+The entries of ``data.sources``, and their form as a flag (JSON; ValueError if it is malformed).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Validation of a configuration: types and ranges of each field, and the rules between fields.
 
-Each error is one line that names the field, its value and the fix.
+``RunConfig.check`` calls these functions. Each yields its errors, as one line with the field, its value and
+the fix; ``raise_problems`` then raises one ConfigError. No file, GPU or network is looked at.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Child processes with a deadline: a request-reply child, a command run to its end, a call in a fork.
 
-Each can be killed at any time, and none outlives this process, also after ``kill -9`` (processes.py).
+All calls block, up to a limit that the caller gives. A child can be killed at any time, from any thread, and
+none outlives this process, also after ``kill -9`` (processes.py).
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ behind."""
 
 
 class ChildError(Exception):
-    """No answer from the child."""
+    """Base of the errors of ``AnsweringChild.ask``: no answer from the child, which must then be closed."""
 
 
 class ChildDied(ChildError):
-    """Death of the child before its answer."""
+    """Death of the child before its answer, or an answer that is no JSON; also of a process of ``within``."""
 
 
 class ChildTimeout(ChildError):
-    """Deadline passed before the child's answer."""
+    """Deadline passed before the child's answer; the child still runs, and must be closed."""
 
 
 class NoAnswer(TimeoutError):
-    """Timeout of a call in a fork (``within``)."""
+    """Timeout of ``within``, a call in a fork; the forked process has been killed."""
 
 
 def with_import_path(environment: Mapping[str, str]) -> dict[str, str]:
@@ -59,7 +60,11 @@ def with_import_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class ChildProcess:
-    """Child process in a session of its own: signals to this process's group, as Ctrl-C, do not reach it."""
+    """Child process in a session of its own: signals to this process's group, as Ctrl-C, do not reach it.
+
+    Started by the constructor. Call ``close`` in any case: it kills the child, reaps it and releases the
+    pipes.
+    """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], guarded: bool, **popen: Any
@@ -137,7 +142,7 @@ class ChildProcess:
 class AnsweringChild(ChildProcess):
     """Request-reply child: one line of JSON each way, one request at a time.
 
-    Another thread may kill it during a request.
+    ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` it during a request.
     """
 
     def __init__(
@@ -159,7 +164,7 @@ class AnsweringChild(ChildProcess):
             os.set_blocking(stream.fileno(), False)
 
     def ask(self, question: object, limit_s: float) -> Any:
-        """The reply to ``question``. ChildTimeout or ChildDied; after either it must be closed."""
+        """The reply to ``question``; ChildTimeout or ChildDied, after which the child must be closed."""
         deadline = time.monotonic() + limit_s
         self._write(json.dumps(question).encode() + b"\n", deadline)
         line = self._read_line(deadline)
@@ -210,7 +215,7 @@ class AnsweringChild(ChildProcess):
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Result of a command: its output and exit."""
+    """Result of ``run_command``, as plain data: output, and how the command ended."""
 
     output: str
     errors: str
@@ -271,8 +276,9 @@ def _text(file: IO[bytes]) -> str:
 def within(limit_s: float, work: Callable[[], T]) -> T:
     """Call with a timeout, in a forked process: what ``work`` returns or raises; NoAnswer after ``limit_s``.
 
-    A thread that waits for a file system that hangs could not be ended, and neither could its process.
-    Result and error are pickled. ``work`` must need no lock that another thread may hold.
+    ChildDied if the forked process ends without an answer. A thread that waits for a file system that hangs
+    could not be ended, and neither could its process. Result and error are pickled. ``work`` must need no
+    lock that another thread may hold.
     """
     ours, theirs = Pipe(duplex=False)
     pid = os.fork()

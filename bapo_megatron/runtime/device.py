@@ -1,9 +1,9 @@
 """Device detection: CUDA or CPU, an error for an unusable GPU, and the choice of MKL's kernels.
 
 A machine whose torch cannot use its GPU (a driver too old for the wheels' CUDA, a container without its GPU
-hook, a CPU build of torch) would train on its CPU, correctly and a thousand times too slowly. So that is an
-error, unless ``BAPO_DEVICE=cpu`` asks for the CPU. torch is imported inside the functions: ``bapo --help``
-must answer at once.
+hook, a CPU build of torch) would train on its CPU, correctly and a thousand times too slowly. So that is a
+ConfigError, unless ``BAPO_DEVICE=cpu`` asks for the CPU. ``prepare_device`` must be called before any import
+of torch; the functions here import it themselves, so that a help text needs none.
 """
 
 from __future__ import annotations
@@ -170,9 +170,10 @@ def _fix(cuda: str | None) -> str:
 def choose_vector_kernels() -> None:
     """Warm up MKL's vector functions on one thread, which makes their results reproducible.
 
-    MKL chooses a function's kernel at the first call. When several threads made that call at once, one of
-    them now and then got a less exact kernel: the RoPE cosines of half a pack were off by up to 1.5e-4, in
-    the first forward pass of about one process in ten, and the run was not reproducible.
+    Called where a model runs on a CPU, before the first forward pass. MKL chooses a function's kernel at the
+    first call. When several threads made that call at once, one of them now and then got a less exact kernel:
+    the RoPE cosines of half a pack were off by up to 1.5e-4, in the first forward pass of about one process
+    in ten, and the run was not reproducible.
     """
     import torch
 

@@ -1,4 +1,9 @@
-"""torch.distributed: ranks of torchrun or srun, or started here; process groups; object collectives."""
+"""torch.distributed: ranks of torchrun or srun, or started here; process groups; object collectives.
+
+A command calls ``launched_world_size``; None means that it starts the ranks itself, by ``run_processes``.
+Each rank then opens ``process_group``. The object collectives at the end (``broadcast_from_main``,
+``all_gather``, ``on_all_ranks``, ...) pickle their values, and every rank must call them in the same order.
+"""
 
 from __future__ import annotations
 
@@ -108,8 +113,9 @@ def run_processes(
 
     A single rank runs in this process, unless ``apart``: a process that has run a model keeps threads that a
     later fork would lose, and memory of its GPU. More ranks are forked on a CPU (imports are shared) and
-    spawned with CUDA, whose context does not survive a fork. ``heeding``: the worker handles the signals to
-    stop as soon as it has begun, so a rank that one of them kills was still starting.
+    spawned with CUDA, whose context does not survive a fork. Returns when all ranks have ended; SystemExit
+    with the exit code of a rank that ended with a reason. ``heeding``: the worker handles the signals to stop
+    as soon as it has begun, so a rank that one of them kills was still starting.
     """
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if world_size == 1 and not apart:
@@ -178,7 +184,7 @@ def _terminate(processes: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
-    """The default process group of torch.distributed within the block, from torchrun's variables.
+    """Context manager: the default process group of torch.distributed, from torchrun's variables. Collective.
 
     After an error of this rank alone NCCL's groups are not destroyed: the process reports the error and exits
     at once, and the launcher ends the other ranks.

@@ -1,6 +1,8 @@
 """Exit codes of the command line: one message and an exit code for each error that a user can fix.
 
-The codes: 2 wrong input, 3 stopped run or full disk, 4 failing storage, 85 preempted.
+The codes here: 2 wrong input, 3 stopped run or full disk, 4 failing storage, 85 preempted; ``cli.run`` has
+the others. Functions with side effects on the process: ``report_error`` also kills its children, and after
+``skip_teardown`` the exit is hard (os._exit).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def is_raised_on_all_ranks(error: BaseException) -> bool:
 
 
 def report_error(error: ConfigError | Preempted | RunStopped, prints: bool = True) -> int:
-    """Print an error on stderr, end child processes and flush; the exit code of the error.
+    """Print an error on stderr, kill child processes of multiprocessing and flush; the error's exit code.
 
     ``prints``: False where another rank prints the same message.
     """

@@ -1,7 +1,7 @@
 """Atomic and durable file writes (temporary file, fsync, rename), and safe reads of foreign folders.
 
-A file is whole or absent, whenever the process or the machine dies. In folders that somebody else made,
-links and special files are refused.
+A file of ``write_atomically`` is whole or absent, whenever the process or the machine dies; OSError if it
+cannot be written. In folders that somebody else made, links and special files are refused: CheckpointError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """JSON-lines logs (metrics.jsonl, events.jsonl): append-only, readable during the run, whole after a kill.
 
 A line is whole once its newline is there. What follows the last newline is the torn end of a write that
-was cut short: readers skip it and writers remove it.
+was cut short: readers skip it and writers remove it. Lines are not synced to disk (fsync) one by one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _TAIL_BYTES = 1 << 18
 
 
 class JsonlLog:
-    """JSON-lines file open for appending. Every line is one write call: a kill tears at most one."""
+    """JSON-lines file open for appending, by one process. Every line is one write: a kill tears at most one.
+
+    Opening it removes the torn end of an earlier write. ``append`` may be called from several threads.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +52,10 @@ class JsonlLog:
             append_whole(self._file, _line(row), self._file.seek(0, os.SEEK_END))
 
     def rewind(self, step: int) -> None:
-        """Truncate the log after ``step``: a resumed run writes the later lines again."""
+        """Truncate the log after ``step``, atomically: a resumed run writes the later lines again.
+
+        ConfigError for a line that is no JSON, or has no step.
+        """
         lines = _whole_lines(self.path)
         kept = [line for number, line in enumerate(lines, 1) if _step_of(line, self.path, number) <= step]
         if len(kept) == len(lines):
@@ -64,7 +70,11 @@ class JsonlLog:
 
 
 class EventLog(JsonlLog):
-    """The event log (events.jsonl): starts, resumes, checkpoints, warnings. Never rewound."""
+    """The event log (events.jsonl) of the process that owns the run: starts, checkpoints, warnings.
+
+    Any thread may write; RunStopped if the disk does not take a line. It is never rewound on a resume. Other
+    processes write to it by ``append_event``.
+    """
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event with the time in UTC."""
@@ -81,13 +91,18 @@ def append_event(path: Path, kind: str, **fields: Any) -> None:
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """The rows of a log. A torn last line is skipped; any other bad line is a ConfigError, and so is a log
-    that is no plain file."""
+    """The rows of a log. A torn last line is skipped.
+
+    ConfigError for any other bad line, and for a log that is no plain file.
+    """
     return [_parse(line, path, number) for number, line in enumerate(_whole_lines(path), 1)]
 
 
 def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The last rows of a JSON-lines log, newest first, from its last 256 KiB; torn lines are left out."""
+    """The last rows of a JSON-lines log, newest first, from its last 256 KiB; bad lines are left out.
+
+    No rows if the file is missing; ConfigError if it is no plain file.
+    """
     try:
         with read_plain(path) as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,8 @@
-"""Out-of-memory errors: which rank had no memory left, of which kind, and which settings need less."""
+"""Out-of-memory errors: which rank had no memory left, of which kind, and which settings need less.
+
+The context manager ``naming_memory`` encloses the work of each rank; ``death`` is for the process that
+started it.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,12 @@ of what is saved is there while it is written, need less"
 
 
 class OutOfMemoryError(Exception):
-    """Out of memory on one rank. Only that rank raises it; the launcher ends the others."""
+    """Out of memory on one rank, which alone raises it; exit code 1. The launcher ends the other ranks."""
 
 
 @contextmanager
 def naming_memory() -> Iterator[None]:
-    """Turn a failed allocation in the block into an OutOfMemoryError with rank, host and advice."""
+    """Context manager: turns a failed allocation into an OutOfMemoryError with rank, host and advice."""
     try:
         yield
     except Exception as error:

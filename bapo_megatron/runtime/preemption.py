@@ -1,6 +1,7 @@
 """Preemption: a signal (``stop_signals.py``) or the end of the Slurm job asks the run to save and stop.
 
-The run finishes the current update, saves, and ends with exit code 85: the same command continues it.
+The run finishes the current update, saves, and ends with exit code 85: the same command continues it. The
+request is noted here; the loop asks for it and saves (``trainer/flow_control.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ _MARGIN_S = 60.0
 
 
 class PreemptionSignal:
-    """Preemption request, noted on any rank and seen by all ranks at the same point of the loop."""
+    """Preemption request, noted on any rank and seen by all ranks at the same point of the loop.
+
+    By a stop signal, or because the Slurm job would end before the next save. Each rank makes one.
+    ``heeding`` is the context manager that installs the signal handlers; ``reason`` is collective, and polled
+    at every point where the run can stop. Nothing is saved here.
+    """
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -31,7 +37,7 @@ class PreemptionSignal:
         self._longest_save_s = 0.0
 
     def heeding(self) -> AbstractContextManager[None]:
-        """Within the block SIGUSR1, SIGTERM and SIGHUP request a stop instead of ending this process."""
+        """Context manager: SIGUSR1, SIGTERM and SIGHUP request a stop instead of ending this process."""
         return handling(self._note)
 
     def saved(self, seconds: float) -> None:

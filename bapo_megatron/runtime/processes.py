@@ -1,8 +1,8 @@
 """Parent-death handling: a child process never outlives its parent, also after ``kill -9`` (no orphans).
 
-Our own programs call ``die_with_parent``. A foreign program (SGLang, nvidia-smi) runs under a guardian
-process, ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``. Only the standard library is imported:
-sandboxes and guardians start from this file alone.
+Our own programs call ``die_with_parent`` first thing. A foreign program (SGLang, nvidia-smi) runs under a
+guardian process, ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``. Linux only, and only the
+standard library is imported: sandboxes and guardians start from this file alone.
 
 A *lifeline* is the reading end of a pipe whose writing end only the parent has: the kernel closes that when
 the parent ends. child_process.py makes them.

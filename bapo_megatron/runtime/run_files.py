@@ -1,4 +1,4 @@
-"""Safe opening of files in a run directory: no link is followed, no FIFO waited for.
+"""Safe opening of files in a run directory: no link is followed, no FIFO waited for; else ConfigError.
 
 A link could lead a log, a lock or a picture to any file of the user. The run directory itself may be a link,
 and so may its large folders, to folders of the user on another disk.
@@ -36,12 +36,12 @@ def open_plain(path: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def read_plain(path: Path) -> BinaryIO:
-    """A plain file, open for reading."""
+    """A plain file, open for reading; ConfigError and OSError as of ``open_plain``."""
     return open(open_plain(path, os.O_RDONLY), "rb")
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """A lock file, created if it is missing, not truncated."""
+    """A lock file, open, created if it is missing, not truncated. The caller takes the lock (fcntl.flock)."""
     return open(open_plain(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
 
 

@@ -1,7 +1,7 @@
 """Paths of a run directory: the one place in Python that spells its file names.
 
-``slurm/lib/run_paths.sh`` mirrors those that a job's shell needs. Only the standard library is imported: the
-checkpoint tools and the commands for a cluster use it, too.
+Names only: nothing here creates a file. ``slurm/lib/run_paths.sh`` mirrors those that a job's shell needs.
+Only the standard library is imported: the checkpoint tools and the commands for a cluster use it, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def step_name(step: int, updates: int = 0) -> str:
 
 
 def moment_of(name: str) -> Moment | None:
-    """Inverse of ``step_name``: the moment of a name; None for any other name."""
+    """Inverse of ``step_name``: the moment (step, updates) of a name; None for any other name."""
     match = _STEP_NAME.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else None
 
@@ -57,7 +57,7 @@ def step_leftovers(folder: Path, suffix: str = "") -> Iterator[Path]:
 
 
 class RunPaths:
-    """Paths of the files and folders of the run directory ``root``."""
+    """Paths of the files and folders of the run directory ``root``, which need not exist. Reads no file."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,6 +1,7 @@
 """Stop signals: handlers of SIGUSR1 and SIGTERM, as Slurm sends them, and SIGHUP of a closed terminal.
 
-Only the standard library is imported, so that a command handles them before it has loaded anything.
+``handling`` is the context manager that installs a handler, in the main thread. Only the standard library is
+imported, so that a command handles the signals before it has loaded anything.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Signal handlers of a block: ``handler`` for each of ``SIGNALS``, instead of the end of this process.
+    """Context manager: ``handler`` for each of ``SIGNALS``, instead of the end of this process.
 
     An ignored SIGHUP stays ignored, as under nohup. After a SIGHUP output goes to /dev/null: the terminal is
     gone.

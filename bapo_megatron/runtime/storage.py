@@ -1,4 +1,8 @@
-"""Disk errors: classifies a failed write as a full disk or a failing file system, with one message."""
+"""Disk errors: turns a failed write into a DiskError, of a full disk or a failing file system.
+
+The context manager ``writing`` encloses a write. Both errors stop the run with one message: exit code 3, at
+which the user makes room, or 4, at which a job is requeued.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +30,22 @@ _ROOM_BYTES = 2**30
 
 
 class DiskError(RunStopped):
-    """Full disk: a file could not be written. Only the rank that wrote it raises it."""
+    """Full disk: a file could not be written. Only the rank that wrote it raises it.
+
+    A ``RunStopped``: exit code 3, and the same command continues the run.
+    """
 
 
 class FailingDiskError(DiskError, StorageFailed):
-    """Failing file system: a file could not be written though the disk has room."""
+    """Failing file system: a file could not be written though the disk has room. Exit code 4."""
 
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """Turn a disk error in the block, which writes ``what`` to ``path``, into a DiskError."""
+    """Context manager: turns a disk error in the block, which writes ``what`` to ``path``, into a DiskError.
+
+    Other errors pass, those of the run too (ConfigError, Preempted, RunStopped).
+    """
     try:
         yield
     except (ConfigError, Preempted, RunStopped, KeyboardInterrupt, SystemExit):

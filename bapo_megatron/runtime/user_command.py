@@ -1,7 +1,8 @@
 """User commands (`checkpoint.after_export`, `logging.on_event`): split, checked, run with a time limit.
 
 A command is split into words as a shell does it, and run without a shell: no value of a run (a folder, an
-event) is ever read as shell code. For pipes, variables and `&&`: ``bash -c '...'``.
+event) is ever read as shell code. For pipes, variables and `&&`: ``bash -c '...'``. ValueError for one that
+cannot be split.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def missing_program(command: str) -> str | None:
 class UserCommand:
     """Running user command, in a session of its own, with its output in a log.
 
-    Its descendants end with it, and all end with this process.
+    The constructor starts it and does not wait; poll or wait with ``wait``, then call ``close``. Its
+    descendants end with it, and all end with this process.
     """
 
     def __init__(

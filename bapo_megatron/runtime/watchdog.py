@@ -1,4 +1,8 @@
-"""Hang watchdog: a rank without progress prints the stacks of its threads and exits; the others follow."""
+"""Hang watchdog: a rank without progress prints the stacks of its threads and exits; the others follow.
+
+Each rank of a run has one; the loop resets it whenever it checks for preemption
+(``trainer/flow_control.py``).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import faulthandler
 class Watchdog:
     """Watchdog timer: unless it is reset in time, it prints the stacks of all threads and exits with code 1.
 
-    It is a thread of C (faulthandler), so it works also where C code that hangs holds the interpreter.
+    It starts when it is made, and a process can have one. It is a thread of C (faulthandler), so it works
+    also where C code that hangs holds the interpreter.
     """
 
     def __init__(self, minutes: float) -> None:

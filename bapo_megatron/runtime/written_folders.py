@@ -1,8 +1,12 @@
 """Safe replacement of output folders: a command replaces only folders that it wrote itself, in one rename.
 
-A written folder has a mark: a file that is written last and lists all others with their sizes, and small
-ones with their SHA-256. A folder without a mark, or with anything that the mark does not list, is never
-replaced and never deleted. A copy of a folder has its mark, and counts as the folder does.
+For exports, conversions and prepared datasets. ``check_replaceable`` is the preflight check, ``new_folder``
+the context manager of a write. ConfigError for a folder with anything that the command did not write.
+
+An export or a conversion has a mark: a file that is written last and lists all others with their sizes, and
+small ones with their SHA-256. Without a mark, or with anything that the mark does not list, such a folder is
+never replaced and never deleted. A copy of a folder has its mark, and counts as the folder does. A prepared
+dataset is known by the names of its files.
 """
 
 from __future__ import annotations
@@ -149,7 +153,7 @@ def replaced_folder(output: Path) -> Path:
 
 @contextmanager
 def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
-    """Atomic write of an output folder: the block fills a temporary one, which is then renamed to ``output``.
+    """Context manager: the block fills a temporary folder, which is then renamed to ``output``, atomically.
 
     An old folder that ``writer`` wrote is replaced. If the block raises, the new one is deleted.
     """

@@ -1,4 +1,8 @@
-"""Construction of a run: builds policy, sampler, weight sync, checkpoints and records from a RunConfig."""
+"""Construction of a run: builds policy, sampler, weight sync, checkpoints and records from a RunConfig.
+
+``open_run`` is the context manager that ``bapo train`` enters on every rank, once process groups exist and
+the run directory is locked.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,11 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 
 @dataclass(kw_only=True)
 class Run:
-    """A run's objects on one rank, as the training loop uses them. Only rank 0 has writers and a sampler."""
+    """A run's objects on one rank, as the training loop uses them: plain data, made by ``open_run``.
+
+    Only rank 0 has a recorder, exports and, while work is left, a sampler; these are None elsewhere. The loop
+    changes no field but ``partial_step``.
+    """
 
     config: RunConfig
     policy: Policy
@@ -73,9 +81,11 @@ def announce_optimizer(name: str, on_gpu: bool) -> None:
 
 @contextmanager
 def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
-    """The run of ``config``, new or resumed from its newest whole checkpoint. Collective.
+    """Context manager: the run of ``config``, new or resumed from its newest whole checkpoint. Collective.
 
-    Parts close in the reverse order of their opening.
+    Loads the checkpoint, starts the sampler and engines, compares the restored state and sends the weights,
+    in this order. Parts close in the reverse order of their opening, after an error too. ResumeError, on
+    every rank, if the restored state differs.
     """
     paths = RunPaths(config.directory)
     policy = build_policy(config)
@@ -136,7 +146,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
 def build_policy(config: RunConfig, reader: TensorReader | None = None) -> MegatronPolicy:
     """The Megatron policy with the weights of ``reader``; None: those of ``config.model``.
 
-    Process groups must exist.
+    Every rank calls it, and builds its part; process groups must exist.
     """
     return MegatronPolicy(
         config.model,

@@ -1,4 +1,8 @@
-"""Checkpointing of the training loop: asynchronous saves between steps, and the save before a stop."""
+"""Checkpointing of the training loop: asynchronous saves between steps, and the save before a stop.
+
+Functions on a ``Run``, all collective. A save is begun by one call and completed by a later one; a new one
+waits for the one before. DiskError, on the rank that meets it, for a full disk.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,11 @@ def bring_policy_back(run: Run) -> None:
 
 
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:
-    """Begin the asynchronous save after ``step``, or after the ``partial`` next step. Collective."""
+    """Begin the asynchronous save after ``step``, or after the ``partial`` next step. Collective.
+
+    Waits for the save before it. Training stands still while the resume check's fingerprint is taken and the
+    state is copied; with ``checkpoint.background=false`` until all is on disk.
+    """
     start = perf_counter()
     bring_policy_back(run)  # an offloaded policy has nothing on the GPU that could be copied
     finalize_checkpoint(run, wait=True)  # the one before: one writer at a time
@@ -48,7 +56,8 @@ def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) ->
 def finalize_checkpoint(run: Run, wait: bool = False) -> None:
     """Complete the pending save, if it is on disk: record it, export it, trim the journal. Collective.
 
-    Without ``wait`` it does not wait for the disk.
+    The journal is the sampler's; it keeps what a resume from the oldest checkpoint needs. Without ``wait`` it
+    does not wait for the disk, and does nothing if the save is not complete.
     """
     if run.exports:
         run.exports.poll()
@@ -66,7 +75,7 @@ def finalize_checkpoint(run: Run, wait: bool = False) -> None:
 
 
 def save_now(run: Run, step: int, partial: PartialStep | None = None) -> None:
-    """Synchronous save of this moment, unless it has a checkpoint. Collective."""
+    """Synchronous save of this state of the run, unless it has a checkpoint. Collective."""
     if _moment(step, partial) > run.checkpoints.newest:
         begin_checkpoint(run, step, partial)
     finalize_checkpoint(run, wait=True)

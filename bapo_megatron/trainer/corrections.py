@@ -2,14 +2,16 @@
 
     ratio = pi / pi_old          importance weight = min(pi_old / pi_rollout, cap)
 
-- With ``algorithm.old_log_probs=trainer`` the trainer computes pi_old before the updates of a step. Else
-  pi_old is pi_rollout, the engine's log-probs. Those differ a little from the trainer's, and those of stale
-  tokens a lot: the importance weight, by token or by response, corrects for that.
-- ``algorithm.corrections`` rejects whole responses (``algo/corrections/rejection.py``) before an update is
-  packed: no pass, no search, no metric and no mean sees them. All ranks decide alike. An update whose
-  responses are all rejected takes no step, and a warning says so.
+- ``old_log_probs=trainer``: one forward pass a step gives pi_old of the trainer. It differs from pi_rollout a
+  little, at stale tokens a lot; with ``importance_cap`` the weight corrects that, by token or by response.
+- ``old_log_probs=rollout``: pi_old is pi_rollout, the engine's log-probs; there are no weights.
+- ``algorithm.corrections`` rejects whole responses before packing, alike on all ranks
+  (``algo/corrections/rejection.py``): of an update's metrics only ``corrections/rejected_*`` count them.
+  ``off_policy_delta`` may cost a forward pass. An update with none left takes no step, with a warning.
 
-Legend: ``_R`` tokens of a response, ``_N`` response tokens of all samples of the step, ``_S`` samples.
+Called by ``train.py`` on every rank. FloatingPointError, on every rank, for log-probs that are not finite.
+
+Legend: ``_R`` tokens of a response, ``_N`` trained tokens of one response, or response tokens of all samples.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def corrected(
       trained tokens
     - ``corrections/weight``: mean importance weight of the tokens that are left; None where there are none
 
-    ``on_policy`` as in ``UpdateLoss.loss``. Collective where a forward pass is made.
+    ``on_policy`` as in ``UpdateLoss.loss``. Collective with ``off_policy_delta``. FloatingPointError, on
+    every rank, for log-probs that are not finite.
     """
     names = correction_metrics(algorithm)
     if not names:

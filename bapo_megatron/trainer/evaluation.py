@@ -1,4 +1,8 @@
-"""Held-out evaluation during training: avg@n on the suites, at the weights of a step."""
+"""Held-out evaluation during training: the share of right answers (avg@n), at the weights of a step.
+
+The loop calls ``evaluate_if_due`` between steps, on every rank, and waits; the sampler's engines sample the
+answers to ``evaluation.suites``, and rank 0 computes and records the metrics.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ from bapo_megatron.types import Metrics
 
 
 def evaluate_if_due(run: Run, step: int) -> None:
-    """Evaluate the weights after ``step`` if an evaluation is due; training waits. Collective."""
+    """Evaluate the weights after ``step`` if an evaluation is due; training waits. Collective.
+
+    RunStopped or Preempted, after a checkpoint, as of ``wait_for_sampler``.
+    """
     if not run.config.evaluates(step):
         return
     give_gpus_to_engines(run, step)
@@ -27,7 +34,7 @@ def evaluate_if_due(run: Run, step: int) -> None:
 def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
     """Evaluation metrics of a file of responses: ``eval/SUITE/...``, and ``eval/mean``, the mean of avg@n.
 
-    ``boxed`` as in ``score``.
+    ``boxed``: whether an answer without a box counts as ``unanswered`` (``evaluation/scoring.py``).
     """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     metrics: Metrics = {}

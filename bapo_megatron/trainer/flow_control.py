@@ -1,6 +1,8 @@
 """Flow control of the training loop: GPU hand-over, waiting for the sampler, preemption.
 
-All ranks take the same path: while rank 0 waits for its sampler, the ranks meet every few seconds.
+Functions on a ``Run``, all collective: all ranks take the same path, and while rank 0 waits for its sampler
+they meet every few seconds. An error that ends the run (Preempted, RunStopped) is raised on every rank, after
+a checkpoint of the moment where one can be made.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def give_gpus_to_engines(run: Run, step: int) -> None:
 def give_gpus_to_policy(run: Run, step: int) -> None:
     """GPU hand-over to the policy after ``step``: colocated engines release their memory. Collective.
 
-    RunStopped if the sampler or the memory is lost; after a checkpoint, if the policy could be reloaded.
+    Does nothing where engines have GPUs of their own. RunStopped if the sampler or the memory is lost; after
+    a checkpoint, if the policy could be reloaded.
     """
     try:
         run.handover.to_policy()
@@ -52,7 +55,8 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
     """Poll of the sampler until it answers ``ask``: the answer, on every rank. Collective.
 
     ``ask`` returns None where there is no answer yet, or ``Need.WEIGHTS`` where engines lack the weights
-    after ``step``. RunStopped, after a checkpoint, if there will be no answer.
+    after ``step``. RunStopped, after a checkpoint, if there will be no answer; Preempted as of
+    ``stop_if_preempted``.
     """
     # Rank 0 waits WAIT_S at most, and then all ranks meet in a broadcast: so no collective times out however
     # long sampling takes, every rank resets its watchdog, and a signal to any rank is seen by all.

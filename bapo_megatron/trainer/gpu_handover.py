@@ -3,11 +3,12 @@
     to_policy   engines: abort, pause, release memory | driver: is it free? | policy: reload
     to_engines  policy: offload | engines: take memory back, load weights, compare digests, sample
 
-One side takes memory only after the other has released it. An engine that fails to release or to wake is
-killed, which frees its memory, and started again at the next hand-over to the engines. No engine is started
-while the policy trains. Engines wake with weights from a folder, which is written before the policy is
-offloaded (weight_sync/disk). Or they read them from the policy's GPU memory (weight_sync/ipc), and then the
-policy is offloaded in two parts:
+The loop asks for it before sampling, before training and before a save, on every rank. One side takes memory
+only after the other has released it. An engine that fails to release or to wake is killed, which frees its
+memory, and started again at the next hand-over to the engines. No engine is started while the policy trains.
+Engines wake with weights from a folder, which is written before the policy is offloaded (weight_sync/disk).
+Or they read them from the policy's GPU memory (weight_sync/ipc), and then the policy is offloaded in two
+parts:
 
     to_engines  policy: offload all but weights | engines: weights' memory, load, digests | policy: offload
                 the weights | engines: the other memory, sample
@@ -36,9 +37,10 @@ _POLL_S = 0.2
 
 
 class GpuHandover:
-    """GPU hand-over between the policy and colocated engines.
+    """GPU hand-over between the policy and colocated engines. The policy has the GPUs at first.
 
-    All calls are collective, and do nothing where engines have GPUs of their own.
+    ``to_policy`` and ``to_engines`` are collective, and do nothing where engines have GPUs of their own, or
+    the GPUs are on that side already. ``policy_has_gpus`` and ``metrics`` are local. Nothing is checkpointed.
     """
 
     def __init__(

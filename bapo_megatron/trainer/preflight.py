@@ -1,4 +1,9 @@
-"""Preflight checks of a run: model, layout, dataset, reward and engine, before any process group exists."""
+"""Preflight checks of a run: model, layout, dataset, reward and engine, before any process group exists.
+
+Each raises ConfigError with the problem and the fix; none writes to the run directory. Commands call them
+before a run starts, under a launcher on every rank (those of the dataset on rank 0 alone); `bapo doctor` runs
+them one by one.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +134,10 @@ def check_sft(config: SftConfig) -> None:
 
 
 def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
-    """Check of a model; its tokenizer. ConfigError if its weights, tokenizer or layout does not fit."""
+    """Check of a model folder and a layout; returns the tokenizer.
+
+    ConfigError if the weights, the tokenizer or the layout does not fit (``check_weights``).
+    """
     shape = check_weights(model, parallel)
     tokenizer = load_tokenizer(model.hf_path)
     largest = max(tokenizer.get_vocab().values())
@@ -142,7 +150,7 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
-    """Check of a model's weights; its shape.
+    """Check of a model's weights and of the device; returns the model's shape.
 
     ConfigError if its HF folder lacks a tensor, the layout cannot split it, torch cannot use this machine's
     GPU, or an environment variable forbids the attention backend that the layout needs.

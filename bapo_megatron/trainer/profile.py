@@ -1,7 +1,8 @@
 """Profiles of chosen steps: torch profiler traces and GPU memory snapshots, in profile/ of the run directory.
 
 A trace covers the updates of a step and its weight sync; chrome://tracing and ui.perfetto.dev open it. A
-snapshot has every allocation with its stack; pytorch.org/memory_viz opens it.
+snapshot has every allocation with its stack; pytorch.org/memory_viz opens it. Each rank that
+``config.profile`` names writes its own files; a file that cannot be written is a warning.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _ENTRIES = 1_000_000
 
 @contextmanager
 def profiled(config: RunConfig, step: int) -> Iterator[None]:
-    """Profiler of the block, if ``config.profile`` names this step and rank; writes its files at the end."""
+    """Context manager: profiler of the block, if ``config.profile`` names this step and rank; else nothing.
+
+    The files are written at the block's end.
+    """
     profile, rank = config.profile, dist.get_rank()
     if step not in profile.steps or rank not in profile.ranks:
         yield

@@ -1,4 +1,9 @@
-"""Resume point of a run: its newest whole checkpoint, the steps that are left, and the resume check."""
+"""Resume point of a run: its newest whole checkpoint, the steps that are left, and the resume check.
+
+``trainer/build.py`` calls both functions at a start, on every rank: ``find_resume_point`` before anything is
+loaded; ``check_restored``, if there is a checkpoint, once policy and sampler have their states. Both are
+collective.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,10 @@ from bapo_megatron.types import Metrics
 
 
 class PartialStep(NamedTuple):
-    """A partly trained step: its updates before a checkpoint within it."""
+    """A partly trained step, as plain data: the updates that a checkpoint within it holds.
+
+    Kept in that checkpoint; ``train.train_on`` continues after these updates.
+    """
 
     version: int
     """The policy's version at the start of the step."""
@@ -34,7 +42,10 @@ class PartialStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The resume point: the checkpoint and step that a run begins or continues from. Equal on every rank."""
+    """The resume point: the checkpoint and step that a run begins or continues from. Equal on every rank.
+
+    Plain data: nothing is loaded yet. The methods pick the states of the loop's parts from the checkpoint.
+    """
 
     checkpoint: Checkpoint | None
     """The checkpoint to continue from; None for a new run."""
@@ -67,7 +78,8 @@ class ResumePoint:
 def find_resume_point(config: RunConfig) -> ResumePoint:
     """The resume point of ``config.directory``, from its newest whole checkpoint. Collective.
 
-    ConfigError if a partly trained step would be finished with other settings.
+    Reads every byte of the checkpoint, and deletes leftovers of a killed save. CheckpointError if there are
+    checkpoints and none is whole; ConfigError if a partly trained step would be finished with other settings.
     """
     # Before the search: half-written and half-deleted checkpoints of a killed process are no candidates.
     if is_main():

@@ -1,6 +1,7 @@
 """Rollout-only run (``bapo train --rollout-only``): samples and scores the batches of all steps, no training.
 
-The engines load the model's own weights once, as version 0. Every step's batch is formed as in training.
+The engines load the model's own weights once, as version 0. Every step's batch is formed as in training, and
+kept in the run directory; ``--train-only`` trains on it. Started again, it continues after the last step.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def sample_steps(
 
 
 def next_step(config: RunConfig) -> int:
-    """The step to sample next: the first that lacks its metrics or its journal file."""
+    """The step to sample next: the first that lacks its metrics or its journal file. Reads files only."""
     paths = RunPaths(config.directory)
     recorded = {row["step"] for row in read_jsonl(paths.metrics)} if paths.metrics.exists() else set()
     step = 1

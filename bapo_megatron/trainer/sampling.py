@@ -1,4 +1,8 @@
-"""Construction of the sampler, its engine servers and the weight sync of a run, from its configuration."""
+"""Construction of the sampler, its engine servers and the weight sync of a run, from its configuration.
+
+``open_sampler`` and ``open_engines`` are context managers for rank 0: they start processes, and end them with
+the block. ``build_weight_sync`` is called on every rank.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,10 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @contextmanager
 def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler, EngineServers]]:
-    """The sampler of a run with its engine servers, or of ``rollout.replay`` without any. On rank 0."""
+    """Context manager: the sampler of a run with its engine servers, or of ``rollout.replay`` without any.
+
+    On rank 0. The sampler does not sample before its ``start``.
+    """
     if config.rollout.replay is not None:
         yield ReplaySampler(config.rollout.replay), EngineServers()
         return
@@ -41,7 +48,10 @@ def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 
 @contextmanager
 def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[SamplerClient, EngineServers]]:
-    """The sampler's process and the engine servers that the run starts. On rank 0."""
+    """Context manager: the sampler's process and the engine servers that the run starts. On rank 0.
+
+    Reads the dataset and the suites first. Both end with the block, the sampler before its servers.
+    """
     tokenizer = load_tokenizer(config.model.hf_path)
     problems = load_problems(config.data, config.reward.function, tokenizer)
     suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer, config.reward.function)

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning, the warm start before RL: next-token training on solutions."""
+"""Supervised fine-tuning, the warm start before RL: next-token training on solutions.
+
+``bapo sft`` calls ``run_sft`` on every rank. There are no checkpoints: it writes the model once, at the end.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from bapo_megatron.types import MicroBatch, Prompt, TokenStats
 
 
 def run_sft(config: SftConfig) -> None:
-    """Supervised fine-tuning on solutions; writes the model's HF folder. Process groups must exist."""
+    """Supervised fine-tuning on solutions; writes the model's Hugging Face folder. Collective.
+
+    Process groups must exist. ConfigError if a problem has no solution.
+    """
     policy = MegatronPolicy(
         config.model, config.parallel, config.batch, config.optimizer, planned_updates=config.updates
     )

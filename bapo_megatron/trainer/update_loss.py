@@ -6,7 +6,7 @@ cheap to expensive:
 - fixed bounds: no search;
 - on-policy data: the present weights are pi_old, every ratio is 1, no forward pass;
 - ``scope: lagged``: the sums that the previous update measured;
-- ``scope: micro_batch``: a search in each pack, as the published code does;
+- ``scope: micro_batch``: a search in each micro-batch, as the published code does;
 - ``batch.hold_forwards``: after all forward passes and before all backward passes;
 - else: a forward-only pass over the update.
 
@@ -49,9 +49,10 @@ def checked_loss(config: RunConfig) -> Loss:
 class UpdateLoss:
     """Factory of the loss of each update: searches the clipping bounds (or what ``algorithm.loss`` searches).
 
-    State between updates: the sums of the last one for lagged bounds, what a search carries to the next
-    update of the same batch (``Search.carried``), and PAPO's entropy schedule. ConfigError for an unknown
-    loss.
+    One for a run, on each rank. Call ``loss`` (collective: it may make a forward pass), then after the
+    optimizer step ``observe`` with the update's sums. State between updates, for checkpoints (``state``,
+    ``load_state``): the sums of the last update for lagged bounds, what a search carries to the next update
+    of the same batch (``Search.carried``), and PAPO's entropy schedule. ConfigError for an unknown loss.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class UpdateLoss:
 
         ``on_policy``: on all ranks the present weights are pi_old, the ratio's denominator, of every token of
         the update: they sampled it, or the trainer computed pi_old with them. ``step_version``: the policy's
-        version at the start of the step, which tells one batch from another.
+        version at the start of the step, which tells one batch from another. Collective.
         """
         search, self.found, self._step_version = self._search, None, step_version
 
@@ -116,9 +117,10 @@ class UpdateLoss:
         return self._search.find(sums, self._carried[1] if self._carried and known else None)
 
     def observe(self, sums: Tensor) -> Metrics:
-        """Keep from ``sums``, the vector of an update, what the search and PAPO of the next one need.
+        """Keep from ``sums``, the reduced vector of an update, what the search and PAPO of the next one need.
 
-        Returns PAPO's metrics of the update, its phase and weights; empty where PAPO is off.
+        Returns PAPO's metrics of the update, its phase and weights; empty where PAPO is off. Call it once
+        after each optimizer step.
         """
         if self._search and self._search.scope == "lagged":
             self._previous = self.objective.search_sums(sums)

@@ -1,5 +1,8 @@
 """Truncated importance sampling (TIS): ``w = min(pi_old / pi_rollout, cap)``, by token or by response.
 
+With ``algorithm.importance_cap``: ``trainer/corrections.py`` computes the weights before the first update of
+a step, and they multiply the tokens' weights in the loss. Pure functions on numpy arrays.
+
 Legend: ``_R`` tokens of a response.
 """
 

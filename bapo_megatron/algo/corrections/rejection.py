@@ -1,7 +1,8 @@
-"""Rejection sampling of off-policy responses: whole responses leave the update, whatever its loss.
+"""Rejection sampling of off-policy responses: rules by which whole responses leave an update, with any loss.
 
-It comes before the packing, on the host: a rejected response is in no pack, no metric and no token count.
-Each field uses one of two ratios:
+``trainer/corrections.py`` applies the rules on the host before packing, alike on every rank. A rejected
+response is trained on by no token; only the metrics ``corrections/rejected_*`` of the update count it.
+Each limit is on one of two ratios:
 
 - ``pi_old / pi_rollout``, trainer against engine at the start of a step: known before its updates;
 - ``pi / pi_rollout``, the policy in training: measured by a forward pass before an update.

@@ -1,10 +1,11 @@
-"""Registry of policy-gradient losses, and the classes to write one: ``loss = -sum_t weight_t A_t value_t``.
+"""Registry of policy-gradient losses, and base classes to write one: ``loss = -sum_t weight_t A_t value_t``.
 
-``algorithm.loss`` is a registered name or ``package.module:Name``. A loss is one file with one subclass of
-``Loss``, which gives the loss of a pack and the gradient factor of each token. Clip fractions, diagnostics,
-the entropy rule and PAPO follow from these.
+``algorithm.loss`` is a registered name or ``package.module:Name``; ``build_loss`` makes it at a run's start,
+and raises ConfigError for an unknown loss or setting. A loss is one file with one subclass of ``Loss``, which
+gives the loss of a pack and the gradient factor of each token. Clip fractions, diagnostics, the entropy rule
+and PAPO follow from these. Every rank calls it for its own packs; it makes no collective calls.
 
-Legend: ``_T`` tokens of a pack.
+Legend: ``_T`` tokens of a pack, which is a micro-batch of packed sequences.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ LOSSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Search over a whole update that a loss needs first: clipping bounds, sequence ratios.
+    """Search over a whole update that a loss needs first: clipping bounds, sequence ratios. Plain data.
 
-    ``found = find(sum of measure over packs and ranks)``, which ``Loss.terms`` then gets.
+    ``found = find(sum of measure over packs and ranks)``. ``trainer/update_loss.py`` gets the sums in the
+    cheapest way and finds, before the loss is computed; ``Loss.terms`` then gets ``found``, equal on every
+    rank.
     """
 
     measure: TokenFn
@@ -82,11 +85,12 @@ class Loss(ABC):
     """Base class of a policy-gradient loss; subclasses define ``terms``.
 
     The constructor gets the run's ``AlgorithmConfig``, and raises ConfigError for a setting that it cannot
-    use. The settings of a loss are the arguments of
-    its constructor after ``algorithm``, with defaults; ``algorithm.loss_settings`` gives them. Their
-    annotations state types and ranges, ``Annotated[float, Gt(0)]``, which are checked before work starts.
-    ``narrow = functools.partial(MyLoss, width=0.1)`` in the same module names another choice,
-    ``package.module:narrow``.
+    use. The settings of a loss are the constructor's arguments after ``algorithm``, with defaults;
+    ``algorithm.loss_settings`` gives them. Their annotations state types and ranges, ``Annotated[float,
+    Gt(0)]``, which are checked before work starts. ``narrow = functools.partial(MyLoss, width=0.1)`` in the
+    same module names another choice, ``package.module:narrow``.
+
+    A loss keeps no state between updates: nothing of it is in a checkpoint.
     """
 
     bounds: ClassVar[Literal["searched", "fixed", "unused"]] = "unused"
@@ -116,7 +120,7 @@ class Loss(ABC):
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of a ``TokenLoss``: float64 [T], without gradient, 0 where masked."""
+    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient, 0 where masked. Plain data."""
 
     log_ratio_T: Tensor
     """log(pi / pi_old), nats."""
@@ -146,7 +150,7 @@ class Tokens(NamedTuple):
 
 
 class TokenRule(NamedTuple):
-    """Per-token terms of a ``TokenLoss``, [T]: ``loss = -sum_t weight A value``."""
+    """Per-token result of ``TokenLoss.rule``, [T], as plain data: ``loss = -sum_t weight A value``."""
 
     value_T: Tensor
     """float64: the factor of the advantage in the objective, PPO's clipped ratio for example."""
@@ -159,8 +163,8 @@ class TokenRule(NamedTuple):
 class TokenLoss(Loss):
     """Base class of a per-token loss, ``-sum_t weight A value``: subclasses define ``rule``.
 
-    The gradient is ``d loss / d log pi = -weight A g`` by construction, so a paper's stop-gradient is a
-    choice of the factor ``g``. A token beyond ``LOG_RATIO_LIMIT`` has no gradient.
+    A ``Loss`` without a search. The gradient is ``d loss / d log pi = -weight A g`` by construction, so a
+    paper's stop-gradient is a choice of the factor ``g``. A token beyond ``LOG_RATIO_LIMIT`` has no gradient.
     """
 
     @abstractmethod
@@ -181,7 +185,7 @@ class TokenLoss(Loss):
 
 
 class _LossSettings(Protocol):
-    """Fields of ``AlgorithmConfig`` that ``build_loss`` reads."""
+    """Protocol of the fields of ``AlgorithmConfig`` that ``build_loss`` reads."""
 
     @property
     def loss(self) -> str:

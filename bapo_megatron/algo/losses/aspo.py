@@ -1,14 +1,15 @@
 """ASPO (arXiv 2510.06062v2): ``-sum_t weight A min(w, dual_clip)``, w = 1 / r for A > 0, w = r for A < 0.
 
-A positive token with r < 1 gets a larger gradient, one with r > 1 a smaller one. The paper's Sec. 6 in three
-steps:
+``algorithm.loss=aspo``; ``r = pi / pi_old``, ``sg`` stop-gradient. A positive token with r < 1 gets a larger
+gradient, one with r > 1 a smaller one. The paper's Sec. 6 in three steps:
 
 1. PPO's mask: no gradient where A < 0 and ``r < 1 - clip_low``, or A > 0 and ``r > 1 + clip_high``
 2. Eq. 3: the weight is ``w = r`` for A < 0, and ``w = 1 / r`` for A > 0, whose gradient is that of
    ``pi_old pi / sg(pi^2)``
 3. the weight is at most ``dual_clip``, and keeps its gradient there
 
-So ``g = min(w, dual_clip)``, or 0 where masked. A masked token has the value of its bound, as in PPO.
+So the gradient factor (``d loss / d log pi = -weight A g``) is ``g = min(w, dual_clip)``, or 0 where masked.
+A masked token has the value of its bound, as in PPO.
 
 Defaults are those of the authors' scripts; the paper gives no numbers. The paper bounds the weight of A > 0
 (its step 3) and of A < 0 by PPO's dual clip; that both keep their gradient is the authors' code. That code
@@ -32,7 +33,8 @@ from bapo_megatron.algo.measurements import PackView, token_mean
 class Aspo(TokenLoss):
     """ASPO loss: PPO's mask, and the reciprocal ratio as weight of positive tokens. Clipped: masked tokens.
 
-    Metric ``aspo/dual_clipped``: the share of the tokens whose weight is above ``dual_clip``.
+    Metric ``aspo/dual_clipped``: the share of the tokens whose weight is above ``dual_clip``. Needs no pass
+    of its own over the update.
     """
 
     def __init__(

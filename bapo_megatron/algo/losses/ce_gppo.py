@@ -4,11 +4,12 @@
                                         g = beta2 (1 + clip_high)   where A > 0 and r > 1 + clip_high
                                         g = r                       elsewhere
 
-and ``v = g``: PPO's ratio, or a bound times beta, scaled by ``r / sg(r)``. ``beta1`` strengthens what lowers
-the entropy (unlikely tokens pushed down), ``beta2`` what raises it; with both 0 it is PPO's gradient. The
-defaults are those of the paper's 7B runs (0.5 and 1 at 1.5B), with its symmetric bounds. Its mean is within
-each response first, ``algorithm.loss_mean=sequence``; the authors' code has a mean over tokens, and a dual
-clip of 3 for A < 0 which the paper does not have.
+``algorithm.loss=ce_gppo``; ``r = pi / pi_old``, ``d loss / d log pi = -weight A g``, and ``v = g``: PPO's
+ratio, or a bound times beta, scaled by ``r / stop_gradient(r)``. ``beta1`` strengthens what lowers the
+entropy (unlikely tokens pushed down), ``beta2`` what raises it; with both 0 it is PPO's gradient. The
+defaults are those of the paper's 7B runs (0.5 and 1 at 1.5B), with its symmetric bounds. The paper's mean is
+within each response first, ``algorithm.loss_mean=sequence``; the authors' code has a mean over tokens, and a
+dual clip of 3 for A < 0 which the paper does not have.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class CeGppo(TokenLoss):
     """CE-GPPO loss: PPO's surrogate whose clipped tokens keep a gradient. Clipped: the tokens that PPO clips.
 
     Metrics ``ce_gppo/preserved_low`` and ``_high``: the share of the gradient mass ``sum weight g |A|`` from
-    tokens beyond the lower and the upper bound, None where the mass is 0.
+    tokens beyond the lower and the upper bound, None where the mass is 0. Needs no pass of its own over the
+    update.
     """
 
     def __init__(

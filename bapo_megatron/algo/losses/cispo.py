@@ -1,11 +1,12 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585, Eqs. 4 and 5): clipped importance weights on REINFORCE.
 
-    loss = -sum_t weight A sg(clip(r, ratio_low, ratio_high)) log pi
+    loss = -sum_t weight A stop_gradient(clip(r, ratio_low, ratio_high)) log pi,    r = pi / pi_old
 
-Every token keeps a gradient, of bounded size: ``g = clip(r, ratio_low, ratio_high)``. The paper's bounds are
-``1 - eps_low`` and ``1 + eps_high`` of the importance weight; it sets no effective lower bound and does not
-publish ``eps_high``. The default of 5 is from ScaleRL (arXiv 2510.13786), which TRL recommends, too. The mean
-is over the tokens of the batch: ``algorithm.loss_mean=token``.
+``algorithm.loss=cispo``. Every token keeps a gradient, of bounded size: ``d loss / d log pi = -weight A g``
+with ``g = clip(r, ratio_low, ratio_high)``. The paper's bounds are ``1 - eps_low`` and ``1 + eps_high`` of
+the importance weight; it sets no effective lower bound and does not publish ``eps_high``. The default of 5 is
+from ScaleRL (arXiv 2510.13786), which TRL recommends, too. The mean is over the tokens of the batch:
+``algorithm.loss_mean=token``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from bapo_megatron.errors import ConfigError
 
 
 class Cispo(TokenLoss):
-    """CISPO loss: REINFORCE with a clipped importance weight. Metric ``cispo/weight``, the mean weight."""
+    """CISPO loss: REINFORCE with a clipped importance weight. Metric ``cispo/weight``, the mean weight.
+
+    Clipped: the tokens whose weight is a bound. Needs no pass of its own over the update. ConfigError if the
+    bounds are not in order.
+    """
 
     measurements = (token_mean("cispo/weight", lambda view: view.terms.gradient_T),)
 

@@ -2,9 +2,10 @@
 
     loss = -sum_t weight min(r A, clip(r, c_low, c_high) A),    r = pi / pi_old
 
-The presets of ``bapo_megatron.algo.bapo`` choose the bounds. Equation numbers are those of arXiv 2510.18927.
+``algorithm.loss=clip``, the default. ``algorithm.bounds`` chooses the bounds, by presets in
+``bapo_megatron.algo.bapo``. Equation numbers are those of arXiv 2510.18927.
 
-Legend: ``_T`` tokens of a pack, ``_G`` search groups of an update.
+Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an update (``search_groups.py``).
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search: its bounds, and the contribution there under every reading of Eq. 8."""
+    """Result of a search of the bounds, as plain data; equal on every rank.
+
+    With the contribution of the positive tokens there, for each measure, share and weight (``BoundsConfig``).
+    """
 
     bounds: Bounds
     contributions: dict[str, float]
@@ -65,13 +69,13 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class GroupSearchResults:
-    """Results of an update's searches, one for each of its search groups (``bounds_tokens``)."""
+    """Results of an update's searches, one for each of its search groups (``bounds_tokens``). Plain data."""
 
     groups: tuple[SearchResult, ...]
 
 
 def contribution_fn(config: BoundsConfig) -> TokenFn:
-    """Token function of the contribution sums of one pack, for ``search`` or ``search_groups``."""
+    """Token function (``types.TokenFn``) of a pack's contribution sums, for the searches below."""
 
     def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
@@ -115,7 +119,7 @@ def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> SearchResul
 
 
 class _ClipSettings(Protocol):
-    """Fields of ``AlgorithmConfig`` that this loss reads."""
+    """Protocol of the fields of ``AlgorithmConfig`` that ``ClipLoss`` reads."""
 
     @property
     def bounds(self) -> BoundsConfig:
@@ -123,7 +127,12 @@ class _ClipSettings(Protocol):
 
 
 class ClipLoss(Loss):
-    """PPO-clip loss at the bounds of an update, which Algorithm 1 finds or which are fixed."""
+    """PPO-clip loss at the bounds of an update, which Algorithm 1 finds or which are fixed.
+
+    With ``bounds.scope=update`` the search needs the ratios of all tokens of the update before its first
+    backward pass, which may cost a forward pass; fixed bounds need none. ValueError from the search if its
+    sums are not finite.
+    """
 
     bounds = "searched"
     search: Search

@@ -2,8 +2,9 @@
 
 ``M`` is 0 where the update has moved a token's probability the way its advantage asks for (A > 0 and
 pi > mu, or A < 0 and pi < mu) and the divergence of the two distributions is above ``divergence_threshold``;
-else 1. So ``g = M r``. The divergence is that of two outcomes, the sampled token or any other, with
-``mu = pi_rollout`` (the paper's Sec. 5.2: the trust region must be anchored to the policy that sampled):
+else 1. So ``g = M r``, with ``r = pi / pi_old`` and ``d loss / d log pi = -weight A g``. The divergence is
+that of two outcomes, the sampled token or any other, with ``mu = pi_rollout`` (the paper's Sec. 5.2: the
+trust region must be anchored to the policy that sampled). ``algorithm.loss`` names it:
 
 - ``dppo_tv``, Eq. 13: ``|mu - pi|``
 - ``dppo_kl``, Eq. 14: ``mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))``
@@ -31,7 +32,10 @@ _ROUNDING = 1e-8
 
 
 class _Dppo(TokenLoss):
-    """DPPO loss with the divergence of a subclass. Clipped: the masked tokens. Metric ``dppo/divergence``."""
+    """Base class of the DPPO losses; a subclass gives the divergence. Clipped: the masked tokens.
+
+    Metric ``dppo/divergence``: its mean over the tokens. Needs no pass of its own over the update.
+    """
 
     def __init__(self, algorithm: Any, divergence_threshold: float, ratio_cap: float | None) -> None:
         super().__init__(algorithm)
@@ -55,7 +59,10 @@ class _Dppo(TokenLoss):
 
 
 class DppoTv(_Dppo):
-    """DPPO loss with total variation, ``|mu - pi|`` (Eq. 13)."""
+    """DPPO loss ``dppo_tv``, with total variation, ``|mu - pi|`` (Eq. 13). Clipped: the masked tokens.
+
+    Metric ``dppo/divergence``: its mean over the tokens. ``mu`` is pi_rollout.
+    """
 
     def __init__(
         self,
@@ -71,7 +78,10 @@ class DppoTv(_Dppo):
 
 
 class DppoKl(_Dppo):
-    """DPPO loss with the binary KL(rollout || policy), in nats (Eq. 14)."""
+    """DPPO loss ``dppo_kl``, with the binary KL(rollout || policy), in nats (Eq. 14). Clipped: masked tokens.
+
+    Metric ``dppo/divergence``: its mean over the tokens.
+    """
 
     def __init__(
         self,

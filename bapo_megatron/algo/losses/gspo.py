@@ -1,6 +1,9 @@
 """GSPO (arXiv 2507.18071, Eqs. 5 and 7): PPO-clip with the sequence ratio ``s = exp(mean_t log r_t)``.
 
-Legend: ``_T`` tokens of a pack.
+``algorithm.loss=gspo``; ``r = pi / pi_old``. The ratios of whole responses need a search over the update
+first, which may cost a forward pass (``trainer/update_loss.py``).
+
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from bapo_megatron.types import MicroBatch, TokenStats
 class Gspo(Loss):
     """GSPO loss: ``-sum_t weight min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)``, s the sequence ratio.
 
-    ``s`` is the geometric mean of the token ratios of a response. The gradient is that of GSPO-token
-    (Eqs. 13 and 14): ``d loss / d log pi_t = -weight A s``, which with one weight and one advantage for all
-    tokens of a response is GSPO's own (Eq. 10). A clipped response has no gradient at any of its tokens. The
-    paper's mean over responses is ``algorithm.loss_mean=sequence``.
+    ``s`` is the geometric mean of the token ratios of a response. The gradient is that of GSPO-token (Eqs. 13
+    and 14): ``d loss / d log pi_t = -weight A s``, which with one weight and one advantage for all tokens of
+    a response is GSPO's own (Eq. 10). A clipped response has no gradient at any of its tokens. The paper's
+    mean over responses is ``algorithm.loss_mean=sequence``. Metric ``gspo/ratio``: the mean of s. Needs the
+    ratios of the whole update first, which may cost a forward pass.
     """
 
     search: Search

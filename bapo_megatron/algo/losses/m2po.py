@@ -1,14 +1,16 @@
 """M2PO (arXiv 2510.01161): ``-sum_t weight M r A``, tokens masked until ``mean (log r)^2 <= tau``.
 
-Algorithm 1 of that paper. Its candidates, the trust-region tokens, are those that PPO could clip: A > 0 with
-r > 1, and A < 0 with r < 1. While the mean of their ``(log r)^2`` is above ``tau``, the largest is masked.
-The others, and all tokens outside the trust region, keep ``r A`` unclipped. A masked token stays in the
-count of tokens that the loss is divided by, as in the paper's objective.
+Algorithm 1 of that paper; ``algorithm.loss=m2po``, ``r = pi / pi_old``. Its candidates, the trust-region
+tokens, are those that PPO could clip: A > 0 with r > 1, and A < 0 with r < 1. While the mean of their
+``(log r)^2`` is above ``tau``, the largest is masked. The others, and all tokens outside the trust region,
+keep ``r A`` unclipped. A masked token stays in the count of tokens that the loss is divided by, as in the
+paper's objective.
 
-A sort of all tokens of an update is not additive over packs and ranks, a histogram is: the threshold is
-the lower edge of a bin of ``|log r|``, 0.5 % wide. So the bin in which Algorithm 1 stops is masked whole.
+The mask needs a search over the whole update first, which may cost a forward pass. A sort of all tokens is
+not additive over packs and ranks, a histogram is: the threshold is the lower edge of a bin of ``|log r|``,
+0.5 % wide. So the bin in which Algorithm 1 stops is masked whole.
 
-Legend: ``_T`` tokens of a pack, ``_B`` bins.
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_B`` bins.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ BIN = 1.005
 
 @dataclass(frozen=True)
 class Threshold:
-    """Mask threshold of an update, and the second moment of its candidates before and after masking."""
+    """Result of M2PO's search, as plain data: mask threshold, second moment before and after masking."""
 
     threshold: float
     """Smallest masked ``|log r|``, nats; inf where no token is masked."""
@@ -44,7 +46,11 @@ class Threshold:
 
 
 class M2po(Loss):
-    """M2PO loss: ``-sum_t weight M r A``, with ``M`` 0 at the tokens that Algorithm 1 masks, else 1."""
+    """M2PO loss: ``-sum_t weight M r A``, with ``M`` 0 at the tokens that Algorithm 1 masks, else 1.
+
+    Clipped: the masked tokens. Metrics ``m2po/threshold``, ``m2po/second_moment`` and ``..._kept``. Needs the
+    ratios of the whole update first, which may cost a forward pass.
+    """
 
     search: Search
 

@@ -1,9 +1,10 @@
 """MASPO (arXiv 2602.17550, Sec. 4): a one-sided Gaussian gate on the ratio in place of clipping.
 
-    loss = -sum_t weight A sg(F) r    with    F = exp(-(r - 1)^2 / (2 s^2))
+    loss = -sum_t weight A stop_gradient(F) r    with    F = exp(-(r - 1)^2 / (2 s^2)),    r = pi / pi_old
 
-so ``g = F r``. ``F`` gates only tokens that have moved in the direction of their advantage (A > 0 and r > 1,
-or A < 0 and r < 1); elsewhere it is 1. Its width
+``algorithm.loss=maspo``. So ``d loss / d log pi = -weight A g`` with ``g = F r``. ``F`` gates only tokens
+that have moved in the direction of their advantage (A > 0 and r > 1, or A < 0 and r < 1); elsewhere it is 1.
+Its width
 
     s = clip(sigma pi_old^-alpha, sigma, 10) clip(h, 0.1, 10)
     h = 1 + beta A for A > 0, 1 / (1 - beta A) for A < 0
@@ -31,7 +32,10 @@ _LEAST, _MOST = 0.1, 10.0
 
 
 class Maspo(TokenLoss):
-    """MASPO loss: surrogate with a one-sided Gaussian gate. Clips no token. Metric ``maspo/gate``, mean F."""
+    """MASPO loss: surrogate with a one-sided Gaussian gate F. Clips no token.
+
+    Metric ``maspo/gate``: the mean of F. Needs no pass of its own over the update.
+    """
 
     measurements = (gate_mean("maspo/gate"),)
 

@@ -1,11 +1,11 @@
 """SAPO (arXiv 2511.20347, Eqs. 5 and 6): a soft gate about r = 1 in place of clipping.
 
-    loss = -sum_t weight A f(r)    with    f(r) = 4 / tau sigmoid(tau (r - 1))
+    loss = -sum_t weight A f(r)    with    f(r) = 4 / tau sigmoid(tau (r - 1)),    r = pi / pi_old
 
-so ``g = 4 p (1 - p) r`` with ``p = sigmoid(tau (r - 1))`` (Eq. 8): 1 at r = 1, and falling on both sides. The
-temperature ``tau`` depends on the sign of the advantage; the larger one of negative advantages lets their
-gradient fall faster. Defaults are the paper's. Its mean is within each response first, then over responses:
-``algorithm.loss_mean=sequence``.
+``algorithm.loss=sapo``. So ``d loss / d log pi = -weight A g`` with ``g = 4 p (1 - p) r`` and ``p =
+sigmoid(tau (r - 1))`` (Eq. 8): 1 at r = 1, and falling on both sides. The temperature ``tau`` depends on the
+sign of the advantage; the larger one of negative advantages lets their gradient fall faster. Defaults are the
+paper's. The mean is within each response first, then over responses: ``algorithm.loss_mean=sequence``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from bapo_megatron.algo.measurements import gate_mean
 
 
 class Sapo(TokenLoss):
-    """SAPO loss: the surrogate with a sigmoid gate. Clips no token. Metric ``sapo/gate``, mean ``g / r``."""
+    """SAPO loss: the surrogate with a sigmoid gate. Clips no token.
+
+    Metric ``sapo/gate``: the mean of ``g / r``, the gate. Needs no pass of its own over the update.
+    """
 
     measurements = (gate_mean("sapo/gate"),)
 

@@ -1,6 +1,9 @@
 """VESPO (arXiv 2602.10693): ``-sum_t weight phi(W) A log pi``, a soft weight of the sequence ratio W.
 
-Legend: ``_T`` tokens of a pack.
+``algorithm.loss=vespo``. The ratios of whole responses need a search over the update first, which may cost a
+forward pass (``trainer/update_loss.py``).
+
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from bapo_megatron.types import MicroBatch, TokenStats
 
 
 class Vespo(Loss):
-    """VESPO loss: ``-sum_t weight sg(phi(W)) A log pi``, so ``d loss / d log pi = -weight A phi``.
+    """VESPO loss: ``-sum_t weight stop_gradient(phi(W)) A log pi``, so ``d loss / d log pi = -weight A phi``.
 
-    ``W = prod_t r_t`` is the ratio of the whole response, without a length normalization, and
-    ``phi(W) = W^k exp(lambda (1 - W))``, which is 1 at W = 1 and falls on both sides of its peak at
-    ``k / lambda``. ``k`` and ``lambda`` depend on the sign of the advantage. No token is clipped. As in the
-    authors' code (github.com/FloyedShen/VESPO) ``log W`` is clamped to +-20.
+    ``W = prod_t r_t``, ``r = pi / pi_old``, is the ratio of the whole response, without a length
+    normalization, and ``phi(W) = W^k exp(lambda (1 - W))``, which is 1 at W = 1 and falls on both sides of
+    its peak at ``k / lambda``. ``k`` and ``lambda`` depend on the sign of the advantage. No token is clipped.
+    As in the authors' code (github.com/FloyedShen/VESPO) ``log W`` is clamped to +-20. Metric ``vespo/phi``:
+    the mean phi. Needs the ratios of the whole update first, which may cost a forward pass.
     """
 
     search: Search

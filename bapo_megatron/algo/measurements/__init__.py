@@ -1,9 +1,11 @@
 """Measurements of an update: additive sums over its tokens, and the metrics computed from them.
 
-A new metric is one entry: write a ``Measurement`` (or a ``token_mean``) and add it to ``MEASUREMENTS`` in
-``algo/objective.py``, or to the ``measurements`` of a loss.
+Every rank computes the sums of its own packs, at the weights before the update; the policy all-reduces them
+with the loss, and the metrics are computed from the result (``algo/objective.py``). A new metric is one
+entry: write a ``Measurement`` (or a ``token_mean``) and add it to ``MEASUREMENTS`` there, or to the
+``measurements`` of a loss.
 
-Legend: ``_T`` tokens of a pack, ``_K`` those of them that count.
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` those of them that count.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from bapo_megatron.types import Metrics, MicroBatch, TokenStats
 
 
 class LossTerms(NamedTuple):
-    """Loss of one pack, with the gradient factor and the clipping of each token."""
+    """Result of ``Loss.terms`` for a pack or a chunk of it, as plain data: loss, and terms of each token."""
 
     loss: Tensor
     """float64 scalar, differentiable in ``stats.log_prob_T``: the sum over the pack's tokens, each with its
@@ -34,7 +36,10 @@ class LossTerms(NamedTuple):
 
 @dataclass(frozen=True)
 class PackView:
-    """One pack as input of the measurements, without gradients."""
+    """Input of ``Measurement.sums``: one pack, or a chunk of it, with its loss terms, without gradients.
+
+    Plain data; ``live_T`` and ``log_ratio_T`` are computed once, when they are asked for.
+    """
 
     stats: TokenStats
     """Log-probs and entropies under the policy in training, nats."""
@@ -60,7 +65,7 @@ class PackView:
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """Reduced sums of a whole update, over all packs and ranks, by measurement."""
+    """Input of ``Measurement.metrics``, as plain data: sums of a whole update, over all packs and ranks."""
 
     tokens: float
     """Tokens in the loss, at least 1: a divisor."""
@@ -72,7 +77,10 @@ class UpdateSums:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement: additive sums of one pack, and metrics from the sums over all packs and ranks."""
+    """A measurement, as two functions: sums of one pack, and metrics from their total over packs and ranks.
+
+    ``sums`` is called in every chunk of every pack, and should not make the host wait for a GPU.
+    """
 
     name: str
     """Unique among the measurements of an objective."""

@@ -1,9 +1,10 @@
 """Metrics by data source: tokens, entropy, contribution and clip fractions of each source's prompts.
 
-Each has the name of the metric of all tokens behind ``source/NAME/``. The mass of a token is the size of its
-gradient, ``m g |A|``: ``m`` is its weight in the loss, ``g`` the loss's factor (``LossTerms.gradient_T``).
+Measured in runs with ``data.sources``. Each has the name of the metric of all tokens behind
+``source/NAME/``. The mass of a token is the size of its gradient, ``m g |A|``: ``m`` is its weight in the
+loss, ``g`` the loss's factor (``LossTerms.gradient_T``).
 
-Legend: ``_T`` tokens of a pack, ``_S`` sources, the first row for tokens of none.
+Legend: ``_T`` tokens of a pack (a micro-batch), ``_S`` sources, the first row for tokens of none.
 """
 
 from __future__ import annotations

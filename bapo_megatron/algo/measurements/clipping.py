@@ -1,4 +1,7 @@
-"""Clip fractions: shares of an update's tokens that the loss clips, by the sign of their advantage."""
+"""Clip fractions: shares of an update's tokens that the loss clips, by the sign of their advantage.
+
+``CLIPPING`` measures them in every update, whatever its loss. Legend: ``_T`` tokens of a pack.
+"""
 
 from __future__ import annotations
 

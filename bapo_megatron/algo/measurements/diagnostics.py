@@ -1,5 +1,7 @@
 """Entropy diagnostics: the Entropy-Clip Rule (Eq. 6), quadrants of advantage and probability, ratio bins.
 
+``DIAGNOSTICS`` measures them in every update, without a pass of its own. Equations of arXiv 2510.18927.
+
 The quadrants are those of the Entropy-Clip Rule (Eq. 6, Definition 1): a token has *high* probability if
 ``log pi(y) > E[log pi] = -H``, the mean over its own next-token distribution (``tokens.likely``), and its
 advantage is positive or negative. A policy-gradient step on the sampled token ``y`` changes the entropy of
@@ -9,8 +11,8 @@ its distribution, to first order and up to the step's size, by
 
 with ``m`` the weight in the loss and ``g`` the loss's own factor of the gradient (``LossTerms.gradient_T``;
 BAPO's is the ratio where the token has a gradient, Eq. 7, else 0). ``X`` is 1 where ``g`` is not 0, else 0.
-Its mean estimates minus the covariance of Eq. 6, whose constant drops out because ``log pi + H`` has mean
-zero. Derivation: docs/off_policy.md. Effects above 0 expand the entropy, those below contract it.
+The mean effect estimates minus the covariance of Eq. 6, whose constant drops out because ``log pi + H`` has
+mean zero. Derivation: docs/off_policy.md. Effects above 0 expand the entropy, those below contract it.
 
 Legend: ``_T`` tokens of a pack, ``_B`` buckets of staleness, ``_C`` classes of tokens, ``_V`` values.
 """
@@ -89,7 +91,8 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
       gradient mass ``sum m g |A|``; ``quadrant/Q/clipped``: the share of its own tokens that is clipped
     - ``entropy_rule/covariance``: ``Cov(log pi, A X)`` over tokens, Eq. 6 as a plain covariance
     - ``entropy_rule/effect``: mean first-order effect on the entropy, in nats for a step of size 1
-    - ``polarity/...``: the expanding branch's share of tokens and contribution; both branches' effects
+    - ``polarity/...``: the share of tokens and contribution of the two quadrants that expand the entropy
+      (``EXPANDING``); the effects of these, and of all other tokens
     - ``staleness/B/clipped_Q``, ``.../covariance``, ``.../effect``: the same within a bucket of staleness
     - ``ratio/BIN/tokens``: share of the tokens; ``.../probability``, ``.../entropy``: means over the bin
     """

@@ -1,7 +1,8 @@
-"""Raised tokens, ``r > 1.2`` (GRPO's upper bound): their share, and their probability under pi_old.
+"""Raised tokens, ``r = pi / pi_old > 1.2`` (GRPO's upper bound): their share, and their mean pi_old.
 
-A higher c_high acts on the positive ones among them. In a run without raised tokens, or with only likely
-ones, no c_high can keep the entropy up (Figs. 5 and 10 of the paper).
+``RAISED_TOKENS`` measures them in every update. A higher c_high acts on the positive ones among them. In a
+run without raised tokens, or with only likely ones, no c_high can keep the entropy up (Figs. 5 and 10 of
+arXiv 2510.18927).
 """
 
 from __future__ import annotations

@@ -10,7 +10,10 @@ Reuse: updates that this step has already made on its batch. Queue: updates whil
 for the step. Segment: updates while the group was unfinished (partial rollouts: a response is sampled in
 segments, under several versions).
 
-Legend: ``_T`` tokens of a pack, ``_R`` tokens of a response, ``_B`` buckets.
+``train.py`` calls ``age_metrics`` before an update, on the host; ``STALENESS`` measures the same tokens in
+its packs, by buckets of age.
+
+Legend: ``_T`` tokens of a pack (a micro-batch), ``_R`` tokens of a response, ``_B`` buckets.
 """
 
 from __future__ import annotations

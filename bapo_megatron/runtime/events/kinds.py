@@ -1,7 +1,7 @@
 """Table of event kinds in RUN/events.jsonl: meaning, shown as trouble by `bapo status`, sent by `on_event`.
 
-A kind that is missing here is written all the same; it is neither shown nor sent. A test holds this table to
-the kinds that the program and the job's shell write.
+Whoever writes an event takes a kind from here. A kind that is missing is written all the same; it is neither
+shown nor sent. A test holds this table to the kinds that the program and the job's shell write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_TEXT = 1000
 
 @dataclass(frozen=True)
 class EventKind:
-    """A kind of event."""
+    """Entry of the table of event kinds, as plain data: meaning, and where such events are shown or sent."""
 
     meaning: str
     is_trouble: bool = False

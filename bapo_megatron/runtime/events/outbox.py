@@ -1,4 +1,7 @@
-"""Outbox of one `logging.on_event` target: events queue until it takes them; retries with backoff."""
+"""Outbox of one `logging.on_event` target: events queue until it takes them; retries with backoff.
+
+Kept in memory by the event sender (``sender.py``), which stores how far each target has got.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ Send = Callable[[dict[str, Any], int], None]
 
 @dataclass
 class _Queued:
-    """Queued events of one kind, sent as one message."""
+    """Queued events of one kind, sent as one message. Plain data."""
 
     event: dict[str, Any]
     """The newest."""
@@ -28,7 +31,11 @@ class _Queued:
 
 
 class Outbox:
-    """Queue of events for one target, at most one message of each kind, however long the target is down."""
+    """Queue of events for one target, at most one message of each kind, however long the target is down.
+
+    ``deliver`` is called again and again, and blocks while it sends; a failed send stays queued, and is due
+    after 5 s, then twice as long each time, at most 300 s.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -57,9 +64,9 @@ class Outbox:
         return bool(self._failures)
 
     def deliver(self, now: float, at_once: bool = False) -> str | None:
-        """Send the events that are due, oldest first; ``at_once``: all of them.
+        """Send the events that are due, oldest first; ``at_once``: all of them. Blocks while it sends.
 
-        The reason of a failure, if it is the first since a success.
+        Returns the reason of a failure, if it is the first since a success; a failed send raises nothing.
         """
         was_failing, reason = any(self._failures.values()), None
         for kind, queued in sorted(self._queued.items(), key=lambda item: item[1].begin):

@@ -1,4 +1,7 @@
-"""Stall detection: whether a run makes progress, from the modification times of its files."""
+"""Stall detection: whether a run makes progress, from the modification times of its files.
+
+Only reads the run directory: called by the event sender, and by `bapo status` in another process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class Patience:
-    """Stall limit of a run: the longest silence that is no stall."""
+    """Stall limit of a run, as plain data from its configuration: the longest silence that is no stall."""
 
     steps: int
     """Steps of the whole run. After the last one there is no limit."""
@@ -29,7 +32,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run: the time of its last sign of life, in seconds since 1970, and its step times."""
+    """Progress of a run, as plain data: its last sign of life, in seconds since 1970, and its step times."""
 
     at: float
     step: int
@@ -54,8 +57,10 @@ class Progress:
 
 
 def read_progress(run: Path) -> Progress:
-    """The progress of ``run``. Signs of life are writes of steps, updates, evaluations, checkpoints, exports
-    and the sampler's journal."""
+    """The progress of the run in the directory ``run``, now.
+
+    Signs of life are writes of steps, updates, evaluations, checkpoints, exports and the sampler's journal.
+    """
     paths = RunPaths(run)
     logs = sorted(paths.journal.glob("segments-*.log"))[-1:]  # a growing file does not touch its folder
     signs = [paths.metrics, paths.updates, paths.evaluations, *logs]

@@ -2,9 +2,9 @@
 
     python -m bapo_megatron.runtime.events.sender PID
 
-It resumes where the process before it stopped, so it also sends the events that the job's shell wrote between
-two starts. It is a process of its own: it reports a run that hangs as `stalled` and a killed one as `failed`,
-and a target that hangs delays no step. It imports no torch.
+Rank 0 starts it (``trainer/records/notifier.py``). It resumes where the process before it stopped, so it also
+sends the events that the job's shell wrote between two starts. It is a process of its own: it reports a run
+that hangs as `stalled` and a killed one as `failed`, and a target that hangs delays no step. No torch.
 
 Standard input: the ``SenderSettings`` as a line of JSON; then, when the run has ended, the seconds that its
 queued events may take. If the pipe closes without that line, the run was killed.
@@ -51,7 +51,7 @@ process is to tell."""
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """Settings of a run's event sender, sent to it as a line of JSON."""
+    """Settings of a run's event sender, plain data that the run sends to it as a line of JSON."""
 
     run_dir: str
     name: str
@@ -68,7 +68,11 @@ class SenderSettings:
 
 
 class EventSender:
-    """Event sender of one run: reads its events into an outbox for each target, and detects stalls."""
+    """Event sender of one run, in its own process: queues and sends events to each target, detects stalls.
+
+    ``work`` calls its methods in turn, each blocking. A failed send is repeated. RUN/on_event.json keeps how
+    far each target is: after a kill an event may be sent twice, and none is lost.
+    """
 
     def __init__(self, order: SenderSettings) -> None:
         self._order, self._paths = order, RunPaths(Path(order.run_dir))

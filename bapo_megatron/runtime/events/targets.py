@@ -2,7 +2,7 @@
 
 A command gets the message as JSON on its standard input. A URL gets it as a JSON POST; Slack, Mattermost and
 compatible services show its field `text`. A URL may be a secret: no message has it, and as `$NAME` it is not
-even in the run directory.
+even in the run directory. ``send`` blocks for 20 s at most, and raises Refused; the checks yield texts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
 
 
 class Refused(Exception):
-    """Failed delivery: a target did not take a message. The text says why, without the URL."""
+    """Failed delivery, raised by ``send``: a target did not take a message. The text has no URL."""
 
 
 def target_problems(targets: Sequence[str]) -> Iterator[str]:

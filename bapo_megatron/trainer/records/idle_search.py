@@ -1,4 +1,7 @@
-"""Idle-search notice: says when BAPO's bounds never move, so that the run equals one with fixed bounds."""
+"""Idle-search notice: says when BAPO's bounds never move, so that the run equals one with fixed bounds.
+
+The recorder of rank 0 asks once a step, and writes the notice as an event, at most once in a run.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ _UPDATES = 16
 
 
 class IdleSearch:
-    """Counter of stale updates in which no bound moved, from the run's first step on.
+    """Counter of stale updates, whose ratios are not all 1, in which no bound moved, from the run's start on.
 
-    A resumed process has not seen the first updates, and gives no notice.
+    It is not in checkpoints: a resumed process has not seen the first updates, and gives no notice.
     """
 
     def __init__(self, bounds: BoundsConfig, first_step: int) -> None:

@@ -1,4 +1,8 @@
-"""Metrics log of a run: metrics.jsonl, updates.jsonl, evaluations.jsonl, TensorBoard, and the trackers."""
+"""Metrics log of a run: metrics.jsonl, updates.jsonl, evaluations.jsonl, TensorBoard, and the trackers.
+
+Written by rank 0 through ``Recorder``. The files are the record of the run; TensorBoard is written in this
+process, every other tracker by a process that follows the files (``observer/``).
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,17 @@ _ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 
 def evaluation_means(run_dir: Path) -> dict[int, float]:
-    """Score of each evaluated step of a run, ``eval/mean``."""
+    """Score of each evaluated step of a run, ``eval/mean``, read from its file; none without evaluations."""
     log = RunPaths(run_dir).evaluations
     rows = read_jsonl(log) if log.exists() else []
     return {row["step"]: row["eval/mean"] for row in rows}
 
 
 class MetricsLog:
-    """The metrics log of one run. Steps count from 1.
+    """The metrics log of one run, on rank 0. Steps count from 1. RunStopped if the disk does not take a line.
 
-    ``resume_step``: the last step that the checkpoint holds; 0 for a new run. Lines of later steps are
-    dropped: the resumed run makes those steps again. ``report`` records the events of trackers.
+    ``resume_step``: the last step that the checkpoint holds; 0 for a new run. Opening the log drops the lines
+    of later steps: the resumed run makes those steps again. ``report`` records the events of trackers.
     """
 
     def __init__(self, run_dir: Path, logging: LoggingConfig, resume_step: int, report: Report) -> None:
@@ -50,7 +54,7 @@ class MetricsLog:
             self._observers = Observers(trackers, paths, resume_step, report)
 
     def write_step(self, step: int, metrics: Metrics) -> None:
-        """Write the metrics of ``step`` to the files and the boards."""
+        """Write the metrics of ``step`` to metrics.jsonl, TensorBoard and the trackers."""
         self._steps.append({"step": step, **metrics})  # before the boards, whose observers read the file
         self._show(step, metrics)
 
@@ -70,7 +74,7 @@ class MetricsLog:
         self._observers.tell(step)
 
     def write_update(self, step: int, metrics: Metrics) -> None:
-        """Write the metrics of one update of ``step`` to updates.jsonl. Boards show steps alone."""
+        """Write the metrics of one update of ``step`` to updates.jsonl; TensorBoard and trackers get none."""
         self._updates.append({"step": step, **metrics})
 
     def close(self) -> None:

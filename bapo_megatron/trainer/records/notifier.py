@@ -1,4 +1,8 @@
-"""End event of a run (done, preempted, stopped, failed), and the life of the process that sends events."""
+"""End event of a run (done, preempted, stopped, failed), and the life of the process that sends events.
+
+Two context managers around a run, on rank 0: ``sending_events`` outside, ``recorded_end`` inside, so that the
+end is sent, too. The sender itself: ``runtime/events/sender.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ _ENDING_S = 5.0
 def recorded_end(
     config: RunConfig, has_work: bool, event: Callable[[dict[str, Any]], None]
 ) -> Iterator[None]:
-    """Record the end event of the block, which is the run: `done`, `preempted`, `stopped` or `failed`.
+    """Context manager around a run: records its end event, `done`, `preempted`, `stopped` or `failed`.
 
     ``has_work``: whether steps were left; a finished run that is started again records no second `done`.
     """
@@ -53,9 +57,10 @@ def _end_event(error: BaseException) -> dict[str, Any]:
 
 @contextmanager
 def sending_events(config: RunConfig) -> Iterator[None]:
-    """Event sender process of the block, on rank 0, if ``logging.on_event`` has a target.
+    """Context manager: the event sender process of a run, on rank 0, if ``logging.on_event`` has a target.
 
-    The run waits for it only at its end, and a failure of the sender never fails the run.
+    The run waits for it only at its end, 30 s or after a preemption 10 s (and 5 s more if it hangs). A
+    failure of the sender never fails the run.
     """
     if not config.logging.on_event:
         yield

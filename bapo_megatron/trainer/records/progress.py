@@ -1,4 +1,7 @@
-"""The progress display of a run: live in a terminal, one plain line a step in a log file."""
+"""The progress display of a run: live in a terminal, one plain line a step in a log file.
+
+On rank 0, through ``Recorder``. It shows metrics, and reads none from disk.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ _ABSENT = "-"
 
 
 class Progress:
-    """Progress display of a run on a stream. Steps count from 1; ``first_step`` is this process's first."""
+    """Progress display of a run on a stream, on rank 0; ``close`` releases the terminal.
+
+    Steps count from 1; ``first_step`` is this process's first. ``stream`` None: standard output.
+    """
 
     def __init__(self, total_steps: int, first_step: int, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
@@ -53,13 +59,15 @@ class Progress:
 
 
 class _View(Protocol):
+    """Protocol of a display: ``_LiveView`` for terminals, ``_LineView`` for logs."""
+
     def show(self, step: int, metrics: Metrics, remaining_s: float | None) -> None: ...
 
     def close(self) -> None: ...
 
 
 class _LineView:
-    """A display for logs: one line a step, with columns of fixed width."""
+    """The display for logs: one line a step, with columns of fixed width."""
 
     def __init__(self, total_steps: int, stream: TextIO) -> None:
         self._total_steps = total_steps
@@ -73,7 +81,7 @@ class _LineView:
 
 
 class _LiveView:
-    """A display for terminals: two rows that stay at the bottom, below all other output."""
+    """The display for terminals: two rows that stay at the bottom, below all other output."""
 
     def __init__(self, total_steps: int, first_step: int, stream: TextIO) -> None:
         self._total_steps = total_steps

@@ -1,4 +1,7 @@
-"""Recorder of a run: metrics, events.jsonl and the progress line; and the engine mismatch check."""
+"""Recorder of a run: metrics, events.jsonl and the progress line; and the engine mismatch check.
+
+``Recorder`` is on rank 0 alone. The checks are called on every rank, once a step's metrics are written.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ Kernels and precision make 0.05; weights of another model, or without one of the
 
 
 class Recorder:
-    """The writer of a run's metrics, events and progress, on rank 0. Steps count from 1."""
+    """The writer of a run's metrics, events and progress, on rank 0. Steps count from 1.
+
+    Opening it drops the metrics of steps after the checkpoint, and records `start` or `resume`. ``event`` may
+    be called from any thread. RunStopped if the disk does not take a line. Call ``close``.
+    """
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
         directory = config.directory
@@ -123,7 +130,10 @@ class Recorder:
 
 
 class StepClock:
-    """Stopwatch of the phases of a step (rollout, update, sync), in wall seconds."""
+    """Stopwatch of the parts of a step (rollout, update, sync), in wall seconds of this rank.
+
+    It starts when it is made; ``lap`` ends a part.
+    """
 
     def __init__(self) -> None:
         self._start = self._last = perf_counter()

@@ -1,4 +1,7 @@
-"""Recorder of a rollout-only run: metrics, a progress line for each step, a summary table at the end."""
+"""Recorder of a rollout-only run: metrics, a progress line for each step, a summary table at the end.
+
+Used by ``trainer/rollout_only.py``, on rank 0, in place of ``Recorder``.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ _USUAL = {"start", "resume", "done", "engine_ready"}
 
 
 class RolloutRecord:
-    """Writer of metrics, events and progress lines of a rollout-only run. Steps count from 1."""
+    """Writer of metrics, events and progress lines of a rollout-only run, on rank 0. Steps count from 1.
+
+    Opening it records `start` or `resume`, and drops metrics of later steps. RunStopped if the disk does not
+    take a line. Call ``finish`` once all steps are sampled, ``close`` in any case.
+    """
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
         self._config, self._paths = config, RunPaths(config.directory)

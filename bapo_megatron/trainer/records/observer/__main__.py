@@ -1,4 +1,4 @@
-"""Entry point of an observer process.
+"""Entry point of an observer process, which ``processes.py`` starts for each tracker.
 
     python -m bapo_megatron.trainer.records.observer RUN NAME STEP LIFELINE
 

@@ -1,4 +1,8 @@
-"""Observer loop: forwards each row of a run's metrics files to one tracker, exactly once, with retries."""
+"""Observer loop: forwards each row of a run's metrics files to one tracker, in order, with retries.
+
+Runs in the observer's own process. Each step is sent once, also over restarts: the tracker, or else the state
+file, says which step it has last. After a kill a tracker that cannot tell may get a row twice.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,10 @@ _PROBLEM_CHARACTERS = 500
 
 
 class Inbox:
-    """Inbox of an observer: the reading end of the pipe from the run."""
+    """Inbox of an observer: the reading end of the pipe from the run, which says "new rows" and "end".
+
+    ``wait`` blocks; ``is_ending`` is True once the run has said "end", or is gone.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -49,7 +56,11 @@ class Inbox:
 
 
 class Observer:
-    """Follower of one run for one tracker. ``resume_step``: the last step that the run has on disk."""
+    """Follower of one run for one tracker, in its own process; ``observe`` returns at the end of the run.
+
+    ``resume_step``: the last step that the run has on disk. Errors of the tracker are noted in its state
+    file, which the run reads, and tried again after a pause; none is raised.
+    """
 
     def __init__(
         self, root: Path, name: str, resume_step: int, opened: Callable[[TrackedRun], Tracker], inbox: Inbox

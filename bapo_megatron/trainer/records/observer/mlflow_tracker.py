@@ -1,4 +1,8 @@
-"""MLflow tracker: one MLflow run for all starts of a run directory."""
+"""MLflow tracker: one MLflow run for all starts of a run directory.
+
+In the observer's process; no other module imports mlflow. Errors of the package or its server are raised, and
+the observer tries again.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,11 @@ _PARAMS, _PARAM_CHARACTERS, _METRICS = 100, 500, 1000
 
 
 class MlflowTracker:
-    """A run of the server or store of MLFLOW_TRACKING_URI, else of RUN/trackers/mlflow/mlflow.db."""
+    """The ``Tracker`` of MLflow: a run of the server or store of MLFLOW_TRACKING_URI.
+
+    Without that variable it is in RUN/trackers/mlflow/mlflow.db. Opening it continues the run of an earlier
+    start.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient

@@ -1,4 +1,7 @@
-"""Supervisor of the observer processes, on rank 0: starts, notifies and restarts them, waits at the end."""
+"""Supervisor of the observer processes, on rank 0: starts, notifies and restarts them, waits at the end.
+
+No call but ``close`` waits for a tracker. Problems of a tracker are events and warnings, never errors.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,11 @@ Report = Callable[..., None]
 
 
 class Observers:
-    """The observers of a run, one for each tracker."""
+    """The observers of a run, one process for each tracker. Made by ``MetricsLog``, on rank 0.
+
+    ``tell`` after each written row; ``close`` at the end, which waits at most a minute until trackers have
+    all rows, and ends the processes.
+    """
 
     def __init__(self, names: Sequence[str], paths: RunPaths, resume_step: int, report: Report) -> None:
         """Start the observers. ``resume_step``: the last step that the run's files have."""
@@ -73,7 +80,7 @@ class Observers:
 
 
 class _ObserverProcess:
-    """Supervisor of one observer: its process, and the state file that it writes."""
+    """Supervisor of one observer: its process, and the state file that the observer writes."""
 
     def __init__(self, name: str, paths: RunPaths, resume_step: int, report: Report) -> None:
         self._name, self._paths, self._report = name, paths, report

@@ -1,4 +1,7 @@
-"""Tail of metrics.jsonl and evaluations.jsonl: their rows as they are written, merged by step."""
+"""Tail of metrics.jsonl and evaluations.jsonl: their rows as they are written, merged by step.
+
+Read by an observer's process while the run writes; a line that is not whole yet is left for the next call.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ EVALUATION_MARK = "eval/mean"
 
 @dataclass(frozen=True)
 class TrackedRow:
-    """A row for a tracker: the numeric metrics of a step, or of an evaluation of its weights."""
+    """A row for a tracker, as plain data: the numbers of a step, or of an evaluation of its weights."""
 
     step: int
     is_evaluation: bool
@@ -26,7 +29,7 @@ class TrackedRow:
 
 
 class TrackedRows:
-    """Tail of both files of a run, from their first row on."""
+    """Tail of both files of a run, from their first row on; ``new`` gives the rows since its last call."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._steps, self._evaluations = _Tail(paths.metrics), _Tail(paths.evaluations)

@@ -1,4 +1,7 @@
-"""Redaction of secrets (API keys, passwords in URLs) in what a tracker's package prints or raises."""
+"""Redaction of secrets (API keys, passwords in URLs) in what a tracker's package prints or raises.
+
+Used in the observers' processes, for their logs, their problems, and the configuration that trackers get.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 class RedactingStream:
-    """Text stream that redacts secrets before it writes; all other methods are the stream's."""
+    """Text stream that redacts secrets before it writes; all other methods are the stream's.
+
+    In place of an observer's standard output and error.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

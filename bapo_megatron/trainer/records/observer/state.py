@@ -1,6 +1,6 @@
 """State file of an observer, RUN/trackers/NAME.json: the steps that its tracker has, and its last problem.
 
-Only the observer writes it; the run reads it.
+Only the observer writes it, atomically; the run reads it. A file that cannot be read counts as none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class TrackerState:
-    """Progress of one tracker, and its last problem."""
+    """Progress of one tracker, and its last problem: the content of its state file. Plain data."""
 
     step: int = NOTHING
     """Last step whose metrics the tracker has."""

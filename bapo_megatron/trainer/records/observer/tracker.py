@@ -1,4 +1,8 @@
-"""Protocol of an experiment tracker, and the description of the run that it shows."""
+"""Protocol of an experiment tracker, and the description of the run that it shows.
+
+A new tracker is a class with these methods, an entry in ``__main__.py`` and one in ``TrackerName``
+(config/outputs.py).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ _QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Description of a run for a tracker: id, name, project, configuration."""
+    """Description of a run for a tracker, as plain data without secrets: id, name, project, configuration."""
 
     id: str
     """Unique to the run directory, and the same for all of its starts."""
@@ -38,7 +42,11 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Experiment tracker of one run: W&B, trackio or MLflow. It resumes the tracked run of the same id."""
+    """Protocol of an experiment tracker of one run: W&B, trackio or MLflow. Used in its observer's process.
+
+    Made from a ``TrackedRun``; it resumes the tracked run of the same id. Calls may block, and may raise
+    anything: the observer closes it and makes a new one.
+    """
 
     def last_step(self, metric: str) -> int | None:
         """The last step whose ``metric`` is durably stored; -1 if none, None if the tracker cannot tell."""
@@ -51,7 +59,7 @@ class Tracker(Protocol):
 
 
 def tracked_run(root: Path) -> TrackedRun:
-    """Description of the run in the run directory ``root``."""
+    """Description of the run in the run directory ``root``, read from its files."""
     paths = RunPaths(root)
     with read_plain(paths.config) as file:
         config = json.load(file)["config"]

@@ -1,4 +1,7 @@
-"""Trackio tracker: one trackio run for all starts of a run directory."""
+"""Trackio tracker: one trackio run for all starts of a run directory.
+
+In the observer's process; no other module imports trackio.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,11 @@ _STORED_S = 60.0
 
 
 class TrackioTracker:
-    """A run of trackio, in the database of TRACKIO_DIR (else RUN/trackers/trackio), or on a server."""
+    """The ``Tracker`` of trackio: a run in a database or, where trackio is set up so, on a server.
+
+    The database is in TRACKIO_DIR, else RUN/trackers/trackio; ``write`` waits until it has the row, and
+    raises OSError after a minute. A server's last step is not known (``last_step`` gives None).
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))

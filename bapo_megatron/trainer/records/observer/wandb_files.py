@@ -1,8 +1,9 @@
 """Reader of W&B's offline files: the steps that they hold, after a kill fewer than were logged.
 
-A file has LevelDB's log format (github.com/google/leveldb, doc/log_format.md) after a header of seven bytes:
-blocks of 32 KiB with records of checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last
-part) and data, here a Record of W&B's protocol.
+For ``WandbTracker`` at a restart. A file has LevelDB's log format (github.com/google/leveldb,
+doc/log_format.md) after a header of seven bytes: blocks of 32 KiB with records of checksum (4 bytes), length
+(2), kind (1: whole, 2: first, 3: middle, 4: last part) and data, here a Record of W&B's protocol. A torn end
+is left out.
 """
 
 from __future__ import annotations

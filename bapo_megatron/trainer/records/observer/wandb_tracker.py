@@ -1,4 +1,7 @@
-"""Weights & Biases tracker: one W&B run for all starts of a run directory."""
+"""Weights & Biases tracker: one W&B run for all starts of a run directory.
+
+In the observer's process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from bapo_megatron.trainer.records.observer.wandb_files import steps_with
 
 
 class WandbTracker:
-    """A run of W&B. WANDB_MODE=offline keeps it in RUN/trackers/wandb, or in WANDB_DIR/wandb."""
+    """The ``Tracker`` of W&B. WANDB_MODE=offline keeps the run in RUN/trackers/wandb, or in WANDB_DIR/wandb.
+
+    ``write`` returns before W&B has stored the row; at a restart ``last_step`` tells what it has.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb

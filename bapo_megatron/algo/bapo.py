@@ -5,9 +5,9 @@
 ``pi_old`` is the rollout's policy, or with ``algorithm.old_log_probs=trainer`` the trainer's own at the
 start of the step. ``pi_rollout`` is always the policy that sampled: it is the weight in Eq. 8.
 
-Pure functions on tensors, which ``losses/clip.py`` calls for each pack (a micro-batch of packed sequences).
-The settings and the search are in ``bounds.py``; this module exports them, too. Sums are additive: the caller
-adds them over packs and all-reduces them over ranks before the search.
+Pure functions on tensors, which ``losses/clip.py`` calls for chunks of a pack (a micro-batch of packed
+sequences). The settings and the search are in ``bounds.py``; this module exports them, too. Sums are
+additive: the policy adds them over packs and all-reduces them over ranks before the search.
 
 A token is clipped by its float64 ``log r`` against ``math.log(bound)``, and a token exactly on a bound is
 clipped. So the search and the loss agree about every token.

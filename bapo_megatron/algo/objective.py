@@ -43,10 +43,13 @@ MEASUREMENTS = (ENTROPY, KL, RATIO_GAP, CLIPPING, ENGINE_GAP, STALENESS, DIAGNOS
 
 
 class Objective:
-    """Objective of a loss: makes the token function of a pack's vector, reads metrics from the reduced one.
+    """Objective of an update: one vector of sums, with a pack's loss and all that metrics and search need.
 
-    ``trainer/update_loss.py`` makes one for a run, on each rank. It keeps no state between updates and makes
-    no collective calls. ValueError if two measurements have one name, or one gives sums of another length.
+    The vector is ``[loss, tokens, sums of measurements, sums of the search]``. The policy calls the function
+    that ``token_fn`` makes for each chunk of a pack, minimizes element 0, and adds the vectors over packs and
+    ranks; ``metrics`` reads the total. ``trainer/update_loss.py`` makes one for a run, on each rank. It keeps
+    no state between updates and makes no collective calls. ValueError if two measurements have one name, or
+    one gives sums of another length.
     """
 
     def __init__(self, loss: Loss, sources: Sequence[str] = ()) -> None:

@@ -5,10 +5,10 @@
 
 The loop asks for it before sampling, before training and before a save, on every rank. One side takes memory
 only after the other has released it. An engine that fails to release or to wake is killed, which frees its
-memory, and started again at the next hand-over to the engines. No engine is started while the policy trains.
-Engines wake with weights from a folder, which is written before the policy is offloaded (weight_sync/disk).
-Or they read them from the policy's GPU memory (weight_sync/ipc), and then the policy is offloaded in two
-parts:
+memory. The first is started at the next hand-over to the engines, the second at once. No engine is started
+while the policy trains. Engines wake with weights from a folder, which is written before the policy is
+offloaded (weight_sync/disk). Or they read them from the policy's GPU memory (weight_sync/ipc), and then the
+policy is offloaded in two parts:
 
     to_engines  policy: offload all but weights | engines: weights' memory, load, digests | policy: offload
                 the weights | engines: the other memory, sample

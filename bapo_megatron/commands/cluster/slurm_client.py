@@ -1,4 +1,4 @@
-"""Slurm client: calls of squeue and scancel, each with a deadline, and the reader of a job's state file."""
+"""Slurm client: calls of squeue and others with a deadline, and the reader of a job's state file."""
 
 from __future__ import annotations
 

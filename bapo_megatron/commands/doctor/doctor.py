@@ -1,6 +1,8 @@
 """Command ``bapo doctor [RECIPE] [flags of the recipe] [--json]``: runs all checks, and prints their rows.
 
-Rows are printed as they come, with ``--json`` all at the end. A check that crashes becomes a row.
+Checks of packages, SGLang, the machine, the code sandbox, the recipe and its servers. Rows are printed as
+they come, with ``--json`` all at the end. A section that crashes becomes a row. Exit code 1 if a run could
+not start.
 """
 
 from __future__ import annotations

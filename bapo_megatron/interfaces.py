@@ -284,10 +284,10 @@ class Sampler(Protocol):
 
 
 class WeightSync(Protocol):
-    """Weight synchronization: sends the policy's weights to the engines, by disk, broadcast or CUDA IPC.
+    """Protocol of weight synchronization: one of ``DiskSync``, ``BroadcastSync`` and ``IpcSync``.
 
-    ``push`` is called before the first step, after the updates of every step, and again when the sampler
-    answers ``Need.WEIGHTS``.
+    Each sends the policy's weights to the engines. ``push`` is called before the first step, after the
+    updates of every step, and again when the sampler answers ``Need.WEIGHTS``.
     """
 
     def push(self, policy: Policy, step: int) -> None:

@@ -57,8 +57,8 @@ class RewardResult:
 class RewardPool:
     """Pool of ``reward.workers`` processes for one event loop, async.
 
-    ``start``, then ``score`` any number at once, then ``close``. A failure to score is a result, not an
-    exception; ``failures`` counts them by kind.
+    Rewards behind an endpoint need no process. ``start``, then ``score`` any number at once, then ``close``.
+    A failure to score is a result, not an exception; ``failures`` counts them by kind.
     """
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:

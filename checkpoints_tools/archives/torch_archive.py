@@ -1,4 +1,7 @@
-"""``torch.save`` archive of one tensor: the zip headers around its bytes, which the caller copies in.
+"""Archives in ``torch.save``'s zip format, made without torch: of one tensor, or of an object without any.
+
+For the writers of torch_dist checkpoints, whose files hold many archives end to end. Of a tensor's archive
+only the bytes before and after the tensor are made; the caller copies the tensor's in between.
 
 torch checks no checksum of the entries. The tensor's is left zero: to compute it, every byte would have to
 pass through the processor once more.

@@ -1,8 +1,8 @@
-"""Metrics by data source: tokens, entropy, contribution and clip fractions of each source's prompts.
+"""Metrics by data source, ``source/NAME/...``: share of tokens and gradient, entropy, contribution, clipping.
 
-Measured in runs with ``data.sources``. Each has the name of the metric of all tokens behind
-``source/NAME/``. The mass of a token is the size of its gradient, ``m g |A|``: ``m`` is its weight in the
-loss, ``g`` the loss's factor (``LossTerms.gradient_T``).
+A measurement of ``algo/objective.py`` in runs with ``data.sources``. The contribution is the share of tokens
+with positive advantage in a source's gradient mass, whatever ``bounds.measure`` and ``bounds.share`` are. A
+token's mass is ``m |g| |A|``: its weight in the loss, ``LossTerms.gradient_T``, and its advantage.
 
 Legend: ``_T`` tokens of a pack (a micro-batch), ``_S`` sources, the first row for tokens of none.
 """

@@ -1,12 +1,14 @@
 """Weight sync by CUDA IPC for colocated engines (shared memory on a CPU): no copy over network or disk.
 
-The all-gather of the weights gives each rank every whole tensor. Each rank copies a bucket of them to
-shareable memory, and the engine on its GPU loads it through memory handles, by which a process maps the
-memory of another one:
+``push`` only announces a version. Engines read it when they wake, in the GPU hand-over
+(``trainer/gpu_handover.py``). The all-gather of the weights gives each rank every whole tensor. Each rank
+copies a bucket of them to shareable memory, and the engine on its GPU loads it through memory handles, by
+which a process maps the memory of another one:
 
     rank of GPU g    bucket -> handles -> rank 0 -> the sampler's process -> the engine's process on GPU g
 
-Fallback: if an engine fails to receive, the weights are written to disk once, and it loads them from there.
+Fallback: an engine that fails to receive is ended; the weights are written to disk once, and its new server
+loads them.
 """
 
 from __future__ import annotations

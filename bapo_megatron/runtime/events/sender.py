@@ -71,7 +71,8 @@ class EventSender:
     """Event sender of one run, in its own process: queues and sends events to each target, detects stalls.
 
     ``work`` calls its methods in turn, each blocking. A failed send is repeated. RUN/on_event.json keeps how
-    far each target is: after a kill an event may be sent twice, and none is lost.
+    far each target is: after a kill an event may be sent twice. Events of one kind that wait are sent as one,
+    with their count.
     """
 
     def __init__(self, order: SenderSettings) -> None:

@@ -58,8 +58,8 @@ class Damage:
 class WriteAheadLog:
     """A log of the sampler's events, open for appending by one process.
 
-    ``write`` is durable when it returns, all of its records or none. Opening a file reads it, and truncates
-    the torn tail that a kill has left. Disk errors are OSErrors.
+    ``write`` is durable when it returns; a kill leaves all of its records or none. Opening a file reads it,
+    and truncates the torn tail that a kill has left. Disk errors are OSErrors.
     """
 
     def __init__(self, path: Path) -> None:

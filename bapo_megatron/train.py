@@ -48,11 +48,7 @@ def train(run: Run) -> None:
             clock.lap("update")
             run.sync.push(run.policy, step)  # while the policy has the GPUs: an offloaded one has no weights
             clock.lap("sync")
-        if run.recorder:
-            corrections = correction_metrics(run.config.algorithm)
-            names = [*run.update_loss.objective.metric_names(), *corrections]
-            metrics = step_metrics(batch, updates, clock, names)
-            run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})
+        _record(run, step, batch, updates, clock)
         # After the step's metrics are on disk: a check that stops the run leaves the numbers that explain it.
         check_one_sign(step, updates, run.recorder)
         is_first = run.handover.is_colocated and step == run.first_step
@@ -145,6 +141,14 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_versio
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,
     }
+
+
+def _record(run: Run, step: int, batch: StepBatch, updates: Sequence[Metrics], clock: StepClock) -> None:
+    """Rank 0's metrics of ``step``, written to all logs."""
+    if run.recorder:
+        names = [*run.update_loss.objective.metric_names(), *correction_metrics(run.config.algorithm)]
+        metrics = step_metrics(batch, updates, clock, names)
+        run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})
 
 
 def _is_due(run: Run, step: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +43,16 @@ def flags(server: JudgeServer | None, **more: Any) -> list[str]:
 
 def test_a_run_is_scored_by_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    run_dir, launcher = tmp_path / "run", (sys.executable,)
+    run_dir = tmp_path / "run"
     SEEN.clear()
 
-    absent = start(run_dir, *flags(None, give_up_s=1.0), "--steps=1", launcher=launcher)
+    absent = start(run_dir, *flags(None, give_up_s=1.0), "--steps=1")
     output = output_of(absent)
     assert absent.returncode == 3, output[-3000:]
     assert "no server took a connection for 1 s: http://127.0.0.1:9/v1/chat/completions" in output
 
     with judge_server(says({"error": f"no such key: {KEY}"}, 401)) as wrong:
-        refused = start(run_dir, *flags(wrong), "--steps=1", launcher=launcher)
+        refused = start(run_dir, *flags(wrong), "--steps=1")
         output += output_of(refused)
     assert refused.returncode == 2, output[-3000:]
     assert "all 24 scores of the first step failed" in output
@@ -63,17 +62,17 @@ def test_a_run_is_scored_by_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "HTTP 401" in failed[0]["detail"]
 
     with judge_server(compare) as server:  # at another port: the same run
-        output += finish(start(run_dir, *flags(server), "--steps=1", launcher=launcher))
+        output += finish(start(run_dir, *flags(server), "--steps=1"))
         assert all(headers["Authorization"] == f"Bearer {KEY}" for headers in server.headers)
         first_asked = len(server.bodies)
-        output += finish(start(run_dir, *flags(server, concurrency=2), "--steps=2", launcher=launcher))
+        output += finish(start(run_dir, *flags(server, concurrency=2), "--steps=2"))
         assert len(server.bodies) > first_asked
     rows = list(read_jsonl(run_dir / "metrics.jsonl"))
     assert [row["reward/failures"] for row in rows] == [0, 0]
     assert 0 < rows[0]["reward/mean"] < 1
     assert "busy" in SEEN
 
-    other = start(run_dir, *flags(None, template="{response}"), "--steps=3", launcher=launcher)
+    other = start(run_dir, *flags(None, template="{response}"), "--steps=3")
     output += output_of(other)
     assert other.returncode == 2
     assert "reward.settings: {" in output

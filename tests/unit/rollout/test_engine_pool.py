@@ -167,7 +167,10 @@ def test_an_engine_with_a_wrong_weight_version_goes_into_quarantine(tmp_path: Pa
         versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
         assert versions == {1}
         lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
-        said = {"after the update": "reports weight version 7", "in its tokens": "tokens of unknown weights 7"}
+        said = {
+            "after the update": "reports weight version 7",
+            "in its tokens": "tokens of unknown weights 7",
+        }
         assert said[lie] in lost[0]
 
     run(check())

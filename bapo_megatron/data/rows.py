@@ -60,7 +60,8 @@ def _load(path: Path) -> list[Row]:
             dataset = datasets.load_dataset(
                 FORMATS[path.suffix], data_files=glob.escape(str(path)), split="train", cache_dir=cache
             )
-            if path.suffix == ".jsonl" and "timestamp" in str(dataset.features):  # Arrow's, of texts
+            # Arrow reads texts that are dates as timestamps.
+            if path.suffix == ".jsonl" and "timestamp[" in str(dataset.features):
                 return list(iterate_jsonl(path))
             return list(dataset)  # while its files exist
         except Exception as error:  # the loaders raise whatever their parser raises

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.doctor.recipe import RecipeFacts
 from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang.wire import generation_of
 from bapo_megatron.types import GenerateRequest, Generation
+from tests.unit.commands.test_doctor_servers import facts
 
 from .router_stack import Node, Stack, health, payload
 from .test_engine_contract import FOREVER, mixed_requests, reference_log_probs, request
@@ -177,19 +177,7 @@ def test_the_routers_own_health_check_drops_paused_servers(stack: Stack) -> None
 def test_the_doctor_distinguishes_servers_from_a_router(stack: Stack, router: Node) -> None:
     shape = json.loads((stack.model / "config.json").read_text())
     urls = [server.process.url for server in stack.servers]
-    recipe = RecipeFacts(
-        name="run",
-        directory="runs/run",
-        engine="sglang",
-        starts_servers=False,
-        urls=urls,
-        python=None,
-        on_update="retract",
-        longest_sequence=4088,
-        dtype="float32",
-        runs_programs=False,
-        model=shape,
-    )
+    recipe = facts(*urls, longest_sequence=4088, model=shape)
     rows = list(server_rows(recipe))
     keyless = {row.found for row in rows if row.state == "optional"}  # on loopback
     assert len(keyless) == 1

@@ -27,6 +27,7 @@ from bapo_megatron.interfaces import Need
 from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.evaluation import evaluate_if_due
+from bapo_megatron.trainer.flow_control import give_gpus_to_engines, give_gpus_to_policy
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import (
@@ -215,6 +216,39 @@ def test_a_run_that_lost_its_engines_saves_a_checkpoint(
     with pytest.raises(RunStopped, match="no engine is left"):
         next_batch(run, step)
     assert [moment for moment, _ in run.checkpoints.begun] == saved  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("policy_has_gpus", "saved"), [(True, [(12, 0)]), (False, [])])
+@pytest.mark.parametrize("to", ["to_engines", "to_policy"])
+def test_a_handover_that_fails_saves_what_can_be_saved(
+    to: str, policy_has_gpus: bool, saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that cannot go on: always, since a save brings the policy back. A lost policy has no state."""
+    alone(monkeypatch)
+    run, _ = run_with()
+    run.checkpoints.newest = (10, 0)
+
+    class Handover:
+        def __init__(self) -> None:
+            self.policy_has_gpus = policy_has_gpus
+
+        def to_policy(self) -> None:
+            if to == "to_policy" and not asked:  # the save asks once more
+                asked.append(to)
+                raise RunStopped("the memory is lost")
+
+        def to_engines(self) -> None:
+            raise RunStopped("no server can go on")
+
+    asked: list[str] = []
+    run.handover = Handover()  # type: ignore[assignment]
+    give = give_gpus_to_engines if to == "to_engines" else give_gpus_to_policy
+    with pytest.raises(
+        RunStopped, match="no server can go on" if to == "to_engines" else "the memory is lost"
+    ):
+        give(run, 12)
+    expected = [(12, 0)] if to == "to_engines" else saved
+    assert [moment for moment, _ in run.checkpoints.begun] == expected  # type: ignore[attr-defined]
 
 
 def test_training_waits_for_an_evaluation_and_records_its_score(

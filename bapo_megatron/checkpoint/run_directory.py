@@ -59,6 +59,7 @@ _ADDED: dict[str, Any] = {
     "checkpoint.after_export_minutes": 60.0,
     "logging.trackers": ["tensorboard"],
     "logging.project": "bapo-megatron",
+    "logging.catch_up_minutes": 1.0,
     THREADS: None,
     "rollout.sglang.compare_digests": True,  # was not compared then; a resumed run compares
     "data.sources": [],

@@ -51,7 +51,8 @@ class MetricsLog:
         with writing(_BOARDS, run_dir):
             if "tensorboard" in logging.chosen:
                 self._tensorboard = _TensorBoard(paths.tensorboard, resume_step)
-            self._observers = Observers(trackers, paths, resume_step, report)
+            catch_up_s = logging.catch_up_minutes * 60
+            self._observers = Observers(trackers, paths, resume_step, report, catch_up_s)
 
     def write_step(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of ``step`` to metrics.jsonl, TensorBoard and the trackers."""

@@ -76,8 +76,8 @@ class Board:
         self.events: list[dict[str, Any]] = []
         self.fault("")
 
-    def start(self, resume_step: int = 0) -> Observers:
-        return Observers(["wandb"], self.paths, resume_step, self.report)
+    def start(self, resume_step: int = 0, catch_up_s: float = LIMIT_S) -> Observers:
+        return Observers(["wandb"], self.paths, resume_step, self.report, catch_up_s)
 
     def report(self, kind: str, **fields: Any) -> None:
         self.events.append({"kind": kind, **fields})
@@ -213,6 +213,15 @@ def test_a_preempted_run_hardly_waits_for_observers(board: Board, monkeypatch: p
     board.step(observers, 1)
     with pytest.raises(Preempted, match="told to stop"), closing(observers):
         raise Preempted("told to stop")
+    [event] = board.events
+    assert "steps up to 0 of 1 (no end within 0 s)" in event["message"]
+
+
+def test_the_end_of_a_run_waits_as_long_as_was_asked_for(board: Board) -> None:
+    observers = board.start(catch_up_s=0.25)
+    board.fault("hangs")
+    board.step(observers, 1)
+    observers.close()
     [event] = board.events
     assert "steps up to 0 of 1 (no end within 0 s)" in event["message"]
 

@@ -22,11 +22,9 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer.following import END, NEWS
 from bapo_megatron.trainer.records.observer.state import TrackerState, read_state
 
-CATCH_UP_S = 60.0
-"""Seconds that all trackers together have at the end of a run to catch up."""
-
 PREEMPTED_S = 10.0
-"""The same after Ctrl-C, and for a preempted run: Slurm may kill it soon, and its exit code is lost."""
+"""Seconds that all trackers together have to catch up after Ctrl-C, and at the end of a preempted run: Slurm
+may kill it soon, and its exit code is lost."""
 
 HANG_S = 600.0
 """Seconds without progress of an observer that is behind, after which it is restarted. A pause between two
@@ -42,12 +40,24 @@ Report = Callable[..., None]
 class Observers:
     """The observers of a run, one process for each tracker. Made by ``MetricsLog``, on rank 0.
 
-    ``tell`` after each written row; ``close`` at the end, which waits at most a minute until trackers have
-    all rows, and ends the processes.
+    ``tell`` after each written row; ``close`` at the end, which waits at most ``logging.catch_up_minutes``
+    until trackers have all rows, and ends the processes.
     """
 
-    def __init__(self, names: Sequence[str], paths: RunPaths, resume_step: int, report: Report) -> None:
-        """Start the observers. ``resume_step``: the last step that the run's files have."""
+    def __init__(
+        self,
+        names: Sequence[str],
+        paths: RunPaths,
+        resume_step: int,
+        report: Report,
+        catch_up_s: float = 60.0,
+    ) -> None:
+        """Start the observers.
+
+        ``resume_step``: the last step that the run's files have; ``catch_up_s``: the longest wait of
+        ``close``.
+        """
+        self._catch_up_s = catch_up_s
         if names:
             paths.trackers.mkdir(exist_ok=True)
             paths.logs.mkdir(exist_ok=True)
@@ -65,12 +75,12 @@ class Observers:
     def close(self, limit_s: float | None = None) -> None:
         """Wait at most ``limit_s`` seconds until every tracker has all rows, then end the observers.
 
-        None: ``CATCH_UP_S``, or ``PREEMPTED_S`` while a preemption or Ctrl-C is being handled.
+        None: ``catch_up_s``, or at most ``PREEMPTED_S`` while a preemption or Ctrl-C is being handled.
         """
         if limit_s is None:
-            limit_s = (
-                PREEMPTED_S if isinstance(sys.exception(), Preempted | KeyboardInterrupt) else CATCH_UP_S
-            )
+            limit_s = self._catch_up_s
+            if isinstance(sys.exception(), Preempted | KeyboardInterrupt):
+                limit_s = min(PREEMPTED_S, limit_s)
         # END to all first: they catch up side by side, within one deadline.
         for observer in self._observers:
             observer.send(END)

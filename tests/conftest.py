@@ -14,6 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.guardian import guard_session
 from tests.support.scheduling import make_scheduler, place_of, workers
+from tests.support.second_try import forget_exit_code, keep_exit_code
 
 settings.register_profile("suite", deadline=None)  # machines are as slow as they are
 settings.load_profile("suite")
@@ -22,9 +23,15 @@ settings.load_profile("suite")
 torch.set_num_threads(1)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Before the first worker starts: what they start is known by what they inherit from here."""
     guard_session()
+    forget_exit_code(config)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """For ``make test-again``."""
+    keep_exit_code(session.config, exitstatus)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

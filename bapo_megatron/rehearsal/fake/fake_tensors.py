@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 
@@ -24,6 +24,9 @@ def repair_torch() -> None:
     fakes: Any = FakeTensor
     fakes.__reduce_ex__ = lambda self, _protocol: (torch.zeros, (tuple(self.shape),))  # objects of a save
     storages.data_ptr = lambda self: self._cdata if self.device.type == "meta" else plain(self)
+    # The wrapper of torch.compile, which is off: two Python calls more for each kernel.
+    mode: Any = FakeTensorMode
+    mode.__torch_dispatch__ = getattr(mode.__torch_dispatch__, "__wrapped__", mode.__torch_dispatch__)
 
 
 def _swap_data(old: Tensor, new: Tensor) -> None:

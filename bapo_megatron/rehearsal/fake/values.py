@@ -8,13 +8,14 @@ positive and true.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 _LARGEST = 1 << 17
 """Elements of the largest tensor whose values are kept: longer than the longest pack."""
@@ -54,39 +55,66 @@ def guess(tensor: Tensor) -> Tensor:
         return torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
 
 
-def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a kernel writes into, by its schema."""
-    found: list[Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[number] if number < len(args) else None)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
-
-
 def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """Compute the values of a kernel's outputs and written tensors, if its inputs are known and small."""
-    outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
-    changed = written(func, args, kwargs)
+    outs = [leaf for leaf in tensors_in((out,)) if isinstance(leaf, FakeTensor)]
+    changed = _written(func, args, kwargs)
     if not outs and not changed:
         return
-    inputs = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-    values = {id(one): known(one) for one in inputs}
-    if not _follows(func, inputs, values) or any(one.numel() > _LARGEST for one in (*outs, *changed)):
+    values = None if _is_random(func) else _values(args, kwargs)
+    if values is None or any(one.numel() > _LARGEST for one in (*outs, *changed)):
         for one in changed:
             forget(one)
         return
     real = _computed(func, *tree_map_only(Tensor, lambda one: values[id(one)], (tuple(args), dict(kwargs))))
-    results = [leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)]
-    for one, value in zip(outs, results, strict=True):
+    for one, value in zip(outs, tensors_in((real,)), strict=True):
         know(one, value)
 
 
-def _follows(func: Any, inputs: list[Tensor], values: Mapping[int, Tensor | None]) -> bool:
-    """Whether a kernel's results follow from known values: no random numbers, no uninitialized memory."""
-    if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.name():
-        return False
-    return all(values[id(one)] is not None for one in inputs)
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among a kernel's arguments or results, in order, also those within lists, tuples and dicts.
+
+    Called several times for each kernel; torch's tree_leaves takes four times as long.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
+
+
+def _values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor] | None:
+    """Known values of a kernel's inputs, by id; None if one of them is unknown."""
+    values: dict[int, Tensor] = {}
+    for one in tensors_in((*args, *kwargs.values())):
+        value = known(one)
+        if value is None:
+            return None
+        values[id(one)] = value
+    return values
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a kernel writes into, by its schema."""
+    places = _written_places(func)
+    return list(
+        tensors_in(kwargs.get(name, args[place] if place < len(args) else None) for place, name in places)
+    )
+
+
+@cache
+def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that a kernel writes into."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write)
+
+
+@cache
+def _is_random(func: Any) -> bool:
+    """Whether a kernel gives random numbers or uninitialized memory, whatever its inputs are."""
+    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.name()
 
 
 def _computed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -20,7 +20,8 @@ from numpy.typing import ArrayLike
 
 from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.data.pack_plan import plan_packs
-from bapo_megatron.types import Group, MicroBatch, PackLayout
+from bapo_megatron.tensor_types import MicroBatch
+from bapo_megatron.types import Group, PackLayout
 
 T = TypeVar("T")
 
@@ -191,7 +192,7 @@ def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
 
 
 def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, ArrayLike]:
-    """Per-token columns (``types.COLUMNS``) of a response: for each an array [R], or one scalar.
+    """Per-token columns (``tensor_types.COLUMNS``) of a response: for each an array [R], or one scalar.
 
     ``index``: index of the sample in the update. ``weight``: loss weight of its tokens.
     """

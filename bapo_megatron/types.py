@@ -10,9 +10,10 @@ hold tensors are in ``tensor_types.py``; their names can be imported from here a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_origin, get_type_hints
 
 import numpy as np
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMNS",
+    "RESPONSE_COLUMNS",
     "BroadcastGroup",
     "BucketSpec",
     "Column",
@@ -40,6 +42,9 @@ __all__ = [
     "MicroBatch",
     "PackLayout",
     "Prompt",
+    "ResponseColumn",
+    "ResponseColumns",
+    "ResponseTokens",
     "Rollout",
     "SamplingParams",
     "SearchedLoss",
@@ -107,35 +112,134 @@ class GenerateRequest:
     """Number of trailing input ids that are the response so far: the offset into the seeded draws."""
 
 
+class ResponseColumn(NamedTuple):
+    """A per-token column of a response in files: its array's name and dtype, and whether it is optional.
+
+    An annotation of the fields of ``ResponseTokens``.
+    """
+
+    array: str
+    """Name of its array in the step files and in the write-ahead log."""
+    dtype: type[np.generic]
+    fill: int | None = None
+    """The value for each token of a response without the column, and the mark of an optional column: its
+    field may be None, and files have its array only if some response has the column."""
+
+
 @dataclass(frozen=True)
-class Generation:
+class _TokenIds:
+    """The first column: apart from the others, because a training sample has its own with the prompt's."""
+
+    token_ids_R: Annotated[np.ndarray, ResponseColumn("token_ids", np.int32)]
+    """Token ids, with the stop token that ended the response."""
+
+
+@dataclass(frozen=True)
+class ResponseColumns:
+    """The per-token columns of a response beside its token ids, [R] each.
+
+    A new column is one field here: segments, rollouts, samples, step files and the write-ahead log then have
+    it. The engines give its values (``rollout/engines/sglang/wire.py``, ``engines/local/decoding.py``), and
+    ``data.packing.trained_columns`` says what training makes of it. It must have a ``fill``, or files of
+    earlier versions could not be read.
+    """
+
+    log_probs_R: Annotated[np.ndarray, ResponseColumn("log_probs", np.float32)]
+    """Log-probs of the tokens, natural log, of the softmax of logits / temperature, by their engine."""
+    versions_R: Annotated[np.ndarray, ResponseColumn("versions", np.int32)]
+    """Weight version that sampled each token."""
+    loss_mask_R: Annotated[np.ndarray | None, ResponseColumn("loss_masks", np.bool_, fill=True)] = field(
+        default=None, kw_only=True
+    )
+    """Loss mask: False for tokens that are not trained on, such as a tool's output. None: all True."""
+
+
+@dataclass(frozen=True)
+class ResponseTokens(ResponseColumns, _TokenIds):
+    """The tokens of a response, or of a part of it, with all per-token columns (``RESPONSE_COLUMNS``).
+
+    Positional arguments: token ids, log-probs, versions.
+    """
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns by field: keyword arguments of this class and of those made from it."""
+        return {name: getattr(self, name) for name in RESPONSE_COLUMNS}
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The columns as files have them, by their names there; without optional ones that it lacks."""
+        found = {column.array: getattr(self, name) for name, column in RESPONSE_COLUMNS.items()}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def first(self, count: int) -> Self:
+        """The same with its first ``count`` tokens."""
+        return replace(self, **{n: None if x is None else x[:count] for n, x in self.columns.items()})
+
+    @staticmethod
+    def joined(parts: Sequence[ResponseTokens]) -> ResponseTokens:
+        """The tokens of ``parts`` end to end. TypeError for a column with values of another kind.
+
+        An optional column is None if no part has it.
+        """
+        return ResponseTokens(**{name: _joined(name, c, parts) for name, c in RESPONSE_COLUMNS.items()})
+
+    @staticmethod
+    def split(arrays: Mapping[str, np.ndarray], lengths: Iterable[int]) -> Iterator[ResponseTokens]:
+        """The responses of these ``lengths`` that lie end to end in the ``arrays`` of a file: copies.
+
+        KeyError if a column is missing that is not optional.
+        """
+        found = {
+            name: arrays[column.array] if column.fill is None else arrays.get(column.array)
+            for name, column in RESPONSE_COLUMNS.items()
+        }
+        at = 0
+        for length in lengths:  # copies: a view would hold the memory of all
+            part = {n: None if x is None else x[at : at + length].copy() for n, x in found.items()}
+            yield ResponseTokens(**part)
+            at += length
+
+
+RESPONSE_COLUMNS: dict[str, ResponseColumn] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(ResponseTokens, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
+"""The table of a response's per-token columns, by field: the annotated fields of ``ResponseTokens``."""
+
+
+def _joined(name: str, column: ResponseColumn, parts: Sequence[ResponseTokens]) -> np.ndarray | None:
+    values = [getattr(part, name) for part in parts]
+    if column.fill is not None:
+        if all(value is None for value in values):
+            return None
+        values = [
+            np.full(len(part.token_ids_R), column.fill, column.dtype) if value is None else value
+            for part, value in zip(parts, values, strict=True)
+        ]
+    joined = values[0] if len(values) == 1 else np.concatenate([np.zeros(0, column.dtype), *values])
+    return joined.astype(column.dtype, casting="same_kind", copy=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(ResponseTokens):
     """An engine's answer to one request: a segment, the next tokens of a response, and why they end."""
 
     request_id: str
-    token_ids_R: np.ndarray
-    """Token ids, int32, with the stop token that ended the response."""
-    log_probs_R: np.ndarray
-    """Log-probs of the tokens, float32, natural log, of the softmax of logits / temperature."""
-    versions_R: np.ndarray
-    """Weight version that sampled each token, int32."""
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Rollout(ResponseTokens):
     """A finished response with the log-probs and weight versions of its tokens, and its reward.
 
     Assembled from one or several ``Generation``s, so its tokens may be of different weights.
     """
 
-    token_ids_R: np.ndarray
-    log_probs_R: np.ndarray
-    versions_R: np.ndarray
     finish_reason: FinishReason
     reward: float
     """With all penalties; ``reward.failed`` if the response could not be scored."""
-    loss_mask_R: np.ndarray | None = None
-    """Loss mask, bool: False for tokens that are not trained on, such as a tool's output. None: all True."""
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,8 @@ class ResponseTokens(ResponseColumns, _TokenIds):
 
     def first(self, count: int) -> Self:
         """The same with its first ``count`` tokens."""
-        return replace(self, **{n: None if x is None else x[:count] for n, x in self.columns.items()})
+        kept: dict[str, Any] = {n: None if x is None else x[:count] for n, x in self.columns.items()}
+        return replace(self, **kept)
 
     @staticmethod
     def joined(parts: Sequence[ResponseTokens]) -> ResponseTokens:
@@ -182,7 +183,8 @@ class ResponseTokens(ResponseColumns, _TokenIds):
 
         An optional column is None if no part has it.
         """
-        return ResponseTokens(**{name: _joined(name, c, parts) for name, c in RESPONSE_COLUMNS.items()})
+        columns: dict[str, Any] = {name: _joined(name, c, parts) for name, c in RESPONSE_COLUMNS.items()}
+        return ResponseTokens(**columns)
 
     @staticmethod
     def split(arrays: Mapping[str, np.ndarray], lengths: Iterable[int]) -> Iterator[ResponseTokens]:
@@ -196,9 +198,10 @@ class ResponseTokens(ResponseColumns, _TokenIds):
         }
         at = 0
         for length in lengths:  # copies: a view would hold the memory of all
-            part = {n: None if x is None else x[at : at + length].copy() for n, x in found.items()}
+            end = at + length
+            part: dict[str, Any] = {n: None if x is None else x[at:end].copy() for n, x in found.items()}
             yield ResponseTokens(**part)
-            at += length
+            at = end
 
 
 RESPONSE_COLUMNS: dict[str, ResponseColumn] = {

@@ -221,7 +221,9 @@ def _joined(name: str, column: ResponseColumn, parts: Sequence[ResponseTokens]) 
             np.full(len(part.token_ids_R), column.fill, column.dtype) if value is None else value
             for part, value in zip(parts, values, strict=True)
         ]
-    joined = values[0] if len(values) == 1 else np.concatenate([np.zeros(0, column.dtype), *values])
+    if not values:
+        return np.zeros(0, column.dtype)
+    joined = values[0] if len(values) == 1 else np.concatenate(values)
     return joined.astype(column.dtype, casting="same_kind", copy=False)
 
 

@@ -11,8 +11,7 @@ it (the write-ahead log is between an answer and ``continued``), ``whole_respons
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,7 +50,7 @@ class Response:
     so_far: ResponseTokens = field(default_factory=lambda: ResponseTokens.joined([]))
     finish_reason: FinishReason | None = None
     """``stop`` or ``length`` of a complete response, else None."""
-    tokens_by_version: Counter[int] = field(default_factory=Counter)
+    tokens_by_version: Mapping[int, int] = field(default_factory=dict)
     """Number of tokens by the weight version that sampled them."""
 
     @property
@@ -119,7 +118,9 @@ def finish_reason_of(before: int, segment: ResponseTokens, sampling: Sampling) -
 
 def continued(response: Response, segment: ResponseTokens, finish_reason: FinishReason | None) -> Response:
     """The response with ``segment`` appended. ``finish_reason``: if the segment completes it."""
-    by_version = response.tokens_by_version + _counts(segment.versions_R)
+    by_version = dict(response.tokens_by_version)
+    for version, count in _counts(segment.versions_R).items():
+        by_version[version] = by_version.get(version, 0) + count
     joined = ResponseTokens.joined([response.so_far, segment] if response.tokens else [segment])
     return Response(joined, finish_reason, by_version)
 
@@ -137,10 +138,10 @@ def given_up(losses: int, name: str) -> str | None:
     return f"{MOST_LOSSES} engines were lost with request {name!r}" if losses >= MOST_LOSSES else None
 
 
-def _counts(versions_R: np.ndarray) -> Counter[int]:
+def _counts(versions_R: np.ndarray) -> dict[int, int]:
     """Number of tokens by version."""
     first = versions_R[:1]
     if (versions_R == first).all():  # the common case, several times as fast
-        return Counter(dict.fromkeys(first.tolist(), len(versions_R)))
+        return dict.fromkeys(first.tolist(), len(versions_R))
     found, counts = np.unique(versions_R, return_counts=True)
-    return Counter(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))

@@ -150,7 +150,7 @@ class SamplerState:
         newer = max((count for version, count in by_version.items() if version > present), default=0)
         first = max(self._first_step_of.get(present, 0), min(group.opened_after, self.weights_step))
         granted = budget * (self.weights_step - first + 1)
-        return max(0, min(granted - by_version[present], budget - newer))
+        return max(0, min(granted - by_version.get(present, 0), budget - newer))
 
     @property
     def is_empty(self) -> bool:

@@ -14,19 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from bapo_megatron.types import (
-    BroadcastGroup,
-    BucketSpec,
-    GenerateRequest,
-    Generation,
-    MicroBatch,
-    PackLayout,
-    SearchedLoss,
-    StepBatch,
-    TokenFn,
-    TokenStats,
-    UpdateResult,
-)
+from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
+from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, PackLayout, StepBatch
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 """An iterator over weights: Hugging Face name and whole tensor."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from bapo_megatron.algo.measurements.staleness import age_metrics
 from bapo_megatron.data.packing import Sample, pack_samples, samples_of, split_into_updates
+from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import begin_checkpoint, finalize_checkpoint
 from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
@@ -28,7 +29,7 @@ from bapo_megatron.trainer.profile import profiled
 from bapo_megatron.trainer.records.idle_search import MOVED
 from bapo_megatron.trainer.records.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
 from bapo_megatron.trainer.resume import PartialStep
-from bapo_megatron.types import Metrics, MicroBatch, StepBatch
+from bapo_megatron.types import Metrics, StepBatch
 
 
 def train(run: Run) -> None:

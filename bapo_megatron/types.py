@@ -1,20 +1,58 @@
-"""The data types of a run: prompts, rollouts, groups, micro-batches, losses, weight broadcasts.
+"""The data types of a run: prompts, rollouts, groups, layouts of packs, weight broadcasts.
 
 Plain data, which travels between folders, processes and files. Shapes (suffix of a name): ``_P`` tokens of a
-prompt, ``_R`` tokens of a response, ``_T`` tokens of a pack. Token ids, log-probabilities and versions of a
-rollout are numpy arrays: a list of Python integers costs ten times as much to send and to write.
+prompt, ``_R`` tokens of a response. Token ids, log-probabilities and versions of a rollout are numpy arrays:
+a list of Python integers costs ten times as much to send and to write.
+
+This module imports no torch: each reward worker imports it, and would take seconds to start. The types that
+hold tensors are in ``tensor_types.py``; their names can be imported from here as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, get_origin, get_type_hints
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_origin, get_type_hints
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from bapo_megatron.tensor_types import (
+        COLUMNS,
+        Column,
+        MicroBatch,
+        SearchedLoss,
+        TokenFn,
+        TokenStats,
+        UpdateResult,
+    )
+
+__all__ = [
+    "COLUMNS",
+    "RESPONSE_COLUMNS",
+    "BroadcastGroup",
+    "BucketSpec",
+    "Column",
+    "FinishReason",
+    "GenerateRequest",
+    "Generation",
+    "Group",
+    "Metrics",
+    "MicroBatch",
+    "PackLayout",
+    "Prompt",
+    "ResponseColumn",
+    "ResponseColumns",
+    "ResponseTokens",
+    "Rollout",
+    "SamplingParams",
+    "SearchedLoss",
+    "StepBatch",
+    "TokenFn",
+    "TokenStats",
+    "UpdateResult",
+]
 
 Metrics = dict[str, float | None]
 """Flat names to values, e.g. ``{"bapo/clip_high": 1.45}``; ``None`` where a value does not exist."""
@@ -74,35 +112,139 @@ class GenerateRequest:
     """Number of trailing input ids that are the response so far: the offset into the seeded draws."""
 
 
+class ResponseColumn(NamedTuple):
+    """A per-token column of a response in files: its array's name and dtype, and whether it is optional.
+
+    An annotation of the fields of ``ResponseTokens``.
+    """
+
+    array: str
+    """Name of its array in the step files and in the write-ahead log."""
+    dtype: type[np.generic]
+    fill: int | None = None
+    """The value for each token of a response without the column, and the mark of an optional column: its
+    field may be None, and files have its array only if some response has the column."""
+
+
 @dataclass(frozen=True)
-class Generation:
+class _TokenIds:
+    """The first column: apart from the others, because a training sample has its own with the prompt's."""
+
+    token_ids_R: Annotated[np.ndarray, ResponseColumn("token_ids", np.int32)]
+    """Token ids, with the stop token that ended the response."""
+
+
+@dataclass(frozen=True)
+class ResponseColumns:
+    """The per-token columns of a response beside its token ids, [R] each.
+
+    A new column is one field here: segments, rollouts, samples, step files and the write-ahead log then have
+    it. The engines give its values (``rollout/engines/sglang/wire.py``, ``engines/local/decoding.py``), and
+    ``data.packing.trained_columns`` says what training makes of it. It must have a ``fill``, or files of
+    earlier versions could not be read.
+    """
+
+    log_probs_R: Annotated[np.ndarray, ResponseColumn("log_probs", np.float32)]
+    """Log-probs of the tokens, natural log, of the softmax of logits / temperature, by their engine."""
+    versions_R: Annotated[np.ndarray, ResponseColumn("versions", np.int32)]
+    """Weight version that sampled each token."""
+    loss_mask_R: Annotated[np.ndarray | None, ResponseColumn("loss_masks", np.bool_, fill=True)] = field(
+        default=None, kw_only=True
+    )
+    """Loss mask: False for tokens that are not trained on, such as a tool's output. None: all True."""
+
+
+@dataclass(frozen=True)
+class ResponseTokens(ResponseColumns, _TokenIds):
+    """The tokens of a response, or of a part of it, with all per-token columns (``RESPONSE_COLUMNS``).
+
+    Positional arguments: token ids, log-probs, versions.
+    """
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns by field: keyword arguments of this class and of those made from it."""
+        return {name: getattr(self, name) for name in RESPONSE_COLUMNS}
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The columns as files have them, by their names there; without optional ones that it lacks."""
+        found = {column.array: getattr(self, name) for name, column in RESPONSE_COLUMNS.items()}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def first(self, count: int) -> Self:
+        """The same with its first ``count`` tokens."""
+        kept: dict[str, Any] = {n: None if x is None else x[:count] for n, x in self.columns.items()}
+        return replace(self, **kept)
+
+    @staticmethod
+    def joined(parts: Sequence[ResponseTokens]) -> ResponseTokens:
+        """The tokens of ``parts`` end to end. TypeError for a column with values of another kind.
+
+        An optional column is None if no part has it.
+        """
+        columns: dict[str, Any] = {name: _joined(name, c, parts) for name, c in RESPONSE_COLUMNS.items()}
+        return ResponseTokens(**columns)
+
+    @staticmethod
+    def split(arrays: Mapping[str, np.ndarray], lengths: Iterable[int]) -> Iterator[ResponseTokens]:
+        """The responses of these ``lengths`` that lie end to end in the ``arrays`` of a file: copies.
+
+        KeyError if a column is missing that is not optional.
+        """
+        found = {
+            name: arrays[column.array] if column.fill is None else arrays.get(column.array)
+            for name, column in RESPONSE_COLUMNS.items()
+        }
+        at = 0
+        for length in lengths:  # copies: a view would hold the memory of all
+            end = at + length
+            part: dict[str, Any] = {n: None if x is None else x[at:end].copy() for n, x in found.items()}
+            yield ResponseTokens(**part)
+            at = end
+
+
+RESPONSE_COLUMNS: dict[str, ResponseColumn] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(ResponseTokens, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
+"""The table of a response's per-token columns, by field: the annotated fields of ``ResponseTokens``."""
+
+
+def _joined(name: str, column: ResponseColumn, parts: Sequence[ResponseTokens]) -> np.ndarray | None:
+    values = [getattr(part, name) for part in parts]
+    if column.fill is not None:
+        if all(value is None for value in values):
+            return None
+        values = [
+            np.full(len(part.token_ids_R), column.fill, column.dtype) if value is None else value
+            for part, value in zip(parts, values, strict=True)
+        ]
+    if not values:
+        return np.zeros(0, column.dtype)
+    joined = values[0] if len(values) == 1 else np.concatenate(values)
+    return joined.astype(column.dtype, casting="same_kind", copy=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(ResponseTokens):
     """An engine's answer to one request: a segment, the next tokens of a response, and why they end."""
 
     request_id: str
-    token_ids_R: np.ndarray
-    """Token ids, int32, with the stop token that ended the response."""
-    log_probs_R: np.ndarray
-    """Log-probs of the tokens, float32, natural log, of the softmax of logits / temperature."""
-    versions_R: np.ndarray
-    """Weight version that sampled each token, int32."""
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Rollout(ResponseTokens):
     """A finished response with the log-probs and weight versions of its tokens, and its reward.
 
     Assembled from one or several ``Generation``s, so its tokens may be of different weights.
     """
 
-    token_ids_R: np.ndarray
-    log_probs_R: np.ndarray
-    versions_R: np.ndarray
     finish_reason: FinishReason
     reward: float
     """With all penalties; ``reward.failed`` if the response could not be scored."""
-    loss_mask_R: np.ndarray | None = None
-    """Loss mask, bool: False for tokens that are not trained on, such as a tool's output. None: all True."""
 
 
 @dataclass(frozen=True)
@@ -122,131 +264,6 @@ class StepBatch:
 
     groups: tuple[Group, ...]
     metrics: Metrics
-
-
-class TokenStats(NamedTuple):
-    """Per-token log-probs and entropies of the policy at the rollout temperature, aligned with the labels.
-
-    A ``TokenFn`` gets them with the ``MicroBatch`` of the same tokens: often only a chunk of a pack's.
-    """
-
-    log_prob_T: Tensor
-    """log pi(label); differentiable in an update."""
-    entropy_T: Tensor
-    """Entropy of the next-token distribution, nats; never differentiable."""
-
-
-class Column(NamedTuple):
-    """The dtype of a per-token column of a pack, and its fill value for tokens that are not trained on.
-
-    An annotation of ``MicroBatch``'s fields.
-    """
-
-    dtype: torch.dtype
-    fill: int = 0
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A micro-batch: one pack, in the ``thd`` layout of concatenated sequences (documents).
-
-    Made by ``data.packing.pack_samples``, consumed by ``Policy``. The annotated fields are the table of
-    per-token columns (``COLUMNS``). A column's value stands at the position of the token that *predicts* the
-    token it is about. Prompts, padding, dummy packs (which even out the ranks' numbers of packs) and response
-    tokens that a loss mask excludes hold fill values in every column but the ids and the position, so they
-    count nowhere.
-
-    Documents lie one after the other; document ``d`` takes ``cu_seqlens[d]:cu_seqlens[d + 1]``, the padding
-    at its own end included. Padding at the end of the pack is cut into documents of its own.
-
-    A new column is one field here, and one line in ``data.packing.trained_columns``, which gives its values.
-    """
-
-    token_T: Annotated[Tensor, Column(torch.int64)]
-    """Input ids of the model."""
-    label_T: Annotated[Tensor, Column(torch.int64)]
-    """The id of the token after this one."""
-    position_T: Annotated[Tensor, Column(torch.int64)]
-    """Position in the document, for RoPE."""
-    mask_T: Annotated[Tensor, Column(torch.float32)]
-    """The loss mask: 1 where the label is a response token that is trained on, else 0."""
-    weight_T: Annotated[Tensor, Column(torch.float32)]
-    """The weight of the token in the loss (1 for a mean over tokens), its importance weight included."""
-    advantage_T: Annotated[Tensor, Column(torch.float32)]
-    """The advantage of the response that the label belongs to."""
-    rollout_log_prob_T: Annotated[Tensor, Column(torch.float32)]
-    """log pi_rollout(label), by the engine that sampled it."""
-    old_log_prob_T: Annotated[Tensor, Column(torch.float32)]
-    """log pi_old(label), the denominator of the loss's ratio: of pi_rollout, or of the trainer's policy at
-    the start of the step."""
-    version_T: Annotated[Tensor, Column(torch.int32)]
-    """Policy version that sampled the label."""
-    sequence_T: Annotated[Tensor, Column(torch.int64, fill=-1)]
-    """Index of the label's sequence among the ``sequences`` of the update, unique over packs and replicas.
-
-    The sum of a value over each sequence, of this rank's and chunk's tokens, is
-    ``value_T.new_zeros(batch.sequences + 1).index_add_(0, batch.sequence_T + 1, value_T)[1:]``.
-    Under context parallelism a rank holds only some tokens of a sequence, and the output layer hands a loss
-    only a chunk of them at a time. The index is the same everywhere, so such sums, as elements of a
-    ``TokenFn``'s vector, add up to those of whole sequences.
-    """
-    cu_seqlens: tuple[int, ...]
-    """Bounds of the documents, cumulative, [documents + 1]."""
-    rows: tuple[tuple[int, int, int], ...]
-    """For each real document: index of its sample in the update, offset in the pack, predicting tokens
-    (without the document's padding)."""
-    sequences: int
-    """Samples of the whole update, on all replicas."""
-    sources: tuple[int, ...] = ()
-    """The source of each of the ``sequences``, by its number among ``data.sources``; -1 for none of them.
-    Empty in a run of one file."""
-    trained_tokens: tuple[int, ...] = ()
-    """Number of trained tokens of each of the ``sequences``, from which every rank computes the same search
-    groups (``algo/search_groups.py``). Empty in a pack that was not made by ``pack_samples``."""
-
-    @classmethod
-    def of(
-        cls,
-        cu_seqlens: tuple[int, ...],
-        rows: tuple[tuple[int, int, int], ...] = (),
-        sequences: int = 0,
-        **columns: Tensor,
-    ) -> MicroBatch:
-        """A pack with these columns; every other column holds its fill value throughout."""
-        filled = {n: torch.full((cu_seqlens[-1],), c.fill, dtype=c.dtype) for n, c in COLUMNS.items()}
-        return cls(
-            **filled | columns,
-            cu_seqlens=cu_seqlens,
-            rows=rows,
-            sequences=sequences,
-            sources=(),
-            trained_tokens=(),
-        )
-
-    @property
-    def max_seqlen(self) -> int:
-        """Tokens of the longest document."""
-        return max(end - start for start, end in pairwise(self.cu_seqlens))
-
-    def take(self, index: slice | Tensor) -> MicroBatch:
-        """The tokens at ``index``, of every column alike; the other fields still describe the whole pack."""
-        return self._each(lambda column_T: column_T[index])
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The micro-batch with every column on ``device``; copies may still be under way."""
-        return self._each(lambda column_T: column_T.to(device, non_blocking=True))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        columns: dict[str, Any] = {name: change(getattr(self, name)) for name in COLUMNS}
-        return replace(self, **columns)
-
-
-COLUMNS: dict[str, Column] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(MicroBatch, include_extras=True).items()
-    if get_origin(hint) is Annotated
-}
-"""The table of per-token columns: the annotated fields of ``MicroBatch``."""
 
 
 @dataclass(frozen=True)
@@ -312,31 +329,8 @@ class BucketSpec:
     nbytes: int
 
 
-TokenFn = Callable[[TokenStats, MicroBatch], Tensor]
-"""A loss or a measurement: a function from tokens to a vector that is additive over tokens, packs, ranks.
-Element 0 of a loss is minimized; the others are sums for metrics."""
-
-
-@dataclass(frozen=True)
-class SearchedLoss:
-    """A loss with parameters that are searched on the policy's log-probs first: the clipping bounds.
-
-    ``UpdateLoss`` makes it, and ``Policy.update`` measures, builds the loss, and minimizes it.
-    """
-
-    measure: TokenFn
-    """The sums that the search needs."""
-    loss_of: Callable[[Tensor], TokenFn]
-    """The loss, from the sums of ``measure``."""
-    over: Literal["update", "micro_batch"]
-    """The tokens that ``measure`` is summed over: those of the update (all activations are held until the
-    sums are known), or those of the micro-batches that the replicas process at the same time."""
-
-
-class UpdateResult(NamedTuple):
-    """The result of an optimizer step, equal on every rank: metrics, gradient norm, learning rate."""
-
-    sums: Tensor
-    """float64: the loss function's additive vector summed over the update; element 0 is the loss sum."""
-    grad_norm: float
-    learning_rate: float
+def __getattr__(name: str) -> Any:
+    """The types that hold tensors, at their first use: only then is torch imported (PEP 562)."""
+    if name in __all__:
+        return getattr(import_module("bapo_megatron.tensor_types"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,8 @@ from bapo_megatron.algo.measurements.diagnostics import DIAGNOSTICS
 from bapo_megatron.algo.measurements.engine_gap import ENGINE_GAP
 from bapo_megatron.algo.measurements.raised import RAISED_TOKENS
 from bapo_megatron.algo.measurements.staleness import AGE_METRICS, STALENESS
-from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.types import Metrics
 
 
 def _kl_T(view: PackView) -> Tensor:

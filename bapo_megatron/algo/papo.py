@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bapo_megatron.algo.papo_schedule import BranchWeights
 from bapo_megatron.algo.tokens import likely
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 
 
 @torch.no_grad()

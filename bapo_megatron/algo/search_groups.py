@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.tokens import constant_on
-from bapo_megatron.types import MicroBatch
+from bapo_megatron.tensor_types import MicroBatch
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 
 
 @torch.no_grad()

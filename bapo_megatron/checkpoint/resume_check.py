@@ -24,7 +24,7 @@ from bapo_megatron.data.canary import CanarySequence, CanarySpec, canary_sequenc
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 
 _TOKENS, _LONGEST = 192, 64
 _NOISE = {"float32": 1e-3, "bfloat16": 0.1}

@@ -20,7 +20,8 @@ from numpy.typing import ArrayLike
 
 from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.data.pack_plan import plan_packs
-from bapo_megatron.types import Group, MicroBatch, PackLayout
+from bapo_megatron.tensor_types import MicroBatch
+from bapo_megatron.types import Group, PackLayout, ResponseColumns
 
 T = TypeVar("T")
 
@@ -29,25 +30,24 @@ _PADDING_DOCUMENT = 512
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Training sequence, as plain data: a prompt and a response with its advantage.
-
-    ValueError for a loss mask that has not one value for each token of the response.
-    """
-
+class _TokenIds:
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""
-    log_probs_R: np.ndarray
-    """Rollout log-probs: log pi_rollout of the response tokens, float32."""
-    versions_R: np.ndarray
-    """Policy version that sampled each response token, int32."""
+
+
+@dataclass(frozen=True)
+class Sample(ResponseColumns, _TokenIds):
+    """Training sequence, as plain data: a prompt and a response with its advantage.
+
+    It has all columns of the response. ValueError for a loss mask that has not one value for each token of
+    the response. Positional arguments: token ids, log-probs, versions, advantage.
+    """
+
     advantage: float
     old_log_probs_R: np.ndarray | None = None
     """Log-probs under pi_old, the ratio's denominator, float32; None: ``log_probs_R``."""
     importance_R: np.ndarray | None = None
     """Importance weights: factors of each token's weight in the loss, float32; None: 1."""
-    loss_mask_R: np.ndarray | None = None
-    """Loss mask, bool: False for response tokens that are not trained on (a tool's). None: all True."""
     source: int = -1
     """Index of its source among ``data.sources``; -1 without sources."""
 
@@ -99,11 +99,9 @@ def samples_of(
     advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
     return [
         Sample(
-            np.concatenate([group.prompt.token_ids_P, rollout.token_ids_R]),
-            rollout.log_probs_R,
-            rollout.versions_R,
-            float(value),
-            loss_mask_R=rollout.loss_mask_R,
+            token_ids=np.concatenate([group.prompt.token_ids_P, rollout.token_ids_R]),
+            **{name: x for name, x in rollout.columns.items() if name != "token_ids_R"},
+            advantage=float(value),
             source=source,
         )
         for rollout, value in zip(group.rollouts, advantages, strict=True)
@@ -191,7 +189,7 @@ def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
 
 
 def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, ArrayLike]:
-    """Per-token columns (``types.COLUMNS``) of a response: for each an array [R], or one scalar.
+    """Per-token columns (``tensor_types.COLUMNS``) of a response: for each an array [R], or one scalar.
 
     ``index``: index of the sample in the update. ``weight``: loss weight of its tokens.
     """

@@ -37,7 +37,7 @@ from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
-from bapo_megatron.rollout.engines.whole_response import Sampling
+from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.written_folders import is_run
@@ -186,7 +186,7 @@ async def _ask(
         for task in tasks:
             lost_minutes = rollout.engine_config.lost_minutes
             sampler = SuiteSampler(
-                task.suite.prompts, tokenizer, pool, robust, sampling, lost_minutes, right_from
+                task.suite.prompts, tokenizer, pool, robust, sampling, _VERSION, lost_minutes, right_from
             )
             await sampler.ask(task.places, _Progress(task))
             await asyncio.to_thread(finish, task)

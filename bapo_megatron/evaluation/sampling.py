@@ -17,8 +17,9 @@ from bapo_megatron.errors import RunStopped
 from bapo_megatron.evaluation.scoring import ScoredResponse, vote_of
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.slot import EngineSlot
-from bapo_megatron.rollout.engines.whole_response import Sampling, whole_response
+from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import Scorer
+from bapo_megatron.rollout.sampler.whole_response import whole_response
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.types import Prompt
 
@@ -41,13 +42,14 @@ class SuiteSampler:
         pool: EnginePool,
         scorer: Scorer,
         sampling: Sampling,
+        version: int,
         lost_minutes: float,
         right_from: float = 1.0,
     ) -> None:
-        """``lost_minutes``: longest wait while no engine answers. ``right_from``: lowest score of a right
-        response."""
+        """``version``: of the weights to sample from; tokens of others are refused. ``lost_minutes``: longest
+        wait while no engine answers. ``right_from``: lowest score of a right response."""
         self._prompts, self._tokenizer = prompts, tokenizer
-        self._pool, self._scorer, self._sampling = pool, scorer, sampling
+        self._pool, self._scorer, self._sampling, self._version = pool, scorer, sampling, version
         self._lost_minutes, self._right_from = lost_minutes, right_from
         self._running: set[asyncio.Task[None]] = set()
         self._judged: asyncio.Queue[Row] = asyncio.Queue()
@@ -97,9 +99,10 @@ class SuiteSampler:
 
     async def _respond(self, slot: EngineSlot, problem: int, sample: int) -> None:
         prompt = self._prompts[problem]
-        tokens, reason = await whole_response(
-            self._pool, self._sampling, prompt, f"{problem}-{sample}", (0, problem, sample), slot
-        )
+        name, place = f"{problem}-{sample}", (0, problem, sample)
+        response = await whole_response(self._pool, self._sampling, self._version, prompt, name, place, slot)
+        tokens, reason = response.so_far.token_ids_R, response.finish_reason
+        assert reason is not None
         text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         result = await self._scorer.score(prompt, text, len(tokens))
         correct = result.score is not None and result.score >= self._right_from

@@ -36,7 +36,8 @@ from bapo_megatron.policy.passes import Passes
 from bapo_megatron.policy.state.bit_digest import state_digest
 from bapo_megatron.policy.state.offload import Offload
 from bapo_megatron.policy.weight_map import WeightMap
-from bapo_megatron.types import MicroBatch, PackLayout, SearchedLoss, TokenFn, TokenStats, UpdateResult
+from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
+from bapo_megatron.types import PackLayout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

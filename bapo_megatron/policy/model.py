@@ -31,7 +31,7 @@ from bapo_megatron.policy.attention.core import DocumentPack
 from bapo_megatron.policy.attention.rope import Rotary
 from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.layers import layer_spec
-from bapo_megatron.types import MicroBatch
+from bapo_megatron.tensor_types import MicroBatch
 
 
 def transformer_config(

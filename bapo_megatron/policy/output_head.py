@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 
 _CACHED_LOGITS = 1 << 19
 """Block size of the softmax on a CPU, in logits: 2 MiB of float32, which its cache holds."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from bapo_megatron.policy.attention.context_parallel import positions, slice_batch
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.packing import Sample, pack_samples
-from bapo_megatron.types import MicroBatch, PackLayout
+from bapo_megatron.tensor_types import MicroBatch
+from bapo_megatron.types import PackLayout
 
 _SHORTEST = 256
 """Tokens below which the rest of a pack gets no sequence of its own."""

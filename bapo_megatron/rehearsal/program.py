@@ -21,9 +21,9 @@ from bapo_megatron.rehearsal.packs import full_packs
 from bapo_megatron.rehearsal.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.handles import shareable
+from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch
 
 
 class RankProgram:

@@ -36,7 +36,7 @@ from bapo_megatron.rehearsal.kinds import (
 from bapo_megatron.rehearsal.program import RankProgram, message_shape
 from bapo_megatron.rehearsal.records import RankRequest
 from bapo_megatron.rehearsal.transformer_engine import kernel
-from bapo_megatron.types import MicroBatch
+from bapo_megatron.tensor_types import MicroBatch
 
 
 class FakeWeights:

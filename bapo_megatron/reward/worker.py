@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.reward import functions, math_verify_compare
@@ -28,6 +30,7 @@ from bapo_megatron.reward.sandbox.isolation import be_untraceable
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.stop_signals import SIGNALS
+from bapo_megatron.types import Prompt
 
 Answerer = Callable[[dict[str, Any]], Any]
 
@@ -185,10 +188,6 @@ def _score_function(reward: RewardConfig) -> Callable[[dict[str, Any], str], Any
 
         return judge
     users = functions.load_function(reward.function, reward.settings)
-
-    import numpy as np
-
-    from bapo_megatron.types import Prompt  # with torch, which a built-in function can do without
 
     def score(prompt: dict[str, Any], response: str) -> Any:
         ids = np.array(prompt["token_ids_P"], np.int32)

@@ -34,7 +34,8 @@ from bapo_megatron.algo.sequences import sequence_means, sums_by_sequence
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.types import Metrics, MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.types import Metrics
 
 Groups = list[list[Sample]]
 

@@ -24,7 +24,8 @@ from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.runtime.distributed import is_main
-from bapo_megatron.types import MicroBatch, Prompt, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.types import Prompt
 
 
 def run_sft(config: SftConfig) -> None:

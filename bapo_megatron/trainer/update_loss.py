@@ -29,7 +29,8 @@ from bapo_megatron.algo.papo_schedule import PapoSchedule
 from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.types import Metrics, MicroBatch, SearchedLoss, TokenFn
+from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn
+from bapo_megatron.types import Metrics
 
 
 def checked_loss(config: RunConfig) -> Loss:

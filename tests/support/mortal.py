@@ -131,8 +131,13 @@ class MoodyEngine(ScriptedEngine):
         ids, old = found.token_ids_R[:length], int(self._chance.integers(0, length + 1))
         versions = np.where(np.arange(length) < old, min(before, self.version), self.version)
         log_probs = -self._chance.random(length).astype(np.float32)
-        reason = "stop" if length and ids[-1] == EOS else "abort"
-        answer = Generation(request.request_id, ids, log_probs, versions.astype(np.int32), reason)  # type: ignore[arg-type]
+        answer = Generation(
+            token_ids_R=ids,
+            log_probs_R=log_probs,
+            versions_R=versions.astype(np.int32),
+            request_id=request.request_id,
+            finish_reason="stop" if length and ids[-1] == EOS else "abort",
+        )
         self.said.setdefault(request.request_id, []).append(answer)
         return answer
 

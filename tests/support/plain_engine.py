@@ -117,9 +117,9 @@ class PlainEngine:
 def _generation(request_id: str, found: Sequence[tuple[int, float, int]], reason: FinishReason) -> Generation:
     tokens, log_probs, versions = zip(*found, strict=True) if found else ((), (), ())
     return Generation(
-        request_id,
         np.array(tokens, np.int32),
         np.array(log_probs, np.float32),
         np.array(versions, np.int32),
-        reason,
+        request_id=request_id,
+        finish_reason=reason,
     )

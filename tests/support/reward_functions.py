@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.types import Prompt
+
 NOT_CALLABLE = 3
 
 
@@ -25,6 +27,11 @@ def score(prompt: Any, response: str) -> Any:
 def by_source(prompt: Any, response: str) -> float:
     """A quarter for a response to a prompt of the source ``own``, and nothing for another."""
     return 0.25 if prompt.source == "own" else 0.0
+
+
+def has_torch(prompt: Prompt, response: str) -> float:
+    """1 if this process has imported torch."""
+    return float("torch" in sys.modules)
 
 
 def shorter(prompt: Any, response: str) -> float:

@@ -24,7 +24,7 @@ from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, ratio, unmasked
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 
 __all__ = [
     "LOSSES",

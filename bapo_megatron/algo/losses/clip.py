@@ -40,7 +40,8 @@ from bapo_megatron.algo.losses import Loss, LossTerms, Search
 from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums
 from bapo_megatron.algo.search_groups import group_count, group_of_tokens
 from bapo_megatron.algo.tokens import constant_on
-from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.types import Metrics
 
 
 @dataclass(frozen=True)

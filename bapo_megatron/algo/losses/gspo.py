@@ -18,7 +18,7 @@ from bapo_megatron.algo.losses import Loss, LossTerms, Search
 from bapo_megatron.algo.measurements import token_mean
 from bapo_megatron.algo.sequences import PerSequence, sequence_means, sequence_sums
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, ratio, unmasked
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 
 
 class Gspo(Loss):

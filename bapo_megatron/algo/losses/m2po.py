@@ -27,7 +27,8 @@ from torch import Tensor
 from bapo_megatron.algo.losses import Loss, LossTerms, Search
 from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, constant_on, ratio, unmasked
-from bapo_megatron.types import Metrics, MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.types import Metrics
 
 BIN = 1.005
 """Ratio of the edges of a bin of ``|log r|``."""

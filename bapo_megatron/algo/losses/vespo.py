@@ -19,7 +19,7 @@ from bapo_megatron.algo.measurements import token_mean
 from bapo_megatron.algo.sequences import PerSequence, sequence_sums
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, unmasked
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 
 
 class Vespo(Loss):

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from bapo_megatron.algo.tokens import live_sum, ratio
-from bapo_megatron.types import Metrics, MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.types import Metrics
 
 
 class LossTerms(NamedTuple):

@@ -27,7 +27,7 @@ _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
 _BUCKET = 1 << 26  # policy/host_optimizer.py
 _HOST_BLOCK = 1 << 28  # policy/state/offload.py
 PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
-"""Bytes of a token's columns on the device (``types.COLUMNS``): four int64, five float32, one int32."""
+"""Device bytes of a token's columns (``tensor_types.COLUMNS``): four int64, five float32, one int32."""
 
 
 @dataclass(frozen=True)

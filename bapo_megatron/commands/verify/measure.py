@@ -18,7 +18,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import broadcast_from_main, gather, is_main
-from bapo_megatron.types import MicroBatch
+from bapo_megatron.tensor_types import MicroBatch
 
 _BySample = dict[int, tuple[np.ndarray, np.ndarray]]
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bapo_megatron.types import MicroBatch
+from bapo_megatron.tensor_types import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.interfaces import Engine, ReceivesBroadcast
-from bapo_megatron.rollout.engines.clock import LoopLagClock
-from bapo_megatron.rollout.engines.current_weights import CurrentWeights
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentDigests
-from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot, choose
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, load_seconds
+from bapo_megatron.rollout.engines.slot import CachedPrefix, CurrentWeights, EngineSlot, choose
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, LoopLagClock, load_seconds
 from bapo_megatron.types import GenerateRequest, Generation
 
 Report = Callable[..., None]

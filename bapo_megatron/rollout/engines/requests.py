@@ -18,7 +18,7 @@ import numpy as np
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.mixture import mixture_settings
 from bapo_megatron.data.prompts import MixedSource
-from bapo_megatron.types import GenerateRequest, Generation, Prompt
+from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTokens
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,9 @@ def _problems(request: GenerateRequest, limits: ModelLimits) -> Iterator[str]:
 
 def empty_generation(request: GenerateRequest) -> Generation:
     """The answer without tokens: of a request that was aborted before it began."""
-    empty = np.zeros(0, np.int32)
-    return Generation(request.request_id, empty, np.zeros(0, np.float32), empty, "abort")
+    return Generation(
+        **ResponseTokens.joined([]).columns, request_id=request.request_id, finish_reason="abort"
+    )
 
 
 @lru_cache(1 << 16)  # every segment of a response asks again

@@ -1,4 +1,4 @@
-"""Engine slots and routing: one engine's state in the pool, and the choice by prefix affinity and load.
+"""Engine slots: one engine's state in the pool, its weights, and the choice by prefix affinity and load.
 
 Synchronous and local to the event loop of ``EnginePool``, which changes the slots.
 """
@@ -9,8 +9,11 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from bapo_megatron.interfaces import Engine
+from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.types import Generation
 
 AFFINITY_SURPLUS = 0.25
@@ -51,6 +54,33 @@ class EngineSlot:
     """Number of weight loads; each empties the prefix cache."""
     reason: str = "it has no weights yet"
     """Why it is in quarantine."""
+
+
+@dataclass(frozen=True, eq=False)
+class CurrentWeights:
+    """The current weight version: its HF folder, its digest quorum, and the deadline of a load.
+
+    The pool keeps one; None while the newest weights are in no folder (broadcast, IPC).
+    """
+
+    folder: Path
+    version: int
+    quorum: DigestQuorum
+    load_s: float
+    """Deadline of an engine's load."""
+
+    async def load(self, slot: EngineSlot) -> None:
+        """Load the weights into an engine, and verify version and digest; raises if they are wrong.
+
+        Requests in flight continue, but for those of an engine in quarantine, which are aborted.
+        """
+        engine = slot.engine
+        if not slot.is_up:
+            # Orphaned requests of an engine in quarantine: they were sent again to other engines.
+            await engine.abort()
+        await engine.load(self.folder, self.version, partial(self.quorum.confirm, engine.name))
+        if (found := await engine.weight_version()) != self.version:
+            raise RuntimeError(f"reports weight version {found} after a load of {self.version}")
 
 
 @dataclass(frozen=True, eq=False)

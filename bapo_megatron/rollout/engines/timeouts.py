@@ -1,16 +1,22 @@
-"""The timeouts of the engine pool: health checks, aborts, weight loads, hangs.
+"""The timeouts of the engine pool (health checks, aborts, weight loads, hangs), and the clock they run on.
 
-An engine that misses one is put in quarantine, or reported as hanging.
+An engine that misses one is put in quarantine, or reported as hanging. The clock stands still while this
+process's event loop lags: an answer that lies unread for half a minute, because ten thousand others came with
+it or the process was stopped, must not count as an engine's silence.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_BYTES_PER_S = 100e6
 """The slowest disk that a load's deadline allows: bytes a second for one engine while all others read, too.
 The 65.5 GB of a 32B model in bfloat16 may then take 11 minutes."""
+
+_TICK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,3 +43,35 @@ def load_seconds(folder: Path, base_s: float) -> float:
 def read_seconds(weight_bytes: float) -> float:
     """Time to read the bytes of weights from the slowest disk, in seconds."""
     return weight_bytes / LEAST_BYTES_PER_S
+
+
+class LoopLagClock:
+    """A monotonic clock of one event loop, without its lag, in seconds.
+
+    Make it within the loop, where its ticks run until ``close``.
+    """
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+        self._due = time.monotonic() + _TICK_S
+        self._ticking = asyncio.create_task(self._tick())
+
+    def now(self) -> float:
+        """Monotonic seconds, less the event loop's lag: two readings differ by at most the real time."""
+        return min(time.monotonic(), self._due) - self._late_s
+
+    @property
+    def late_s(self) -> float:
+        """Total time that the event loop lagged, in seconds."""
+        return self._late_s + max(0.0, time.monotonic() - self._due)
+
+    def close(self) -> None:
+        """Stop the clock."""
+        self._ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._due - time.monotonic())
+            woken = time.monotonic()
+            self._late_s += max(0.0, woken - self._due)
+            self._due = woken + _TICK_S

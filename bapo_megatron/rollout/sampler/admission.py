@@ -65,17 +65,10 @@ class AdmissionController:
         most = (self._steps_ahead + 1) * self._config.prompts_per_step
         return max(0, most - beyond - self._state.outstanding)
 
-    def allowance(self, group: OpenGroup, sample: int) -> int:
-        """Most tokens to request for a response now; 0 if it is complete or must wait for new weights."""
-        config, response = self._config, group.responses[sample]
-        if response.finish_reason:
-            return 0
-        left = config.max_response_tokens - response.tokens
-        if config.segment_tokens is not None:
-            left = min(left, config.segment_tokens)
-        if config.budget_tokens is not None:
-            left = min(left, self._state.remaining_budget(group, sample, config.budget_tokens))
-        return max(0, left)
+    def budget(self, group: OpenGroup, sample: int) -> int | None:
+        """Most tokens that a response may still have from the current weights; None: any number."""
+        budget = self._config.budget_tokens
+        return None if budget is None else self._state.remaining_budget(group, sample, budget)
 
     def is_stale(self, group: OpenGroup | FinishedGroup, step: int) -> bool:
         """Whether the group's lag at ``step`` is more than ``max_staleness``."""

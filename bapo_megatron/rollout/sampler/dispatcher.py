@@ -12,8 +12,6 @@ from collections import Counter
 from functools import partial
 from itertools import count
 
-import numpy as np
-
 from bapo_megatron.config import RunConfig
 from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, request_seed
@@ -21,17 +19,22 @@ from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.event_log.events import Segment
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
-from bapo_megatron.types import FinishReason, GenerateRequest, Generation, SamplingParams
+from bapo_megatron.rollout.sampler.response import (
+    Sampling,
+    Tokens,
+    finish_reason_of,
+    foreign_weights,
+    given_up,
+    needs,
+    next_request,
+)
+from bapo_megatron.types import GenerateRequest, Generation
 
 ResponseKey = tuple[int, int]
 """The key of a response: the number of its group, and its position in it."""
 
 _BURST = 128
 """Burst size: requests that are sent before results of others are processed."""
-
-_MAX_ENGINE_LOSSES = 20
-"""Engines lost with one response after which its group is dropped: its request may be what crashes
-them."""
 
 
 class Dispatcher:
@@ -50,7 +53,14 @@ class Dispatcher:
         admission: AdmissionController,
         pool: EnginePool,
     ) -> None:
-        self._config, self._dataset = config, dataset
+        self._dataset, self._group_size = dataset, config.rollout.group_size
+        self._sampling = Sampling(
+            config.rollout.temperature,
+            config.rollout.max_response_tokens,
+            config.seed,
+            dataset.stop_token_ids,
+            config.rollout.segment_tokens,
+        )
         self._state, self._admission, self._pool = sampler_state, admission, pool
         self._ready: list[ResponseKey] = []
         """A heap of the responses that wait for an engine."""
@@ -87,7 +97,7 @@ class Dispatcher:
 
     def add(self, group: OpenGroup, sample: int) -> None:
         """Queue a response for its next segment, unless it is complete or its group is dropped."""
-        if self._state.open.get(group.number) is group and not group.responses[sample].finish_reason:
+        if self._state.open.get(group.number) is group and not group.responses[sample].is_complete:
             heapq.heappush(self._ready, (group.number, sample))
 
     def unpark(self) -> None:
@@ -98,7 +108,7 @@ class Dispatcher:
 
     def cancel_group(self, number: int) -> None:
         """Cancel the requests of a group."""
-        for sample in range(self._config.rollout.group_size):
+        for sample in range(self._group_size):
             self._losses.pop((number, sample), None)
             self._cached.pop((number, sample), None)
             if task := self._running.pop((number, sample), None):
@@ -119,18 +129,18 @@ class Dispatcher:
         while self._ready and self._admission.may_sample:
             key = self._ready[0]
             group = self._state.open.get(key[0])
-            if group is None or key in self._running or group.responses[key[1]].finish_reason:
+            need = None if group is None or key in self._running else self._need(group, key[1])
+            if group is None or need is None:
                 heapq.heappop(self._ready)
                 continue
-            tokens = self._admission.allowance(group, key[1])
-            if not tokens:
+            if not need.most:
                 self._parked.append(heapq.heappop(self._ready))
                 continue
             slot = self._pool.reserve(cached=self._cached.get(key))
             if slot is None:
                 return False
             heapq.heappop(self._ready)
-            self._running[key] = task = asyncio.create_task(self._sample(slot, group, key, tokens))
+            self._running[key] = task = asyncio.create_task(self._sample(slot, group, key, need))
             # A callback, no `finally` in the task: a task that is cancelled before it begins runs none.
             task.add_done_callback(partial(self._release, slot))
             return True
@@ -152,56 +162,48 @@ class Dispatcher:
         for task in self._running.values():
             task.cancel()
 
-    async def _sample(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, tokens: int) -> None:
+    async def _sample(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, need: Tokens) -> None:
         """Request one segment of one response; keep the result, or queue the response again."""
-        request = self._request(group, key[1], tokens)
+        request = self._request(group, key[1], need)
         try:
             answer = await self._pool.generate(slot, request)
-            if self._has_known_weights(slot, answer) and len(answer.token_ids_R):
-                finish_reason = self._finish_reason(answer, request)
-                start = request.prefix_tokens
-                self._segments.append(Segment(group, key[1], start, answer, finish_reason))
-                self._cached.pop(key, None)
-                if not finish_reason and (cached := self._pool.cached_at(slot)):
-                    self._cached[key] = cached
+            if foreign := foreign_weights(answer, self._is_known):
+                self._pool.quarantine(slot, foreign)
+                self.add(group, key[1])
+            elif len(answer.token_ids_R):
+                self._keep(slot, group, key, request.prefix_tokens, answer)
             else:
                 self.add(group, key[1])
         except EngineLost as lost:
-            if lost.by_this_request:
-                self._losses[key] += 1
-            if self._losses[key] < _MAX_ENGINE_LOSSES:
-                self.add(group, key[1])
-            else:
-                why = f"{_MAX_ENGINE_LOSSES} engines were lost with request {request.request_id!r}"
+            self._losses[key] += lost.by_this_request
+            if why := given_up(self._losses[key], request.request_id):
                 self._refusals.append((group, why))
+            else:
+                self.add(group, key[1])
         except ValueError as error:  # malformed: any engine would refuse it
             self._refusals.append((group, str(error)))
         finally:
             if self._running.get(key) is asyncio.current_task():
                 del self._running[key]
 
-    def _request(self, group: OpenGroup, sample: int, tokens: int) -> GenerateRequest:
-        ids = group.responses[sample].arrays()[0]
-        seed = request_seed(self._config.seed, group.epoch, group.index, sample)
-        params = SamplingParams(self._config.rollout.temperature, tokens, self._dataset.stop_token_ids, seed)
-        return GenerateRequest(
-            request_id=f"{group.number}-{sample}-{len(ids)}",
-            input_ids=np.concatenate([self._dataset.prompts[group.index].token_ids_P, ids]),
-            params=params,
-            prefix_tokens=len(ids),
-        )
+    def _keep(
+        self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, start: int, answer: Generation
+    ) -> None:
+        """Queue a segment for the next commit; note where its prefix is cached, if the response goes on."""
+        finish_reason = finish_reason_of(start, answer, self._sampling)
+        self._segments.append(Segment(group, key[1], start, answer, finish_reason))
+        self._cached.pop(key, None)
+        if not finish_reason and (cached := self._pool.cached_at(slot)):
+            self._cached[key] = cached
 
-    def _has_known_weights(self, slot: EngineSlot, answer: Generation) -> bool:
-        """Check that all tokens come from weights that engines were given; quarantine the engine if not."""
-        for version in np.unique(answer.versions_R).tolist():
-            if version != self._next_version and self._state.step_of(version) is None:
-                self._pool.quarantine(slot, f"answers with tokens of unknown weights {version}")
-                return False
-        return True
+    def _need(self, group: OpenGroup, sample: int) -> Tokens | None:
+        return needs(group.responses[sample], self._sampling, self._admission.budget(group, sample))
 
-    def _finish_reason(self, answer: Generation, request: GenerateRequest) -> FinishReason | None:
-        """The finish reason of the whole response; None if it is not complete."""
-        tokens = request.prefix_tokens + len(answer.token_ids_R)
-        if len(answer.token_ids_R) and answer.token_ids_R[-1] in self._dataset.stop_token_ids:
-            return "stop"  # whatever the engine reports: an abort may coincide with the stop token
-        return "length" if tokens >= self._config.rollout.max_response_tokens else None
+    def _request(self, group: OpenGroup, sample: int, need: Tokens) -> GenerateRequest:
+        prompt, name = self._dataset.prompts[group.index], f"{group.number}-{sample}"
+        seed = request_seed(self._sampling.seed, group.epoch, group.index, sample)
+        return next_request(group.responses[sample], need, self._sampling, prompt, name, seed)
+
+    def _is_known(self, version: int) -> bool:
+        """Whether engines were given weights of this ``version``."""
+        return version == self._next_version or self._state.step_of(version) is not None

@@ -19,8 +19,9 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.data.suites import Suite
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
-from bapo_megatron.rollout.engines.whole_response import Sampling, whole_response
+from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import Scorer
+from bapo_megatron.rollout.sampler.whole_response import whole_response
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
@@ -58,6 +59,8 @@ class HeldOut:
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
         """The step that is being evaluated, or will be when its weights are loaded."""
+        self._version = 0
+        """The version of its weights: tokens of others are refused."""
 
     def start(self, first_step: int) -> None:
         """Delete the results of ``first_step`` and later steps: the run resumes before them."""
@@ -65,13 +68,17 @@ class HeldOut:
             if step >= first_step:
                 path.unlink()
 
-    def expect(self, step: int) -> None:
-        """Prepare the evaluation of ``step``, if it is due and not done; its weights are being loaded."""
+    def expect(self, step: int, version: int) -> None:
+        """Prepare the evaluation of ``step``, if it is due and not done; its weights are being loaded.
+
+        ``version``: of these weights. Cancels an earlier evaluation: engines would answer with other weights.
+        """
+        self.close()
+        self._version = version
         self._step = step if self._config.evaluates(step) and not self._path(step).exists() else None
 
     def begin(self) -> None:
-        """Begin the prepared evaluation, now that the weights are loaded. Cancels an earlier one."""
-        self.close()
+        """Begin the prepared evaluation, now that the weights are loaded."""
         if self._step is not None:
             self._task = asyncio.create_task(self._evaluate(self._step))
 
@@ -128,9 +135,10 @@ class HeldOut:
         name = f"evaluation.{step}.{item.suite.name}.{item.problem}-{item.sample}"
         place = (_EPOCH, item.problem, item.sample)
         async with room:
-            ids, finish_reason = await whole_response(
-                self._pool, self._sampling, prompt, name, place, over_capacity=True
+            response = await whole_response(
+                self._pool, self._sampling, self._version, prompt, name, place, over_capacity=True
             )
+        ids = response.so_far.token_ids_R
         [text] = await asyncio.to_thread(self._dataset.texts, [ids])
         result = await self._scorer.score(prompt, text, len(ids))
         return {
@@ -140,6 +148,6 @@ class HeldOut:
             "correct": result.score is not None and result.score >= self._config.reward.correct,
             "failure": result.failure,
             "tokens": len(ids),
-            "finish_reason": finish_reason,
+            "finish_reason": response.finish_reason,
             "response": text,
         }

@@ -134,7 +134,7 @@ class Service:
     async def _load_weights(self, folder: Path, version: int, step: int) -> None:
         # Before the load: an engine that samples in rounds must not begin a round for training meanwhile
         # (`is_held` in `_open`).
-        self._held_out.expect(step)
+        self._held_out.expect(step, version)
         await self._sampler.load_weights(folder, version, step)
         self._held_out.begin()
 
@@ -142,7 +142,7 @@ class Service:
         self._sampler.record_weights(version, step)
 
     async def _expect_handles(self, pool: ColocatedPool, version: int, step: int) -> None:
-        self._held_out.expect(step)
+        self._held_out.expect(step, version)
         self._sampler.expect_weights(version)
         pool.expect_handles(version)
         self._sampler.record_weights(version, step)
@@ -155,7 +155,7 @@ class Service:
     async def _finish(self, version: int, step: int, sent: SentDigests | None) -> str:
         # Recorded only after the digests were verified: the record opens admission for the next step.
         digest = await self._broadcast.finish(version, sent)
-        self._held_out.expect(step)
+        self._held_out.expect(step, version)
         self._sampler.record_weights(version, step)
         self._held_out.begin()
         return digest

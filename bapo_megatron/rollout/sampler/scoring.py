@@ -55,7 +55,7 @@ class GroupScorer:
     async def score(self, group: OpenGroup) -> list[RewardResult]:
         """The results of a complete group, in the order of its responses."""
         prompt = self._dataset.prompts[group.index]
-        ids = [response.arrays()[0] for response in group.responses]
+        ids = [response.so_far.token_ids_R for response in group.responses]
         texts = await asyncio.to_thread(self._dataset.texts, ids)  # it takes a while for long responses
         return await asyncio.gather(
             *(self._scorer.score(prompt, text, len(one)) for text, one in zip(texts, ids, strict=True))

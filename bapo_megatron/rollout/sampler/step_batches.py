@@ -2,8 +2,9 @@
 
     RUN/journal/step_000001.npz  step_000002.npz ...
 
-The sampler's process writes them, rank 0 of the trainer reads them. A file holds a JSON header and four
-arrays (five with loss masks), in numpy's zip format: it is bit-exact, and checksums show damage.
+The sampler's process writes them, rank 0 of the trainer reads them. A file holds a JSON header, the
+prompts' ids, and an array for each column of the responses (``types.RESPONSE_COLUMNS``), in numpy's zip
+format: it is bit-exact, and checksums show damage.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
 from bapo_megatron.runtime.storage import writing
-from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
+from bapo_megatron.types import Group, Prompt, ResponseTokens, Rollout, StepBatch
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -173,24 +175,12 @@ def _arrays(batch: StepBatch, numbers: Sequence[int]) -> dict[str, np.ndarray]:
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     groups = [_group_header(group) for group in batch.groups]
     header = {"metrics": batch.metrics, "numbers": list(numbers), "groups": groups}
-    has_masks = any(rollout.loss_mask_R is not None for rollout in rollouts)
+    prompt_ids = [np.zeros(0, np.int32), *(group.prompt.token_ids_P for group in batch.groups)]
     return {
         "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
-        "prompt_ids": _joined([group.prompt.token_ids_P for group in batch.groups], np.int32),
-        "token_ids": _joined([rollout.token_ids_R for rollout in rollouts], np.int32),
-        "log_probs": _joined([rollout.log_probs_R for rollout in rollouts], np.float32),
-        "versions": _joined([rollout.versions_R for rollout in rollouts], np.int32),
-        **({"loss_masks": _joined([_loss_mask(one) for one in rollouts], np.bool_)} if has_masks else {}),
+        "prompt_ids": np.concatenate(prompt_ids).astype(np.int32, casting="same_kind"),
+        **ResponseTokens.joined(rollouts).arrays,
     }
-
-
-def _loss_mask(rollout: Rollout) -> np.ndarray:
-    ones_R = np.ones(len(rollout.token_ids_R), np.bool_)
-    return ones_R if rollout.loss_mask_R is None else rollout.loss_mask_R
-
-
-def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, casting="same_kind")
 
 
 def _group_header(group: Group) -> dict[str, Any]:
@@ -203,35 +193,16 @@ def _group_header(group: Group) -> dict[str, Any]:
 
 def _batch(arrays: dict[str, np.ndarray]) -> StepBatch:
     header = json.loads(arrays["header"].tobytes())
-    prompt_ids, token_ids = _Reader(arrays["prompt_ids"]), _Reader(arrays["token_ids"])
-    log_probs, versions = _Reader(arrays["log_probs"]), _Reader(arrays["versions"])
-    masks = _Reader(arrays["loss_masks"]) if "loss_masks" in arrays else None
-
-    def rollout(length: int, finish_reason: Any, reward: float) -> Rollout:
-        return Rollout(
-            token_ids.take(length),
-            log_probs.take(length),
-            versions.take(length),
-            finish_reason,
-            reward,
-            masks.take(length) if masks else None,
-        )
-
-    def group(prompt: dict[str, Any], rollouts: list[tuple[int, str, float]]) -> Group:
-        ids = prompt_ids.take(prompt.pop("token_ids_P"))
-        return Group(Prompt(token_ids_P=ids, **prompt), tuple(rollout(*one) for one in rollouts))
-
-    return StepBatch(tuple(group(**one) for one in header["groups"]), header["metrics"])
-
-
-class _Reader:
-    """A cursor over an array of parts laid end to end."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array
-        self._at = 0
-
-    def take(self, length: int) -> np.ndarray:
-        """A copy of the next ``length`` elements."""
-        self._at += length
-        return self._array[self._at - length : self._at].copy()
+    listed = [one for group in header["groups"] for one in group["rollouts"]]
+    tokens = ResponseTokens.split(arrays, (length for length, _, _ in listed))
+    rollouts = (
+        Rollout(**found.columns, finish_reason=reason, reward=reward)
+        for found, (_, reason, reward) in zip(tokens, listed, strict=True)
+    )
+    groups, at = [], 0
+    for about in header["groups"]:
+        length = about["prompt"].pop("token_ids_P")
+        ids_P, at = arrays["prompt_ids"][at : at + length].copy(), at + length
+        prompt = Prompt(token_ids_P=ids_P, **about["prompt"])
+        groups.append(Group(prompt, tuple(islice(rollouts, len(about["rollouts"])))))
+    return StepBatch(tuple(groups), header["metrics"])

@@ -127,7 +127,9 @@ def test_a_mask_of_ones_changes_no_bit() -> None:
 def test_the_mask_of_a_rollout_becomes_that_of_its_sample() -> None:
     mask_R = np.array([True, False])
     ids_R, log_probs_R = np.array([7, 8], np.int32), np.array([-1, -2], np.float32)
-    rollouts = tuple(Rollout(ids_R, log_probs_R, ids_R, "stop", reward, mask_R) for reward in (0.0, 1.0))
+    rollouts = tuple(
+        Rollout(ids_R, log_probs_R, ids_R, "stop", reward, loss_mask_R=mask_R) for reward in (0.0, 1.0)
+    )
     first, _ = samples_of(Group(Prompt(0, np.array([1], np.int32), "", ""), rollouts), "grpo")
     assert (first.response_tokens, first.trained_tokens) == (2, 1)
     [pack] = pack_samples([first], 8)

@@ -38,7 +38,7 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
-from bapo_megatron.rollout.engines.whole_response import MAX_ENGINE_LOSSES, Sampling
+from bapo_megatron.rollout.sampler.response import MOST_LOSSES, Sampling
 from bapo_megatron.trainer.sampling import load_suites
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
 from checkpoints_tools.formats.locate import Format
@@ -271,13 +271,17 @@ class Scripted:
 
     def __init__(self, answer: Callable[[GenerateRequest, int], tuple[list[int], FinishReason]]) -> None:
         self._answer, self.asked, self._version = answer, [], 0
+        self.told: int | None = None
+        """The version that its tokens claim, if that is not the truth."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         self.asked.append(request)
         await asyncio.sleep(0)
         tokens, reason = self._answer(request, len(self.asked))
         ids = np.array(tokens, np.int32)
-        return Generation(request.request_id, ids, np.zeros(len(ids), np.float32), 0 * ids, reason)
+        versions = np.full(len(ids), self._version if self.told is None else self.told, np.int32)
+        zeros = np.zeros(len(ids), np.float32)
+        return Generation(ids, zeros, versions, request_id=request.request_id, finish_reason=reason)
 
     async def load(self, folder: Path, version: int, confirm: Any) -> None:
         await confirm("digest")
@@ -327,7 +331,7 @@ def ask(
         pool = EnginePool([engine], 2, lambda kind, **fields: None, timeouts)
         await pool.update(Path(), 1)
         try:
-            asker = SuiteSampler(prompts, Words(), pool, Equal(), params, lost_minutes)
+            asker = SuiteSampler(prompts, Words(), pool, Equal(), params, 1, lost_minutes)
             await asker.ask(places, keep or kept.extend)
         finally:
             await pool.close()
@@ -384,8 +388,26 @@ def test_a_problem_that_kills_every_engine_stops_the_evaluation(monkeypatch: pyt
         raise OSError("it fell over")
 
     monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
-    with pytest.raises(RunStopped, match=f"{MAX_ENGINE_LOSSES} engines were lost with request '0-0'"):
+    with pytest.raises(RunStopped, match=f"{MOST_LOSSES} engines were lost with request '0-0'"):
         ask(Scripted(answer), ["9"], [(0, 0)])
+
+
+def test_tokens_of_other_weights_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine answers with weights that the evaluation did not load: asked again after its recovery."""
+    engine: Scripted
+
+    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
+        engine.told = 0 if n == 1 or always else None
+        return [n, STOP], "stop"
+
+    always, engine = False, Scripted(answer)
+    (found,) = ask(engine, ["11"], [(0, 0)])
+    assert (found["text"], found["correct"]) == ("\\boxed{11}", True), "the answer of the right weights"
+    monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
+    always, engine = True, Scripted(answer)
+    message = "answers with tokens of unknown weights 0, where an evaluation samples from 1"
+    with pytest.raises(RunStopped, match=message):
+        ask(engine, ["11"], [(0, 0)])
 
 
 def test_no_engine_for_too_long() -> None:

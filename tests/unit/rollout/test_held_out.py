@@ -14,10 +14,10 @@ import pytest
 from bapo_megatron.config import EvaluationConfig
 from bapo_megatron.data.suites import Suite
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.rollout.engines import whole_response
+from bapo_megatron.rollout.sampler import response
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.trainer.evaluation import evaluation_metrics
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import Generation, Prompt
 from tests.support.sampling import ScriptedEngine, World, mixed
 
 
@@ -42,7 +42,7 @@ def held_out(made: World) -> HeldOut:
 
 
 async def evaluated(asked: HeldOut, step: int) -> Path | None:
-    asked.expect(step)
+    asked.expect(step, 0)
     asked.begin()
     return await asked.responses(step, 5.0)
 
@@ -140,7 +140,7 @@ def test_training_requests_are_held_during_an_evaluation_in_rounds(tmp_path: Pat
             await made.batch(1)
             asked = held_out(made)
             evaluations.append(asked)
-            asked.expect(1)
+            asked.expect(1, 1)
             await made.weights(1)
             asked.begin()
             sent = training_requests(engine)
@@ -168,10 +168,10 @@ def test_newer_weights_cancel_an_evaluation(tmp_path: Path) -> None:
     async def main() -> None:
         async with made.sampling():
             asked = held_out(made)
-            asked.expect(2)
+            asked.expect(2, 0)
             asked.begin()
             await asyncio.sleep(0.05)
-            asked.expect(3)
+            asked.expect(3, 0)
             asked.begin()
             assert not asked.is_busy
             engine.gate.set()
@@ -186,7 +186,7 @@ def test_a_problem_that_crashes_engines_stops_the_evaluation(
     tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines recover; after too many losses with one response the evaluation fails."""
-    monkeypatch.setattr(whole_response, "MAX_ENGINE_LOSSES", 3)
+    monkeypatch.setattr(response, "MOST_LOSSES", 3)
     made = world(tmp_path)
     left = failures
 
@@ -201,7 +201,7 @@ def test_a_problem_that_crashes_engines_stops_the_evaluation(
     async def main() -> Path | None:
         async with made.sampling():
             asked = held_out(made)
-            asked.expect(2)
+            asked.expect(2, 0)
             asked.begin()
             for _ in range(60):
                 if path := await asked.responses(2, 1.0):
@@ -215,6 +215,48 @@ def test_a_problem_that_crashes_engines_stops_the_evaluation(
             asyncio.run(main())
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_tokens_of_other_weights_are_not_evaluated(
+    tmp_path: Path, always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines have version 0, and one answer, or every one, claims to be of 4."""
+    monkeypatch.setattr(response, "MOST_LOSSES", 3)
+    made = world(tmp_path)
+    [engine] = made.engines
+    right, lies = engine._answer, 0
+
+    def answer(request: Any, aborted: bool) -> Generation:
+        nonlocal lies
+        found = right(request, aborted)
+        if not request.request_id.startswith("evaluation.") or (lies and not always):
+            return found
+        lies += 1
+        return dataclasses.replace(found, versions_R=np.full_like(found.versions_R, 4))
+
+    engine._answer = answer  # type: ignore[method-assign]
+
+    async def main() -> Path | None:
+        async with made.sampling():
+            asked = held_out(made)
+            asked.expect(2, 0)
+            asked.begin()
+            for _ in range(60):
+                if path := await asked.responses(2, 1.0):
+                    return path
+            return None
+
+    if always:
+        message = "3 engines were lost.*tokens of unknown weights 4, where an evaluation samples from 0"
+        with pytest.raises(RunStopped, match=message):
+            asyncio.run(main())
+        return
+    path = asyncio.run(main())
+    assert path is not None
+    assert evaluation_metrics(path)["eval/mean"] == 0.25
+    [reason] = [event["reason"] for event in made.events if event["kind"] == "engine_lost"]
+    assert reason == "answers with tokens of unknown weights 4, where an evaluation samples from 0"
+
+
 def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
     made = world(tmp_path)
     [engine] = made.engines
@@ -224,7 +266,7 @@ def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
             await made.batch(1)
             engine.gate.clear()
             asked = held_out(made)
-            asked.expect(2)
+            asked.expect(2, 0)
             asked.begin()
             await asyncio.sleep(0.3)
             at_once = sum(one.request_id.startswith("evaluation.") for one in engine.asked)

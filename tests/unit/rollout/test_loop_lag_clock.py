@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bapo_megatron.rollout.engines.clock import LoopLagClock
+from bapo_megatron.rollout.engines.timeouts import LoopLagClock
 
 
 def test_the_clock_is_real_time_while_the_loop_runs() -> None:

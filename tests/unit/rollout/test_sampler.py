@@ -277,7 +277,7 @@ def test_budgets_count_the_steps_since_a_group_was_opened(tmp_path: Path) -> Non
             await until(lambda: any(request.request_id == "12-2-0" for request in engine.asked))
             await world.weights(2)
             engine.gate.set()
-            await until(lambda: len(world.sampler._state.open[12].responses[2].segments) > 0)
+            await until(lambda: len(world.sampler._state.open[12].responses[2].so_far.token_ids_R) > 0)
             await asyncio.sleep(0.05)
             world.kill()
         asked = {r.request_id: r.params.max_new_tokens for r in engine.asked}

@@ -15,7 +15,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.admission import AdmissionController
-from bapo_megatron.rollout.sampler.batch_builder import BatchBuilder
+from bapo_megatron.rollout.sampler.batch_builder import BatchBuilder, rollout_metrics
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
 from bapo_megatron.rollout.sampler.event_log.events import (
     Segment,
@@ -26,7 +26,6 @@ from bapo_megatron.rollout.sampler.event_log.events import (
     weights_loaded,
 )
 from bapo_megatron.rollout.sampler.event_log.state import GroupSummary, SamplerState
-from bapo_megatron.rollout.sampler.metrics import rollout_metrics
 from bapo_megatron.rollout.sampler.scoring import GroupScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
@@ -34,6 +33,12 @@ from tests.support.accounts import check_accounts
 from tests.support.sampling import EOS, PATIENCE, Letters, ScriptedEngine, World, mixed, prompt_ids, until
 
 PROMPTS = [Prompt(n, np.array([n], np.int32), "", "test") for n in range(9)]
+
+
+def answer_of(ids: np.ndarray, versions: np.ndarray) -> Generation:
+    """A whole response in one answer."""
+    log_probs = np.zeros(len(ids), np.float32)
+    return Generation(ids, log_probs, versions, request_id="", finish_reason="stop")
 
 
 def state_of(*versions: int) -> SamplerState:
@@ -44,7 +49,7 @@ def state_of(*versions: int) -> SamplerState:
     state.apply(groups_opened([(n, 0, n) for n in range(len(versions))], len(versions)))
     for number, version in enumerate(versions):
         ids = np.array([ord("y"), EOS], np.int32)
-        answer = Generation("", ids, np.zeros(2, np.float32), np.full(2, version, np.int32), "stop")
+        answer = answer_of(ids, np.full(2, version, np.int32))
         group = state.open[number]
         state.apply(segments_arrived([Segment(group, sample, 0, answer, "stop") for sample in (0, 1)]))
         state.apply(group_scored(number, [1.0, 0.0], []))
@@ -136,7 +141,7 @@ def test_a_group_is_scored_in_the_order_of_its_responses() -> None:
     state.apply(groups_opened([(0, 0, 5)], 1))
     for sample, text in enumerate(("a", "bc")):
         ids = np.array([*map(ord, text), EOS], np.int32)
-        answer = Generation("", ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+        answer = answer_of(ids, np.zeros(len(ids), np.int32))
         state.apply(segments_arrived([Segment(state.open[0], sample, 0, answer, "stop")]))
     results = asyncio.run(GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length()).score(state.open[0]))
     assert [(one.reward, one.detail) for one in results] == [(2.0, "5 a"), (3.0, "5 bc")]

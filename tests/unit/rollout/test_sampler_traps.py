@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -137,10 +138,7 @@ def test_an_abort_at_the_stop_token_completes_the_response(tmp_path: Path, text:
         answer = engine._answer
 
         def aborted(request: GenerateRequest, _aborted: bool) -> Generation:
-            found = answer(request, aborted=False)
-            return Generation(
-                found.request_id, found.token_ids_R, found.log_probs_R, found.versions_R, "abort"
-            )
+            return dataclasses.replace(answer(request, aborted=False), finish_reason="abort")
 
         engine._answer = aborted  # type: ignore[method-assign]
         world = World(tmp_path, [engine])

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from bapo_megatron.rollout.engines.local.kv_cache import block_cache
 from bapo_megatron.rollout.engines.local.sampling import draws_R, sample
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
@@ -22,6 +23,9 @@ NO_TOKEN = -1
 
 COMPACT_BELOW = 0.75
 """Compaction threshold: finished rows are removed when at most this share is open. It copies the KV cache."""
+
+BLOCK = 64
+"""Tokens that the KV cache allocates at a time."""
 
 
 class Decoding:
@@ -166,3 +170,50 @@ class Decoding:
             versions_R=self._version_R[:length].copy(),
             finish_reason=self._reason_N[index],
         )
+
+
+def block_cache(model_config: Any) -> DynamicCache:
+    """An empty KV cache for a model; sliding-window layers keep transformers' own kind."""
+    cache = DynamicCache(config=model_config)
+    cache.layers = [BlockLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class BlockLayer(DynamicLayer):  # type: ignore[misc]
+    """The KV cache of one layer, as transformers calls it, which grows by ``BLOCK`` tokens.
+
+    ``DynamicCache`` copies all its keys and values to append one token: half the time of a decode step of a
+    small model at batch 256. This one copies only when a block is full. ``keys``, ``values``
+    [batch, kv_heads, tokens, head_dim] are views of larger buffers.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_room: Tensor | None = None
+    value_room: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values; returns all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        self.key_room, self.keys = _append(self.key_room, self.keys, key_states, start)
+        self.value_room, self.values = _append(self.value_room, self.values, value_states, start)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        super().batch_select_indices(indices)
+        self.key_room = self.value_room = None
+
+
+def _append(room: Tensor | None, past: Tensor, new: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Write ``new`` after the ``start`` tokens of ``past``; returns the buffer and its filled part."""
+    end = start + new.shape[-2]
+    if room is None or room.shape[-2] < end:
+        batch, heads, _, head_dim = new.shape
+        room = torch.empty(batch, heads, end + BLOCK, head_dim, dtype=new.dtype, device=new.device)
+        if start:
+            room[:, :, :start] = past
+    room[:, :, start:end] = new
+    return room, room[:, :, :end]

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.rollout.engines.local.decoding import Decoding
-from bapo_megatron.rollout.engines.local.weights import ModelWeights
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request
 from bapo_megatron.runtime.device import choose_vector_kernels
 from bapo_megatron.runtime.files import check_files_inside
@@ -137,6 +137,37 @@ class LocalModel:
         with self._call_lock, self._update_lock:
             self._model = None
             self._weights.release()
+
+
+class ModelWeights:
+    """The parameters of a Hugging Face model by name, replaced all or none; tied ones count once.
+
+    ``stage`` copies and checks new ones, ``commit`` replaces the old. ``LocalModel`` does the locking.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._own: dict[str, Tensor] = dict(model.named_parameters())
+        names = {id(tensor): name for name, tensor in self._own.items()}
+        every = dict(model.named_parameters(remove_duplicate=False))
+        self._aliases = {name: names[id(every[name])] for name in every.keys() - self._own.keys()}
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies of new weights in the model's dtype and device. ValueError if names or shapes differ."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
+        return {
+            name: tensor.detach().to(self._own[name].device, self._own[name].dtype, copy=True)
+            for name, tensor in checked_weights(weights, shapes, self._aliases)
+        }
+
+    @torch.no_grad()
+    def commit(self, staged: dict[str, Tensor]) -> None:
+        """Copy staged weights into the model."""
+        for name, tensor in staged.items():
+            self._own[name].copy_(tensor)
+
+    def release(self) -> None:
+        """Drop the references to the model's parameters."""
+        self._own.clear()
 
 
 def _load(hf_path: Path, dtype: str, device: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.interfaces import Confirm
@@ -362,10 +362,4 @@ class SglangEngine:
 
 def _truncated_after(found: Generation, newest: int | None) -> Generation:
     """The generation, truncated before the first token of a weight version newer than ``newest``."""
-    if newest is None:
-        return found
-    kept = int((found.versions_R <= newest).sum())
-    tokens_R, log_probs_R, versions_R = (
-        x[:kept] for x in (found.token_ids_R, found.log_probs_R, found.versions_R)
-    )
-    return replace(found, token_ids_R=tokens_R, log_probs_R=log_probs_R, versions_R=versions_R)
+    return found if newest is None else found.first(int((found.versions_R <= newest).sum()))

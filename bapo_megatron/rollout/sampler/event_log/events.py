@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from bapo_megatron.rollout.sampler.event_log.state import TOKEN_COLUMNS, OpenGroup
+from bapo_megatron.rollout.sampler.event_log.state import OpenGroup
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
-from bapo_megatron.types import FinishReason, Generation
+from bapo_megatron.types import FinishReason, Generation, ResponseTokens
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,7 @@ def segments_arrived(segments: Sequence[Segment]) -> Record:
         group, length = one.group, len(one.generation.token_ids_R)
         place = (group.number, group.epoch, group.index, one.sample)
         rows.append([*place, one.start, length, one.finish_reason])
-    arrays = {
-        name: np.concatenate([getattr(one.generation, f"{name}_R") for one in segments]).astype(dtype)
-        for name, dtype in TOKEN_COLUMNS.items()
-    }
+    arrays = ResponseTokens.joined([one.generation for one in segments]).arrays
     return Record("segments", {"parts": rows}, arrays)
 
 

@@ -14,17 +14,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
-from bapo_megatron.types import FinishReason, Group, Prompt, Rollout
-
-TOKEN_COLUMNS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
-"""The per-token columns of a response in the log, with their dtypes."""
+from bapo_megatron.rollout.sampler.response import Response, continued
+from bapo_megatron.types import Group, Prompt, ResponseTokens
 
 
 class GroupSummary(NamedTuple):
@@ -43,33 +39,6 @@ class GroupSummary(NamedTuple):
 
 
 @dataclass
-class PartialResponse:
-    """A response that is being sampled: the segments (answers of engines) so far."""
-
-    segments: list[tuple[np.ndarray, ...]] = field(default_factory=list)
-    """For each segment one array per column of ``TOKEN_COLUMNS``."""
-    tokens: int = 0
-    finish_reason: FinishReason | None = None
-    """``stop`` or ``length`` when the response is complete, else None."""
-    tokens_by_version: Counter[int] = field(default_factory=Counter)
-    """Number of tokens by the weight version that sampled them."""
-
-    def arrays(self) -> list[np.ndarray]:
-        """Token ids, log-probs and versions of the response so far."""
-        if len(self.segments) > 1:
-            self.segments = [tuple(np.concatenate(parts) for parts in zip(*self.segments, strict=True))]
-        if self.segments:
-            return list(self.segments[0])
-        return [np.zeros(0, dtype) for dtype in TOKEN_COLUMNS.values()]
-
-    def rollout(self, reward: float) -> Rollout:
-        """The complete response with its reward."""
-        assert self.finish_reason is not None
-        token_ids_R, log_probs_R, versions_R = self.arrays()
-        return Rollout(token_ids_R, log_probs_R, versions_R, self.finish_reason, reward)
-
-
-@dataclass
 class OpenGroup:
     """A group that is being sampled or scored. Numbers follow the order in which groups are opened.
 
@@ -81,14 +50,14 @@ class OpenGroup:
     """Epoch of the dataset."""
     index: int
     """Position of the prompt in the dataset."""
-    responses: list[PartialResponse]
+    responses: list[Response]
     opened_after: int
     """The step of the engines' weights when the group was opened."""
 
     @property
     def is_complete(self) -> bool:
         """Whether all responses are complete."""
-        return all(response.finish_reason for response in self.responses)
+        return all(response.is_complete for response in self.responses)
 
     @property
     def tokens(self) -> int:
@@ -181,7 +150,7 @@ class SamplerState:
         newer = max((count for version, count in by_version.items() if version > present), default=0)
         first = max(self._first_step_of.get(present, 0), min(group.opened_after, self.weights_step))
         granted = budget * (self.weights_step - first + 1)
-        return max(0, min(granted - by_version[present], budget - newer))
+        return max(0, min(granted - by_version.get(present, 0), budget - newer))
 
     @property
     def is_empty(self) -> bool:
@@ -249,18 +218,15 @@ class SamplerState:
             self.taken = record.fields["taken"]
 
     def _on_segments(self, record: Record) -> None:
-        at = 0
-        arrays = [record.arrays[name] for name in TOKEN_COLUMNS]
-        for number, epoch, index, sample, start, length, reason in record.fields["parts"]:
-            segment = tuple(array[at : at + length].copy() for array in arrays)  # a view would keep them all
-            at += length
-            response = self._group(number, epoch, index).responses[sample]
-            if response.tokens != start:  # the segment before it was lost to damage
+        parts = record.fields["parts"]
+        segments = ResponseTokens.split(record.arrays, (length for *_, length, _ in parts))
+        for segment, (number, epoch, index, sample, start, length, reason) in zip(
+            segments, parts, strict=True
+        ):
+            responses = self._group(number, epoch, index).responses
+            if responses[sample].tokens != start:  # the segment before it was lost to damage
                 continue
-            response.segments.append(segment)
-            response.tokens += length
-            response.tokens_by_version.update(_counts(segment[2]))
-            response.finish_reason = reason
+            responses[sample] = continued(responses[sample], segment, reason)
             self.tokens["sampled"] += length
 
     def _on_judged(self, record: Record) -> None:
@@ -317,7 +283,7 @@ class SamplerState:
     def _group(self, number: int, epoch: int, index: int) -> OpenGroup:
         """The open group of this number; opened now if it is unknown, because its own record is damaged."""
         if number not in self.open:
-            responses = [PartialResponse() for _ in range(self._group_size)]
+            responses = [Response() for _ in range(self._group_size)]
             self.open[number] = OpenGroup(number, epoch, index, responses, self.weights_step)
             self.next_number = max(self.next_number, number + 1)
         return self.open[number]
@@ -325,12 +291,3 @@ class SamplerState:
     def _take(self, number: int) -> OpenGroup | FinishedGroup | None:
         """Remove and return the group of this number; None if it is not outstanding."""
         return self.open.pop(number, None) or self.finished.pop(number, None)
-
-
-def _counts(versions_R: np.ndarray) -> dict[int, int]:
-    """Number of tokens by version."""
-    first = versions_R[:1]
-    if (versions_R == first).all():  # the common case, several times as fast
-        return dict.fromkeys(first.tolist(), len(versions_R))
-    found, counts = np.unique(versions_R, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))

@@ -1,0 +1,82 @@
+"""Sampling of one whole response for an evaluation, from weights of one version.
+
+A request for each segment, and again after a lost engine, which costs the segment in flight only. `bapo eval`
+and the held-out evaluations of a run use it; responses for training go through ``dispatcher.py`` instead,
+which journals them. Both follow the state machine of ``response.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
+from bapo_megatron.rollout.engines.requests import request_seed
+from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
+from bapo_megatron.rollout.sampler.response import (
+    Response,
+    Sampling,
+    continued,
+    finish_reason_of,
+    foreign_weights,
+    given_up,
+    needs,
+    next_request,
+)
+from bapo_megatron.types import Generation, Prompt
+
+_POLL_S = 1.0
+"""Interval of polling for an engine with room, in seconds."""
+
+
+async def whole_response(
+    pool: EnginePool,
+    sampling: Sampling,
+    version: int,
+    prompt: Prompt,
+    name: str,
+    seed_place: tuple[int, int, int],
+    slot: EngineSlot | None = None,
+    over_capacity: bool = False,
+) -> Response:
+    """Sample a complete response from the weights of ``version``.
+
+    ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine that
+    is reserved already. ``over_capacity``: see `EnginePool.reserve`.
+
+    An engine that answers with a token of other weights is lost, and the answer is not used. It waits without
+    a limit for an engine with room: the caller watches ``EnginePool.check``. RunStopped if the request is
+    refused, or ``MOST_LOSSES`` engines fail with it.
+    """
+    response, losses = Response(), 0
+    cached: CachedPrefix | None = None
+    seed = request_seed(sampling.seed, *seed_place)
+    while need := needs(response, sampling):
+        while slot is None and (slot := pool.reserve(over_capacity, cached)) is None:
+            await asyncio.sleep(_POLL_S)
+        request = next_request(response, need, sampling, prompt, name, seed)
+        try:
+            answer = _checked(pool, slot, version, await pool.generate(slot, request))
+            cached = pool.cached_at(slot)
+        except EngineLost as lost:
+            losses += lost.by_this_request
+            if why := given_up(losses, name):
+                raise RunStopped(f"{why}: {lost}") from lost
+            continue
+        except ValueError as error:  # any engine would refuse it
+            raise RunStopped(f"a request of an evaluation was refused: {error}") from error
+        finally:
+            slot.load -= 1
+            slot = None
+            pool.changed.set()
+        response = continued(response, answer, finish_reason_of(response.tokens, answer, sampling))
+    return response
+
+
+def _checked(pool: EnginePool, slot: EngineSlot, version: int, answer: Generation) -> Generation:
+    """The answer, if all its tokens are of weight ``version``; else EngineLost, and the engine is lost."""
+    if foreign := foreign_weights(answer, lambda found: found == version):
+        reason = f"{foreign}, where an evaluation samples from {version}"
+        pool.quarantine(slot, reason)
+        raise EngineLost(f"{slot.engine.name}: {reason}", by_this_request=True)
+    return answer

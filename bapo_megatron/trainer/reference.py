@@ -93,9 +93,13 @@ def store_reference(directory: Path, record: ReferenceRecord) -> None:
 
 
 def _read(directory: Path) -> tuple[ReferenceRecord | None, str]:
-    """The record of a run, None if there is none; and the error if it cannot be read, for all ranks."""
-    path = RunPaths(directory).reference
-    if not path.exists():
+    """The record of a run, and the error if it cannot be read, for all ranks.
+
+    None if there is no record, or no step was made with it: then the settings may still change, too
+    (``run_directory.check_same_run``).
+    """
+    path, metrics = RunPaths(directory).reference, RunPaths(directory).metrics
+    if not path.exists() or not metrics.exists() or metrics.stat().st_size == 0:
         return None, ""
     try:
         with read_plain(path) as file:

@@ -10,14 +10,30 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReferenceKlConfig,
+    RunConfig,
+)
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.state import offload
+from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import response_log_probs, with_old_log_probs
+from bapo_megatron.trainer.update_loss import UpdateLoss
+from bapo_megatron.types import Metrics
 from tests.distributed.test_layouts import layout
-from tests.distributed.test_offload import update
+from tests.distributed.test_offload import LateDevice, update
+from tests.distributed.test_old_log_probs import batch
+from tests.support.metrics import known
 from tests.support.models import VOCAB, random_samples, save_tiny_model
+from tests.support.runs import run_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -165,6 +181,32 @@ def test_the_host_holds_one_copy_of_the_weights(models: Path) -> None:
     assert weights <= host < 1.05 * weights + BLOCK
 
 
+def on_a_late_device(models: Path) -> tuple[list[list[str]], list[int], list[int]]:
+    """Digests of the policy before and after, then twice of the reference; copies that a call left undone."""
+    policy = build(models / "qwen2", "one", "bfloat16", "model")
+    before = policy.state_digest()["weights"]
+    device, left, copies = LateDevice(), [], []
+    device.install()
+    policy.load_reference(models / "qwen2_reference")
+    left.append(len(device.waiting))
+    found = []
+    for _ in range(2):
+        found.append(policy.reference_digest())
+        left.append(len(device.waiting))
+        copies.append(device.copies)
+    return [before, policy.state_digest()["weights"], *found], left, copies
+
+
+def test_a_swap_waits_for_the_device(models: Path) -> None:
+    """Copies of a stream, which happen when it is waited for: none is left, and all bits are right."""
+    [((before, after, *references), left, copies)] = run_layout(on_a_late_device, ParallelConfig(), models)
+    [(_, digest)] = run_layout(as_policy, ParallelConfig(), models, "qwen2", "one", "bfloat16")
+    assert after == before
+    assert references == [digest, digest]
+    assert left == [0, 0, 0]
+    assert copies[1] - copies[0] > 50
+
+
 def refusals(models: Path) -> list[str]:
     policy, told = build(models / "qwen2", "one", "float32", "model"), []
     packs = pack_samples(samples(), 96, "token", policy.pack_layout)
@@ -201,3 +243,52 @@ def test_a_pass_that_fails_leaves_the_policy_and_a_missing_reference_is_named(mo
     [told] = run_layout(refusals, ParallelConfig(), models)
     assert told[0] == "reference_log_probs: there is no reference; call load_reference() first"
     assert len(told) == 6
+
+
+Trained = tuple[list[Metrics], dict[str, torch.Tensor]]
+
+IN_LOSS = AlgorithmConfig(
+    balanced(),
+    reuse_epochs=2,
+    updates_per_epoch=2,
+    loss_mean="sequence",
+    reference_kl=ReferenceKlConfig(0.5, "k3"),
+)
+IN_REWARD = AlgorithmConfig(
+    balanced(),
+    reuse_epochs=2,
+    updates_per_epoch=2,
+    old_log_probs="trainer",
+    reference_kl=ReferenceKlConfig(0.02, "k1", "reward"),
+)
+
+
+def step(models: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig) -> Trained:
+    """A whole step with the penalty, whose updates shuffle groups between the replicas."""
+    config = RunConfig(
+        "test",
+        ModelConfig(models / "qwen2", "float32"),
+        DataConfig(Path("none")),
+        parallel=parallel,
+        algorithm=algorithm,
+        optimizer=OptimizerConfig(lr=1.0, eps=1.0),  # steps proportional to gradients
+        batch=BatchConfig(pack_tokens=96, logprob_chunk_tokens=40),
+    )
+    policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4, TEMPERATURE)
+    policy.load_reference(models / "qwen2_reference")
+    metrics = train_on(run_of(config, policy, UpdateLoss(algorithm)), 1, batch(0.0))
+    return metrics, {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+@pytest.mark.parametrize("algorithm", [IN_LOSS, IN_REWARD], ids=["loss", "reward"])
+def test_every_layout_makes_the_same_updates(algorithm: AlgorithmConfig, models: Path) -> None:
+    one = ParallelConfig()
+    [(metrics, weights)] = run_layout(step, one, models, one, algorithm)
+    assert all(row["reference_kl/k3"] > 0.1 for row in metrics)  # type: ignore[operator]
+    for text in ("dp3", "tp2-sp", "pp2-vpp2", "dp2-cp2"):
+        parallel = layout(text).parallel
+        for ours, own_weights in run_layout(step, parallel, models, parallel, algorithm):
+            for row, expected in zip(ours, metrics, strict=True):
+                assert known(row) == pytest.approx(known(expected), rel=1e-4, abs=1e-5), text
+            for name, tensor in own_weights.items():
+                torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)

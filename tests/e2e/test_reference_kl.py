@@ -17,7 +17,7 @@ from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
 from tests.support.once import made_once
-from tests.support.short_runs import Command, audited, exported, finish, output_of, start, wait_for_steps
+from tests.support.short_runs import TWO, Command, audited, exported, finish, output_of, start, wait_for_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -83,6 +83,7 @@ def test_a_penalty_in_the_reward_changes_the_advantages_alone(tmp_path: Path) ->
         tmp_path / "run",
     )
     flags = (
+        *TWO,
         "--algorithm.reference-kl.estimator=k1",
         "--algorithm.reference-kl.place=reward",
         f"--algorithm.reference-kl.model={model}",
@@ -103,7 +104,7 @@ def test_a_penalty_in_the_reward_changes_the_advantages_alone(tmp_path: Path) ->
     assert f"algorithm.reference_kl.model={model} has other weights" in output
     assert "--allow-change algorithm.reference_kl.model" in output
     another = f"--algorithm.reference-kl.model={ROOT / 'recipes/demo/policy'}"
-    other = penalized(run_dir, 0.05, *flags[:2], another)
+    other = penalized(run_dir, 0.05, *flags[:-1], another)
     assert "algorithm.reference_kl.model: " in output_of(other)
     assert other.returncode == 2
     finish(penalized(run_dir, 0.05, *flags, "--steps=3", "--allow-change=algorithm.reference_kl.model"))

@@ -30,6 +30,7 @@ from bapo_megatron.train import train_on
 from bapo_megatron.trainer import reference
 from bapo_megatron.trainer.preflight import check_reference, check_rollout_only
 from bapo_megatron.trainer.reference import ReferenceRecord, load_reference, store_reference
+from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, MicroBatch, Prompt, Rollout, StepBatch, TokenStats
 from tests.support.runs import run_of
@@ -89,6 +90,21 @@ def test_one_pass_a_step_gives_every_update_the_column() -> None:
     # pi is 2 and then 4 times the engine's, so 4 and 8 times the reference's.
     assert [row["reference_kl/k1"] for row in updates] == pytest.approx([2 * LN2, 3 * LN2])
     assert updates[0]["reference_kl/penalty"] == pytest.approx(0.1 * (0.25 - 1 + 2 * LN2))
+
+
+def test_a_step_that_goes_on_has_the_same_column() -> None:
+    """After a checkpoint within the step: the reference is asked again, for the update that is left."""
+    settings = AlgorithmConfig(reuse_epochs=2, reference_kl=ReferenceKlConfig(0.1, "k1", "reward"))
+    config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
+    config = dataclasses.replace(config, algorithm=settings)
+    whole, rest = (run_of(config, ReferredPolicy(), UpdateLoss(settings)) for _ in range(2))
+    first, second = train_on(whole, 1, BATCH)
+    rest.policy.version += 1
+    rest.partial_step = PartialStep(10, [first])
+    assert train_on(rest, 1, BATCH) == [first, second]
+    [_, then], [now] = whole.policy.packs, rest.policy.packs  # type: ignore[attr-defined]
+    for name in ("advantage_T", "reference_log_prob_T"):
+        assert column(now, name) == column(then, name)
 
 
 def test_without_a_coefficient_there_is_no_pass() -> None:
@@ -156,6 +172,8 @@ def test_other_weights_than_the_run_began_with_are_refused(tmp_path: Path) -> No
     assert record == ReferenceRecord(str(POLICY), "float32", "a1")
     store_reference(tmp_path, record)
     assert json.loads((tmp_path / "reference.json").read_text())["weights"] == "a1"
+    assert load_reference(config_of(tmp_path), loading("b2")).weights == "b2"  # no step was made yet
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     elsewhere = tmp_path / "moved"
     moved = load_reference(config_of(tmp_path, model=elsewhere), loading("a1"))
     assert moved.model == str(elsewhere)  # the same weights in another folder

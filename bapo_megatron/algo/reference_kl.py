@@ -15,7 +15,8 @@ respect to log pi of the token:
 
 For tokens of pi the mean gradient is that of KL(pi || pi_ref), in each token's state, with k2; with k3 it is
 that of KL(pi_ref || pi), which equals it to first order near the reference; with k1 it is 0. A penalty in the
-reward is no loss: with k1 its policy gradient is that of KL over whole responses.
+reward is no loss: with k1 its policy gradient is that of KL over whole responses, up to the scale that the
+group's advantages give to any reward.
 
 Not corrected: tokens are those of the policy that sampled them, and the loss has no factor pi / pi_old, as in
 GRPO. In updates after the first of a step it therefore weighs states and tokens as the old policy visits

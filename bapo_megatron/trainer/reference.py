@@ -143,7 +143,10 @@ def _penalized(group: Sequence[Sample], rewards: Sequence[float], algorithm: Alg
 
 
 def _penalty(sample: Sample, config: ReferenceKlConfig) -> float:
-    """Penalty of a response, at the pi_old of the loss: the trainer's, or the engine's that sampled."""
+    """Penalty of a response, at the pi_old of the loss: the trainer's, or the engine's that sampled.
+
+    With the engine's the difference between engine and trainer at equal weights is in every term.
+    """
     old_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
     assert sample.reference_log_probs_R is not None
     pair = (old_R, sample.reference_log_probs_R)

@@ -69,6 +69,15 @@ class Policy(Protocol):
         ``trained_only``: zeros for tokens whose mask is 0.
         """
 
+    def load_reference(self, folder: Path) -> None:
+        """Load the frozen reference policy, an HF folder of the policy's shape, into host memory. Local."""
+
+    def reference_digest(self) -> list[str]:
+        """Digests of the reference's weights, as the weights' of ``state_digest``. Collective."""
+
+    def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+        """``log_probs`` of the trained tokens at the reference's weights; the policy's stay, bit for bit."""
+
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """All-reduce (sum) over data parallel ranks; the result is on the CPU of every rank. Collective.
 

@@ -70,6 +70,8 @@ class MicroBatch:
     old_log_prob_T: Annotated[Tensor, Column(torch.float32)]
     """log pi_old(label), the denominator of the loss's ratio: of pi_rollout, or of the trainer's policy at
     the start of the step."""
+    reference_log_prob_T: Annotated[Tensor, Column(torch.float32)]
+    """log pi_ref(label), by the frozen reference policy; 0 in a run without ``algorithm.reference_kl``."""
     version_T: Annotated[Tensor, Column(torch.int32)]
     """Policy version that sampled the label."""
     sequence_T: Annotated[Tensor, Column(torch.int64, fill=-1)]

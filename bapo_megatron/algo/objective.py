@@ -22,6 +22,8 @@ from bapo_megatron.algo.measurements.diagnostics import DIAGNOSTICS
 from bapo_megatron.algo.measurements.engine_gap import ENGINE_GAP
 from bapo_megatron.algo.measurements.raised import RAISED_TOKENS
 from bapo_megatron.algo.measurements.staleness import AGE_METRICS, STALENESS
+from bapo_megatron.algo.reference_kl import reference_loss, reference_measurement
+from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 from bapo_megatron.types import Metrics
 
@@ -53,14 +55,21 @@ class Objective:
     one gives sums of another length.
     """
 
-    def __init__(self, loss: Loss, sources: Sequence[str] = ()) -> None:
-        """``sources``: names of the run's sources, each with metrics of its own; none for one file."""
+    def __init__(
+        self, loss: Loss, sources: Sequence[str] = (), reference: ReferenceKlConfig | None = None
+    ) -> None:
+        """``sources``: names of the run's sources, each with metrics of its own; none for one file.
+
+        ``reference``: the KL penalty to a reference policy, a term of the loss or a metric alone; None: none.
+        """
         self.loss = loss
+        self._reference = reference if reference is not None and reference.in_loss else None
         first = MEASUREMENTS.index(CLIPPING) + 1
         self._measurements: list[Measurement] = [
             *MEASUREMENTS[:first],
             *loss.measurements,  # the metrics of a loss stand beside its clip fractions
             *MEASUREMENTS[first:],
+            *([reference_measurement(reference)] if reference is not None and reference.enabled else []),
             *([by_source(sources)] if sources else []),
         ]
         self._parts: dict[str, slice] = {}
@@ -81,13 +90,16 @@ class Objective:
 
         def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
             terms = self.loss.terms(stats, batch, found)
+            loss = terms.loss
+            if self._reference is not None:
+                loss = loss + reference_loss(stats, batch, self._reference)
             with torch.no_grad():
                 view = PackView(stats, batch, terms, found, version)
                 parts = [view.live_T.sum().double()[None]]
                 parts += [_checked_sums(one, view) for one in self._measurements]
                 if search:
                     parts.append(search.measure(stats, batch))
-            return torch.cat([terms.loss[None], *parts])
+            return torch.cat([loss[None], *parts])
 
         return sums
 

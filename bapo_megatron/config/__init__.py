@@ -6,6 +6,7 @@ nothing by themselves: ``RunConfig.check`` raises one ConfigError with all mista
 
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
+from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.recipe import load_recipe
@@ -37,6 +38,7 @@ __all__ = [
     "ParallelConfig",
     "PolarityConfig",
     "ProfileConfig",
+    "ReferenceKlConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

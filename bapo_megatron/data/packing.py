@@ -50,6 +50,8 @@ class Sample(ResponseColumns, _TokenIds):
     """Importance weights: factors of each token's weight in the loss, float32; None: 1."""
     source: int = -1
     """Index of its source among ``data.sources``; -1 without sources."""
+    reference_log_probs_R: np.ndarray | None = None
+    """Log-probs under the frozen reference policy, float32; None in a run without one."""
 
     def __post_init__(self) -> None:
         if self.loss_mask_R is not None and len(self.loss_mask_R) != self.response_tokens:
@@ -195,12 +197,14 @@ def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, Arra
     """
     importance_R = 1.0 if sample.importance_R is None else sample.importance_R
     old_log_probs_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
+    reference_R = 0.0 if sample.reference_log_probs_R is None else sample.reference_log_probs_R
     return {
         "mask_T": 1.0,
         "weight_T": np.float32(weight) * importance_R,
         "advantage_T": sample.advantage,
         "rollout_log_prob_T": sample.log_probs_R,
         "old_log_prob_T": old_log_probs_R,
+        "reference_log_prob_T": reference_R,
         "version_T": sample.versions_R,
         "sequence_T": index,
     }

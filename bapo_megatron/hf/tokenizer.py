@@ -17,6 +17,22 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in ``folder``. ConfigError if there is none, or it has no eos or chat template."""
+    tokenizer = _read(folder)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.hf_path={folder}: the tokenizer has no eos token, so no response would end")
+    if not tokenizer.chat_template:
+        raise ConfigError(f"model.hf_path={folder}: the tokenizer has no chat template")
+    return tokenizer
+
+
+def read_vocabulary(folder: Path) -> dict[str, int]:
+    """The tokens of the tokenizer in ``folder``, with their ids; it needs no chat template. ConfigError if
+    there is none."""
+    found: dict[str, int] = _read(folder).get_vocab()
+    return found
+
+
+def _read(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
@@ -26,11 +42,6 @@ def load_tokenizer(folder: Path) -> Any:
         raise ConfigError(f"model.hf_path={folder} holds no tokenizer; expected one of {', '.join(_FILES)}")
     try:
         # Without the setting transformers asks at the terminal whether code of the folder may run.
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types for a missing or broken tokenizer
         raise ConfigError(f"model.hf_path={folder}: its tokenizer cannot be read: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.hf_path={folder}: the tokenizer has no eos token, so no response would end")
-    if not tokenizer.chat_template:
-        raise ConfigError(f"model.hf_path={folder}: the tokenizer has no chat template")
-    return tokenizer

@@ -7,6 +7,7 @@ additive vector of sums out, equal on all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, implementation
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
-from bapo_megatron.policy.state.bit_digest import state_digest
+from bapo_megatron.policy.state.bit_digest import state_digest, weights_digest
 from bapo_megatron.policy.state.offload import Offload
+from bapo_megatron.policy.state.reference import FrozenReference
 from bapo_megatron.policy.weight_map import WeightMap
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
 from bapo_megatron.types import PackLayout
@@ -72,6 +74,7 @@ class MegatronPolicy:
         self._config = transformer_config(shape, parallel, batch, dtype)
         positions = max(shape.max_positions, batch.pack_tokens)
         chunks = build_chunks(self._config, shape, positions, batch.pack_tokens)
+        self._chunks, self._tied = chunks, shape.tied
         self._weights = WeightMap(shape, chunks)
         self._weights.load(reader or HfReader(model.hf_path), chunks, shape.tied)
         self._model = self._wrap([chunk.to(self.device) for chunk in chunks], dtype)
@@ -84,6 +87,7 @@ class MegatronPolicy:
         self._passes = Passes(self._model, chunks[-1], head, self.device)
         self._config.grad_scale_func = self._optimizer.scale_loss
         self._offload = Offload(self._model, self._optimizer, self.device)
+        self._reference: FrozenReference | None = None
 
     @property
     def data_rank(self) -> int:
@@ -126,6 +130,37 @@ class MegatronPolicy:
         """
         self._offload.check_loaded("log_probs")
         return self._passes.stats(batches, trained_only)
+
+    def load_reference(self, folder: Path, reader: TensorReader | None = None) -> None:
+        """Load the frozen reference policy, of the policy's shape and dtype, into host memory. Local.
+
+        The policy's weights are the same bits after it. ``reader``: source of the weights; None: the folder.
+        """
+        self._offload.check_loaded("load_reference")
+        reference = FrozenReference(self._model)
+        with reference.loading():
+            self._weights.load(reader or HfReader(folder), self._chunks, self._tied)
+        self._reference = reference
+
+    def reference_digest(self) -> list[str]:
+        """Digests of the reference's weights, in the policy's dtype, like ``state_digest``'s. Collective."""
+        with self._in_place_of_policy("reference_digest"):
+            return weights_digest(self._weights)
+
+    def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+        """Log-probs and entropies of the frozen reference, as ``log_probs`` with ``trained_only``.
+
+        The policy's weights are the same bits after it.
+        """
+        with self._in_place_of_policy("reference_log_probs"):
+            return self._passes.stats(batches, trained_only=True)
+
+    def _in_place_of_policy(self, what: str) -> AbstractContextManager[None]:
+        """Context manager in which the model has the reference's weights. RuntimeError if there is none."""
+        self._offload.check_loaded(what)
+        if self._reference is None:
+            raise RuntimeError(f"{what}: there is no reference; call load_reference() first")
+        return self._reference.in_place()
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """All-reduced sum of ``values`` over the data-parallel replicas. Collective.

@@ -1,6 +1,6 @@
 """Labels of the ledger's blocks: their kind of memory, and the module that made them.
 
-A block is one allocated storage. Weights, gradients, optimizer state and offloaded copies are labelled by
+A block is one allocated storage. Weights, gradients, optimizer state and copies on the host are labelled by
 walking the policy: call ``label_model_state`` after the build and after each update. Saved activations and
 module names are recorded by hooks.
 """
@@ -18,11 +18,13 @@ from torch.nn.modules import module as torch_module
 
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rehearsal.fake.ledger import Ledger
-from bapo_megatron.rehearsal.records import OFFLOADED
+from bapo_megatron.rehearsal.records import OFFLOADED, REFERENCE
 
 
 def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
-    """Label the blocks of weights, gradients and optimizer states."""
+    """Label the blocks of weights, gradients, optimizer states, and of the frozen reference on the host."""
+    for block in policy._reference.host.blocks if policy._reference is not None else ():
+        _mark(ledger, block, REFERENCE)
     for chunk in policy._model:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             _mark(ledger, buffer.grad_data, "gradients")
@@ -41,7 +43,7 @@ def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
 
 def label_offloaded_state(ledger: Ledger, policy: MegatronPolicy) -> None:
     """Label the host copies of an offloaded policy."""
-    for block in policy._offload._blocks:
+    for block in policy._offload.host.blocks:
         _mark(ledger, block, OFFLOADED)
 
 

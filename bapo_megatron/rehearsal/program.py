@@ -37,9 +37,12 @@ class RankProgram:
         self.policy: MegatronPolicy
 
     def build(self, reader: TensorReader) -> None:
-        """Build the policy with the weights of ``reader``."""
+        """Build the policy with the weights of ``reader``, and the frozen reference of the same shape."""
         with self._phase("build"):
             self.policy = build_policy(self._config, reader)
+        if self._config.algorithm.reference_kl.enabled:
+            with self._phase("load reference"):
+                self.policy.load_reference(self._config.model.hf_path, reader)
 
     def packs(self, number: int) -> list[MicroBatch]:
         """The packs of an update, on the host."""
@@ -47,12 +50,15 @@ class RankProgram:
         return full_packs(self._config, self.policy.pack_layout, vocabulary, number)
 
     def update(self, packs: list[MicroBatch], number: int) -> None:
-        """Run update ``number``: old log-probs (once), search of the clipping bounds, optimizer step."""
+        """Run update ``number``: log-probs of pi_old and of the reference (once), search, optimizer step."""
         algorithm = self._config.algorithm
         update_loss = UpdateLoss(algorithm, self._config.batch.hold_forwards, self._config.data.source_names)
         if algorithm.old_log_probs == "trainer" and number == 1:
             with self._phase("old log-probs"):
                 self.policy.log_probs(packs, trained_only=True)
+        if algorithm.reference_kl.enabled and number == 1:
+            with self._phase("reference log-probs"):
+                self.policy.reference_log_probs(packs)
         with self._phase(f"{SEARCH} {number}"):
             loss, _ = update_loss.loss(self.policy, packs, on_policy=False)
         with self._phase(f"{UPDATE} {number}"):

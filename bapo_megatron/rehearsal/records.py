@@ -13,6 +13,8 @@ from bapo_megatron.config import RunConfig
 SEARCH, UPDATE, HAND_OVER, SAMPLE = "bounds search", "update", "hand over", "sample"
 OFFLOADED = "offloaded"
 """Kind of memory of an offloaded policy's host copies."""
+REFERENCE = "reference"
+"""Kind of memory of the frozen reference's host copy."""
 STEADY_UPDATE = (f"{SEARCH} 2", f"{UPDATE} 2")
 """Phases of a steady update, which is the second one: its optimizer has its states."""
 

@@ -67,6 +67,8 @@ class RunPaths:
         """The resolved configuration, with the format's version."""
         self.fork = root / "fork.json"
         """The checkpoint of another run that this one began at."""
+        self.reference = root / "reference.json"
+        """The model of the frozen reference policy, with the digest of its weights."""
         self.metrics = root / "metrics.jsonl"
         """The metrics of each step."""
         self.updates = root / "updates.jsonl"

@@ -30,6 +30,7 @@ from bapo_megatron.trainer.gpu_handover import GpuHandover
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
 from bapo_megatron.trainer.records.recorder import Recorder
+from bapo_megatron.trainer.reference import load_reference, store_reference
 from bapo_megatron.trainer.resume import (
     PartialStep,
     ResumePoint,
@@ -83,9 +84,9 @@ def announce_optimizer(name: str, on_gpu: bool) -> None:
 def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     """Context manager: the run of ``config``, new or resumed from its newest whole checkpoint. Collective.
 
-    Loads the checkpoint, starts the sampler and engines, compares the restored state and sends the weights,
-    in this order. Parts close in the reverse order of their opening, after an error too. ResumeError, on
-    every rank, if the restored state differs.
+    Loads the checkpoint and the reference policy, starts the sampler and engines, compares the restored state
+    and sends the weights, in this order. Parts close in the reverse order of their opening, after an error
+    too. ResumeError, on every rank, if the restored state differs.
     """
     paths = RunPaths(config.directory)
     policy = build_policy(config)
@@ -94,16 +95,20 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     update_loss = UpdateLoss(config.algorithm, config.batch.hold_forwards, config.data.source_names)
     point = find_resume_point(config)
     saved = point.checkpoint
-    # The checkpoint is loaded before anything is written or started: a load that fails leaves the records
-    # of the run as they are, and no server behind.
+    # Checkpoint and reference are loaded before anything is written or started: a load that fails leaves the
+    # records of the run as they are, and no server behind.
     if saved:
         policy.load(saved.policy, saved.trainer["version"])
         update_loss.load_state(point.clipping_state(config))
+    penalized = config.algorithm.reference_kl.enabled and point.has_work
+    reference = load_reference(config, policy) if penalized else None
     with ExitStack() as opened:
         recorder = exports = sampler = servers = None
         if is_main():
             # First in, last out: the sampler and its servers record events until they are closed.
             recorder = opened.enter_context(_recorder(config, point))
+            if reference:
+                store_reference(config.directory, reference)
             exports = _exports(config, recorder)
             opened.enter_context(closing(exports))
         store = _checkpoint_store(config, point, exports)

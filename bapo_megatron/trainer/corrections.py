@@ -17,8 +17,9 @@ Legend: ``_R`` tokens of a response, ``_N`` trained tokens of one response, or r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -59,7 +60,8 @@ def with_old_log_probs(
     samples = [sample for group in groups for sample in group]
     if not samples:
         return []
-    old_log_probs = _log_probs(policy, samples, pack_tokens)
+    compute = partial(policy.log_probs, trained_only=True)
+    old_log_probs = response_log_probs(policy, samples, pack_tokens, compute)
     _finite(float(old_R[one.predicted_R].sum()) for one, old_R in zip(samples, old_log_probs, strict=True))
     old = iter(old_log_probs)
     return [[_with_old(sample, next(old), cap, level) for sample in group] for group in groups]
@@ -157,12 +159,20 @@ def _gap_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
     return sums_by_sequence(batch.rollout_log_prob_T - stats.log_prob_T, batch)
 
 
-def _log_probs(policy: Policy, samples: Sequence[Sample], pack_tokens: int) -> list[np.ndarray]:
-    """Log-probs of each response under the present weights, float32 [R]; zeros outside the loss mask."""
+def response_log_probs(
+    policy: Policy,
+    samples: Sequence[Sample],
+    pack_tokens: int,
+    compute: Callable[[Sequence[MicroBatch]], list[TokenStats]],
+) -> list[np.ndarray]:
+    """Log-probs of each response by ``compute``, a pass of the policy, float32 [R]; 0 outside the loss mask.
+
+    Each rank computes its own packs; the result is equal on all of them. Collective.
+    """
     packs = pack_samples(samples, pack_tokens, layout=policy.pack_layout)
     ends = np.cumsum([sample.response_tokens for sample in samples])
     found_N = torch.zeros(int(ends[-1]))
-    for pack, stats in zip(packs, policy.log_probs(packs, trained_only=True), strict=True):
+    for pack, stats in zip(packs, compute(packs), strict=True):
         for index, start, positions in pack.rows:
             if positions:  # else no position predicts the response
                 tokens, end = samples[index].response_tokens, start + positions

@@ -8,6 +8,7 @@ them one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -29,7 +30,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.export import check_export_output
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
 from bapo_megatron.policy.attention.te_backend import check_environment
 from bapo_megatron.policy.device import attention_problem, has_cuda, optimizer_problem
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
@@ -42,6 +43,7 @@ from bapo_megatron.runtime.events.targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.user_command import missing_program
 from bapo_megatron.trainer.records.installed_trackers import check_logging
+from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
 from bapo_megatron.trainer.sampling import load_suites
 from bapo_megatron.trainer.sft import load_solutions
 from bapo_megatron.trainer.update_loss import checked_loss
@@ -71,6 +73,7 @@ def run_checks(
     yield lambda: checked_loss(config)
     yield tokenizer
     yield lambda: _check_context(config)
+    yield lambda: check_reference(config, tokenizer())
     yield lambda: check_fork(config, fork)
     yield lambda: check_same_run(config)
     yield lambda: _check_engine(config)
@@ -93,6 +96,12 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     config.check()
     check_logging(config.logging)
     _check_reward(config)
+    coefficient = config.algorithm.reference_kl.coefficient
+    if coefficient:
+        raise ConfigError(
+            f"algorithm.reference_kl.coefficient={coefficient}: a run with --rollout-only trains nothing, so "
+            "it has no reference; add --algorithm.reference-kl.coefficient 0, and give yours to --train-only"
+        )
     tokenizer = check_model(config.model, ParallelConfig())
     _check_context(config)
     check_same_run(config, samples_only=True)
@@ -167,6 +176,37 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     if problems:
         raise ConfigError("\n".join(problems))
     return shape
+
+
+def check_reference(config: RunConfig, tokenizer: Any) -> None:
+    """Check of the frozen reference's folder, if there is one: its tensors, shape and vocabulary.
+
+    ConfigError unless it could take the policy's place: the same shape, and the same ids for the same tokens.
+    """
+    folder = config.algorithm.reference_kl.model
+    if not config.algorithm.reference_kl.enabled or folder is None:
+        return
+    ours = read_model_shape(config.model.hf_path)
+    try:
+        theirs = read_model_shape(folder)
+        HfReader(folder).check(theirs)
+        vocabulary = read_vocabulary(folder)
+    except ConfigError as error:  # readers of folders name the field of the policy's
+        raise ConfigError(str(error).replace("model.hf_path=", f"{REFERENCE_FIELD}=")) from None
+    names = [one.name for one in fields(ModelShape) if one.name != "max_positions"]
+    pairs = {name: (getattr(theirs, name), getattr(ours, name)) for name in names}
+    if different := [f"{name} {a} instead of {b}" for name, (a, b) in pairs.items() if a != b]:
+        raise ConfigError(
+            f"{REFERENCE_FIELD}={folder} has another shape than the policy {config.model.hf_path}: "
+            f"{', '.join(different)}; the reference takes the policy's place in its own model, so give one "
+            "of the same shape"
+        )
+    if vocabulary != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{REFERENCE_FIELD}={folder} has another tokenizer vocabulary than the policy "
+            f"{config.model.hf_path}: their log-probs would be of different tokens; give a reference with "
+            "the policy's vocabulary"
+        )
 
 
 def _check_context(config: RunConfig) -> None:

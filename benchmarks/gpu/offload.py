@@ -1,4 +1,4 @@
-"""GPU check of the policy's offload and reload: equal bits, and the free memory by the driver meanwhile.
+"""GPU check of the policy's offload, reload and turns with a reference: equal bits, the driver's free memory.
 
 The driver is asked, not torch's allocator: engines on the same GPU can use only what the driver calls free.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.policy.device import free_gpu_bytes, release_cached_memory
+from bapo_megatron.policy.megatron import MegatronPolicy
 from benchmarks.gpu.rows import Row, Size
 from benchmarks.gpu.small_policy import adam_step, build, save
 
@@ -20,7 +21,9 @@ SLACK_GB = 0.3
 
 
 def rows(size: Size, folder: Path) -> Iterator[Row]:
-    policy = build(save(size, folder), "bfloat16" if size.cuda else "float32", "model")
+    model = save(size, folder)
+    policy = build(model, "bfloat16" if size.cuda else "float32", "model")
+    first = policy.state_digest()["weights"]
     adam_step(policy, seed=0)
     for number in range(1, ROUNDS + 1):
         release_cached_memory()
@@ -34,6 +37,18 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
         said = "digests of weights, masters and moments"
         yield Row(f"{number}: back again", f"{said} {'equal' if equal else 'differ'}", "bit by bit", equal)
         adam_step(policy, seed=number)
+    yield reference(policy, model, first)
+
+
+def reference(policy: MegatronPolicy, model: Path, expected: list[str]) -> Row:
+    """Row of the frozen reference: the folder ``model``, with these digests, takes the policy's place."""
+    before = policy.state_digest()
+    policy.load_reference(model)
+    found = [policy.reference_digest() for _ in range(ROUNDS)]
+    there, back = found == [expected] * ROUNDS, policy.state_digest() == before
+    said = f"the reference's digests {'equal' if there else 'differ'}, the policy's are "
+    said += "as before" if back else "others"
+    return Row("a frozen reference takes turns", said, "bit by bit", there and back)
 
 
 def freed(name: str, given_up: int, before: int | None, after: int | None) -> Row:

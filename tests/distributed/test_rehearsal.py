@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config import ParallelConfig
+from bapo_megatron.config import ParallelConfig, ReferenceKlConfig
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.policy.state import offload
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 SCRATCH = 208_004
 """Bytes that torch's flash attention on a CPU takes for itself backwards: 128 queries, 384 keys."""
-COPY = 28_672
+COPY = 30_720
 """Bytes of a pack's columns: a GPU has a copy while it is updated on, a CPU takes them as they are."""
 
 
@@ -57,6 +57,31 @@ def test_peaks_and_collectives_are_those_of_real_ranks(
         assert {"offload", "sample", "reload"} < set(peaks)
         rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
         assert rehearsed == [contents(call) for call in calls], result.rank
+
+
+def test_a_frozen_reference_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its swap and its pass as on real ranks; beside a GPU one copy of the weights is on the host."""
+    monkeypatch.setattr(offload, "BLOCK", 2**12)
+    config = small_run(tmp_path, ParallelConfig(tensor=2, sequence=True), layers=1)
+    algorithm = replace(config.algorithm, reference_kl=ReferenceKlConfig(0.1))
+    config = replace(config, algorithm=algorithm)
+    results = rehearse([RankRequest(config, rank, 1, "cpu") for rank in range(2)])
+    assert [result.error for result in results] == [None, None]
+    for _attempt in range(3):  # as above
+        real = real_ranks(config, 1)
+        for peaks, _ in real:
+            del peaks["load reference"]  # the stand-in for a folder makes its tensors in memory
+        if not (apart := unlike(results, real)):
+            break
+    assert not apart
+    for result, (peaks, calls) in zip(results, real, strict=True):
+        assert "reference log-probs" in peaks
+        rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
+        assert rehearsed == [contents(call) for call in calls]
+    [beside] = rehearse([RankRequest(config, 0, 1)])
+    assert beside.error is None
+    copy, weights = beside.host["update 2"].kinds["reference"], beside.gpu["update 2"].kinds["weights"]
+    assert weights <= copy < 1.05 * weights + 2**12
 
 
 def unlike(results: list[RankResult], real: list[RealRank]) -> list[tuple[int, str, int, int]]:

@@ -48,6 +48,10 @@ def test_without_a_gpu_all_but_the_kernels_runs() -> None:
     assert (
         "| 2: back again | digests of weights, masters and moments equal | bit by bit | ok |" in done.stdout
     )
+    assert (
+        "| a frozen reference takes turns | the reference's digests equal, the policy's are as before |"
+        in (done.stdout)
+    )
     assert "| weights by shared memory | 27 of 27 tensors in 8 buckets" in done.stdout
     assert (
         "| weights on the device are the host's masters, rounded | 0 of 17 parameters differ |" in done.stdout

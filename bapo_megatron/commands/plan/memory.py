@@ -26,8 +26,8 @@ FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
 _BUCKET = 1 << 26  # policy/host_optimizer.py
 _HOST_BLOCK = 1 << 28  # policy/state/offload.py
-PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
-"""Device bytes of a token's columns (``tensor_types.COLUMNS``): four int64, five float32, one int32."""
+PACK_COLUMNS = 4 * 8 + 6 * 4 + 4
+"""Bytes of a token's columns on the device (``tensor_types.COLUMNS``): four int64, six float32, one int32."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def host_bytes(job: Job) -> float:
     Master weight, moments and weight are split over DP x CP (``policy/state/optimizer_state.py``). Parameters
     are written whole, so a rank may write one more than its share, at most the largest. A host optimizer is
     there all the time, and once more during a save (the writer's copy-on-write pages) or a load, which holds
-    one more state. The buffers of an offloaded policy stay allocated.
+    one more state. The buffers of an offloaded policy stay allocated, and so does a frozen reference.
     """
     largest = max(
         stage_parameters(job.shape, job.parallel, stage).total for stage in range(job.parallel.pipeline)
@@ -196,7 +196,17 @@ def host_bytes(job: Job) -> float:
         rank += optimizer_bytes(job, largest) + _FP32 * largest / job.optimizer_shards + buffers
     if job.offloads:
         rank += -(-offloaded_bytes(job) // _HOST_BLOCK) * _HOST_BLOCK
+    rank += reference_bytes(job)
     return rank * job.gpus_on_node
+
+
+def reference_bytes(job: Job) -> float:
+    """Host memory of the frozen reference on a rank of the largest stage, in whole blocks; 0 without one."""
+    if not job.run.algorithm.reference_kl.enabled:
+        return 0.0
+    stages = (stage_parameters(job.shape, job.parallel, stage) for stage in range(job.parallel.pipeline))
+    weights = max(stage.total for stage in stages) * job.element
+    return -(-weights // _HOST_BLOCK) * _HOST_BLOCK
 
 
 def offloaded_bytes(job: Job) -> float:

@@ -20,6 +20,7 @@ from bapo_megatron.commands.plan.speed import (
     Speed,
     handover_estimate,
     host_update,
+    reference_seconds,
     speed,
 )
 from bapo_megatron.commands.plan.sync import Sync, sync_traffic
@@ -55,8 +56,9 @@ class JobPlan:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds that all updates of a step take."""
-        return self.job.updates * (self.speed.update_seconds + self.stepping_seconds)
+        """Seconds that all updates of a step take, and the swaps with a frozen reference."""
+        updates = self.job.updates * (self.speed.update_seconds + self.stepping_seconds)
+        return updates + reference_seconds(self.job)
 
     @property
     def stepping_seconds(self) -> float:

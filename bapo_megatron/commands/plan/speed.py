@@ -217,6 +217,19 @@ def handover_estimate(job: Job) -> Handover | None:
     return Handover(moved, 2 * moved / rate, read, job.weights_by_ipc, seconds, expected)
 
 
+def reference_seconds(job: Job) -> float:
+    """Seconds of a step in which the frozen reference and the policy swap places over PCIe; 0 without one.
+
+    There and back: four times the weights of the largest stage, on all GPUs of a node at once. The forward
+    pass between is in ``traffic.forward_passes``.
+    """
+    if not job.run.algorithm.reference_kl.enabled:
+        return 0.0
+    stages = range(job.parallel.pipeline)
+    weights = max(stage_parameters(job.shape, job.parallel, stage).total for stage in stages) * job.element
+    return 4 * weights / (_LINK_EFFICIENCY * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node))
+
+
 def _copies_in_memory(job: Job) -> float:
     """Seconds per byte of an IPC weight load, 1 / NVLink + 4 / GPU memory: gathered, copied into a bucket,
     and copied into the server's weights; each copy reads and writes."""

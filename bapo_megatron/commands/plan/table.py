@@ -13,10 +13,15 @@ from bapo_megatron.commands.plan.activations import Recompute
 from bapo_megatron.commands.plan.advice import Change
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.memory import activation_bytes, optimizer_bytes, sync_bytes
+from bapo_megatron.commands.plan.memory import (
+    activation_bytes,
+    optimizer_bytes,
+    reference_bytes,
+    sync_bytes,
+)
 from bapo_megatron.commands.plan.plan import JobPlan
 from bapo_megatron.commands.plan.sizes import total_parameters
-from bapo_megatron.commands.plan.speed import Handover
+from bapo_megatron.commands.plan.speed import Handover, reference_seconds
 from bapo_megatron.commands.plan.summary import summary
 from bapo_megatron.commands.plan.sync import DISK_RATE
 from bapo_megatron.rollout.engines.timeouts import read_seconds
@@ -241,6 +246,11 @@ def _speed(plan: JobPlan) -> Iterator[str]:
             f"  and {host.seconds:,.1f} s to step {host.elements / 1e9:,.2f} B elements a GPU on the host: "
             f"AdamW {host.step_seconds:,.1f} s, beside it gradients {host.fetch_seconds:,.1f} s and weights "
             f"{host.send_seconds:,.1f} s over PCIe"
+        )
+    if swapping := reference_seconds(job):
+        yield (
+            f"  of it {swapping:,.1f} s in which the frozen reference and the policy swap places; the "
+            f"reference takes {reference_bytes(job) / GB:,.1f} GB of host memory a GPU"
         )
 
 

@@ -43,7 +43,7 @@ def forward_passes(job: Job) -> float:
     Of a loss by a dotted path one is counted.
     The first update of a step may need none, since its ratios are known; the plan counts the dearer updates.
     With ``old_log_probs`` "trainer", pi_old takes one pass over the tokens of the step, shared by the
-    ``reuse_epochs``. The off-policy sequence mask takes one of its own.
+    ``reuse_epochs``; so does a frozen reference. The off-policy sequence mask takes one of its own.
     """
     from bapo_megatron.algo.losses import build_loss  # it needs torch, and `--help` does not need it
 
@@ -55,7 +55,8 @@ def forward_passes(job: Job) -> float:
         searched = search is not None and search.known is None and search.scope == "update"
     passes = 1.0 if searched and not job.run.batch.hold_forwards else 0.0
     passes += 0.0 if algorithm.corrections.off_policy_delta is None else 1.0
-    return passes + (1 / algorithm.reuse_epochs if algorithm.old_log_probs == "trainer" else 0.0)
+    of_step = (algorithm.old_log_probs == "trainer") + algorithm.reference_kl.enabled
+    return passes + of_step / algorithm.reuse_epochs
 
 
 def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:

@@ -57,6 +57,19 @@ def state_digest(weights: WeightMap, optimizer: Any) -> dict[str, list[str]]:
     return merged(ranks)
 
 
+def weights_digest(weights: WeightMap) -> list[str]:
+    """Digests of the weights alone: one if all copies agree, else one for each different copy. Collective."""
+    own = (
+        int(parallel_state.get_tensor_model_parallel_rank()),
+        int(parallel_state.get_data_parallel_rank(with_context_parallel=True)),
+        _sums(weights, None),
+        list[int](),
+    )
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    return merged(ranks)[WEIGHTS]
+
+
 def merged(ranks: Sequence[_RankSums]) -> dict[str, list[str]]:
     """The digests of the whole state, from the sums of all ranks in any order."""
     tensor_ranks = sorted({tensor for tensor, *_ in ranks})
@@ -77,12 +90,12 @@ def merged(ranks: Sequence[_RankSums]) -> dict[str, list[str]]:
     }
 
 
-def _sums(weights: WeightMap, optimizer: Any) -> dict[str, tuple[int, int]]:
-    """This rank's sums by name: over TP-sharded, and over TP-replicated parameters."""
+def _sums(weights: WeightMap, optimizer: Any | None) -> dict[str, tuple[int, int]]:
+    """This rank's sums by name: over TP-sharded, and over TP-replicated parameters; 0 without optimizer."""
     device = next(iter(weights.local.values())).device
     names = (WEIGHTS, *STATES)
     sums = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
-    kept = dict(_kept_states(optimizer))
+    kept = dict(_kept_states(optimizer)) if optimizer is not None else {}
     for key, parameter in weights.local.items():
         mapping = weights.table[key[0]]
         rows, columns = factors(key, mapping, device)

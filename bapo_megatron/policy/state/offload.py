@@ -38,7 +38,8 @@ class Offload:
 
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
-        self._blocks: list[Tensor] = []
+        self.host = HostBlocks()
+        """The host memory of the copies."""
         self._copied: list[Tensor] = []
         """The offloaded storages, as byte tensors, in the order of their copies on the host."""
         self._freed_gradients: list[Tensor] = []
@@ -49,7 +50,7 @@ class Offload:
     @property
     def host_bytes(self) -> int:
         """Host memory of the blocks in bytes; it is never released."""
-        return sum(block.nbytes for block in self._blocks)
+        return self.host.nbytes
 
     def check_loaded(self, what: str, weights_alone: bool = False) -> None:
         """Raise RuntimeError if state that ``what`` needs is offloaded: all of it, or ``weights_alone``."""
@@ -68,12 +69,12 @@ class Offload:
         stays = {_key(data) for data in (*self._copied, *self._freed_gradients)}  # offloaded by a call before
         if keep_weights:
             stays |= {_key(tensor) for tensor in _weights(self._model)}
-        leaving = _storages(state_tensors(self._model, self._optimizer, self._device), stays)
-        for data, block in self._pieces([*self._copied, *leaving], first=len(self._copied)):
+        leaving = storages_of(state_tensors(self._model, self._optimizer, self._device), stays)
+        for data, block in self.host.pieces([*self._copied, *leaving], first=len(self._copied)):
             block.copy_(data, non_blocking=True)
         # Before the storages are freed: the copies run asynchronously, and read them.
         self._synchronize()
-        dropped = _storages(_gradients(self._model), stays)
+        dropped = storages_of(_gradients(self._model), stays)
         self._copied, self._freed_gradients = [*self._copied, *leaving], [*self._freed_gradients, *dropped]
         self._weights_offloaded = not keep_weights
         for data in (*leaving, *dropped):
@@ -92,12 +93,29 @@ class Offload:
         # runs out of memory can be repeated.
         for data in (*self._copied, *self._freed_gradients):
             data.untyped_storage().resize_(data.numel())
-        for data, block in self._pieces(self._copied):
+        for data, block in self.host.pieces(self._copied):
             data.copy_(block, non_blocking=True)
         self._synchronize()
         self._copied, self._freed_gradients, self._weights_offloaded = [], [], False
 
-    def _pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    @staticmethod
+    def _synchronize() -> None:
+        synchronize()
+
+
+class HostBlocks:
+    """Blocks of host memory, pinned beside a GPU: the copies of storages, end to end, for ``Offload`` and
+    ``FrozenReference``. A block is allocated at first use, and kept."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of the storages from ``first`` on, each with its view of a host block."""
         place = sum(_padded(data.numel()) for data in storages[:first])
         for data in storages[first:]:
@@ -110,15 +128,16 @@ class Offload:
             place = end
 
     def _block(self, number: int) -> Tensor:
-        """The block of this number, allocated at first use."""
-        if number == len(self._blocks):
-            self._blocks.append(torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=has_cuda()))
-        return self._blocks[number]
+        """The block of this number."""
+        if number == len(self.blocks):
+            self.blocks.append(torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=has_cuda()))
+        return self.blocks[number]
 
-    @staticmethod
-    def _synchronize() -> None:
-        if has_cuda():
-            torch.cuda.synchronize()
+
+def synchronize() -> None:
+    """Wait until the device's copies are done; nothing to wait for on a CPU."""
+    if has_cuda():
+        torch.cuda.synchronize()
 
 
 def state_tensors(model: Sequence[Any], optimizer: Any, device: torch.device) -> Iterator[Tensor]:
@@ -154,7 +173,7 @@ def _gradients(model: Sequence[Any]) -> Iterator[Tensor]:
             yield buffer.grad_data
 
 
-def _storages(tensors: Iterator[Tensor], but: Collection[int] = ()) -> list[Tensor]:
+def storages_of(tensors: Iterator[Tensor], but: Collection[int] = ()) -> list[Tensor]:
     """Byte views of the tensors' storages, each once, without the storages ``but``."""
     first: dict[int, Tensor] = {}
     for tensor in tensors:

@@ -58,6 +58,13 @@ class Recorder:
         print(f"{directory}: {kind} at {where}, processes: {processes}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
+        reference = config.algorithm.reference_kl
+        if reference.in_loss and reference.estimator == "k1":
+            print(
+                "warning: algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not "
+                "depend on the reference, so it holds the policy to nothing: take k2 or k3, or place=reward",
+                flush=True,
+            )
         reward = config.reward
         pays_wrong = any(is_built_in(one) or one == "llm_judge" for one in config.reward_functions)
         if pays_wrong and reward.failed > reward.wrong:

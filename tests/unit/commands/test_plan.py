@@ -24,6 +24,7 @@ from bapo_megatron.commands.plan.memory import (
     host_bytes,
     offloaded_bytes,
     optimizer_bytes,
+    reference_bytes,
     stage_memory,
 )
 from bapo_megatron.commands.plan.plan import make_plan
@@ -33,7 +34,7 @@ from bapo_megatron.commands.plan.sizes import (
     stage_parameters,
     total_parameters,
 )
-from bapo_megatron.commands.plan.speed import handover_estimate, host_update, speed
+from bapo_megatron.commands.plan.speed import handover_estimate, host_update, reference_seconds, speed
 from bapo_megatron.commands.plan.summary import duration, nodes_text, summary
 from bapo_megatron.commands.plan.sync import Sync
 from bapo_megatron.commands.plan.table import plan_text
@@ -46,6 +47,7 @@ from bapo_megatron.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ReferenceKlConfig,
     RolloutConfig,
     RunConfig,
     SglangConfig,
@@ -233,9 +235,9 @@ def test_peaks_by_hand() -> None:
     assert memory.workspace == 16 * 2 * (3 * 16 + 2 * 8)
     parts = memory.activations + max(memory.workspace, memory.head)  # one after the other
     assert memory.training == pytest.approx(steady + 1.05 * parts + memory.buffers, abs=1e-3)
-    assert memory.buffers == 3 * 16 * 56  # the columns of three packs
+    assert memory.buffers == 3 * 16 * 60  # the columns of three packs
     message = 2 * 16 * 8 * 2  # sent and received
-    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 56
+    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 60
 
 
 def test_activations_by_hand() -> None:
@@ -649,6 +651,29 @@ def test_the_copies_of_an_offloaded_policy_by_hand() -> None:
     plan = make_plan(both)
     parts = (plan.sampling_seconds, plan.train_seconds, plan.sync.expected_seconds, found.seconds)
     assert plan.step_seconds == pytest.approx(sum(parts))
+
+
+def test_a_frozen_reference_by_hand() -> None:
+    """2952 parameters in bfloat16, in one block of 2^28 bytes; they cross half of PCIe's rate four times. A
+    forward pass a step, which the passes over a batch share."""
+
+    def with_reference(coefficient: float, epochs: int = 1) -> Job:
+        run = job().run
+        algorithm = AlgorithmConfig(
+            grpo(), reference_kl=ReferenceKlConfig(coefficient), reuse_epochs=epochs, updates_per_epoch=3
+        )
+        return replace(job(), run=replace(run, algorithm=algorithm))
+
+    off, on = with_reference(0.0), with_reference(0.1)
+    assert (reference_bytes(off), reference_bytes(on)) == (0, 2**28)
+    assert host_bytes(on) - host_bytes(off) == 2**28
+    assert reference_seconds(off) == 0
+    assert reference_seconds(on) == pytest.approx(4 * 2 * 2952 / 32e9)
+    assert [forward_passes(one) for one in (off, on, with_reference(0.1, epochs=4))] == [0, 1, 0.25]
+    plan = make_plan(on)
+    assert plan.train_seconds == pytest.approx(3 * plan.speed.update_seconds + reference_seconds(on))
+    assert "in which the frozen reference and the policy swap places" in plan_text(plan, [], [])
+    assert "reference" not in plan_text(make_plan(off), [], [])
 
 
 def test_a_server_has_the_memory_of_the_recipe() -> None:

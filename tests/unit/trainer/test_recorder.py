@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.algo.bapo import grpo, paper
-from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RewardConfig, RunConfig
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    ReferenceKlConfig,
+    RewardConfig,
+    RunConfig,
+)
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.trainer.records.idle_search import MOVED
 from bapo_megatron.trainer.records.recorder import Recorder, StepClock, check_one_sign, step_metrics
@@ -92,6 +101,20 @@ def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
 
 
 @pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [((0.1, "k1"), True), ((0.1, "k2"), False), ((0.1, "k1", "reward"), False), ((0.0, "k1"), False)],
+)
+def test_a_penalty_that_holds_nothing_is_warned_of(
+    settings: tuple[Any, ...], warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config(tmp_path, RewardConfig())
+    algorithm = AlgorithmConfig(reference_kl=ReferenceKlConfig(*settings))
+    Recorder(replace(run, algorithm=algorithm), 1, True).close()
+    said = "warning: algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on"
+    assert (said in capsys.readouterr().out) == warned
+
+
 def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder(config(tmp_path, RewardConfig()), 1, True)
     stale = {MOVED: 0.0, "bapo/contribution": 0.5}

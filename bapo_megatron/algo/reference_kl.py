@@ -1,0 +1,113 @@
+"""KL penalty to a frozen reference policy: ``k1 = -log q``, ``k2 = (log q)^2 / 2``, ``k3 = q - 1 - log q``.
+
+    q = pi_ref / pi                                  at each sampled token
+    loss = policy loss + beta sum_t weight_t k_t     place=loss (GRPO)
+    R    = R_outcome   - beta sum_t k_t              place=reward (PPO): k at pi_old, before the advantages
+
+The estimators are Schulman's (2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html): for
+tokens of pi all but k2 have the mean KL(pi || pi_ref), and k2 nearly. k3 in the loss is GRPO's (arXiv
+2402.03300, Eq. 4), k1 in the reward that of PPO in RLHF (arXiv 1909.08593, Eq. 2).
+
+What is a good estimate of a number need not have a good gradient (arXiv 2506.09477; arXiv 2510.01555). With
+respect to log pi of the token:
+
+    k1: 1        k2: log(pi / pi_ref)        k3: 1 - q
+
+For tokens of pi the mean gradient is that of KL(pi || pi_ref), in each token's state, with k2; with k3 it is
+that of KL(pi_ref || pi), which equals it to first order near the reference; with k1 it is 0. A penalty in the
+reward is no loss: with k1 its policy gradient is that of KL over whole responses, up to the scale that the
+group's advantages give to any reward.
+
+Not corrected: tokens are those of the policy that sampled them, and the loss has no factor pi / pi_old, as in
+GRPO. In updates after the first of a step it therefore weighs states and tokens as the old policy visits
+them. ``importance_cap`` corrects from pi_rollout to pi_old, since the weight is that of the policy loss.
+
+``algo/objective.py`` adds the loss and the metrics; ``trainer/reference.py`` changes the rewards. Pure
+functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained tokens of a response.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums
+from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, unmasked
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.types import Metrics
+
+METRICS = ("reference_kl/k1", "reference_kl/k3", "reference_kl/penalty")
+"""Names of the metrics of ``reference_measurement``."""
+
+
+def kl_estimate(
+    log_prob_T: Tensor, reference_log_prob_T: Tensor, estimator: Literal["k1", "k2", "k3"]
+) -> Tensor:
+    """Estimate of KL(pi || pi_ref), ``-log q``, ``(log q)^2 / 2`` or ``q - 1 - log q``, of each token, [T].
+
+    ``q = pi_ref / pi``. Differentiable in ``log_prob_T``. k3 takes log q as at most 20 (``LOG_RATIO_LIMIT``),
+    so that it stays finite; a token beyond that has no gradient.
+
+    Args:
+        log_prob_T: log pi of the sampled token, nats, float64.
+        reference_log_prob_T: log pi_ref of the token, nats, float64.
+        estimator: the formula.
+    """
+    log_q_T = reference_log_prob_T - log_prob_T
+    if estimator == "k1":
+        return -log_q_T
+    if estimator == "k2":
+        return log_q_T.square() / 2
+    log_q_T = log_q_T.clamp(max=LOG_RATIO_LIMIT)
+    return torch.expm1(log_q_T) - log_q_T
+
+
+def reference_loss(stats: TokenStats, batch: MicroBatch, config: ReferenceKlConfig) -> Tensor:
+    """KL loss of one pack, ``beta sum_t weight_t k_t``, a float64 scalar, differentiable in the log-probs.
+
+    The weights are those of the policy loss: importance weights, and those of a mean over sequences. The
+    optimizer step divides both losses by the same count of tokens.
+    """
+    log_prob_T, reference_T, weight_T = unmasked(
+        batch.mask_T, stats.log_prob_T, batch.reference_log_prob_T, batch.weight_T
+    )
+    return config.coefficient * (weight_T * kl_estimate(log_prob_T, reference_T, config.estimator)).sum()
+
+
+def response_penalty(
+    old_log_prob_N: Tensor, reference_log_prob_N: Tensor, config: ReferenceKlConfig
+) -> float:
+    """Penalty of a response, ``beta sum_t k_t``, which its reward loses: k at pi_old, over trained tokens.
+
+    With k1 the sum is log(pi_old / pi_ref) of the whole response. ``_N``: log-probs in nats.
+    """
+    estimate_N = kl_estimate(old_log_prob_N.double(), reference_log_prob_N.double(), config.estimator)
+    return config.coefficient * float(estimate_N.sum())
+
+
+def reference_measurement(config: ReferenceKlConfig) -> Measurement:
+    """Measurement of the distance to the reference, means over the tokens in the loss, in nats:
+
+    - ``reference_kl/k1``, ``reference_kl/k3``: estimates of KL at the weights before the update
+    - ``reference_kl/penalty``: beta times the estimate that the run uses: in the loss with the tokens'
+      weights, so that it is its part of ``policy/loss``; in the reward at pi_old
+    """
+
+    def sums(view: PackView) -> Tensor:
+        batch = view.batch
+        fields = (view.stats.log_prob_T, batch.reference_log_prob_T, batch.old_log_prob_T)
+        log_prob_T, reference_T, old_T = unmasked(batch.mask_T, *fields)
+        if config.in_loss:
+            penalty = reference_loss(view.stats, batch, config)
+        else:
+            penalty = config.coefficient * kl_estimate(old_T, reference_T, config.estimator).sum()
+        estimates = [kl_estimate(log_prob_T, reference_T, kind).sum() for kind in ("k1", "k3")]
+        return torch.stack([*estimates, penalty])
+
+    def metrics(sums: Tensor, update: UpdateSums) -> Metrics:
+        return dict(zip(METRICS, (sums / update.tokens).tolist(), strict=True))
+
+    return Measurement("reference_kl", len(METRICS), sums, metrics)

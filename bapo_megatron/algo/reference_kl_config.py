@@ -1,0 +1,46 @@
+"""Settings of the KL penalty to a frozen reference policy: ``algorithm.reference_kl`` of a recipe.
+
+``reference_kl.py`` has the formulas, ``trainer/reference.py`` the reference. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+
+@dataclass(frozen=True)
+class ReferenceKlConfig:
+    """KL penalty to a frozen reference policy (RLHF, GRPO), with any loss; off at coefficient 0."""
+
+    coefficient: Annotated[float, Ge(0)] = 0.0
+    """Coefficient beta of the penalty; 0: none, and no reference is loaded. GRPO's paper has 0.04, verl
+    0.001. Above 0 the reference takes one forward pass a step, and a copy of its weights in host memory."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimator of KL(pi || pi_ref) at a sampled token, with q = pi_ref / pi. `k1`: -log q. `k2`:
+    (log q)^2 / 2. `k3`: q - 1 - log q. In the loss k3 is GRPO's, k2 has the gradient of KL, and k1 none that
+    depends on the reference; in the reward k1 is PPO's."""
+    place: Literal["loss", "reward"] = "loss"
+    """`loss`: beta times the estimate is added to each token's loss, with the token's weight. `reward`: beta
+    times the sum of the estimates over a response is subtracted from its reward before the advantages."""
+    model: Path | None = None
+    """Hugging Face folder of the reference: same shape and vocabulary as the policy. None: `model.hf_path`,
+    the model that the run starts from."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a penalty, and so a reference."""
+        return self.coefficient > 0
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the penalty is a term of the loss."""
+        return self.enabled and self.place == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether the penalty is a part of the reward."""
+        return self.enabled and self.place == "reward"

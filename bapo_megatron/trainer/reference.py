@@ -1,0 +1,154 @@
+"""Frozen reference policy of a run: its load at a start, its log-probs in each step, the KL in rewards.
+
+    start      weights of ``algorithm.reference_kl.model`` to host memory; digest against RUN/reference.json
+    each step  before the first update: one forward-only pass; log pi_ref becomes a column of the samples
+    reward     R - beta sum_t k_t, then the group's advantages (``place=reward``)
+
+``trainer/build.py`` loads it, ``train.py`` calls ``with_reference``, both on every rank, with
+``algorithm.reference_kl.coefficient`` above 0. ``algo/reference_kl.py`` has the formulas. The reference is in
+no checkpoint: a resumed run loads it again, and a step's log-probs are a function of its batch alone.
+
+Legend: ``_R`` tokens of a response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.algo.reference_kl import response_penalty
+from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
+from bapo_megatron.config import AlgorithmConfig, RunConfig
+from bapo_megatron.data.packing import Sample
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.interfaces import Policy
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_files import read_plain
+from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.corrections import Groups, response_log_probs
+from bapo_megatron.types import StepBatch
+
+FIELD = "algorithm.reference_kl.model"
+"""Field of the reference's folder: the name for ``--allow-change`` where its weights have changed."""
+
+_RECORD_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class ReferenceRecord:
+    """Content of RUN/reference.json, as plain data: which weights the reference of the run has."""
+
+    model: str
+    """The Hugging Face folder."""
+    dtype: str
+    """The type that the weights were converted to."""
+    weights: str
+    """Digest of their bits, equal at every layout (``policy/state/bit_digest.py``)."""
+
+
+def reference_folder(config: RunConfig) -> Path:
+    """The Hugging Face folder of the run's reference."""
+    return config.algorithm.reference_kl.model or config.model.hf_path
+
+
+def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
+    """Load the reference, and compare it with the run's record; returns what to record. Collective.
+
+    ConfigError, on every rank, if the run began with other weights, unless ``allow_change`` names ``FIELD``,
+    or if the ranks have read different weights.
+    """
+    folder = reference_folder(config)
+    policy.load_reference(folder)
+    digests = policy.reference_digest()
+    if len(digests) > 1:
+        raise ConfigError(
+            f"{FIELD}={folder}: the ranks have read different weights there (digests {', '.join(digests)}): "
+            "give all machines the same folder"
+        )
+    found = ReferenceRecord(str(folder), config.model.dtype, digests[0])
+    stored, problem = broadcast_from_main(_read(config.directory) if is_main() else (None, ""))
+    if problem:
+        raise ConfigError(problem)
+    if stored is None or (stored.dtype, stored.weights) == (found.dtype, found.weights):
+        return found
+    if FIELD not in config.allow_change:
+        raise ConfigError(
+            f"{FIELD}={folder} has other weights ({found.dtype}, digest {found.weights}) than the reference "
+            f"that the run {config.directory} began with, {stored.model} ({stored.dtype}, digest "
+            f"{stored.weights}): give that one, or to go on with another --allow-change {FIELD}"
+        )
+    return found
+
+
+def store_reference(directory: Path, record: ReferenceRecord) -> None:
+    """Write RUN/reference.json, atomically; on rank 0, at each start with a reference."""
+    write_atomically(RunPaths(directory).reference, json.dumps(asdict(record), indent=2) + "\n")
+
+
+def _read(directory: Path) -> tuple[ReferenceRecord | None, str]:
+    """The record of a run, and the error if it cannot be read, for all ranks.
+
+    None if there is no record, or no step was made with it: then the settings may still change, too
+    (``run_directory.check_same_run``).
+    """
+    path, metrics = RunPaths(directory).reference, RunPaths(directory).metrics
+    if not path.exists() or not metrics.exists() or metrics.stat().st_size == 0:
+        return None, ""
+    try:
+        with read_plain(path) as file:
+            stored = json.loads(file.read(_RECORD_BYTES))
+        return ReferenceRecord(*(str(stored[name]) for name in ("model", "dtype", "weights"))), ""
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        problem = f"{path} cannot be read: {error!r}; restore it, or remove it to take the present reference"
+        return None, problem
+
+
+def with_reference(
+    policy: Policy, groups: Groups, batch: StepBatch, algorithm: AlgorithmConfig, pack_tokens: int
+) -> Groups:
+    """Reference log-probs: the samples of a step with log pi_ref, and advantages of the penalized rewards.
+
+    ``groups``: the samples of ``batch``, group by group, with pi_old. One forward pass at the reference's
+    weights. Equal on every rank. Collective. FloatingPointError, on every rank, for log-probs that are not
+    finite.
+    """
+    samples = [sample for group in groups for sample in group]
+    if not samples:
+        return groups
+    found = response_log_probs(policy, samples, pack_tokens, policy.reference_log_probs)
+    trained = (column_R[one.predicted_R] for one, column_R in zip(samples, found, strict=True))
+    if not all(np.isfinite(column_N).all() for column_N in trained):
+        raise FloatingPointError("log-probs of the reference policy are not finite: its weights are broken")
+    columns = iter(found)
+    groups = [[replace(one, reference_log_probs_R=next(columns)) for one in group] for group in groups]
+    if not algorithm.reference_kl.in_reward:
+        return groups
+    rewards = [[rollout.reward for rollout in group.rollouts] for group in batch.groups]
+    return [_penalized(*pair, algorithm) for pair in zip(groups, rewards, strict=True)]
+
+
+def _penalized(group: Sequence[Sample], rewards: Sequence[float], algorithm: AlgorithmConfig) -> list[Sample]:
+    """Samples of a group with the advantages of ``R - beta sum_t k_t``."""
+    config = algorithm.reference_kl
+    left = [reward - _penalty(one, config) for one, reward in zip(group, rewards, strict=True)]
+    advantages = group_advantages(left, algorithm.advantage)
+    return [replace(one, advantage=float(value)) for one, value in zip(group, advantages, strict=True)]
+
+
+def _penalty(sample: Sample, config: ReferenceKlConfig) -> float:
+    """Penalty of a response, at the pi_old of the loss: the trainer's, or the engine's that sampled.
+
+    With the engine's the difference between engine and trainer at equal weights is in every term.
+    """
+    old_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
+    assert sample.reference_log_probs_R is not None
+    pair = (old_R, sample.reference_log_probs_R)
+    old_N, reference_N = (torch.from_numpy(one_R[sample.predicted_R]) for one_R in pair)
+    return response_penalty(old_N, reference_N, config)

@@ -1,0 +1,294 @@
+"""The frozen reference at every layout: its log-probs are those of a policy that is the reference, and the
+policy's state has the same bits after each swap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReferenceKlConfig,
+    RunConfig,
+)
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.state import offload
+from bapo_megatron.train import train_on
+from bapo_megatron.trainer.corrections import response_log_probs, with_old_log_probs
+from bapo_megatron.trainer.update_loss import UpdateLoss
+from bapo_megatron.types import Metrics
+from tests.distributed.test_layouts import layout
+from tests.distributed.test_offload import LateDevice, update
+from tests.distributed.test_old_log_probs import batch
+from tests.support.metrics import known
+from tests.support.models import VOCAB, random_samples, save_tiny_model
+from tests.support.runs import run_of
+from tests.support.tiers import slow_but
+from tests.support.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+BLOCK = 5000
+"""Bytes of a block on the host: less than a parameter, so that swaps are cut."""
+TEMPERATURE = 0.7
+Device = Literal["model", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen2 has biases, and an output layer of its own; the embedding of llama is tied. Two seeds each."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("qwen2", "llama"):
+        save_tiny_model(family, folder / family, seed=0)
+        save_tiny_model(family, folder / f"{family}_reference", seed=1)
+    return folder
+
+
+def samples() -> list[Sample]:
+    """Samples of many lengths, and one with a tool's tokens, which are not trained on."""
+    generator = np.random.default_rng(5)
+    tool = Sample(
+        generator.integers(0, VOCAB, 30).astype(np.int32),
+        generator.normal(size=20).astype(np.float32),
+        np.zeros(20, np.int32),
+        1.0,
+        loss_mask_R=np.arange(20) // 5 != 2,
+    )
+    return [*random_samples(11, seed=3), tool]
+
+
+def build(folder: Path, text: str, dtype: str, device: Device) -> MegatronPolicy:
+    offload.BLOCK = BLOCK
+    optimizer = OptimizerConfig(1e-2, warmup_updates=2, clip_grad=0.1, device=device)
+    batch = BatchConfig(pack_tokens=96, logprob_chunk_tokens=40)
+    return MegatronPolicy(
+        ModelConfig(folder, dtype), layout(text).parallel, batch, optimizer, 8, temperature=TEMPERATURE
+    )
+
+
+class Outcome(NamedTuple):
+    reference: list[list[np.ndarray]]
+    """Log-probs of the reference: before the first update, after two, and after the policy was offloaded."""
+    digest: list[str]
+    states: list[dict[str, list[str]]]
+    """Digests of weights and optimizer before and after each use of the reference."""
+    weights: dict[str, torch.Tensor]
+
+
+def outcome(models: Path, family: str, text: str, dtype: str, device: Device, uses: bool) -> Outcome:
+    """Two updates, with the reference used before, between and after them; or without it."""
+    policy, given = build(models / family, text, dtype, device), samples()
+    found, states, digest = [], [], []
+
+    def use() -> None:
+        if uses:
+            states.append(policy.state_digest())
+            found.append(response_log_probs(policy, given, 96, policy.reference_log_probs))
+        states.append(policy.state_digest())
+
+    if uses:
+        policy.load_reference(models / f"{family}_reference")
+        digest = policy.reference_digest()
+    use()
+    update(policy, given)
+    use()
+    policy.offload()
+    policy.reload()
+    use()
+    update(policy, given)
+    return Outcome(found, digest, states, {name: tensor.clone() for name, tensor in policy.hf_weights()})
+
+
+def as_policy(models: Path, family: str, text: str, dtype: str) -> tuple[list[np.ndarray], list[str]]:
+    """Log-probs by ``with_old_log_probs``, and digest, of a policy that is the reference."""
+    policy = build(models / f"{family}_reference", text, dtype, "model")
+    [found] = with_old_log_probs(policy, [samples()], 96, None)
+    return [one.old_log_probs_R for one in found], policy.state_digest()["weights"]  # type: ignore[misc]
+
+
+CASES = [
+    ("one", "qwen2", "float32", "model"),
+    ("dp2", "qwen2", "bfloat16", "model"),
+    ("dp2", "llama", "float32", "cpu"),
+    ("tp2-sp", "llama", "bfloat16", "model"),
+    ("pp2", "llama", "float32", "model"),
+    ("pp2-vpp2", "qwen2", "bfloat16", "cpu"),
+    ("cp2", "qwen2", "float32", "model"),
+    ("dp2-tp2-sp", "llama", "bfloat16", "cpu"),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "family", "dtype", "device"), slow_but(CASES, CASES[0], CASES[3], CASES[5], CASES[6]), ids=str
+)
+def test_log_probs_are_those_of_a_policy_that_is_the_reference(
+    text: str, family: str, dtype: str, device: Device, models: Path
+) -> None:
+    """Bit for bit at the same layout, at the rollout temperature, before and after updates of the policy."""
+    parallel = layout(text).parallel
+    ranks = run_layout(outcome, parallel, models, family, text, dtype, device, True)
+    expected = run_layout(as_policy, parallel, models, family, text, dtype)
+    for ours, (log_probs, digest) in zip(ranks, expected, strict=True):
+        assert len(ours.reference) == 3
+        for found in ours.reference:
+            for mine, theirs in zip(found, log_probs, strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+        assert ours.digest == digest
+        tool = ours.reference[0][-1]
+        assert not tool[10:15].any()
+        assert (tool[:10] != 0).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "family", "dtype", "device"), slow_but(CASES, CASES[0], CASES[3], CASES[5], CASES[6]), ids=str
+)
+def test_the_policy_is_the_same_bit_for_bit(
+    text: str, family: str, dtype: str, device: Device, models: Path
+) -> None:
+    """Weights, master weights, moments: after each use, and after updates that follow, as without it."""
+    parallel = layout(text).parallel
+    without = run_layout(outcome, parallel, models, family, text, dtype, device, False)
+    ranks = run_layout(outcome, parallel, models, family, text, dtype, device, True)
+    for ours, plain in zip(ranks, without, strict=True):
+        assert ours.states[::2] == ours.states[1::2] == plain.states
+        assert len(plain.states[0]["weights"]) == 1  # all copies agree
+        assert ours.digest != plain.states[0]["weights"]
+        assert plain.states[1] != plain.states[0]
+        assert all(torch.equal(ours.weights[name], tensor) for name, tensor in plain.weights.items())
+
+
+def host_memory(models: Path) -> tuple[int, int]:
+    """Bytes of the reference on the host, and of the weights."""
+    policy = build(models / "qwen2", "one", "bfloat16", "model")
+    policy.load_reference(models / "qwen2_reference")
+    assert policy._reference is not None
+    return policy._reference.host.nbytes, sum(one.nbytes for one in policy._weights.local.values())
+
+
+def test_the_host_holds_one_copy_of_the_weights(models: Path) -> None:
+    [(host, weights)] = run_layout(host_memory, ParallelConfig(), models)
+    assert weights <= host < 1.05 * weights + BLOCK
+
+
+def on_a_late_device(models: Path) -> tuple[list[list[str]], list[int], list[int]]:
+    """Digests of the policy before and after, then twice of the reference; copies that a call left undone."""
+    policy = build(models / "qwen2", "one", "bfloat16", "model")
+    before = policy.state_digest()["weights"]
+    device, left, copies = LateDevice(), [], []
+    device.install()
+    policy.load_reference(models / "qwen2_reference")
+    left.append(len(device.waiting))
+    found = []
+    for _ in range(2):
+        found.append(policy.reference_digest())
+        left.append(len(device.waiting))
+        copies.append(device.copies)
+    return [before, policy.state_digest()["weights"], *found], left, copies
+
+
+def test_a_swap_waits_for_the_device(models: Path) -> None:
+    """Copies of a stream, which happen when it is waited for: none is left, and all bits are right."""
+    [((before, after, *references), left, copies)] = run_layout(on_a_late_device, ParallelConfig(), models)
+    [(_, digest)] = run_layout(as_policy, ParallelConfig(), models, "qwen2", "one", "bfloat16")
+    assert after == before
+    assert references == [digest, digest]
+    assert left == [0, 0, 0]
+    assert copies[1] - copies[0] > 50
+
+
+def refusals(models: Path) -> list[str]:
+    policy, told = build(models / "qwen2", "one", "float32", "model"), []
+    packs = pack_samples(samples(), 96, "token", policy.pack_layout)
+
+    def call(match: str, *functions: Any) -> None:
+        for function in functions:
+            with pytest.raises(RuntimeError, match=match) as raised:
+                function()
+            told.append(str(raised.value))
+
+    call("there is no reference", lambda: policy.reference_log_probs(packs), policy.reference_digest)
+    policy.load_reference(models / "qwen2_reference")
+    policy.offload()
+    call(
+        "the policy is offloaded",
+        lambda: policy.load_reference(models / "qwen2_reference"),
+        lambda: policy.reference_log_probs(packs),
+        policy.reference_digest,
+    )
+    policy.reload()
+    before, sound = policy.state_digest(), policy._passes.stats
+    policy._passes.stats = _fails  # type: ignore[method-assign]
+    call("a pass fails", lambda: policy.reference_log_probs(packs))
+    policy._passes.stats = sound  # type: ignore[method-assign]
+    assert policy.state_digest() == before
+    return told
+
+
+def _fails(*_arguments: Any, **_more: Any) -> Any:
+    raise RuntimeError("a pass fails")
+
+
+def test_a_pass_that_fails_leaves_the_policy_and_a_missing_reference_is_named(models: Path) -> None:
+    [told] = run_layout(refusals, ParallelConfig(), models)
+    assert told[0] == "reference_log_probs: there is no reference; call load_reference() first"
+    assert len(told) == 6
+
+
+Trained = tuple[list[Metrics], dict[str, torch.Tensor]]
+
+IN_LOSS = AlgorithmConfig(
+    balanced(),
+    reuse_epochs=2,
+    updates_per_epoch=2,
+    loss_mean="sequence",
+    reference_kl=ReferenceKlConfig(0.5, "k3"),
+)
+IN_REWARD = AlgorithmConfig(
+    balanced(),
+    reuse_epochs=2,
+    updates_per_epoch=2,
+    old_log_probs="trainer",
+    reference_kl=ReferenceKlConfig(0.02, "k1", "reward"),
+)
+
+
+def step(models: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig) -> Trained:
+    """A whole step with the penalty, whose updates shuffle groups between the replicas."""
+    config = RunConfig(
+        "test",
+        ModelConfig(models / "qwen2", "float32"),
+        DataConfig(Path("none")),
+        parallel=parallel,
+        algorithm=algorithm,
+        optimizer=OptimizerConfig(lr=1.0, eps=1.0),  # steps proportional to gradients
+        batch=BatchConfig(pack_tokens=96, logprob_chunk_tokens=40),
+    )
+    policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4, TEMPERATURE)
+    policy.load_reference(models / "qwen2_reference")
+    metrics = train_on(run_of(config, policy, UpdateLoss(algorithm)), 1, batch(0.0))
+    return metrics, {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+@pytest.mark.parametrize("algorithm", [IN_LOSS, IN_REWARD], ids=["loss", "reward"])
+def test_every_layout_makes_the_same_updates(algorithm: AlgorithmConfig, models: Path) -> None:
+    one = ParallelConfig()
+    [(metrics, weights)] = run_layout(step, one, models, one, algorithm)
+    assert all(row["reference_kl/k3"] > 0.1 for row in metrics)  # type: ignore[operator]
+    for text in ("dp3", "tp2-sp", "pp2-vpp2", "dp2-cp2"):
+        parallel = layout(text).parallel
+        for ours, own_weights in run_layout(step, parallel, models, parallel, algorithm):
+            for row, expected in zip(ours, metrics, strict=True):
+                assert known(row) == pytest.approx(known(expected), rel=1e-4, abs=1e-5), text
+            for name, tensor in own_weights.items():
+                torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)

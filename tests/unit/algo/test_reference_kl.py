@@ -1,0 +1,206 @@
+"""KL to a reference policy: estimators by hand, loss and gradient against float64, metrics, penalties."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import pytest
+import torch
+
+from bapo_megatron.algo.losses import build_loss
+from bapo_megatron.algo.objective import Objective
+from bapo_megatron.algo.reference_kl import METRICS, kl_estimate, reference_loss, response_penalty
+from bapo_megatron.config import AlgorithmConfig, ReferenceKlConfig
+from bapo_megatron.types import MicroBatch, TokenStats
+
+LN2 = math.log(2)
+Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
+
+
+def pack(
+    reference: list[float], weights: list[float], mask: list[float], old: list[float] | None = None
+) -> MicroBatch:
+    """Tokens with these reference log-probs; pi_old = pi_rollout = 1/2 unless given, advantages 1."""
+    count = len(reference)
+    old_T = torch.tensor(old or [-LN2] * count)
+    return MicroBatch.of(
+        cu_seqlens=(0, count),
+        rows=((0, 0, count),),
+        sequences=1,
+        mask_T=torch.tensor(mask),
+        weight_T=torch.tensor(weights),
+        advantage_T=torch.ones(count),
+        rollout_log_prob_T=old_T,
+        old_log_prob_T=old_T,
+        reference_log_prob_T=torch.tensor(reference),
+        sequence_T=torch.zeros(count, dtype=torch.int64),
+    )
+
+
+def stats(log_probs: list[float]) -> TokenStats:
+    return TokenStats(torch.tensor(log_probs, requires_grad=True), torch.ones(len(log_probs)))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        ("k1", LN2, 1.0),
+        ("k2", LN2**2 / 2, LN2),
+        ("k3", 0.5 - 1 + LN2, 0.5),
+    ],
+)
+def test_estimators_by_hand(estimator: Estimator, value: float, gradient: float) -> None:
+    """pi = 1/2, pi_ref = 1/4, so q = 1/2 and log q = -ln 2: d k3 / d log pi = 1 - q = 1/2."""
+    log_prob_T = torch.tensor([-LN2], dtype=torch.float64, requires_grad=True)
+    found_T = kl_estimate(log_prob_T, torch.tensor([-2 * LN2], dtype=torch.float64), estimator)
+    found_T.sum().backward()
+    assert found_T.item() == pytest.approx(value, abs=1e-15)
+    assert log_prob_T.grad is not None
+    assert log_prob_T.grad.item() == pytest.approx(gradient, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [("k1", -LN2, 1.0), ("k2", LN2**2 / 2, -LN2), ("k3", 2 - 1 - LN2, -1.0)],
+)
+def test_estimators_where_the_reference_is_likelier(
+    estimator: Estimator, value: float, gradient: float
+) -> None:
+    """pi = 1/4, pi_ref = 1/2, q = 2: descent raises log pi with k2 and k3, and lowers it with k1."""
+    log_prob_T = torch.tensor([-2 * LN2], dtype=torch.float64, requires_grad=True)
+    found_T = kl_estimate(log_prob_T, torch.tensor([-LN2], dtype=torch.float64), estimator)
+    found_T.sum().backward()
+    assert found_T.item() == pytest.approx(value, abs=1e-15)
+    assert log_prob_T.grad is not None
+    assert log_prob_T.grad.item() == pytest.approx(gradient, abs=1e-15)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_loss_and_gradient_equal_a_plain_loop(estimator: Estimator) -> None:
+    """Against a loop in Python's float64 with central differences; weights differ, a token is masked."""
+    torch.manual_seed(0)
+    log_probs = (-torch.rand(7, dtype=torch.float64) * 6).tolist()
+    reference = (-torch.rand(7, dtype=torch.float64) * 6).tolist()
+    weights, mask = [1.0, 0.5, 2.0, 1.0, 1.5, 0.25, 3.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    config = ReferenceKlConfig(0.3, estimator)
+
+    def loss(log_pi: list[float]) -> float:
+        total = 0.0
+        for pi, ref, weight, live in zip(log_pi, reference, weights, mask, strict=True):
+            if live:
+                ratio = math.exp(ref) / math.exp(pi)
+                value = {
+                    "k1": -math.log(ratio),
+                    "k2": 0.5 * math.log(ratio) ** 2,
+                    "k3": ratio - 1 - math.log(ratio),
+                }
+                total += weight * value[estimator]
+        return 0.3 * total
+
+    batch = pack([0.0] * 7, weights, mask)
+    batch.reference_log_prob_T.data = torch.tensor(reference, dtype=torch.float64)
+    log_prob_T = torch.tensor(log_probs, dtype=torch.float64, requires_grad=True)
+    found = reference_loss(TokenStats(log_prob_T, torch.zeros(7)), batch, config)
+    found.backward()
+    assert found.item() == pytest.approx(loss(log_probs), rel=1e-12)
+    assert log_prob_T.grad is not None
+    for place in range(7):
+        up, down = ([p + sign * 1e-5 * (i == place) for i, p in enumerate(log_probs)] for sign in (1, -1))
+        assert log_prob_T.grad[place].item() == pytest.approx((loss(up) - loss(down)) / 2e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_mean_gradient_over_a_policy_is_that_of_a_divergence(estimator: Estimator) -> None:
+    """sum_y pi(y) d k(y) / d logits: KL(pi || ref) for k2, KL(ref || pi) for k3, nothing for k1."""
+    torch.manual_seed(1)
+    logits_V = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    reference_V = torch.log_softmax(torch.randn(9, dtype=torch.float64), 0)
+    log_pi_V = torch.log_softmax(logits_V, 0)
+    estimate_V = kl_estimate(log_pi_V, reference_V, estimator)
+    [found_V] = torch.autograd.grad((log_pi_V.detach().exp() * estimate_V).sum(), logits_V, retain_graph=True)
+    divergences = {
+        "k1": 0.0 * log_pi_V.sum(),
+        "k2": (log_pi_V.exp() * (log_pi_V - reference_V)).sum(),
+        "k3": (reference_V.exp() * (reference_V - log_pi_V)).sum(),
+    }
+    [expected_V] = torch.autograd.grad(divergences[estimator], logits_V)
+    torch.testing.assert_close(found_V, expected_V, rtol=1e-12, atol=1e-14)
+    mean = (log_pi_V.exp() * kl_estimate(log_pi_V, reference_V, estimator)).sum().item()
+    if estimator != "k2":
+        exact = (log_pi_V.exp() * (log_pi_V - reference_V)).sum().item()
+        assert mean == pytest.approx(exact, rel=1e-12)
+
+
+def test_k3_stays_finite_where_the_policy_has_lost_a_token() -> None:
+    """log q = 60: as at 20, without a gradient. At log q = -60 it is 59 and pulls back."""
+    log_prob_T = torch.tensor([-60.0, 0.0], dtype=torch.float64, requires_grad=True)
+    found_T = kl_estimate(log_prob_T, torch.tensor([0.0, -60.0], dtype=torch.float64), "k3")
+    found_T.sum().backward()
+    assert found_T.tolist() == pytest.approx([math.exp(20) - 21, 59.0])
+    assert log_prob_T.grad is not None
+    assert log_prob_T.grad.tolist() == pytest.approx([0.0, 1.0])
+
+
+def objective(config: ReferenceKlConfig, **algorithm: object) -> Objective:
+    settings = AlgorithmConfig(loss="cispo", reference_kl=config, **algorithm)  # type: ignore[arg-type]
+    return Objective(build_loss(settings), (), config)
+
+
+def test_the_objective_adds_the_penalty_with_the_weights_of_the_loss() -> None:
+    """pi = 1/2 = pi_old: the policy loss is -w log pi A. Tokens: pi_ref 1/4 (w 2), 1/2 (w 1), one masked.
+
+    k3: 0.5 - 1 + ln 2 and 0; beta 0.1. The mean is over the two tokens that count.
+    """
+    batch = pack([-2 * LN2, -LN2, -9.0], [2.0, 1.0, 5.0], [1.0, 1.0, 0.0])
+    plain, found = stats([-LN2] * 3), stats([-LN2] * 3)
+    without = Objective(build_loss(AlgorithmConfig(loss="cispo"))).token_fn(None, 0)(plain, batch)
+    config = ReferenceKlConfig(0.1)
+    one = objective(config)
+    sums = one.token_fn(None, 0)(found, batch)
+    penalty = 0.1 * 2.0 * (LN2 - 0.5)
+    assert (sums[0] - without[0]).item() == pytest.approx(penalty, rel=1e-6)
+    gradients = [
+        torch.autograd.grad(vector[0], s.log_prob_T)[0] for vector, s in ((without, plain), (sums, found))
+    ]
+    assert (gradients[1] - gradients[0]).tolist() == pytest.approx([0.1 * 2.0 * 0.5, 0.0, 0.0], abs=1e-6)
+    metrics = one.metrics(sums.detach(), None)
+    assert metrics["reference_kl/k1"] == pytest.approx(LN2 / 2)
+    assert metrics["reference_kl/k3"] == pytest.approx((LN2 - 0.5) / 2)
+    assert metrics["reference_kl/penalty"] == pytest.approx(penalty / 2)
+    assert metrics["policy/loss"] == pytest.approx((without[0].item() + penalty) / 2)
+
+
+def test_a_penalty_in_the_reward_leaves_the_loss_and_is_measured_at_the_old_policy() -> None:
+    """pi = 1/2, pi_old = 1/8, pi_ref = 1/4: k1 is ln 2 now and was -ln 2; beta 0.1."""
+    batch = pack([-2 * LN2], [3.0], [1.0], old=[-3 * LN2])
+    config = ReferenceKlConfig(0.1, "k1", "reward")
+    one, found = objective(config), stats([-LN2])
+    without = Objective(build_loss(AlgorithmConfig(loss="cispo"))).token_fn(None, 0)(found, batch)
+    sums = one.token_fn(None, 0)(found, batch)
+    assert sums[0].item() == without[0].item()
+    metrics = one.metrics(sums.detach(), None)
+    assert metrics["reference_kl/k1"] == pytest.approx(LN2)
+    assert metrics["reference_kl/penalty"] == pytest.approx(-0.1 * LN2)
+
+
+def test_off_there_is_no_term_and_no_metric() -> None:
+    """Equal bits: the same vector, element for element, whatever the column holds."""
+    batch = pack([-2 * LN2, -LN2], [2.0, 1.0], [1.0, 1.0])
+    one = objective(ReferenceKlConfig())
+    plain = Objective(build_loss(AlgorithmConfig(loss="cispo")))
+    found = stats([-0.3, -0.4])
+    assert torch.equal(one.token_fn(None, 0)(found, batch), plain.token_fn(None, 0)(found, batch))
+    assert not set(METRICS) & set(one.metric_names())
+    assert set(METRICS) <= set(objective(ReferenceKlConfig(0.1)).metric_names())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", 0.0), ("k2", LN2**2), ("k3", 0.5 - 1 + LN2 + 2 - 1 - LN2)]
+)
+def test_the_penalty_of_a_response_is_a_sum_over_its_tokens(estimator: Estimator, expected: float) -> None:
+    """pi_old / pi_ref of two tokens: 2 and 1/2."""
+    old_N, reference_N = torch.tensor([-LN2, -2 * LN2]), torch.tensor([-2 * LN2, -LN2])
+    config = ReferenceKlConfig(0.5, estimator, "reward")
+    assert response_penalty(old_N, reference_N, config) == pytest.approx(0.5 * expected, abs=1e-7)

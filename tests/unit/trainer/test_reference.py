@@ -1,0 +1,279 @@
+"""The frozen reference of a run: its column, the penalty in rewards, its record, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ReferenceKlConfig,
+    RunConfig,
+    load_recipe,
+)
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.train import train_on
+from bapo_megatron.trainer import reference
+from bapo_megatron.trainer.preflight import check_reference, check_rollout_only
+from bapo_megatron.trainer.reference import ReferenceRecord, load_reference, store_reference
+from bapo_megatron.trainer.resume import PartialStep
+from bapo_megatron.trainer.update_loss import UpdateLoss
+from bapo_megatron.types import Group, MicroBatch, Prompt, Rollout, StepBatch, TokenStats
+from tests.support.runs import run_of
+from tests.unit.trainer.test_old_log_probs import DriftingPolicy, column
+
+LN2 = math.log(2)
+ROOT = Path(__file__).parents[3]
+POLICY = ROOT / "recipes/demo/policy"
+
+
+class ReferredPolicy(DriftingPolicy):
+    """The reference gives half the engine's probability to every token."""
+
+    def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+        self.calls.append("reference_log_probs")
+        values = [(b.rollout_log_prob_T - LN2) * b.mask_T for b in batches]
+        return [TokenStats(value_T, torch.ones_like(value_T)) for value_T in values]
+
+
+def rollout(reward: float, mask: list[bool]) -> Rollout:
+    length = len(mask)
+    return Rollout(
+        np.full(length, 3, np.int32),
+        np.full(length, -3 * LN2, np.float32),
+        np.full(length, 8, np.int32),
+        "stop",
+        reward,
+        np.array(mask),
+    )
+
+
+BATCH = StepBatch(
+    (Group(Prompt(0, np.array([1, 2], np.int32), "", ""), (rollout(0.0, [True]), rollout(1.0, [True] * 3))),),
+    {},
+)
+"""Responses of 1 and 3 tokens, rewards 0 and 1."""
+
+
+def step(
+    config: ReferenceKlConfig, batch: StepBatch = BATCH, **algorithm: Any
+) -> tuple[list[Any], ReferredPolicy]:
+    settings = AlgorithmConfig(reuse_epochs=2, advantage="dr_grpo", reference_kl=config, **algorithm)
+    run = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
+    policy = ReferredPolicy()
+    run = dataclasses.replace(run, algorithm=settings)
+    return train_on(run_of(run, policy, UpdateLoss(settings)), 1, batch), policy
+
+
+def test_one_pass_a_step_gives_every_update_the_column() -> None:
+    updates, policy = step(ReferenceKlConfig(0.1))
+    assert policy.calls.count("reference_log_probs") == 1
+    assert policy.calls[0] == "reference_log_probs"
+    assert len(policy.packs) == len(updates) == 2
+    for packs in policy.packs:
+        assert column(packs, "reference_log_prob_T") == pytest.approx([-4 * LN2] * 4)
+        assert column(packs, "advantage_T") == pytest.approx([0.5, 0.5, 0.5, -0.5])
+    # pi is 2 and then 4 times the engine's, so 4 and 8 times the reference's.
+    assert [row["reference_kl/k1"] for row in updates] == pytest.approx([2 * LN2, 3 * LN2])
+    assert updates[0]["reference_kl/penalty"] == pytest.approx(0.1 * (0.25 - 1 + 2 * LN2))
+
+
+def test_a_step_that_goes_on_has_the_same_column() -> None:
+    """After a checkpoint within the step: the reference is asked again, for the update that is left."""
+    settings = AlgorithmConfig(reuse_epochs=2, reference_kl=ReferenceKlConfig(0.1, "k1", "reward"))
+    config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
+    config = dataclasses.replace(config, algorithm=settings)
+    whole, rest = (run_of(config, ReferredPolicy(), UpdateLoss(settings)) for _ in range(2))
+    first, second = train_on(whole, 1, BATCH)
+    rest.policy.version += 1
+    rest.partial_step = PartialStep(10, [first])
+    assert train_on(rest, 1, BATCH) == [first, second]
+    [_, then], [now] = whole.policy.packs, rest.policy.packs  # type: ignore[attr-defined]
+    for name in ("advantage_T", "reference_log_prob_T"):
+        assert column(now, name) == column(then, name)
+
+
+def test_without_a_coefficient_there_is_no_pass() -> None:
+    updates, policy = step(ReferenceKlConfig(0.0, model=Path("elsewhere")))
+    assert "reference_log_probs" not in policy.calls
+    assert not any(name.startswith("reference_kl/") for row in updates for name in row)
+    assert not any(column(packs, "reference_log_prob_T")[0] for packs in policy.packs)
+
+
+@pytest.mark.parametrize(("old", "k1"), [("rollout", LN2), ("trainer", 2 * LN2)])
+def test_the_reward_loses_the_penalty_before_the_advantages(old: str, k1: float) -> None:
+    """Rewards 0 - 0.2 k1 and 1 - 0.2 * 3 k1: advantages -+(1 - 0.4 k1) / 2. pi_old is that of the loss."""
+    updates, policy = step(ReferenceKlConfig(0.2, "k1", "reward"), old_log_probs=old)
+    value = (1 - 0.4 * k1) / 2
+    for packs in policy.packs:
+        assert column(packs, "advantage_T") == pytest.approx([value, value, value, -value])
+    assert updates[0]["reference_kl/penalty"] == pytest.approx(0.2 * k1)
+    order = ["log_probs", "sum_over_replicas"] if old == "trainer" else []
+    assert policy.calls[: len(order) + 1] == [*order, "reference_log_probs"]
+
+
+def test_tokens_that_are_not_trained_on_cost_no_reward() -> None:
+    """The second response has three tokens, of which a tool wrote two: both lose one k1."""
+    pair = (rollout(0.0, [True]), rollout(1.0, [True, False, False]))
+    batch = StepBatch((dataclasses.replace(BATCH.groups[0], rollouts=pair),), {})
+    _, policy = step(ReferenceKlConfig(0.2, "k1", "reward"), batch)
+    assert sorted(column(policy.packs[0], "advantage_T")) == pytest.approx([-0.5, 0.5])
+
+
+def test_a_broken_reference_ends_the_step() -> None:
+    class Broken(ReferredPolicy):
+        def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+            return [TokenStats(b.mask_T / 0.0, b.mask_T) for b in batches]
+
+    algorithm = AlgorithmConfig(reference_kl=ReferenceKlConfig(0.1))
+    samples = [reference.Sample(np.zeros(4, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), 1.0)]
+    with pytest.raises(FloatingPointError, match="the reference policy are not finite"):
+        reference.with_reference(Broken(), [samples], BATCH, algorithm, 8)  # type: ignore[arg-type]
+
+
+def config_of(directory: Path, *allowed: str, model: Path | None = None) -> RunConfig:
+    settings = AlgorithmConfig(reference_kl=ReferenceKlConfig(0.1, model=model))
+    config = RunConfig("t", ModelConfig(POLICY, "float32"), DataConfig(Path("d")), run_dir=directory)
+    return dataclasses.replace(config, algorithm=settings, allow_change=allowed)
+
+
+def loading(*digests: str) -> Any:
+    """A policy whose reference has these digests."""
+    loaded: list[Path] = []
+    return SimpleNamespace(
+        load_reference=loaded.append, reference_digest=lambda: list(digests), loaded=loaded
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "broadcast_from_main", lambda value: value)
+    monkeypatch.setattr(reference, "is_main", lambda: True)
+
+
+def test_other_weights_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
+    policy = loading("a1")
+    record = load_reference(config_of(tmp_path), policy)
+    assert policy.loaded == [POLICY]
+    assert record == ReferenceRecord(str(POLICY), "float32", "a1")
+    store_reference(tmp_path, record)
+    assert json.loads((tmp_path / "reference.json").read_text())["weights"] == "a1"
+    assert load_reference(config_of(tmp_path), loading("b2")).weights == "b2"  # no step was made yet
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    elsewhere = tmp_path / "moved"
+    moved = load_reference(config_of(tmp_path, model=elsewhere), loading("a1"))
+    assert moved.model == str(elsewhere)  # the same weights in another folder
+    with pytest.raises(ConfigError, match=r"digest b2\) than .* digest a1\).*--allow-change algo"):
+        load_reference(config_of(tmp_path), loading("b2"))
+    allowed = config_of(tmp_path, "algorithm.reference_kl.model")
+    assert load_reference(allowed, loading("b2")).weights == "b2"
+    (tmp_path / "reference.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"reference\.json cannot be read: KeyError\('model'\); restore it"):
+        load_reference(config_of(tmp_path), loading("a1"))
+
+
+def test_ranks_with_different_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the ranks have read different weights there \(digests a1, b2\)"):
+        load_reference(config_of(tmp_path), loading("a1", "b2"))
+
+
+def demo(**reference_kl: Any) -> RunConfig:
+    config = load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig)
+    algorithm = dataclasses.replace(config.algorithm, reference_kl=ReferenceKlConfig(**reference_kl))
+    return dataclasses.replace(config, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"coefficient": -0.1}, "algorithm.reference_kl.coefficient=-0.1 must be at least 0"),
+        ({"coefficient": math.nan}, "algorithm.reference_kl.coefficient=nan"),
+        (
+            {"coefficient": 0.1, "estimator": "k4"},
+            "algorithm.reference_kl.estimator='k4' must be one of k1, k2, k3",
+        ),
+        (
+            {"coefficient": 0.1, "place": "kl"},
+            "algorithm.reference_kl.place='kl' must be one of loss, reward",
+        ),
+    ],
+)
+def test_fields_are_checked(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        demo(**settings).check()
+
+
+def folder_like(tmp_path: Path, **config: Any) -> Path:
+    """A copy of the demo's policy with another config.json."""
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    for path in POLICY.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**known, **config}))
+    return folder
+
+
+def check(folder: Path, **settings: Any) -> None:
+    tokenizer = SimpleNamespace(get_vocab=lambda: reference_vocabulary())
+    check_reference(demo(model=folder, **{"coefficient": 0.1, **settings}), tokenizer)
+
+
+def reference_vocabulary() -> dict[str, int]:
+    known = json.loads((POLICY / "tokenizer.json").read_text())
+    added = {one["content"]: one["id"] for one in known["added_tokens"]}
+    return {**known["model"]["vocab"], **added}
+
+
+def test_a_reference_of_the_same_shape_is_taken(tmp_path: Path) -> None:
+    """Though it takes longer sequences, and has no chat template."""
+    folder = folder_like(tmp_path, max_position_embeddings=9999)
+    (folder / "chat_template.jinja").unlink()
+    check(folder)
+    assert read_model_shape(folder) != read_model_shape(POLICY)
+
+
+def test_a_reference_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    folder = folder_like(tmp_path, rope_theta=77.0, rope_parameters={"rope_theta": 77.0})
+    with pytest.raises(ConfigError, match=r"\.model=.* another shape .*: rope_theta 77\.0 instead of"):
+        check(folder)
+    check(folder, coefficient=0.0)  # nothing is loaded
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = folder_like(tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="another tokenizer vocabulary than the policy"):
+        check(folder)
+
+
+def test_a_folder_that_is_none_is_named_by_its_field(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.reference_kl\.model=.*nowhere: no config\.json there"):
+        check(tmp_path / "nowhere")
+    folder = folder_like(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"reference"):
+        check(folder)
+
+
+def test_a_run_that_only_samples_has_no_reference() -> None:
+    with pytest.raises(ConfigError, match=r"coefficient=0\.1: a run with --rollout-only trains"):
+        check_rollout_only(demo(coefficient=0.1), read_dataset=False)

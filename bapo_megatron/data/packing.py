@@ -32,7 +32,8 @@ _PADDING_DOCUMENT = 512
 class Sample:
     """Training sequence, as plain data: a prompt and a response with its advantage.
 
-    ValueError for a loss mask that has not one value for each token of the response.
+    ValueError for a loss mask that has not one value for each token of the response. Made by ``samples_of``
+    from a group of rollouts, by ``trainer/sft.py`` from a solution; packed by ``pack_samples``.
     """
 
     token_ids: np.ndarray

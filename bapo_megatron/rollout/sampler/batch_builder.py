@@ -1,4 +1,7 @@
-"""The batch builder: selects the finished groups of a training step, and writes the step's file."""
+"""The batch builder: selects the finished groups of a training step, and writes the step's file.
+
+``GroupSampler.next_batch`` asks it once a step.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ TOKEN_COLUMNS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.
 
 
 class GroupSummary(NamedTuple):
-    """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data."""
+    """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data.
+
+    Made when a group's scores are applied; ``metrics.py`` reads it.
+    """
 
     number: int
     rewards: list[float]
@@ -44,7 +47,10 @@ class GroupSummary(NamedTuple):
 
 @dataclass
 class PartialResponse:
-    """A response that is being sampled: the segments (answers of engines) so far."""
+    """A response that is being sampled: the segments (answers of engines) so far.
+
+    Part of an ``OpenGroup``.
+    """
 
     segments: list[tuple[np.ndarray, ...]] = field(default_factory=list)
     """For each segment one array per column of ``TOKEN_COLUMNS``."""
@@ -104,7 +110,10 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A scored group that waits for its training step. Plain data."""
+    """A scored group that waits for its training step. Plain data.
+
+    Made when scores are applied, taken by ``BatchBuilder``.
+    """
 
     number: int
     epoch: int
@@ -117,7 +126,8 @@ class FinishedGroup:
 class SamplerState:
     """The state of the sampler: a pure function of the records of the write-ahead log.
 
-    Only ``apply`` changes it. ConfigError if the log was written under another ``identity``.
+    Only ``apply`` changes it. ConfigError if the log was written under another ``identity``. Made by
+    ``GroupSampler``.
     """
 
     def __init__(

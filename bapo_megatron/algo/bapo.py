@@ -189,7 +189,8 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
 class TokenBounds(NamedTuple):
     """Per-token clipping bounds, [T] each: plain data for ``policy_loss`` in place of one ``Bounds``.
 
-    Made by ``of`` where an update has several search groups (``search_groups.py``) with bounds of their own.
+    Made by ``of`` in ``ClipLoss.terms``, where an update has several search groups (``search_groups.py``)
+    with bounds of their own.
     """
 
     low_T: Tensor  # c_low

@@ -16,7 +16,10 @@ from annotated_types import Ge, Gt, Lt
 
 @dataclass(frozen=True)
 class PapoConfig:
-    """Settings of PAPO (arXiv 2605.11775): entropy-expanding and -contracting advantages are reweighted."""
+    """Settings of PAPO (arXiv 2605.11775): entropy-expanding and -contracting advantages are reweighted.
+
+    Section `algorithm.polarity` of a recipe, read by ``PapoSchedule``.
+    """
 
     enabled: bool = False
     """Reweight the advantages. The bounds are then searched with the reweighted ones, which takes a forward
@@ -32,7 +35,10 @@ class PapoConfig:
 
 
 class BranchWeights(NamedTuple):
-    """PAPO's weights: factors of the advantages of entropy-expanding and -contracting tokens. Plain data."""
+    """PAPO's weights: factors of the advantages of entropy-expanding and -contracting tokens. Plain data.
+
+    Made by ``PapoSchedule.weights`` before each update, applied by ``papo.reweighted``.
+    """
 
     expanding: float
     contracting: float

@@ -1,7 +1,8 @@
 """Validation of values against annotations such as ``Annotated[float, Gt(0)]``: types and ranges.
 
 Used for the fields of a configuration and for the settings of losses and rewards. Functions return an error
-as the end of a sentence, or None; they raise nothing.
+as the end of a sentence, or None; they raise nothing. ``settings.py``, ``config/validation.py`` and the
+reader of cluster files call them.
 """
 
 from __future__ import annotations

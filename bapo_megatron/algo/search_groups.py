@@ -1,8 +1,8 @@
 """Search groups: parts of an update with clipping bounds of their own, of about ``bounds_tokens`` tokens.
 
 With ``algorithm.bounds.scope=micro_batch`` and ``bounds_tokens``. The groups depend on the update's data
-alone: they are the same on every rank, in every layout and with every pack length. ValueError for a pack
-that ``data.packing.pack_samples`` has not made.
+alone: they are the same on every rank, in every layout and with every pack length. ValueError for a pack that
+``data.packing.pack_samples`` has not made. ``losses/clip.py`` assigns each token to its group by this module.
 """
 
 from __future__ import annotations

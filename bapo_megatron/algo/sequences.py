@@ -52,7 +52,7 @@ class PerSequence:
     """Table of per-sequence values of an update, [S], that are looked up for each token, [T].
 
     The values are copied once to each device that needs them: a copy to a GPU makes the host wait, and every
-    chunk of a pack looks them up.
+    chunk of a pack looks them up. Made by the searches of GSPO and VESPO, and read in their ``terms``.
     """
 
     def __init__(self, values_S: Tensor) -> None:

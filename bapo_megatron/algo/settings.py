@@ -19,7 +19,10 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a loss or a reward, as plain data: a constructor's argument with type and default."""
+    """One setting of a loss or a reward, as plain data: a constructor's argument with type and default.
+
+    Made by ``settings_of`` from the constructor, validated against by ``check_settings``.
+    """
 
     name: str
     annotation: Any

@@ -44,7 +44,8 @@ class AfterExport:
 
     ``exported`` and ``exported_last`` queue; ``poll`` starts the next command and records the end of one (an
     event; RUN/after_export.json); ``close`` kills the one that runs. ``StepExports`` polls and closes it. A
-    failed command is tried again by the next start of the run, not by this one.
+    failed command is tried again by the next start of the run, not by this one. Made by ``trainer/build.py``
+    if the setting is there.
     """
 
     def __init__(

@@ -33,7 +33,10 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class ForkSource:
-    """Value of ``--fork``, as plain data: a run and a step of it."""
+    """Value of ``--fork``, as plain data: a run and a step of it.
+
+    Parsed by ``of`` from the flag; ``check_fork`` and ``make_fork`` read it.
+    """
 
     run: Path
     step: int | None
@@ -53,7 +56,10 @@ class ForkSource:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a fork, as plain data: a run and the step of its checkpoint."""
+    """Origin of a fork, as plain data: a run and the step of its checkpoint.
+
+    Part of ``Fork``.
+    """
 
     run: str
     """The absolute path of the other run's directory."""
@@ -65,7 +71,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Fork:
-    """Content of ``fork.json``, as plain data: origin, manifest digest, settings and ancestors of a fork."""
+    """Content of ``fork.json``, as plain data: origin, manifest digest, settings and ancestors of a fork.
+
+    Made by ``fork.make_fork``, read by ``read_fork`` at each start of the fork.
+    """
 
     origin: Origin
     manifest_sha256: str

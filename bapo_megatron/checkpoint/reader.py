@@ -27,7 +27,10 @@ READERS = 4
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk, as plain data, equal on every rank. Its policy is not loaded yet."""
+    """A verified checkpoint on disk, as plain data, equal on every rank. Its policy is not loaded yet.
+
+    Made by ``read_checkpoint``; ``trainer/resume.py`` resumes from the newest one.
+    """
 
     path: Path
     moment: Moment

@@ -44,6 +44,7 @@ class StepExports:
 
     ``poll`` records the end of an export and starts the next; a failed one is an event and a warning, and
     does not end the run. ``close`` terminates a running one, and kills it after 20 s. Only ``close`` waits.
+    Made by ``trainer/build.py``; the training loop polls it.
     """
 
     def __init__(

@@ -46,7 +46,8 @@ class CheckpointStore:
     """Checkpoint store of one run, on every rank: begins, finalizes and deletes checkpoints.
 
     After ``begin`` call ``finalize`` until it returns the save; both are collective, the other methods are
-    for rank 0. RunStopped, on the rank that meets it, if the disk is full or fails.
+    for rank 0. RunStopped, on the rank that meets it, if the disk is full or fails. Made by
+    ``trainer/build.py``, called by ``trainer/checkpointing.py``.
     """
 
     def __init__(

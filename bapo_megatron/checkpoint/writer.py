@@ -36,7 +36,7 @@ class PendingCheckpoint:
 
     ``advance`` is polled until it returns True: then the checkpoint is on disk under its name. Errors of a
     write are raised by ``advance``, on rank 0 first. A process that ends before leaves a hidden folder
-    behind.
+    behind. Made by ``CheckpointStore.begin``.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Trackers of metrics besides metrics.jsonl and updates.jsonl, and a note for the report."""
+    """Logging: trackers of metrics besides the files, targets of events, and a note for the report."""
 
     tensorboard: bool = True
     """Former way to leave TensorBoard out: False takes it from `trackers`."""

@@ -28,7 +28,10 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """Parameters of a canary batch, as plain data; the same spec draws the same batch."""
+    """Parameters of a canary batch, as plain data; the same spec draws the same batch.
+
+    Made by ``checkpoint/resume_check.py`` and ``commands/verify/check.py``.
+    """
 
     seed: int
     tokens: int
@@ -41,7 +44,10 @@ class CanarySpec:
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """Random sequence of the canary batch, before it has rollout log-probs (``scored``)."""
+    """Random sequence of the canary batch, before it has rollout log-probs (``scored``).
+
+    Made by ``canary_sequences``.
+    """
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""

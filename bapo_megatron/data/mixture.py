@@ -1,7 +1,7 @@
 """Mixture of prompt sources: a deterministic, weighted interleaving, resumable from one count.
 
-Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). Of every first n prompts it has
-n w_i, to within 1 - 1 / (2 k - 2) of a prompt for k sources. In general no rule is better (R. Tijdeman, "The
+Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). Of every first n prompts it has n
+w_i, to within 1 - 1 / (2 k - 2) of a prompt for k sources. In general no rule is better (R. Tijdeman, "The
 chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i prompts taken from source i
 before the n-th, the n-th comes from the source which, among those with
 
@@ -9,6 +9,8 @@ before the n-th, the n-th comes from the source which, among those with
 
 has the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i: the earliest deadline. All of it is computed in
 integers, and nothing is random.
+
+The sampler and SFT take their prompts in this order where a run has several sources.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class ProportionalInterleaving:
     """Proportional interleaving of sources (Tijdeman's chairman assignment): an endless sequence of indices.
 
     Weights count as the decimal numbers that they print as, so that 0.1 is a tenth. It remembers its last
-    place, so that asking for places in order is cheap; the answers do not depend on it.
+    place, so that asking for places in order is cheap; the answers do not depend on it. ``Mixture`` asks it
+    for the source of each prompt.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -81,7 +84,8 @@ class ProportionalInterleaving:
 class Mixture:
     """Data order of several sources: each in endless shuffled epochs of its own, interleaved by weight.
 
-    The position to resume from is one number, the count of prompts taken, as with ``PromptOrder``.
+    The position to resume from is one number, the count of prompts taken, as with ``PromptOrder``. Made by
+    ``data_order`` for the sampler, and by ``trainer/sft.py``.
     """
 
     def __init__(self, sources: Sequence[MixedSource], seed: int, shuffle: bool) -> None:

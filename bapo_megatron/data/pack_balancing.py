@@ -29,7 +29,10 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack."""
+    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack.
+
+    Made by ``pack_plan.py``, read by ``balance``.
+    """
 
     tokens: np.ndarray
     """Tokens of each document in a pack, int64."""

@@ -31,7 +31,10 @@ CheckExtraInfo = Callable[[dict[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source of a mixture of training files: its name, weight, number of prompts and digest."""
+    """A source of a mixture of training files: its name, weight, number of prompts and digest.
+
+    Made by ``sources.mixed``; ``mixture.Mixture`` draws prompts from it.
+    """
 
     name: str
     prompts: int
@@ -43,7 +46,10 @@ class MixedSource:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Usable prompts of a dataset, tokenized and filtered; plain data, all of it in memory."""
+    """Usable prompts of a dataset, tokenized and filtered; plain data, all of it in memory.
+
+    Made by ``load_prompts`` for one file, by ``sources.load_problems`` for a run.
+    """
 
     prompts: tuple[Prompt, ...]
     too_long: int
@@ -166,7 +172,8 @@ class PromptOrder:
     """Data order: endless shuffled epochs over the prompts, each prompt once an epoch.
 
     The order of an epoch is a function of (seed, epoch, stream) alone, so the position to resume from is one
-    number, the count of prompts taken. ``stream`` separates orders of one seed; 0 counts as none.
+    number, the count of prompts taken. ``stream`` separates orders of one seed; 0 counts as none. Made by
+    ``mixture.data_order`` for the sampler, and by ``Mixture`` for each source.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, stream: int = 0) -> None:

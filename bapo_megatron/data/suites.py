@@ -24,7 +24,10 @@ REWARD_FUNCTION = "math_or_code"
 
 @dataclass(frozen=True)
 class Suite:
-    """Evaluation suite: the tokenized problems of one benchmark, none of which is left out."""
+    """Evaluation suite: the tokenized problems of one benchmark, none of which is left out.
+
+    Made by ``load_suite`` for `bapo eval` and for held-out evaluations during training.
+    """
 
     name: str
     path: Path

@@ -28,7 +28,8 @@ from bapo_megatron.evaluation.statistics import (
 class Compared:
     """Comparison of one suite, as plain data: avg@n of evaluation A and of B.
 
-    All but the p-value are shares of 1; differences are B - A.
+    All but the p-value are shares of 1; differences are B - A. Made by ``compare_suite``, printed by ``bapo
+    eval compare``.
     """
 
     suite: str

@@ -18,7 +18,10 @@ from bapo_megatron.evaluation.responses import RESPONSES, Response, first_respon
 
 @dataclass(frozen=True)
 class Example:
-    """Example: one problem, with the first response of each evaluation, as plain data."""
+    """Example: one problem, with the first response of each evaluation, as plain data.
+
+    Made by ``examples``, printed by ``text.py``.
+    """
 
     suite: str
     problem: int

@@ -25,7 +25,10 @@ _FILES = (".safetensors", ".json", ".jinja", ".model")
 
 @dataclass(frozen=True)
 class Model:
-    """Model of an evaluation, as plain data: its HF folder, origin and digest."""
+    """Model of an evaluation, as plain data: its HF folder, origin and digest.
+
+    Made by ``hf_model`` for ``evaluation/run.py``.
+    """
 
     folder: Path
     checkpoint: str

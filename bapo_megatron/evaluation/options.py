@@ -22,7 +22,7 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """An evaluation: one checkpoint on some suites."""
+    """Options of `bapo eval`: one checkpoint, some suites, how they are sampled."""
 
     checkpoint: tyro.conf.Positional[Path]
     """A Hugging Face folder, a run's directory, one of its checkpoints, or a checkpoint of Megatron."""
@@ -168,7 +168,7 @@ class EvalOptions:
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """A comparison of two evaluations, problem by problem."""
+    """Options of `bapo eval compare`: two evaluations, compared problem by problem."""
 
     a: tyro.conf.Positional[Path]
     """An output of `bapo eval`, or the folder of one suite in it."""

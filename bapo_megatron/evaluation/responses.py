@@ -30,7 +30,10 @@ _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path")
 
 
 class Responses(JsonlLog):
-    """File of responses, opened for appending by ``open_folder``, for one process."""
+    """File of responses, opened for appending by ``open_folder``, for one process.
+
+    ``evaluation/run.py`` appends to it.
+    """
 
     def append_all(self, rows: Sequence[Row]) -> None:
         """Append the rows durably (fsync). RunStopped if the disk does not take them."""
@@ -95,7 +98,10 @@ def flat_settings(settings: Row) -> Row:
 
 @dataclass(frozen=True)
 class Response:
-    """Text of a stored response, and whether it is right."""
+    """Text of a stored response, and whether it is right.
+
+    Read by ``first_responses``, for examples.
+    """
 
     text: str
     correct: bool

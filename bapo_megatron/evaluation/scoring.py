@@ -27,7 +27,10 @@ from bapo_megatron.types import FinishReason, Metrics
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """Scored response to a problem, without its text; the stored form of one response."""
+    """Scored response to a problem, without its text; the stored form of one response.
+
+    Made by ``SuiteSampler`` and by ``trainer/evaluation.py``; ``score`` makes metrics of them.
+    """
 
     problem: int
     """Row of the suite."""

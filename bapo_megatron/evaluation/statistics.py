@@ -1,5 +1,7 @@
 """Statistics of evaluations: pass@k, majority vote, bootstrap intervals, paired permutation test.
 
+``scoring.py`` and ``comparison.py`` call them.
+
 Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
 Problems are the random sample: intervals and tests are over problems, never over responses. Pure functions;
 random numbers come from a seed.
@@ -27,7 +29,10 @@ _ELEMENTS = 1 << 22
 
 
 class Vote(NamedTuple):
-    """Outcome of a majority vote over the answers to one problem."""
+    """Outcome of a majority vote over the answers to one problem.
+
+    Made by ``majority_vote``, for maj@n.
+    """
 
     value: float
     """Right: 1. Wrong, or no vote: 0. With a tie at the top, the share of the tied answers that are right:
@@ -36,7 +41,10 @@ class Vote(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Ends of a confidence interval, 95 % by default."""
+    """Ends of a confidence interval, 95 % by default.
+
+    Made by ``bootstrap_intervals``.
+    """
 
     low: float
     high: float

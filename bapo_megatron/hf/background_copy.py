@@ -72,7 +72,7 @@ class BackgroundCopy:
     """Background copy to ``sink``: a context manager, at whose end the sink has all tensors.
 
     It takes at most 384 MiB of buffers. An error of the block aborts the copy. An error of the sink is raised
-    by the next ``add``, or at the end.
+    by the next ``add``, or at the end. Made by ``stream_writer.write_shards``.
     """
 
     def __init__(self, sink: Sink) -> None:

@@ -1,6 +1,7 @@
 """Parser of Hugging Face's config.json: the shape of a decoder (Qwen2, Qwen3, Llama 3), and its refusals.
 
-ConfigError for a model that is not supported, or whose settings would change the computation silently.
+ConfigError for a model that is not supported, or whose settings would change the computation silently. The
+policy is built from the shape; ``bapo plan`` and the checks before a run read it, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ FAMILIES = {"qwen2": "Qwen2 / Qwen2.5", "qwen3": "Qwen3 dense", "llama": "Llama 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP, as plain data."""
+    """Shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP, as plain data.
+
+    Made by ``read_model_shape`` from config.json.
+    """
 
     family: str
     layers: int

@@ -20,7 +20,10 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
+    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor.
+
+    Part of a ``Mapping``.
+    """
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -31,7 +34,10 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Mapping of one megatron parameter: its HF tensors, row segments and tensor-parallel cut."""
+    """Mapping of one megatron parameter: its HF tensors, row segments and tensor-parallel cut.
+
+    Made by ``mapping_table``, one for each parameter of a layer or of the model.
+    """
 
     hf_names: tuple[str, ...]
     """Names of the HF tensors, which may contain ``{layer}``."""

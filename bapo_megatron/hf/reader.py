@@ -1,6 +1,7 @@
 """Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
 
-ConfigError for a folder or file that cannot be read; no link may lead out of the folder.
+ConfigError for a folder or file that cannot be read; no link may lead out of the folder. The policy loads its
+initial weights by it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class TensorReader(Protocol):
 class HfReader:
     """Reader of one Hugging Face folder; files are opened when first needed, and stay open.
 
-    ``read`` reads only the asked rows and columns. ``check`` compares the folder with a model's shape.
+    ``read`` reads only the asked rows and columns. ``check`` compares the folder with a model's shape. Made
+    by ``MegatronPolicy`` to load the initial weights, and by ``trainer/preflight.py`` to check them.
     """
 
     def __init__(self, folder: Path) -> None:

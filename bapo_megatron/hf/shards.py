@@ -40,7 +40,10 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Part of an HF tensor that a rank's shard is made of: a slice of its rows and columns."""
+    """Part of an HF tensor that a rank's shard is made of: a slice of its rows and columns.
+
+    Made by ``shard_parts``; ``policy/weight_map.py`` reads it from the HF folder.
+    """
 
     source: int
     """Index of the HF tensor among the parameter's."""

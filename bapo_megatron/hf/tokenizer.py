@@ -1,7 +1,7 @@
 """Tokenizer of a Hugging Face folder, loaded offline and without running code of the folder.
 
 ConfigError for a folder without a usable one. transformers is imported at the first call, which takes
-seconds.
+seconds. For the sampler, evaluations, SFT, dataset preparation and checks before a run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Weight check: a stream of weights must have exactly the model's Hugging Face names and shapes.
 
-A generator in the stream of a weight sync; it raises ValueError in the middle, or at the end, of the stream.
+For the weight sync by disk and the loads of the local engine: a generator in the stream. It raises ValueError
+in the middle, or at the end, of the stream.
 """
 
 from __future__ import annotations

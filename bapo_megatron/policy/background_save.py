@@ -29,7 +29,7 @@ class BackgroundSave:
     Construction forks, after a copy of the GPU's tensors to host memory; ``is_written`` is local, ``finish``
     collective. A fork sees CPU tensors as they were (copy on write). The copies of GPU tensors are pinned,
     and a fork shares pinned memory: they are kept until the writer has ended, because torch would reuse their
-    blocks while they are being written.
+    blocks while they are being written. Made by ``checkpoint.save``, polled by ``PendingCheckpoint``.
     """
 
     def __init__(self, request: AsyncRequest) -> None:

@@ -1,6 +1,7 @@
 """The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
 Weights are not loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``).
+``MegatronPolicy`` calls it when it is made.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def _recompute(batch: BatchConfig) -> dict[str, object]:
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPTModel whose last stage returns hidden states; ``output_head.py`` computes logits and loss.
 
-    A rank has one (a chunk), or one for each of its virtual pipeline stages.
+    A rank has one (a chunk), or one for each of its virtual pipeline stages. Made by ``build_chunks``, run by
+    ``Passes``.
     """
 
     def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:

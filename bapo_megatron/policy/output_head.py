@@ -44,7 +44,8 @@ _SOFTMAX_LOGITS = 1 << 27
 class OutputHead:
     """The chunked output layer of one policy: log-probs, entropies, and a loss with its gradient.
 
-    Settings only: the weights are arguments. Calls are collective over the tensor-parallel group.
+    Settings only: the weights are arguments. Calls are collective over the tensor-parallel group. Made by
+    ``MegatronPolicy``, called by ``Passes``.
     """
 
     temperature: float

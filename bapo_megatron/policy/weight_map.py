@@ -1,4 +1,7 @@
-"""The weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters."""
+"""The weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters.
+
+``MegatronPolicy`` loads its initial weights by it, and gathers them for weight syncs and exports.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ class WeightMap:
     """The map between the whole model's parameters and this rank's shards.
 
     ``load`` is local, ``gather`` is collective within a replica. KeyError for a parameter that it does not
-    know.
+    know. Made by ``MegatronPolicy``: it loads the initial weights, and gathers them for weight syncs and
+    exports.
     """
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:

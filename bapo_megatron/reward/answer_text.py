@@ -1,7 +1,8 @@
 r"""Answer extraction: the last box of a response, its normal spelling, and the operations in it.
 
 Operations, because math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its
-own answer. Pure functions on text; none parses mathematics.
+own answer. Pure functions on text; none parses mathematics. The math reward, the LLM judge, `maj@n` of
+evaluations and dataset preparation use it.
 """
 
 from __future__ import annotations

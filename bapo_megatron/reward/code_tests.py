@@ -7,6 +7,8 @@ It has one of the forms of Skywork-OR1-RL-Data and its sources; ValueError for a
   is a list of arguments, or text with the JSON of one argument a line; then the output is text with JSON;
 - ``{"assert_case": ["assert f(1) == 2", ...]}``, that list alone, or the text of one assert statement;
 - ``{"import_prefix": ..., "test_code": "def check(candidate): ...", "entry_point": "Solution().f"}``.
+
+``code.py`` scores by it, checks of datasets call it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ from typing import *
 
 @dataclass(frozen=True)
 class Printed:
-    """Test of a script, as plain data: with ``stdin`` it must print ``expected``."""
+    """Test of a script, as plain data: with ``stdin`` it must print ``expected``.
+
+    Made by ``read_tests``, run by ``code.py``.
+    """
 
     stdin: str
     expected: str
@@ -44,7 +49,10 @@ class Printed:
 
 @dataclass(frozen=True)
 class Called:
-    """Test of a function, as plain data: ``function(*arguments)`` must return ``expected``."""
+    """Test of a function, as plain data: ``function(*arguments)`` must return ``expected``.
+
+    Made by ``read_tests``, run by ``code.py``.
+    """
 
     function: str
     arguments: list[Any]
@@ -56,7 +64,8 @@ class Asserted:
     """Assert test: after ``setup`` the expression must equal the literal ``expected``, or else be true.
 
     Without a literal it is evaluated on the plain values of its calls, in a process without the program. One
-    that cannot be split is evaluated in the program's process, which may forge it.
+    that cannot be split is evaluated in the program's process, which may forge it. Made by ``read_tests``,
+    run by ``code.py``.
     """
 
     setup: str
@@ -73,7 +82,10 @@ Case = Printed | Called | Asserted
 
 @dataclass(frozen=True)
 class Tests:
-    """The test cases of a problem, as plain data; a right program passes all."""
+    """The test cases of a problem, as plain data; a right program passes all.
+
+    Made by ``read_tests``, run by ``code.py``.
+    """
 
     cases: tuple[Case, ...]
     prelude: str = ""

@@ -17,7 +17,7 @@ _MOST_KINDS = 50
 class FailureReports:
     """Reporter of failed scores: the 1st, 10th, 100th ... of each kind, the first with its traceback.
 
-    Two failures are of one kind if their ``failure`` and ``place`` are equal.
+    Two failures are of one kind if their ``failure`` and ``place`` are equal. Made by ``RobustScorer``.
     """
 
     def __init__(self, report: Callable[..., None]) -> None:

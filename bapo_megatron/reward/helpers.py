@@ -21,7 +21,10 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Helpers:
-    """Helper statements of a problem, by index; nothing of them is run."""
+    """Helper statements of a problem, by index; nothing of them is run.
+
+    Made by ``code_tests.py`` for a problem of asserts.
+    """
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self._statements = statements

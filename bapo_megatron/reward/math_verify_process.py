@@ -25,7 +25,7 @@ class MathVerifyProcess:
     """Child process that compares answers, started at the first request, and again after a failure.
 
     Any thread may ask, one at a time; a fork starts a child of its own. A child that dies or takes too long
-    counts as "not equal".
+    counts as "not equal". Made by ``math.py`` outside reward workers.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Reward of one response, or the failure to score it, as plain data."""
+    """Reward of one response, or the failure to score it, as plain data.
+
+    Made by ``RewardPool.score``, or by ``RobustScorer`` after an OSError.
+    """
 
     reward: float
     """With all penalties; `reward.failed` without any if there is a failure."""
@@ -58,7 +61,8 @@ class RewardPool:
     """Pool of ``reward.workers`` processes for one event loop, async.
 
     Rewards behind an endpoint need no process. ``start``, then ``score`` any number at once, then ``close``.
-    A failure to score is a result, not an exception; ``failures`` counts them by kind.
+    A failure to score is a result, not an exception; ``failures`` counts them by kind. Made by the sampler's
+    process, `bapo eval` and `bapo doctor`.
     """
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:

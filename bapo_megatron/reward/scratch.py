@@ -28,7 +28,8 @@ SWEEP_S = 20.0
 class Scratch:
     """Temporary directory of one reward worker, with a lock (flock) that its owner holds as long as it lives.
 
-    ``remove`` deletes it; after a kill of the owner the next start does.
+    ``remove`` deletes it; after a kill of the owner the next start does. Made in ``pool.py``, one for each
+    worker process.
     """
 
     def __init__(self) -> None:

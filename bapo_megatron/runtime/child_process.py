@@ -142,7 +142,8 @@ class ChildProcess:
 class AnsweringChild(ChildProcess):
     """Request-reply child: one line of JSON each way, one request at a time.
 
-    ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` it during a request.
+    ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` it during a request. For
+    reward workers, sandboxes, math-verify and the generator of reasoning-gym.
     """
 
     def __init__(

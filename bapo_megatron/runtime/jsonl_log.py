@@ -33,7 +33,8 @@ _TAIL_BYTES = 1 << 18
 class JsonlLog:
     """JSON-lines file open for appending, by one process. Every line is one write: a kill tears at most one.
 
-    Opening it removes the torn end of an earlier write. ``append`` may be called from several threads.
+    Opening it removes the torn end of an earlier write. ``append`` may be called from several threads. For
+    the metrics of a run (``MetricsLog``) and the responses of an evaluation (``Responses``).
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +74,7 @@ class EventLog(JsonlLog):
     """The event log (events.jsonl) of the process that owns the run: starts, checkpoints, warnings.
 
     Any thread may write; RunStopped if the disk does not take a line. It is never rewound on a resume. Other
-    processes write to it by ``append_event``.
+    processes write to it by ``append_event``. Made by ``Recorder`` and ``RolloutRecord``.
     """
 
     def event(self, kind: str, **fields: Any) -> None:

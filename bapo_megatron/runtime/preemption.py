@@ -26,7 +26,7 @@ class PreemptionSignal:
 
     By a stop signal, or because the Slurm job would end before the next save. Each rank makes one.
     ``heeding`` is the context manager that installs the signal handlers; ``reason`` is collective, and polled
-    at every point where the run can stop. Nothing is saved here.
+    at every point where the run can stop. Nothing is saved here. Made by ``commands/train.py``.
     """
 
     def __init__(self) -> None:

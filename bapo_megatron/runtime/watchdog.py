@@ -13,7 +13,8 @@ class Watchdog:
     """Watchdog timer: unless it is reset in time, it prints the stacks of all threads and exits with code 1.
 
     It starts when it is made, and a process can have one. It is a thread of C (faulthandler), so it works
-    also where C code that hangs holds the interpreter.
+    also where C code that hangs holds the interpreter. Made by ``trainer/build.py`` and
+    ``trainer/rollout_only.py``; each reset is a ``beat``.
     """
 
     def __init__(self, minutes: float) -> None:

@@ -41,6 +41,8 @@ class GpuHandover:
 
     ``to_policy`` and ``to_engines`` are collective, and do nothing where engines have GPUs of their own, or
     the GPUs are on that side already. ``policy_has_gpus`` and ``metrics`` are local. Nothing is checkpointed.
+    Made by ``trainer/build.py`` on every rank, called by ``trainer/flow_control.py`` and, before a save, by
+    ``trainer/checkpointing.py``.
     """
 
     def __init__(

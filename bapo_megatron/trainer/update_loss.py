@@ -53,7 +53,8 @@ class UpdateLoss:
     One for a run, on each rank. Call ``loss`` (collective: it may make a forward pass), then after the
     optimizer step ``observe`` with the update's sums. State between updates, for checkpoints (``state``,
     ``load_state``): the sums of the last update for lagged bounds, what a search carries to the next update
-    of the same batch (``Search.carried``), and PAPO's entropy schedule. ConfigError for an unknown loss.
+    of the same batch (``Search.carried``), and PAPO's entropy schedule. ConfigError for an unknown loss. Made
+    by ``trainer/build.py``, called by ``train.optimize``.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ Each limit is on one of two ratios:
 - ``pi_old / pi_rollout``, trainer against engine at the start of a step: known before its updates;
 - ``pi / pi_rollout``, the policy in training: measured by a forward pass before an update.
 
-Plain Python. Legend: ``_N`` tokens of a response that are trained on.
+Pure functions on numpy arrays and numbers. Legend: ``_N`` tokens of a response that are trained on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from annotated_types import Gt, Lt
 
 @dataclass(frozen=True)
 class CorrectionsConfig:
-    """Rejection of whole responses, with any loss; truncated importance weights are `importance_cap`."""
+    """Rejection of whole responses, with any loss; truncated importance weights are `importance_cap`.
+
+    Section `algorithm.corrections` of a recipe, read by ``trainer/corrections.py``.
+    """
 
     geometric_min: Annotated[float | None, Gt(0), Lt(1)] = None
     """Reject a response if the geometric mean of its tokens' pi_old / pi_rollout is below this. Needs

@@ -120,7 +120,10 @@ class Loss(ABC):
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient, 0 where masked. Plain data."""
+    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient, 0 where masked. Plain data.
+
+    Made by ``TokenLoss.terms`` for each chunk of a pack.
+    """
 
     log_ratio_T: Tensor
     """log(pi / pi_old), nats."""

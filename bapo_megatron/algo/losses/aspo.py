@@ -34,7 +34,7 @@ class Aspo(TokenLoss):
     """ASPO loss: PPO's mask, and the reciprocal ratio as weight of positive tokens. Clipped: masked tokens.
 
     Metric ``aspo/dual_clipped``: the share of the tokens whose weight is above ``dual_clip``. Needs no pass
-    of its own over the update.
+    of its own over the update. Made by ``build_loss`` for ``algorithm.loss=aspo``.
     """
 
     def __init__(

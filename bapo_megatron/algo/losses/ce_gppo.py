@@ -31,7 +31,7 @@ class CeGppo(TokenLoss):
 
     Metrics ``ce_gppo/preserved_low`` and ``_high``: the share of the gradient mass ``sum weight g |A|`` from
     tokens beyond the lower and the upper bound, None where the mass is 0. Needs no pass of its own over the
-    update.
+    update. Made by ``build_loss`` for ``algorithm.loss=ce_gppo``.
     """
 
     def __init__(

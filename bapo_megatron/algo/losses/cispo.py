@@ -24,7 +24,7 @@ class Cispo(TokenLoss):
     """CISPO loss: REINFORCE with a clipped importance weight. Metric ``cispo/weight``, the mean weight.
 
     Clipped: the tokens whose weight is a bound. Needs no pass of its own over the update. ConfigError if the
-    bounds are not in order.
+    bounds are not in order. Made by ``build_loss`` for ``algorithm.loss=cispo``.
     """
 
     measurements = (token_mean("cispo/weight", lambda view: view.terms.gradient_T),)

@@ -48,7 +48,8 @@ from bapo_megatron.types import Metrics
 class SearchResult:
     """Result of a search of the bounds, as plain data; equal on every rank.
 
-    With the contribution of the positive tokens there, for each measure, share and weight (``BoundsConfig``).
+    Made by ``search``, read by ``ClipLoss``, with the contribution of the positive tokens there, for each
+    measure, share and weight (``BoundsConfig``).
     """
 
     bounds: Bounds
@@ -70,7 +71,10 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class GroupSearchResults:
-    """Results of an update's searches, one for each of its search groups (``bounds_tokens``). Plain data."""
+    """Results of an update's searches, one for each of its search groups (``bounds_tokens``). Plain data.
+
+    Made by ``search_groups``, read by ``ClipLoss``.
+    """
 
     groups: tuple[SearchResult, ...]
 
@@ -132,7 +136,7 @@ class ClipLoss(Loss):
 
     With ``bounds.scope=update`` the search needs the ratios of all tokens of the update before its first
     backward pass, which may cost a forward pass; fixed bounds need none. ValueError from the search if its
-    sums are not finite.
+    sums are not finite. Made by ``build_loss`` for ``algorithm.loss=clip``, the default.
     """
 
     bounds = "searched"

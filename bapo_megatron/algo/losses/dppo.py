@@ -61,7 +61,7 @@ class _Dppo(TokenLoss):
 class DppoTv(_Dppo):
     """DPPO loss ``dppo_tv``, with total variation, ``|mu - pi|`` (Eq. 13). Clipped: the masked tokens.
 
-    Metric ``dppo/divergence``: its mean over the tokens. ``mu`` is pi_rollout.
+    Metric ``dppo/divergence``: its mean over the tokens. ``mu`` is pi_rollout. Made by ``build_loss``.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DppoTv(_Dppo):
 class DppoKl(_Dppo):
     """DPPO loss ``dppo_kl``, with the binary KL(rollout || policy), in nats (Eq. 14). Clipped: masked tokens.
 
-    Metric ``dppo/divergence``: its mean over the tokens.
+    Metric ``dppo/divergence``: its mean over the tokens. Made by ``build_loss``.
     """
 
     def __init__(

@@ -28,7 +28,8 @@ class Gspo(Loss):
     and 14): ``d loss / d log pi_t = -weight A s``, which with one weight and one advantage for all tokens of
     a response is GSPO's own (Eq. 10). A clipped response has no gradient at any of its tokens. The paper's
     mean over responses is ``algorithm.loss_mean=sequence``. Metric ``gspo/ratio``: the mean of s. Needs the
-    ratios of the whole update first, which may cost a forward pass.
+    ratios of the whole update first, which may cost a forward pass. Made by ``build_loss`` for
+    ``algorithm.loss=gspo``.
     """
 
     search: Search

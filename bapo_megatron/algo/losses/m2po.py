@@ -36,7 +36,10 @@ BIN = 1.005
 
 @dataclass(frozen=True)
 class Threshold:
-    """Result of M2PO's search, as plain data: mask threshold, second moment before and after masking."""
+    """Result of M2PO's search, as plain data: mask threshold, second moment before and after masking.
+
+    Found by the search, before the loss of an update; ``M2po.terms`` masks by it, and the metrics show it.
+    """
 
     threshold: float
     """Smallest masked ``|log r|``, nats; inf where no token is masked."""
@@ -50,7 +53,8 @@ class M2po(Loss):
     """M2PO loss: ``-sum_t weight M r A``, with ``M`` 0 at the tokens that Algorithm 1 masks, else 1.
 
     Clipped: the masked tokens. Metrics ``m2po/threshold``, ``m2po/second_moment`` and ``..._kept``. Needs the
-    ratios of the whole update first, which may cost a forward pass.
+    ratios of the whole update first, which may cost a forward pass. Made by ``build_loss`` for
+    ``algorithm.loss=m2po``.
     """
 
     search: Search

@@ -34,7 +34,8 @@ _LEAST, _MOST = 0.1, 10.0
 class Maspo(TokenLoss):
     """MASPO loss: surrogate with a one-sided Gaussian gate F. Clips no token.
 
-    Metric ``maspo/gate``: the mean of F. Needs no pass of its own over the update.
+    Metric ``maspo/gate``: the mean of F. Needs no pass of its own over the update. Made by ``build_loss`` for
+    ``algorithm.loss=maspo``.
     """
 
     measurements = (gate_mean("maspo/gate"),)

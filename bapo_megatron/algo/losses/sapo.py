@@ -22,7 +22,8 @@ from bapo_megatron.algo.measurements import gate_mean
 class Sapo(TokenLoss):
     """SAPO loss: the surrogate with a sigmoid gate. Clips no token.
 
-    Metric ``sapo/gate``: the mean of ``g / r``, the gate. Needs no pass of its own over the update.
+    Metric ``sapo/gate``: the mean of ``g / r``, the gate. Needs no pass of its own over the update. Made by
+    ``build_loss`` for ``algorithm.loss=sapo``.
     """
 
     measurements = (gate_mean("sapo/gate"),)

@@ -29,7 +29,8 @@ class Vespo(Loss):
     normalization, and ``phi(W) = W^k exp(lambda (1 - W))``, which is 1 at W = 1 and falls on both sides of
     its peak at ``k / lambda``. ``k`` and ``lambda`` depend on the sign of the advantage. No token is clipped.
     As in the authors' code (github.com/FloyedShen/VESPO) ``log W`` is clamped to +-20. Metric ``vespo/phi``:
-    the mean phi. Needs the ratios of the whole update first, which may cost a forward pass.
+    the mean phi. Needs the ratios of the whole update first, which may cost a forward pass. Made by
+    ``build_loss`` for ``algorithm.loss=vespo``.
     """
 
     search: Search

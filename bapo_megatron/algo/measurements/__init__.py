@@ -23,7 +23,10 @@ from bapo_megatron.types import Metrics
 
 
 class LossTerms(NamedTuple):
-    """Result of ``Loss.terms`` for a pack or a chunk of it, as plain data: loss, and terms of each token."""
+    """Result of ``Loss.terms`` for a pack or a chunk of it, as plain data: loss, and terms of each token.
+
+    The policy minimizes the loss; measurements read the terms.
+    """
 
     loss: Tensor
     """float64 scalar, differentiable in ``stats.log_prob_T``: the sum over the pack's tokens, each with its
@@ -39,7 +42,8 @@ class LossTerms(NamedTuple):
 class PackView:
     """Input of ``Measurement.sums``: one pack, or a chunk of it, with its loss terms, without gradients.
 
-    Plain data; ``live_T`` and ``log_ratio_T`` are computed once, when they are asked for.
+    Plain data; ``live_T`` and ``log_ratio_T`` are computed once, when they are asked for. ``Objective`` makes
+    one for each chunk.
     """
 
     stats: TokenStats
@@ -66,7 +70,10 @@ class PackView:
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """Input of ``Measurement.metrics``, as plain data: sums of a whole update, over all packs and ranks."""
+    """Input of ``Measurement.metrics``, as plain data: sums of a whole update, over all packs and ranks.
+
+    Made by ``Objective.metrics``, once an update.
+    """
 
     tokens: float
     """Tokens in the loss, at least 1: a divisor."""

@@ -31,7 +31,10 @@ _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 
 @dataclass(frozen=True)
 class Dropped:
-    """A dropped row, with the name and the reason of the filter that dropped it."""
+    """A dropped row, with the name and the reason of the filter that dropped it.
+
+    Made by ``pipeline.py``; the card counts them, and shows some.
+    """
 
     reason: str
     source: str

@@ -25,7 +25,10 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 
 class ChampSource:
-    """Source of the package's problems, in its order; each call reads the file anew."""
+    """Source of the package's problems, in its order; each call reads the file anew.
+
+    Made by ``sources.open_source``.
+    """
 
     name = NAME
 

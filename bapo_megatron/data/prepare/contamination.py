@@ -35,7 +35,10 @@ OWN = 4
 
 @dataclass(frozen=True)
 class EvaluationProblem:
-    """A problem of an evaluation set, which must not be trained on: its set, row and question."""
+    """A problem of an evaluation set, which must not be trained on: its set, row and question.
+
+    Made by ``pipeline.py`` from the sets of `--against`.
+    """
 
     suite: str
     row: int
@@ -44,7 +47,10 @@ class EvaluationProblem:
 
 @dataclass(frozen=True)
 class Match:
-    """Contamination match: the evaluation problem that a question overlaps with most."""
+    """Contamination match: the evaluation problem that a question overlaps with most.
+
+    ``Contamination.match`` gives it; the filter makes it the reason why a row is dropped.
+    """
 
     problem: EvaluationProblem
     share: float
@@ -54,7 +60,8 @@ class Match:
 class Contamination:
     """An n-gram index of evaluation problems, used in two passes over the training questions.
 
-    First ``show`` for each distinct question, then ``settle`` once, then ``match`` for each question.
+    First ``show`` for each distinct question, then ``settle`` once, then ``match`` for each question. Made by
+    ``pipeline.py`` if there are evaluation sets.
     """
 
     def __init__(self, problems: Iterable[EvaluationProblem], size: int, share: float) -> None:

@@ -1,7 +1,7 @@
 """Filters of dataset preparation: duplicates, contamination, difficulty, length, scorability.
 
 A filter is a function that gives the reason why a row is dropped, or None. It sees only the rows that the
-filters before it keep; RowError for an invalid row.
+filters before it keep; RowError for an invalid row. ``pipeline.py`` applies them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Duplicates:
     """Deduplication filter: of questions with equal normal form the first stays; none if answers differ.
 
     It sees every question in the first pass, and filters in the second. Tests of programs are not compared.
+    Made by ``pipeline.prepare``.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,10 @@ _BOX_REQUEST = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem in the format of prepared datasets: ``problem_of`` makes one, ``row`` is its line there."""
+    """Problem in the format of prepared datasets: ``problem_of`` makes one, ``row`` is its line there.
+
+    ``pipeline.py`` filters and writes them.
+    """
 
     messages: list[dict[str, str]]
     question: str

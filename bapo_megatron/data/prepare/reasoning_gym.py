@@ -30,7 +30,8 @@ _COMMAND = (sys.executable, "-m", "bapo_megatron.data.prepare.generator")
 class GeneratedSource:
     """Source of generated problems: some tasks in equal shares, no question twice.
 
-    All are generated at the first call, in a child process, and kept. ConfigError if that fails.
+    All are generated at the first call, in a child process, and kept. ConfigError if that fails. Made by
+    ``tasks_of`` for ``sources.open_source``.
     """
 
     tasks: tuple[str, ...]

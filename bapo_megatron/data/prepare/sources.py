@@ -1,6 +1,7 @@
 """Dataset sources, read row by row: a JSONL, JSON or parquet file, a hub dataset, generated problems.
 
 ``open_source`` makes one. Each has ``name``, ``digest()``, and ``rows()``, which may be called again.
+``pipeline.py`` reads all rows of it in each of its two passes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _PARQUET_ROWS = 256
 
 @dataclass(frozen=True)
 class FileSource:
-    """Source in a file, JSONL, JSON or parquet, which is opened anew at each call of ``rows``."""
+    """Source in a file, JSONL, JSON or parquet, which is opened anew at each call of ``rows``.
+
+    Made by ``open_source``, read twice by ``pipeline.py``.
+    """
 
     path: Path
 
@@ -50,7 +54,10 @@ class FileSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """Source on the Hugging Face hub: a split of a dataset, which is downloaded when the source is opened."""
+    """Source on the Hugging Face hub: a split of a dataset, which is downloaded when the source is opened.
+
+    Made by ``open_source``, read twice by ``pipeline.py``.
+    """
 
     name: str
     dataset: Any
@@ -72,7 +79,10 @@ Source = FileSource | HubSource | GeneratedSource | champ.ChampSource
 
 @dataclass(frozen=True)
 class Generation:
-    """Settings of a generated source: number of problems, seed, settings of the tasks."""
+    """Settings of a generated source: number of problems, seed, settings of the tasks.
+
+    From the flags of `bapo data prepare`; ``open_source`` passes them to ``GeneratedSource``.
+    """
 
     size: int | None = None
     seed: int = 0

@@ -26,7 +26,10 @@ from bapo_megatron.tensor_types import MicroBatch
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """A rank's chunk of a packed document: its queries, and the range of keys that they attend to."""
+    """A rank's chunk of a packed document: its queries, and the range of keys that they attend to.
+
+    Made by ``document_chunks`` for the attention in torch.
+    """
 
     queries: int
     """Number of tokens of the chunk."""

@@ -3,6 +3,7 @@
 Context parallelism: an all-gather of keys and values over the CP ranks (small, with grouped-query heads);
 each rank's queries attend to the part of their document up to them. No mask tensor exists. Half precision on
 a GPU uses ``flash.py``; else whole documents use padded batches (``padded.py``), and chunks ``prefix.py``.
+``layers.py`` puts ``DocumentAttention`` into the layer spec.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.
 """
@@ -32,7 +33,7 @@ from bapo_megatron.policy.attention.rope import RotaryTable, rotate
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
     """The sequence parameters of a pack: megatron-core's, with the document bounds on the host, and RoPE.
 
-    Made for each pass over a pack; every layer reads it.
+    Made by ``PolicyModel.document_pack`` for each pass over a pack; every layer reads it.
     """
 
     bounds: tuple[int, ...] = ()

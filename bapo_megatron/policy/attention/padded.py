@@ -48,7 +48,10 @@ def _attend(inputs: list[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """The index maps between a pack's tokens and the rows of its padded batches, cached for all layers."""
+    """The index maps between a pack's tokens and the rows of its padded batches, cached for all layers.
+
+    Made by ``padding_plan``, read by ``padded_attention`` in every layer.
+    """
 
     batches: tuple[tuple[int, int, int], ...]
     """First row, end row and number of documents of each batch."""

@@ -14,7 +14,8 @@ class PackAttention(TEDotProductAttention):  # type: ignore[misc]
     """``TEDotProductAttention`` with ``pad_between_seqs`` passed on: there is no padding between documents.
 
     Without it Transformer Engine before 2.20 compares ``cu_seqlens`` with the padded ones in every layer,
-    which synchronizes with the GPU.
+    which synchronizes with the GPU. Named in the layer spec of ``layers.py``; megatron-core makes one for
+    each layer.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -34,6 +34,7 @@ class Offload:
     """The offload of a model and its optimizer: ``offload`` frees device memory, ``reload`` restores it.
 
     Local to a rank. Host memory for the copies is allocated at the first call, and kept for the next ones.
+    Made by ``MegatronPolicy``; ``GpuHandover`` calls both through the policy.
     """
 
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:

@@ -54,7 +54,10 @@ _MOST_TENSOR_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint in ``folder``, opened: the content of its pickles as plain values, tensors unread."""
+    """A checkpoint in ``folder``, opened: the content of its pickles as plain values, tensors unread.
+
+    Made by ``open_stored``, for ``policy/checkpoint.py``.
+    """
 
     folder: Path
     metadata: Metadata

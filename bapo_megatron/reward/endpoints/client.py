@@ -34,7 +34,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class EndpointError(Exception):
-    """Failed call: the endpoint gave no usable reply. ``place`` is the kind of problem."""
+    """Failed call: the endpoint gave no usable reply. ``place`` is the kind of problem.
+
+    Caught by ``EndpointScorer`` and ``FusionServer``.
+    """
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(text)
@@ -73,7 +76,8 @@ class JsonClient:
     """HTTP client of one address, async, for one event loop: any number of ``ask`` at once, then ``close``.
 
     A retryable failure is retried for up to ``give_up_s`` seconds. Once the endpoint has answered no call at
-    all for so long, each further call is tried once (circuit breaker).
+    all for so long, each further call is tried once (circuit breaker). Made by ``EndpointScorer``, and by
+    ``FusionServer`` for SandboxFusion.
     """
 
     def __init__(

@@ -19,7 +19,10 @@ _PATH = "/chat/completions"
 
 
 class LlmJudge:
-    """LLM judge (a ``Judge``): makes the request's body, and reads the score from the reply."""
+    """LLM judge (a ``Judge``): makes the request's body, and reads the score from the reply.
+
+    Made by ``scorer.py`` for `llm_judge`.
+    """
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
         """``wrong``, ``correct``: rewards of the worst and of the best verdict."""

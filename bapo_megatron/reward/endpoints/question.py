@@ -1,6 +1,6 @@
 """Question to an endpoint: a prompt, a response and a ground truth, as plain text.
 
-Its digest is the key of the cache of scores.
+Its digest is the key of the cache of scores. Made by ``scorer.py``, put into a request by the judge.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from bapo_megatron.types import Prompt
 
 @dataclass(frozen=True)
 class Question:
-    """A response with its prompt and ground truth, as plain data."""
+    """A response with its prompt and ground truth, as plain data.
+
+    Made by ``question_of`` in the scorer, sent by a ``Judge``.
+    """
 
     messages: tuple[dict[str, str], ...]
     """The chat messages of the prompt."""

@@ -22,7 +22,10 @@ Message = dict[str, str]
 
 
 class RewardModel:
-    """Reward model (a ``Judge``): makes the request's body, and reads the number from the reply."""
+    """Reward model (a ``Judge``): makes the request's body, and reads the number from the reply.
+
+    Made by ``scorer.py`` for `reward_model`.
+    """
 
     def __init__(self, settings: RewardModelSettings) -> None:
         """Load the tokenizer, if the settings name one. ConfigError if it cannot be loaded."""

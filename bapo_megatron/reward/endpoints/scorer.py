@@ -22,7 +22,10 @@ from bapo_megatron.types import Prompt
 
 
 class Judge(Protocol):
-    """Protocol of a judge: makes the request body, and reads the score from the reply; the scorer sends."""
+    """Protocol of a judge: makes the request body, and reads the score from the reply; the scorer sends.
+
+    Implemented by ``RewardModel`` and ``LlmJudge``.
+    """
 
     url: str
 
@@ -37,7 +40,7 @@ class EndpointScorer:
     """Endpoint scorer of a run, async, in one event loop: ``open``, ``answer`` any number at once, ``close``.
 
     Equal questions are sent once, also while the first one is in flight; failures are not cached. A failed
-    call is a reply with a ``failure``, not an exception.
+    call is a reply with a ``failure``, not an exception. Made by ``RewardPool``.
     """
 
     def __init__(self, reward: RewardConfig) -> None:

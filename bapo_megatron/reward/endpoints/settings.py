@@ -1,4 +1,7 @@
-"""Settings of rewards behind an HTTP endpoint (``reward.settings``), as dataclasses, and their validation."""
+"""Settings of rewards behind an HTTP endpoint (``reward.settings``), as dataclasses, and their validation.
+
+``read_settings`` makes them before a run and in the scorer; ConfigError for what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ _PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """Settings of every endpoint: address, key, limits, cache."""
+    """Settings of every endpoint: address, key, limits, cache.
+
+    Base of ``RewardModelSettings`` and ``LlmJudgeSettings``, which ``read_settings`` makes.
+    """
 
     url: str
     """Address of the endpoint."""
@@ -72,7 +78,10 @@ class EndpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings(EndpointSettings):
-    """The settings of `reward_model`: a server that gives a number to a response."""
+    """The settings of `reward_model`: a server that gives a number to a response.
+
+    Made by ``read_settings`` from ``reward.settings``.
+    """
 
     protocol: Literal["sglang", "vllm", "openrlhf", "slime"]
     """Protocol of the server's requests and replies: docs/rewards.md#a-reward-model."""
@@ -112,7 +121,10 @@ class RewardModelSettings(EndpointSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LlmJudgeSettings(EndpointSettings):
-    """The settings of `llm_judge`: a language model with an OpenAI-compatible API."""
+    """The settings of `llm_judge`: a language model with an OpenAI-compatible API.
+
+    Made by ``read_settings`` from ``reward.settings``.
+    """
 
     model: str
     """Name of the model, as the server calls it."""

@@ -1,4 +1,7 @@
-"""Answer extraction for reasoning-gym: the last ``<answer>``, else the last box, else a number or text."""
+"""Answer extraction for reasoning-gym: the last ``<answer>``, else the last box, else a number or text.
+
+``reward.py`` gives it to the verifier of the task.
+"""
 
 from __future__ import annotations
 

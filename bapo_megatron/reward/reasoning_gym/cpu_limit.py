@@ -1,6 +1,7 @@
 """CPU time limit of one call in the main thread: ends a slow verifier without ending its worker process.
 
-CPU time and not wall time: on a busy machine an honest answer may take long.
+CPU time and not wall time: on a busy machine an honest answer may take long. ``reward.py`` encloses each
+verifier in it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Any
 
 
 class OutOfTime(BaseException):
-    """CPU time limit exceeded; a BaseException, so that a verifier's ``except Exception`` lets it through."""
+    """CPU time limit exceeded; a BaseException, so that a verifier's ``except Exception`` lets it through.
+
+    Raised within ``cpu_limit``, caught in ``reward.py``.
+    """
 
 
 @contextmanager

@@ -36,7 +36,10 @@ _ALL_USERS = 4294967295
 
 
 class Walls:
-    """Walls (layers of isolation) of a sandbox that this kernel grants; filled in while they are put up."""
+    """Walls (layers of isolation) of a sandbox that this kernel grants; filled in while they are put up.
+
+    Made by ``enter_namespaces``.
+    """
 
     def __init__(self) -> None:
         self.namespaces = False

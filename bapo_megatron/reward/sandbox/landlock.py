@@ -1,8 +1,8 @@
 """Landlock layer: the kernel restricts a process and its children to files beneath some paths (Linux 5.13).
 
-Any user may use it, also in containers without namespaces. An older version of Landlock leaves some actions
-open (truncation before 6.2, signals and abstract sockets before 6.12); changes of the mode, owner and times
-of a file always are. Structures are those of linux/landlock.h.
+``isolation.py`` applies it; any user may use it, also in containers without namespaces. An older version of
+Landlock leaves some actions open (truncation before 6.2, signals and abstract sockets before 6.12); changes
+of the mode, owner and times of a file always are. Structures are those of linux/landlock.h.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Code sandbox: runs untrusted programs, one isolated process tree for each source (docs/rewards.md).
 
 Calls block. Layers of isolation that the kernel does not grant are only noted: ``requirements.py`` decides.
+``code.py`` opens one for each response, unless a SandboxFusion server runs the programs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of one test case that ended, as plain data: exit code, output, value."""
+    """Result of one test case that ended, as plain data: exit code, output, value.
+
+    Made by ``Sandbox`` and ``FusionSandbox``, read by ``code.py``.
+    """
 
     code: int
     """Exit code; negative for a signal."""
@@ -58,7 +62,7 @@ class Sandbox:
     """Sandbox of one source, a context manager of its isolated processes; each case is a fork of them.
 
     All cases share a temporary directory. After a case that gave None (time, death) the sandbox takes no
-    other.
+    other. Made by ``code.py`` for each response, without a SandboxFusion server.
     """
 
     def __init__(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> None:

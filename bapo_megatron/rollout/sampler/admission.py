@@ -17,7 +17,8 @@ from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGro
 class AdmissionController:
     """The admission rules over the sampler's state. Nothing may be sampled before ``open``.
 
-    Synchronous. The loop asks it before it opens groups, the dispatcher before it sends a request.
+    Synchronous. The loop asks it before it opens groups, the dispatcher before it sends a request. Made by
+    ``GroupSampler``.
     """
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:

@@ -1,6 +1,7 @@
 """The batch builder: selects the finished groups of a training step, and writes the step's file.
 
 With it the metrics of the sampling: rewards, lengths, truncation, and an account of all sampled tokens.
+``GroupSampler.next_batch`` asks it once a step.
 """
 
 from __future__ import annotations

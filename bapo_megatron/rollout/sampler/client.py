@@ -56,7 +56,7 @@ class SamplerClient:
 
     The call is then repeated, but for the wake-up calls of colocated engines, which name no engine then, and
     ``tell``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed; a
-    ConfigError or RunStopped of the process is raised here.
+    ConfigError or RunStopped of the process is raised here. Made by ``trainer/sampling.py``.
     """
 
     def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:

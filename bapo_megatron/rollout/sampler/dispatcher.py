@@ -42,7 +42,8 @@ class Dispatcher:
 
     In the sampler's event loop: ``SamplerLoop`` adds responses, lets it ``send``, and takes the results,
     which count only when they are in the write-ahead log. A request that fails with its engine is queued
-    again; a malformed one, or one that fails with engine after engine, is a refusal of its group.
+    again; a malformed one, or one that fails with engine after engine, is a refusal of its group. Made by
+    ``GroupSampler``.
     """
 
     def __init__(

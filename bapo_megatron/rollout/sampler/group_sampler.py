@@ -33,7 +33,7 @@ class GroupSampler:
 
     In order: ``start``, which replays the journal; ``load_weights`` (or a broadcast), before which nothing is
     sampled; ``next_batch`` for each step; ``close``. An error of its loop (a full disk, say) ends the
-    sampling, and ``next_batch`` raises it.
+    sampling, and ``next_batch`` raises it. Made in ``process.py``, called by ``Service``.
     """
 
     def __init__(

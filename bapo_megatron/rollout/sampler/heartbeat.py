@@ -52,7 +52,7 @@ class HeartbeatWatchdog:
 
     A context manager, with a thread. Reads and writes of ``pipe`` fail after the kill, also if the process
     cannot be killed. Time is counted in many short waits: if both processes are stopped for hours (a
-    suspended job), that counts as one wait.
+    suspended job), that counts as one wait. Made by ``SamplerClient`` around each call.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, limit_s: float) -> None:

@@ -24,7 +24,7 @@ _NO_ORDER = ("model.", "rollout.")
 class JournalStart(NamedTuple):
     """The first records of a journal, and the event that reports them.
 
-    Plain data: the caller commits and reports them.
+    Plain data: ``GroupSampler`` commits and reports them. Made by ``journal_start`` for ``GroupSampler``.
     """
 
     state: Record

@@ -49,7 +49,10 @@ from bapo_megatron.runtime.stop_signals import SIGNALS
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of the process: settings, dataset, and the engines' addresses or device. Plain data."""
+    """The arguments of the process: settings, dataset, and the engines' addresses or device. Plain data.
+
+    Made by ``trainer/sampling.py``, sent by ``SamplerClient``.
+    """
 
     config: RunConfig
     problems: PromptSet
@@ -73,7 +76,8 @@ process: the engines' state is unknown then."""
 class Service:
     """The RPC service: the methods that the trainer calls through the pipe, one at a time.
 
-    ``answer`` returns a reply also for the errors that the trainer must see; any other ends the process.
+    ``answer`` returns a reply also for the errors that the trainer must see; any other ends the process. Made
+    in the sampler's process.
     """
 
     def __init__(

@@ -20,7 +20,8 @@ from bapo_megatron.types import Prompt
 class Scorer(Protocol):
     """A reward function for one response (protocol).
 
-    Async; it never raises because of a response's content.
+    Async; it never raises because of a response's content. ``RewardPool`` is one; ``GroupScorer`` and
+    evaluations call it.
     """
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
@@ -47,7 +48,10 @@ class RobustScorer:
 
 
 class GroupScorer:
-    """The scorer of a complete group: decodes its responses, then scores all at once."""
+    """The scorer of a complete group: decodes its responses, then scores all at once.
+
+    Made by ``GroupSampler``, called by ``SamplerLoop``.
+    """
 
     def __init__(self, dataset: Dataset, scorer: Scorer) -> None:
         self._dataset, self._scorer = dataset, scorer
@@ -70,7 +74,8 @@ class FirstStepScores:
     """The check of a run's first scores: a reward function that always fails ends the run before any update.
 
     Groups whose scores all failed are held back until another score succeeds. If none does, ``passed`` raises
-    ConfigError; the journal keeps them without rewards, and a resumed run scores them again.
+    ConfigError; the journal keeps them without rewards, and a resumed run scores them again. Made by
+    ``SamplerLoop``.
     """
 
     def __init__(self, groups_per_step: int) -> None:

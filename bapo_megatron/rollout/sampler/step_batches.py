@@ -82,7 +82,8 @@ def _opened(directory: Path, step: int) -> Iterator[Any]:
 class StepFiles:
     """The step files in ``folder``: recovery at a start, and deletion. Blocking.
 
-    A file that cannot be read, and all later ones, are renamed to ``*.lost``, and an event says so.
+    A file that cannot be read, and all later ones, are renamed to ``*.lost``, and an event says so. Made by
+    ``GroupSampler``.
     """
 
     def __init__(self, folder: Path, report: Report) -> None:
@@ -139,7 +140,7 @@ class ReplaySampler:
     """A ``Sampler`` that serves the stored batches of another run (``config.rollout.replay``).
 
     It has no engines, and never waits. ConfigError if there is no journal, or a step's file is missing or
-    damaged.
+    damaged. Made by ``trainer/sampling.py``.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -34,7 +34,7 @@ class Outbox:
     """Queue of events for one target, at most one message of each kind, however long the target is down.
 
     ``deliver`` is called again and again, and blocks while it sends; a failed send stays queued, and is due
-    after 5 s, then twice as long each time, at most 300 s.
+    after 5 s, then twice as long each time, at most 300 s. Made by ``EventSender``, one for each target.
     """
 
     def __init__(self, send: Send) -> None:

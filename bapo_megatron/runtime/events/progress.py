@@ -19,7 +19,10 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class Patience:
-    """Stall limit of a run, as plain data from its configuration: the longest silence that is no stall."""
+    """Stall limit of a run, as plain data from its configuration: the longest silence that is no stall.
+
+    Made by the event sender and by `bapo status`.
+    """
 
     steps: int
     """Steps of the whole run. After the last one there is no limit."""
@@ -32,7 +35,10 @@ class Patience:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run, as plain data: its last sign of life, in seconds since 1970, and its step times."""
+    """Progress of a run, as plain data: its last sign of life, in seconds since 1970, and its step times.
+
+    Made by ``read_progress``, for the event sender and `bapo status`.
+    """
 
     at: float
     step: int

@@ -51,7 +51,10 @@ process is to tell."""
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """Settings of a run's event sender, plain data that the run sends to it as a line of JSON."""
+    """Settings of a run's event sender, plain data that the run sends to it as a line of JSON.
+
+    Made by ``trainer/records/notifier.py``.
+    """
 
     run_dir: str
     name: str

@@ -22,7 +22,8 @@ _UPDATES = 16
 class IdleSearch:
     """Counter of stale updates, whose ratios are not all 1, in which no bound moved, from the run's start on.
 
-    It is not in checkpoints: a resumed process has not seen the first updates, and gives no notice.
+    It is not in checkpoints: a resumed process has not seen the first updates, and gives no notice. Made by
+    ``Recorder``, which asks it once a step.
     """
 
     def __init__(self, bounds: BoundsConfig, first_step: int) -> None:

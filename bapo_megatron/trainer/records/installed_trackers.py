@@ -1,6 +1,7 @@
 """Preflight check of ``logging.trackers``: the packages of the chosen trackers must be installed.
 
 ConfigError with the command that installs them. No package is imported, no server asked.
+``trainer/preflight.py`` calls it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Metrics log of a run: metrics.jsonl, updates.jsonl, evaluations.jsonl, TensorBoard, and the trackers.
 
-Written by rank 0 through ``Recorder``. The files are the record of the run; TensorBoard is written in this
-process, every other tracker by a process that follows the files (``observer/``).
+Written by rank 0 through ``Recorder``, in a rollout-only run through ``RolloutRecord``. The files are the
+record of the run; TensorBoard is written in this process, every other tracker by a process that follows the
+files (``observer/``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class MetricsLog:
     """The metrics log of one run, on rank 0. Steps count from 1. RunStopped if the disk does not take a line.
 
     ``resume_step``: the last step that the checkpoint holds; 0 for a new run. Opening the log drops the lines
-    of later steps: the resumed run makes those steps again. ``report`` records the events of trackers.
+    of later steps: the resumed run makes those steps again. ``report`` records the events of trackers. Made
+    by ``Recorder``, or by ``RolloutRecord`` in a rollout-only run.
     """
 
     def __init__(self, run_dir: Path, logging: LoggingConfig, resume_step: int, report: Report) -> None:

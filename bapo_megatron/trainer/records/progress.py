@@ -28,7 +28,8 @@ _ABSENT = "-"
 class Progress:
     """Progress display of a run on a stream, on rank 0; ``close`` releases the terminal.
 
-    Steps count from 1; ``first_step`` is this process's first. ``stream`` None: standard output.
+    Steps count from 1; ``first_step`` is this process's first. ``stream`` None: standard output. Made by
+    ``Recorder``.
     """
 
     def __init__(self, total_steps: int, first_step: int, stream: TextIO | None = None) -> None:

@@ -34,7 +34,8 @@ class Recorder:
     """The writer of a run's metrics, events and progress, on rank 0. Steps count from 1.
 
     Opening it drops the metrics of steps after the checkpoint, and records `start` or `resume`. ``event`` may
-    be called from any thread. RunStopped if the disk does not take a line. Call ``close``.
+    be called from any thread. RunStopped if the disk does not take a line. Call ``close``. Made by
+    ``trainer/build.py``; the loop calls it.
     """
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
@@ -139,7 +140,7 @@ class Recorder:
 class StepClock:
     """Stopwatch of the parts of a step (rollout, update, sync), in wall seconds of this rank.
 
-    It starts when it is made; ``lap`` ends a part.
+    Made by the loop at the start of a step, when it starts; ``lap`` ends a part.
     """
 
     def __init__(self) -> None:

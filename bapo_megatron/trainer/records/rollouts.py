@@ -39,7 +39,8 @@ class RolloutRecord:
     """Writer of metrics, events and progress lines of a rollout-only run, on rank 0. Steps count from 1.
 
     Opening it records `start` or `resume`, and drops metrics of later steps. RunStopped if the disk does not
-    take a line. Call ``finish`` once all steps are sampled, ``close`` in any case.
+    take a line. Call ``finish`` once all steps are sampled, ``close`` in any case. Made by
+    ``trainer/rollout_only.py``.
     """
 
     def __init__(self, config: RunConfig, first_step: int) -> None:

@@ -15,7 +15,10 @@ from bapo_megatron.types import FinishReason, Generation, ResponseTokens
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of a response: an engine's answer to one request, with its place in the response."""
+    """A segment of a response: an engine's answer to one request, with its place in the response.
+
+    Made by ``Dispatcher``.
+    """
 
     group: OpenGroup
     sample: int

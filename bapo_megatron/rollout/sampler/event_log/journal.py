@@ -36,7 +36,7 @@ class SegmentJournal:
     """The write-ahead logs in ``folder``, with a lock on it. ConfigError if another process writes there.
 
     In order: ``replay``, then ``rotate``, then any number of ``commit``s. Calls block until the disk has the
-    data; RunStopped if it fails.
+    data; RunStopped if it fails. Made by ``GroupSampler``.
     """
 
     def __init__(self, folder: Path) -> None:

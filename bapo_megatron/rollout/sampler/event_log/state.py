@@ -24,7 +24,10 @@ from bapo_megatron.types import Group, Prompt, ResponseTokens
 
 
 class GroupSummary(NamedTuple):
-    """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data."""
+    """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data.
+
+    Made when a group's scores are applied; ``metrics.py`` reads it.
+    """
 
     number: int
     rewards: list[float]
@@ -73,7 +76,10 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A scored group that waits for its training step. Plain data."""
+    """A scored group that waits for its training step. Plain data.
+
+    Made when scores are applied, taken by ``BatchBuilder``.
+    """
 
     number: int
     epoch: int
@@ -86,7 +92,8 @@ class FinishedGroup:
 class SamplerState:
     """The state of the sampler: a pure function of the records of the write-ahead log.
 
-    Only ``apply`` changes it. ConfigError if the log was written under another ``identity``.
+    Only ``apply`` changes it. ConfigError if the log was written under another ``identity``. Made by
+    ``GroupSampler``.
     """
 
     def __init__(

@@ -35,7 +35,10 @@ _OVERHEAD = _HEAD.size + 2 * _CHECK.size
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a write-ahead log, an event of the sampler: JSON fields and numpy arrays."""
+    """One record of a write-ahead log, an event of the sampler: JSON fields and numpy arrays.
+
+    Made by ``events.py``, snapshots of the state by ``state.py``; ``SamplerState.apply`` applies them.
+    """
 
     kind: str
     """The kind of event, at most 16 ASCII characters."""
@@ -59,7 +62,8 @@ class WriteAheadLog:
     """A log of the sampler's events, open for appending by one process.
 
     ``write`` is durable when it returns; a kill leaves all of its records or none. Opening a file reads it,
-    and truncates the torn tail that a kill has left. Disk errors are OSErrors.
+    and truncates the torn tail that a kill has left. Disk errors are OSErrors. Made by ``SegmentJournal``,
+    one for each file.
     """
 
     def __init__(self, path: Path) -> None:

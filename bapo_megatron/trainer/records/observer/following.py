@@ -35,7 +35,8 @@ _PROBLEM_CHARACTERS = 500
 class Inbox:
     """Inbox of an observer: the reading end of the pipe from the run, which says "new rows" and "end".
 
-    ``wait`` blocks; ``is_ending`` is True once the run has said "end", or is gone.
+    ``wait`` blocks; ``is_ending`` is True once the run has said "end", or is gone. Made by ``__main__.py``,
+    read by ``Observer``.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -59,7 +60,7 @@ class Observer:
     """Follower of one run for one tracker, in its own process; ``observe`` returns at the end of the run.
 
     ``resume_step``: the last step that the run has on disk. Errors of the tracker are noted in its state
-    file, which the run reads, and tried again after a pause; none is raised.
+    file, which the run reads, and tried again after a pause; none is raised. Made by ``__main__.py``.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class MlflowTracker:
     """The ``Tracker`` of MLflow: a run of the server or store of MLFLOW_TRACKING_URI.
 
     Without that variable it is in RUN/trackers/mlflow/mlflow.db. Opening it continues the run of an earlier
-    start.
+    start. ``Observer`` makes and calls it.
     """
 
     def __init__(self, run: TrackedRun) -> None:

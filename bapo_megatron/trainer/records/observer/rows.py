@@ -21,7 +21,10 @@ EVALUATION_MARK = "eval/mean"
 
 @dataclass(frozen=True)
 class TrackedRow:
-    """A row for a tracker, as plain data: the numbers of a step, or of an evaluation of its weights."""
+    """A row for a tracker, as plain data: the numbers of a step, or of an evaluation of its weights.
+
+    Made by ``TrackedRows``, for ``Tracker.write``.
+    """
 
     step: int
     is_evaluation: bool
@@ -29,7 +32,10 @@ class TrackedRow:
 
 
 class TrackedRows:
-    """Tail of both files of a run, from their first row on; ``new`` gives the rows since its last call."""
+    """Tail of both files of a run, from their first row on; ``new`` gives the rows since its last call.
+
+    Made by ``Observer``.
+    """
 
     def __init__(self, paths: RunPaths) -> None:
         self._steps, self._evaluations = _Tail(paths.metrics), _Tail(paths.evaluations)

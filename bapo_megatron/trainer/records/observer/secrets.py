@@ -27,7 +27,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 class RedactingStream:
     """Text stream that redacts secrets before it writes; all other methods are the stream's.
 
-    In place of an observer's standard output and error.
+    ``__main__.py`` puts it in place of an observer's standard output and error.
     """
 
     def __init__(self, stream: TextIO) -> None:

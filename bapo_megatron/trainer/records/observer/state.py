@@ -20,7 +20,10 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class TrackerState:
-    """Progress of one tracker, and its last problem: the content of its state file. Plain data."""
+    """Progress of one tracker, and its last problem: the content of its state file. Plain data.
+
+    Written by ``Observer``, read by ``Observers``.
+    """
 
     step: int = NOTHING
     """Last step whose metrics the tracker has."""

@@ -29,7 +29,10 @@ _QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Description of a run for a tracker, as plain data without secrets: id, name, project, configuration."""
+    """Description of a run for a tracker, as plain data without secrets: id, name, project, configuration.
+
+    Made by ``tracked_run`` from the configuration on disk, for the ``Tracker``.
+    """
 
     id: str
     """Unique to the run directory, and the same for all of its starts."""

@@ -21,7 +21,8 @@ class TrackioTracker:
     """The ``Tracker`` of trackio: a run in a database or, where trackio is set up so, on a server.
 
     The database is in TRACKIO_DIR, else RUN/trackers/trackio; ``write`` waits until it has the row, and
-    raises OSError after a minute. A server's last step is not known (``last_step`` gives None).
+    raises OSError after a minute. A server's last step is not known (``last_step`` gives None). ``Observer``
+    makes and calls it.
     """
 
     def __init__(self, run: TrackedRun) -> None:

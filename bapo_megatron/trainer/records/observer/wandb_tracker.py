@@ -18,6 +18,7 @@ class WandbTracker:
     """The ``Tracker`` of W&B. WANDB_MODE=offline keeps the run in RUN/trackers/wandb, or in WANDB_DIR/wandb.
 
     ``write`` returns before W&B has stored the row; at a restart ``last_step`` tells what it has.
+    ``Observer`` makes and calls it.
     """
 
     def __init__(self, run: TrackedRun) -> None:

@@ -1,7 +1,7 @@
 """The lag-free clock of engine timeouts: it stands still while this process's event loop lags.
 
 An answer that lies unread for half a minute, because ten thousand others came with it or the process was
-stopped, must not count as an engine's silence.
+stopped, must not count as an engine's silence. The engine pool measures its timeouts by it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TICK_S = 0.5
 class LoopLagClock:
     """A monotonic clock of one event loop, without its lag, in seconds.
 
-    Make it within the loop, where its ticks run until ``close``.
+    Make it within the loop, where its ticks run until ``close``. Made by ``EnginePool``.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""The current weights of the engine pool, as an HF folder, and their load into one engine."""
+"""The current weights of the engine pool, as an HF folder, and their load into one engine.
+
+``EnginePool`` has an engine loaded by it, also one that comes back from quarantine.
+"""
 
 from __future__ import annotations
 

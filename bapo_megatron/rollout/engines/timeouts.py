@@ -1,6 +1,6 @@
 """The timeouts of the engine pool: health checks, aborts, weight loads, hangs.
 
-An engine that misses one is put in quarantine, or reported as hanging.
+An engine that misses one is put in quarantine, or reported as hanging. ``registry.py`` sets them for a pool.
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of an evaluation's responses. Plain data."""
+    """The sampling parameters of an evaluation's responses. Plain data.
+
+    Made by ``evaluation/run.py`` and by ``HeldOut``.
+    """
 
     temperature: float
     max_response_tokens: int

@@ -27,7 +27,8 @@ def block_cache(model_config: Any) -> DynamicCache:
 class BlockLayer(DynamicLayer):  # type: ignore[misc]
     """The KV cache of one layer, as transformers calls it.
 
-    ``keys``, ``values`` [batch, kv_heads, tokens, head_dim] are views of larger buffers.
+    ``keys``, ``values`` [batch, kv_heads, tokens, head_dim] are views of larger buffers. Made by
+    ``block_cache`` for ``Decoding``.
     """
 
     keys: Tensor

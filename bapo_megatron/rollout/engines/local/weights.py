@@ -14,7 +14,8 @@ from bapo_megatron.hf.weight_check import checked_weights
 class ModelWeights:
     """The parameters of a Hugging Face model by name; tied ones count once.
 
-    ``stage`` copies and checks new ones, ``commit`` replaces the old. ``LocalModel`` does the locking.
+    ``stage`` copies and checks new ones, ``commit`` replaces the old. Made by ``LocalModel``, which does the
+    locking.
     """
 
     def __init__(self, model: Any) -> None:

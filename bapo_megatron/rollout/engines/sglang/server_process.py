@@ -136,7 +136,10 @@ def server_command(
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """The flags of ``bapo rollout-server``: the recipe's, without a prefix, and the address to listen on."""
+    """The flags of ``bapo rollout-server``: the recipe's, without a prefix, and the address to listen on.
+
+    Made by ``commands/rollout_server.py``.
+    """
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     host: str = "127.0.0.1"
@@ -225,7 +228,7 @@ class ServerProcess(ChildProcess):
     """A running server: a process group with a private temporary folder, which ends with this process.
 
     Its children end with it, too: SGLang's schedulers tie themselves to it only after their imports. Calls
-    block; ``close`` it, also after it has ended by itself.
+    block; ``close`` it, also after it has ended by itself. Made by ``ServerSupervisor``.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:

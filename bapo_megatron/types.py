@@ -26,7 +26,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem, tokenized with the chat template; ``ground_truth`` to ``extra_info`` are for its reward."""
+    """A problem, tokenized with the chat template; ``ground_truth`` to ``extra_info`` are for its reward.
+
+    Made by ``data/prompts.py``, sampled from by the sampler.
+    """
 
     prompt_id: int
     """Row number in the dataset file."""
@@ -49,7 +52,8 @@ class Prompt:
 class SamplingParams:
     """The sampling parameters of one generation request.
 
-    There is no top-p or top-k: the log-probs must be those of the sampled distribution.
+    There is no top-p or top-k: the log-probs must be those of the sampled distribution. Part of a
+    ``GenerateRequest``.
     """
 
     temperature: float
@@ -64,7 +68,7 @@ class GenerateRequest:
     """A generation request: continue ``input_ids`` (a prompt, or a prompt and the response so far).
 
     The answer has the same ``request_id``. A long response takes several requests
-    (``rollout.segment_tokens``).
+    (``rollout.segment_tokens``). Made by the dispatcher and by evaluations, answered by ``Engine.generate``.
     """
 
     request_id: str
@@ -76,7 +80,10 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """An engine's answer to one request: a segment, the next tokens of a response, and why they end."""
+    """An engine's answer to one request: a segment, the next tokens of a response, and why they end.
+
+    Made by engines.
+    """
 
     request_id: str
     token_ids_R: np.ndarray
@@ -92,7 +99,8 @@ class Generation:
 class Rollout:
     """A finished response with the log-probs and weight versions of its tokens, and its reward.
 
-    Assembled from one or several ``Generation``s, so its tokens may be of different weights.
+    Assembled from one or several ``Generation``s, so its tokens may be of different weights. Made by the
+    state of the sampler.
     """
 
     token_ids_R: np.ndarray
@@ -107,7 +115,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored."""
+    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored.
+
+    Made by the sampler; a ``StepBatch`` has those of a step.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -127,7 +138,8 @@ class StepBatch:
 class TokenStats(NamedTuple):
     """Per-token log-probs and entropies of the policy at the rollout temperature, aligned with the labels.
 
-    A ``TokenFn`` gets them with the ``MicroBatch`` of the same tokens: often only a chunk of a pack's.
+    A ``TokenFn`` gets them with the ``MicroBatch`` of the same tokens: often only a chunk of a pack's. Made
+    by the output layer.
     """
 
     log_prob_T: Tensor
@@ -302,7 +314,7 @@ class BroadcastGroup:
 class BucketSpec:
     """The layout of a bucket, a byte buffer with several weight tensors, for its receivers.
 
-    The tensors' bytes lie end to end, in this order, without gaps.
+    The tensors' bytes lie end to end, in this order, without gaps. Made by ``Buckets.cut``.
     """
 
     names: tuple[str, ...]
@@ -334,7 +346,10 @@ class SearchedLoss:
 
 
 class UpdateResult(NamedTuple):
-    """The result of an optimizer step, equal on every rank: metrics, gradient norm, learning rate."""
+    """The result of an optimizer step, equal on every rank: metrics, gradient norm, learning rate.
+
+    Returned by ``Policy.update``.
+    """
 
     sums: Tensor
     """float64: the loss function's additive vector summed over the update; element 0 is the loss sum."""

@@ -136,10 +136,7 @@ def server_command(
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """The flags of ``bapo rollout-server``: the recipe's, without a prefix, and the address to listen on.
-
-    Made by ``commands/rollout_server.py``.
-    """
+    """The flags of ``bapo rollout-server``: the recipe's, without a prefix, and the address to listen on."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     host: str = "127.0.0.1"

@@ -139,7 +139,7 @@ class TokenStats(NamedTuple):
     """Per-token log-probs and entropies of the policy at the rollout temperature, aligned with the labels.
 
     A ``TokenFn`` gets them with the ``MicroBatch`` of the same tokens: often only a chunk of a pack's. Made
-    by the output layer.
+    by the output layer; ``Passes.old_sums`` makes them of the old log-probs, without a forward pass.
     """
 
     log_prob_T: Tensor
@@ -346,9 +346,9 @@ class SearchedLoss:
 
 
 class UpdateResult(NamedTuple):
-    """The result of an optimizer step, equal on every rank: metrics, gradient norm, learning rate.
+    """The result of an optimizer step, equal on every rank: sums of the loss, gradient norm, learning rate.
 
-    Returned by ``Policy.update``.
+    Returned by ``Policy.update``. ``Objective.metrics`` makes metrics of the sums.
     """
 
     sums: Tensor

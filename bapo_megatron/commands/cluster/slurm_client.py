@@ -1,6 +1,6 @@
 """Slurm client: calls of squeue and others with a deadline, and the reader of a job's state file.
 
-For `bapo status`, `logs` and `cancel`.
+``status.py`` and ``run_logs.py`` call it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 class JobState:
     """State of a Slurm job, as plain data from RUN/slurm.state, which slurm/lib/state.sh writes.
 
-    A number that the file lacks is 0, a text "". Made by ``read_job_state`` for `bapo status`, `logs` and
-    `cancel`.
+    A number that the file lacks is 0, a text "". Made by ``read_job_state`` for `bapo status` and `bapo
+    cancel`.
     """
 
     job: str

@@ -43,7 +43,7 @@ class Policy(Protocol):
 
     A pack is a micro-batch of concatenated sequences (``MicroBatch``). All methods but ``offload`` and
     ``reload`` are collective; ``hf_weights`` and ``log_probs`` only within a replica, the ranks that hold one
-    copy of the model. Properties are local.
+    copy of the model. Properties are local. ``MegatronPolicy`` implements it; the training loop calls it.
     """
 
     version: int
@@ -132,7 +132,8 @@ class Engine(Protocol):
     All calls are async and come from one event loop, that of the engine pool. A call that fails raises, and
     leaves the engine in an unknown state; but ``is_alive`` never raises, and a ValueError of ``generate`` is
     the request's fault alone. Abilities of some engines: ``ReceivesBroadcast``, ``ReleasesMemory``,
-    ``ReceivesHandles``. tests/contract holds every engine to this contract.
+    ``ReceivesHandles``. tests/contract holds every engine to this contract. ``LocalEngine`` and
+    ``SglangEngine`` implement it.
     """
 
     name: str
@@ -249,6 +250,7 @@ class Sampler(Protocol):
 
     On rank 0 only. Calls block, and sampling goes on between them: ``start`` comes first, ``next_batch`` and
     ``evaluated`` are polled. RunStopped if the run cannot go on, without engines or on a full disk, say.
+    ``SamplerClient`` and, for a replay, ``ReplaySampler`` implement it.
     """
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:

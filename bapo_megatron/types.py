@@ -64,7 +64,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem, tokenized with the chat template; ``ground_truth`` to ``extra_info`` are for its reward."""
+    """A problem, tokenized with the chat template; ``ground_truth`` to ``extra_info`` are for its reward.
+
+    Made by ``data/prompts.py``, sampled from by the sampler.
+    """
 
     prompt_id: int
     """Row number in the dataset file."""
@@ -87,7 +90,8 @@ class Prompt:
 class SamplingParams:
     """The sampling parameters of one generation request.
 
-    There is no top-p or top-k: the log-probs must be those of the sampled distribution.
+    There is no top-p or top-k: the log-probs must be those of the sampled distribution. Part of a
+    ``GenerateRequest``.
     """
 
     temperature: float
@@ -102,7 +106,7 @@ class GenerateRequest:
     """A generation request: continue ``input_ids`` (a prompt, or a prompt and the response so far).
 
     The answer has the same ``request_id``. A long response takes several requests
-    (``rollout.segment_tokens``).
+    (``rollout.segment_tokens``). Made by the dispatcher and by evaluations, answered by ``Engine.generate``.
     """
 
     request_id: str
@@ -181,9 +185,14 @@ class ResponseTokens(ResponseColumns, _TokenIds):
     def joined(parts: Sequence[ResponseTokens]) -> ResponseTokens:
         """The tokens of ``parts`` end to end. TypeError for a column with values of another kind.
 
-        An optional column is None if no part has it.
+        An optional column is None if no part has it. ValueError if a column has not one value for each token:
+        all later tokens would get the values of others.
         """
         columns: dict[str, Any] = {name: _joined(name, c, parts) for name, c in RESPONSE_COLUMNS.items()}
+        tokens = len(columns["token_ids_R"])
+        for name, values in columns.items():
+            if values is not None and len(values) != tokens:
+                raise ValueError(f"{name} has {len(values)} values for {tokens} tokens; give one for each")
         return ResponseTokens(**columns)
 
     @staticmethod
@@ -229,7 +238,10 @@ def _joined(name: str, column: ResponseColumn, parts: Sequence[ResponseTokens]) 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(ResponseTokens):
-    """An engine's answer to one request: a segment, the next tokens of a response, and why they end."""
+    """An engine's answer to one request: a segment, the next tokens of a response, and why they end.
+
+    Made by engines.
+    """
 
     request_id: str
     finish_reason: FinishReason
@@ -239,7 +251,10 @@ class Generation(ResponseTokens):
 class Rollout(ResponseTokens):
     """A finished response with the log-probs and weight versions of its tokens, and its reward.
 
-    Assembled from one or several ``Generation``s, so its tokens may be of different weights.
+    Assembled from one or several ``Generation``s, so its tokens may be of different weights. Made by the
+    state of the sampler.
+
+    Made by the state of the sampler.
     """
 
     finish_reason: FinishReason
@@ -249,7 +264,10 @@ class Rollout(ResponseTokens):
 
 @dataclass(frozen=True)
 class Group:
-    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored."""
+    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored.
+
+    Made by the sampler; a ``StepBatch`` has those of a step.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -319,7 +337,7 @@ class BroadcastGroup:
 class BucketSpec:
     """The layout of a bucket, a byte buffer with several weight tensors, for its receivers.
 
-    The tensors' bytes lie end to end, in this order, without gaps.
+    The tensors' bytes lie end to end, in this order, without gaps. Made by ``Buckets.cut``.
     """
 
     names: tuple[str, ...]

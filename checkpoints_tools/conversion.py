@@ -22,7 +22,10 @@ from checkpoints_tools.formats.torch_dist import OPTIMIZER
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a conversion or verification, common to all formats; plain data."""
+    """The settings of a conversion or verification, common to all formats; plain data.
+
+    Made by ``commands.py`` from the flags, and by the export process of a run.
+    """
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""
@@ -50,7 +53,10 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion, as plain data and text: what was written, or in a dry run would be."""
+    """The result of a conversion, as plain data and text: what was written, or in a dry run would be.
+
+    Made by ``convert``.
+    """
 
     source: Path
     output: Path

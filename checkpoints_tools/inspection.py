@@ -40,7 +40,10 @@ _PARALLEL = {
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """A group of keys that differ in a number alone, such as the layer."""
+    """A group of keys that differ in a number alone, such as the layer.
+
+    Part of an ``Inspection``.
+    """
 
     key: str
     """The keys' common name, with ``*`` for what differs."""

@@ -1,4 +1,7 @@
-"""Text of a checkpoint inspection, from its result alone: one line for each fact, then the keys as a tree."""
+"""Text of a checkpoint inspection, from its result alone: one line for each fact, then the keys as a tree.
+
+`bapo-ckpt inspect` prints it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Common state (``common.pt``) of a resharded torch_dist checkpoint: the source's, for stacked keys.
 
-Stacked: all layers of a parameter are under one key.
+Stacked: all layers of a parameter are under one key. ``resharding.py`` writes it.
 """
 
 from __future__ import annotations

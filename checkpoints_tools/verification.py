@@ -23,7 +23,10 @@ _SHOWN = 10
 
 @dataclass
 class Verification:
-    """The result of comparing two checkpoints, filled tensor by tensor; as text it is what is printed."""
+    """The result of comparing two checkpoints, filled tensor by tensor; as text it is what is printed.
+
+    Made by ``verify``.
+    """
 
     first: Path
     second: Path

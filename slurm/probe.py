@@ -48,7 +48,10 @@ class Clock:
 
 @dataclass
 class Findings:
-    """The findings of one node about itself and the others."""
+    """The findings of one node about itself and the others.
+
+    Made on each node; the first node reads those of all.
+    """
 
     node: str
     problems: list[str] = field(default_factory=list)
@@ -62,7 +65,10 @@ class Findings:
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements of a node."""
+    """The requirements of a node.
+
+    Made from the arguments of the command line.
+    """
 
     gpus: int = 0
     memory_gb: float = 1.0
@@ -138,7 +144,10 @@ def canary_problems(folder: Path, node: str) -> Iterator[str]:
 
 
 class Meeting:
-    """Network and clock check: a listener that answers with this node's time, and calls to all others."""
+    """Network and clock check: a listener that answers with this node's time, and calls to all others.
+
+    Made once a node.
+    """
 
     def __init__(self, folder: Path, node: str, clock: Clock | None = None) -> None:
         self._folder, self._node, self._clock = folder, node, clock or Clock()

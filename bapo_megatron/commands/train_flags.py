@@ -50,7 +50,10 @@ class TrainCommand:
 
 
 class TrainRequest(NamedTuple):
-    """Parsed request of ``bapo train``: the run's configuration, with the mode's changes, and the mode."""
+    """Parsed request of ``bapo train``: the run's configuration, with the mode's changes, and the mode.
+
+    Made by ``train_flags`` for `bapo train`.
+    """
 
     run: RunConfig
     samples_only: bool = False

@@ -74,7 +74,8 @@ class EventLog(JsonlLog):
     """The event log (events.jsonl) of the process that owns the run: starts, checkpoints, warnings.
 
     Any thread may write; RunStopped if the disk does not take a line. It is never rewound on a resume. Other
-    processes write to it by ``append_event``. Made by ``Recorder`` and ``RolloutRecord``.
+    processes write to it by ``append_event``. Made by ``Recorder`` and ``RolloutRecord``, and by the event
+    sender for a run that was killed.
     """
 
     def event(self, kind: str, **fields: Any) -> None:

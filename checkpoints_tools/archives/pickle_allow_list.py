@@ -2,7 +2,7 @@
 
 A pickle may call any function of any module. Here a name in it stands for a constant (``torch.bfloat16`` is
 "BF16"), for a builtin container, or for a ``PickledObject`` that keeps the class's arguments. Every other
-name is refused with a CheckpointError.
+name is refused with a CheckpointError. ``torch_zip.py`` and ``distcp.py`` read every pickle by it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ _FORBIDDEN_OPCODES = (
 
 
 class PickledObject:
-    """Record of an object in a pickle: its class's name, arguments and state, and none of its code."""
+    """Record of an object in a pickle: its class's name, arguments and state, and none of its code.
+
+    Made by ``load_pickle``.
+    """
 
     __slots__ = ("arguments", "state")
     class_name = ""

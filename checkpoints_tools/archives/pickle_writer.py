@@ -1,7 +1,8 @@
 """Pickle writer that refers to torch's classes without importing torch.
 
 The pickle module imports the classes that it writes. Here ``Name``, ``Call``, ``Instance`` and ``Persistent``
-stand for them; plain values are written as they are, and TypeError is raised for any other.
+stand for them; plain values are written as they are, and TypeError is raised for any other. For the writers
+of archives and of ``.metadata``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,10 @@ _PAYLOAD = "archive/data/0"
 
 @dataclass(frozen=True, slots=True)
 class TensorArchive:
-    """A planned archive: the bytes before and after a tensor's own."""
+    """A planned archive: the bytes before and after a tensor's own.
+
+    Made by ``tensor_archive`` for ``torch_dist_writer.py``.
+    """
 
     before: bytes
     payload: int

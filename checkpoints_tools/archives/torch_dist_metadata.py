@@ -1,6 +1,7 @@
 """Metadata files of a torch_dist checkpoint, as bytes to write.
 
-``.metadata`` says where the pieces of each key lie, ``common.pt`` has the state that all ranks share.
+``.metadata`` says where the pieces of each key lie, ``common.pt`` has the state that all ranks share. For
+``torch_dist_writer.py`` and ``resharding.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One archive in a data file, as plain data: a chunk of a tensor, or an object."""
+    """One archive in a data file, as plain data: a chunk of a tensor, or an object.
+
+    Part of a ``StoredKey``.
+    """
 
     offset: tuple[int, ...] | None
     """The chunk's first element in the tensor; None for an object."""
@@ -41,7 +45,10 @@ class Piece:
 
 @dataclass
 class StoredKey:
-    """A key of the checkpoint, filled by a planner: its type, its shape and the pieces that hold it."""
+    """A key of the checkpoint, filled by a planner: its type, its shape and the pieces that hold it.
+
+    Made by ``torch_dist_writer.py``, written by ``metadata``.
+    """
 
     dtype: str | None
     """Type by safetensors' name; None for an object."""

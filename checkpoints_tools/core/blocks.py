@@ -36,7 +36,10 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """One tensor of a model under its Hugging Face name, as blocks that cover it, none twice."""
+    """One tensor of a model under its Hugging Face name, as blocks that cover it, none twice.
+
+    Made by the readers of formats, and by the writers for their files.
+    """
 
     name: str
     dtype: str

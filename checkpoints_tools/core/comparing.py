@@ -1,6 +1,6 @@
 """Bitwise comparison of the tensors of two checkpoints, in bands of rows, for any two formats.
 
-In threads, each with two buffers of a band.
+In threads, each with two buffers of a band. ``verification.py`` calls it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from checkpoints_tools.core.copying import BUFFER_BYTES, OpenFiles, RowBand, in_
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of one tensor between two checkpoints, as plain data."""
+    """The first difference of one tensor between two checkpoints, as plain data.
+
+    Part of a ``TensorReport``.
+    """
 
     tensor: str
     kind: str
@@ -28,7 +31,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """The result of comparing one tensor, as plain data."""
+    """The result of comparing one tensor, as plain data.
+
+    Made by ``compare_tensors`` for ``verify``.
+    """
 
     name: str
     difference: Difference | None

@@ -73,7 +73,10 @@ def copy_tensors(
 
 
 class OpenFiles:
-    """A cache of file descriptors by path, for any thread; a context manager, at whose end all are closed."""
+    """A cache of file descriptors by path, for any thread; a context manager, at whose end all are closed.
+
+    For copies and comparisons.
+    """
 
     def __init__(self) -> None:
         self.kernel_copies = True
@@ -146,7 +149,10 @@ class _WriteBehind:
 
 @dataclass(frozen=True, slots=True)
 class RowBand:
-    """A band of whole rows of a tensor that fits into a buffer and crosses no edge of a block."""
+    """A band of whole rows of a tensor that fits into a buffer and crosses no edge of a block.
+
+    Made by ``row_bands`` for copies and comparisons.
+    """
 
     name: str
     row: int

@@ -1,4 +1,7 @@
-"""Cast to bfloat16, rounded to nearest even, bit for bit as torch does (a NaN has one bit pattern)."""
+"""Cast to bfloat16, rounded to nearest even, bit for bit as torch does (a NaN has one bit pattern).
+
+``copying.py`` calls it where a conversion changes the type of weights.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ _LOG_S = 10.0
 
 
 class ByteProgress:
-    """A counter of copied bytes that prints progress; ``add`` from any thread, ``end`` once."""
+    """A counter of copied bytes that prints progress; ``add`` from any thread, ``end`` once.
+
+    Made by ``convert`` and ``verify``.
+    """
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
         self._total = max(1, total)

@@ -1,6 +1,7 @@
 """Segments of fused parameters (QKV, gate and up): their blocks, split by Hugging Face tensor.
 
 A segment is consecutive rows of one HF tensor. CheckpointError if blocks overlap or do not cover a tensor.
+The readers and writers of Megatron's formats call it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ _DCP = "torch.distributed.checkpoint.metadata."
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of an archive: file and bytes."""
+    """The place of an archive: file and bytes.
+
+    Made from ``.metadata``.
+    """
 
     file: Path
     start: int
@@ -38,7 +41,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """One stored chunk of a global tensor: a rectangle, and the place of its archive."""
+    """One stored chunk of a global tensor: a rectangle, and the place of its archive.
+
+    Part of a ``GlobalTensor``.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -47,7 +53,10 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """A tensor of the checkpoint by its key, as chunks in files; plain data."""
+    """A tensor of the checkpoint by its key, as chunks in files; plain data.
+
+    Part of ``Metadata``.
+    """
 
     key: str
     dtype: str
@@ -124,7 +133,10 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class ChunkFiles:
-    """A locator of the elements of chunks; a context manager, in which each file is opened once."""
+    """A locator of the elements of chunks; a context manager, in which each file is opened once.
+
+    For the readers of torch_dist.
+    """
 
     def __init__(self) -> None:
         self._stack = ExitStack()

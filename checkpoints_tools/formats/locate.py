@@ -46,7 +46,10 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Location:
-    """The location of one checkpoint on disk, as plain data."""
+    """The location of one checkpoint on disk, as plain data.
+
+    Made by ``locate``.
+    """
 
     folder: Path
     """Folder that directly holds the files of the weights."""

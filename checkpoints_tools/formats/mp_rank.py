@@ -34,7 +34,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """One pipeline chunk of the model on one tensor-parallel rank: its parameters by name."""
+    """One pipeline chunk of the model on one tensor-parallel rank: its parameters by name.
+
+    Made by ``RankFiles``.
+    """
 
     file: Path
     parameters: dict[str, StoredTensor]
@@ -48,7 +51,8 @@ class ModelChunk:
 class RankFiles:
     """Rank files of a legacy checkpoint, for any model; what describes their tensors is read when it is made.
 
-    CheckpointError names a rank that is missing and a file that is damaged.
+    CheckpointError names a rank that is missing and a file that is damaged. Made by ``MpRank``, and by
+    inspections.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,7 +101,7 @@ class RankFiles:
 class MpRank:
     """A legacy checkpoint as a model: its weights as blocks of the rank files.
 
-    CheckpointError names what is unknown or of another shape.
+    CheckpointError names what is unknown or of another shape. Made by ``open_checkpoint``.
     """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:

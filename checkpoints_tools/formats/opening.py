@@ -22,7 +22,7 @@ _TIED_COPY = "lm_head.weight"
 class OpenedCheckpoint:
     """An opened checkpoint: its tensors under Hugging Face names, as places in files.
 
-    No file is held open.
+    No file is held open. Made by ``open_checkpoint``.
     """
 
     location: Location

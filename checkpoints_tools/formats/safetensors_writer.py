@@ -19,7 +19,10 @@ from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE
 
 @dataclass(frozen=True)
 class Sharding:
-    """The assignment of tensors to files: by a given weight map, else by a largest size."""
+    """The assignment of tensors to files: by a given weight map, else by a largest size.
+
+    Made by ``to_hf``.
+    """
 
     most_bytes: int
     """Largest size of a file, where ``weight_map`` does not say; a file of one tensor may be larger."""

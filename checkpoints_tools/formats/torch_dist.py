@@ -50,7 +50,8 @@ class _Part:
 class TorchDist:
     """A torch_dist checkpoint as a model: ``tensors``, and ``optimizer_tensors`` if it holds them whole.
 
-    CheckpointError, from any method, if a tensor is missing, unknown, damaged or misshapen.
+    CheckpointError, from any method, if a tensor is missing, unknown, damaged or misshapen. Made by
+    ``open_checkpoint``.
     """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:

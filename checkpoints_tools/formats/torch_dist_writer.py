@@ -39,7 +39,10 @@ _QK_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A rectangle of a parameter, rows and columns, that is stored as one chunk."""
+    """A rectangle of a parameter, rows and columns, that is stored as one chunk.
+
+    The writer cuts each parameter into them.
+    """
 
     row: int
     rows: int
@@ -49,7 +52,10 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding."""
+    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding.
+
+    Made by ``to_megatron`` and ``reshard``.
+    """
 
     common: bytes
     """The bytes of ``common.pt``."""

@@ -1,7 +1,7 @@
 """Recipe of the analysis run with BAPO and PAPO, polarity-aware advantages (arXiv 2605.11775).
 
 It is not in BAPO's paper. PAPO's abstract names no values; strength, band, memory and target are the defaults
-that docs/algorithm.md explains. Everything else is that of r1_distill_qwen_7b_8k.py.
+that docs/losses.md explains. Everything else is that of r1_distill_qwen_7b_8k.py.
 """
 
 from dataclasses import replace

@@ -27,7 +27,8 @@ _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 class Budgets:
     """Requeue budgets, the file's table ``budgets``: how often a job may be requeued, for each kind of end.
 
-    The job's script (slurm/lib/requeue.sh) counts; beyond its budget a job is not requeued.
+    The job's script (slurm/lib/requeue.sh) counts; beyond its budget a job is not requeued. Part of
+    ``ClusterFile``.
     """
 
     crash: int = 5
@@ -40,7 +41,7 @@ class Budgets:
 class Health:
     """Health checks that a node must pass before a run starts on it: the file's table ``health``.
 
-    The job's script makes them (slurm/probe.py).
+    The job's script makes them (slurm/probe.py). Part of ``ClusterFile``.
     """
 
     probe: str = "on"
@@ -57,7 +58,7 @@ class Health:
 class ClusterFile:
     """Settings of one Slurm site, as ``slurm/clusters/*.toml`` has them: plain data, of the right types.
 
-    Times are in seconds unless their names say otherwise.
+    Times are in seconds unless their names say otherwise. Made by ``load_cluster`` for ``ClusterJob``.
     """
 
     account: str

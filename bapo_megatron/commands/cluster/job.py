@@ -33,7 +33,7 @@ class ClusterJob:
     """Slurm job of one recipe: the recipe with its flags, the cluster file, and all that follows from both.
 
     Immutable; its methods compute and read files, and write none. ``check_job`` calls the checks in their
-    order.
+    order. Made by ``submit``.
     """
 
     config: RunConfig

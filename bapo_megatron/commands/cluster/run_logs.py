@@ -1,6 +1,7 @@
 """Log files of a run's newest start, printed or followed; and the cancellation of a run.
 
 Slurm jobs write RUN/logs/JOB/RESTART/*.log. ConfigError if there is no log, or nothing to cancel.
+``commands.py`` calls it for `bapo logs` and `bapo cancel`.
 """
 
 from __future__ import annotations

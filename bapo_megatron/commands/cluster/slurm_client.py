@@ -1,4 +1,7 @@
-"""Slurm client: calls of squeue and others with a deadline, and the reader of a job's state file."""
+"""Slurm client: calls of squeue and others with a deadline, and the reader of a job's state file.
+
+``status.py`` and ``run_logs.py`` call it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 class JobState:
     """State of a Slurm job, as plain data from RUN/slurm.state, which slurm/lib/state.sh writes.
 
-    A number that the file lacks is 0, a text "".
+    A number that the file lacks is 0, a text "". Made by ``read_job_state`` for `bapo status` and `bapo
+    cancel`.
     """
 
     job: str
@@ -63,7 +67,10 @@ def queue_state(job: str) -> tuple[str, str] | None:
 
 
 class SlurmError(Exception):
-    """Error of a Slurm command that failed, gave no answer in time, or is not installed."""
+    """Error of a Slurm command that failed, gave no answer in time, or is not installed.
+
+    Raised by ``call``.
+    """
 
 
 def call(*command: str) -> str:

@@ -28,7 +28,10 @@ FRESH_S = 60.0
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run at one moment, as plain data; None where nothing is known."""
+    """Status of a run at one moment, as plain data; None where nothing is known.
+
+    Made by ``read_status``, printed by ``status_text``.
+    """
 
     run: Path
     job: JobState | None

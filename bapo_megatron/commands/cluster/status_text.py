@@ -1,4 +1,7 @@
-"""Text of ``bapo status``: one line for each known field of a ``Status``, without reading any file."""
+"""Text of ``bapo status``: one line for each known field of a ``Status``, without reading any file.
+
+``commands.py`` prints it.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """The parsed command line of ``bapo submit``, with the flags that it leaves to ``bapo train``."""
+    """The parsed command line of ``bapo submit``, with the flags that it leaves to ``bapo train``.
+
+    ``commands.py`` passes it to ``submit``.
+    """
 
     recipe: Path
     cluster: Path

@@ -23,7 +23,8 @@ _MOST_BYTES = 8 << 20
 class Answer:
     """The response to one GET: its status and its body, parsed if it is JSON.
 
-    Without a response ``status`` is None and ``body`` is the reason.
+    Without a response ``status`` is None and ``body`` is the reason. Made by ``get`` for the checks of
+    servers.
     """
 
     status: int | None

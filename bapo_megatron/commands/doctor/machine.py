@@ -27,7 +27,10 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Disk:
-    """Disk need of a run: its directory, and how much it writes there."""
+    """Disk need of a run: its directory, and how much it writes there.
+
+    Made by ``doctor.py`` from the recipe's facts.
+    """
 
     directory: Path = Path("runs")
     needed_gb: float | None = None

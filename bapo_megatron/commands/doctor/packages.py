@@ -29,7 +29,10 @@ _NOT_APEX = "{}, and it is not NVIDIA's: PyPI has another package of that name"
 
 @dataclass(frozen=True)
 class Package:
-    """A package to check: its name, the module to import, its use, and how to install it."""
+    """A package to check: its name, the module to import, its use, and how to install it.
+
+    The table of packages in this module has them.
+    """
 
     name: str
     module: str | None = None
@@ -102,7 +105,10 @@ def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
 
 @dataclass(frozen=True)
 class Import:
-    """The outcome of one trial import: its error if it failed, and for torch what it says about GPUs."""
+    """The outcome of one trial import: its error if it failed, and for torch what it says about GPUs.
+
+    Made from a line that ``probe.py`` prints.
+    """
 
     error: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)

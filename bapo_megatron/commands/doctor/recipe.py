@@ -34,7 +34,8 @@ DEADLINE_S = 600.0
 class RecipeFacts:
     """Facts of a recipe that the doctor's other sections need, as plain data.
 
-    The child process sends them as JSON.
+    The child process sends them as JSON. Made by ``facts_of`` in the child, read by ``doctor.py`` and the
+    checks of servers.
     """
 
     name: str

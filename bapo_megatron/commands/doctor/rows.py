@@ -1,4 +1,7 @@
-"""Rows of the doctor's report, the common result of all its checks."""
+"""Rows of the doctor's report, the common result of all its checks.
+
+The checks make them, ``table.py`` prints them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ State = Literal["ok", "optional", "problem"]
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """Row of the doctor's report, the outcome of one check: what was found, what is needed, and the fix."""
+    """Row of the doctor's report, the outcome of one check: what was found, what is needed, and the fix.
+
+    Made by each check, printed by ``table.py``.
+    """
 
     section: str
     name: str

@@ -1,6 +1,6 @@
 """Renderer of the doctor's rows: text for a terminal, JSON for a program.
 
-The text comes line by line, while later checks still run.
+The text comes line by line, while later checks still run. ``doctor.py`` calls it.
 """
 
 from __future__ import annotations

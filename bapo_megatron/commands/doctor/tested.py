@@ -30,7 +30,10 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class Permitted:
-    """The permitted versions of one package, as a version specifier (PEP 440)."""
+    """The permitted versions of one package, as a version specifier (PEP 440).
+
+    Made by ``permitted``, which reads the metadata.
+    """
 
     specifier: str
     """The specifier in ``setup.py``, e.g. `<6,>=5.0`; empty for any version."""

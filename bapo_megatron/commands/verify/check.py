@@ -3,7 +3,7 @@
 The canary batch is random sequences, so it needs the recipe and the model, but no dataset, tokenizer or run
 directory. A check writes a layout reference (``--save``), or compares with one. The loss is always ``clip``,
 BAPO's, whatever ``algorithm.loss`` is. It makes one update, to measure the gradient norm; the updated weights
-are discarded.
+are discarded. ``command.py`` calls it, in the processes of the layout.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ToleranceConfig:
 
 @dataclass(frozen=True)
 class VerifyConfig(RunConfig):
-    """The configuration of a layout check: the recipe's, and the fields that the check adds."""
+    """Configuration of `bapo verify-parallel`: the recipe's, and the fields that the layout check adds."""
 
     certificate: Path | None = None
     """Compare with the layout reference stored here instead of running it."""

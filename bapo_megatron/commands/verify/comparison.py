@@ -35,7 +35,8 @@ class Tolerances:
     A log-prob is a difference of numbers of the size of the logits, so it is never more exact than they are.
     The absolute part, and that of the norm, cover the largest float32 errors against float64 on a canary of
     random tokens: 3.3e-4 nats and 2.2e-4 of the norm, measured with transformers' Llama and SmolLM2-135M,
-    whose first activations of a sequence are large.
+    whose first activations of a sequence are large. ``TOLERANCES`` has one for each dtype;
+    ``compare_layouts`` takes it.
     """
 
     token_relative: float = 1e-5
@@ -75,7 +76,10 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class QuantityRow:
-    """Row of the comparison, as plain data: a quantity, its difference between the layouts, its tolerance."""
+    """Row of the comparison, as plain data: a quantity, its difference between the layouts, its tolerance.
+
+    Made by ``compare_layouts``, printed by ``comparison_table``.
+    """
 
     quantity: str
     reference: str

@@ -1,6 +1,7 @@
 """Measurement of one parallel layout on a batch: per-token log-probs and entropies, totals of one update.
 
-Both functions are collective. The update changes the policy's weights: measure the totals last.
+Both functions are collective. The update changes the policy's weights: measure the totals last. ``check.py``
+calls them.
 """
 
 from __future__ import annotations

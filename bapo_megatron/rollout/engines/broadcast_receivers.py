@@ -33,7 +33,8 @@ class WeightReceivers:
     In order: ``join`` once; then for each version ``begin``, ``receive`` for every bucket, ``finish``. All
     raise EngineError, which names the engines. After an error weights may be mixed. An engine that hangs must
     be ended: a broadcast passes data through it, so others may wait for it. The pool detects it when it does
-    not load weights from disk (``engine_hangs``). Then new receivers must ``join`` a new group.
+    not load weights from disk (``engine_hangs``). Then new receivers must ``join`` a new group. Made by
+    ``PoolBroadcast``.
     """
 
     def __init__(self, engines: Sequence[ReceivesBroadcast], timeout_s: float = 120.0) -> None:
@@ -107,7 +108,8 @@ class PoolBroadcast:
     """The engine pool as receiver of weight broadcasts: selects the engines, and updates their state.
 
     The trainer calls it by ``SamplerClient.tell``, in this order: ``gather``; ``join`` if the engines are not
-    in a group; ``begin``; ``receive`` for every bucket; ``finish``. After an error ``fail``.
+    in a group; ``begin``; ``receive`` for every bucket; ``finish``. After an error ``fail``. Made by
+    ``Service`` (``sampler/process.py``).
     """
 
     def __init__(self, pool: EnginePool, config: EngineConfig) -> None:

@@ -26,7 +26,8 @@ class ColocatedPool(EnginePool):
 
     A held engine gets no requests and no weights. ``release`` and the wake-up calls return the names of the
     engines on which they succeeded; a failing one raises nothing. If a release or a wake fails the engine
-    stays held: its memory is in an unknown state, and its server must be ended before ``admit``.
+    stays held: its memory is in an unknown state, and its server must be ended before ``admit``. Made by
+    ``registry.open_pool``.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -1,7 +1,7 @@
 """The digest quorum of a weight version: which digest is right when engines report different ones.
 
 A digest is a hash of all weights that an engine has loaded; no engine samples before its digest is known to
-be right.
+be right. The engine pool makes one for each version that engines load from a folder or by memory handles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class DigestQuorum:
     For each engine: ``expect`` before its load; ``confirm`` with its digest; ``release`` after the load, also
     after an error. The right digest is that of the sent weights. Where that is unknown, it is the first that
     two engines report; an engine alone with its digest waits for those that still load, and is right if no
-    other digest was reported. If no two agree, no engine is right: all must load again.
+    other digest was reported. If no two agree, no engine is right: all must load again. Made by
+    ``EnginePool`` and ``ColocatedPool``.
     """
 
     def __init__(self, wait_s: float, is_sent: IsSent | None = None) -> None:

@@ -57,7 +57,7 @@ class EnginePool:
     has weights, by ``update`` or a broadcast. For a request: ``reserve``, which never waits (``changed`` is
     set when an engine may have room), then ``generate``; at its end the caller lowers ``slot.load`` by one
     and sets ``changed``. An engine has at most ``most`` requests in flight, but for those that are reserved
-    ``over_capacity``.
+    ``over_capacity``. Made by ``registry.open_pool``.
     """
 
     def __init__(

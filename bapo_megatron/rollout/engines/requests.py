@@ -25,7 +25,7 @@ from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTok
 class Dataset:
     """The tokenized prompts of a run, with the tokenizer that decodes the responses.
 
-    In the sampler's process only.
+    Made and used in the sampler's process only: requests, scores and evaluations read it.
     """
 
     prompts: Sequence[Prompt]
@@ -41,7 +41,10 @@ class Dataset:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of a model on requests: vocabulary and context length, from its config.json."""
+    """The limits of a model on requests: vocabulary and context length, from its config.json.
+
+    ``check_request`` validates a request by it.
+    """
 
     vocabulary: int
     """Vocabulary size: token ids are below it."""

@@ -26,7 +26,10 @@ _NAMED = 3
 
 
 class TensorDigests(str):
-    """An engine's digest of all its weights (the string), with that of each tensor on each of its ranks."""
+    """An engine's digest of all its weights (the string), with that of each tensor on each of its ranks.
+
+    Made by ``SglangServer`` from the answer of its server.
+    """
 
     ranks: Sequence[Mapping[str, str]]
 
@@ -99,7 +102,8 @@ class UnknownDigests:
 class DigestingIterator:
     """An iterator over weights that computes their digests as they pass; ask ``sent`` after its end.
 
-    A failing digest does not stop it: other ranks take part in the all-gathers.
+    A failing digest does not stop it: other ranks take part in the all-gathers. The weight syncs put it
+    around the weights that they send.
     """
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
@@ -131,7 +135,7 @@ class DigestingIterator:
 class SentCheck:
     """The comparison of engines' digests with the trainer's, one for an engine pool.
 
-    Each reason not to compare is reported once, as an event.
+    Each reason not to compare is reported once, as an event. Made by ``EnginePool``.
     """
 
     def __init__(self, report: Callable[..., None]) -> None:

@@ -30,7 +30,10 @@ would stay empty.
 
 @dataclass(eq=False)
 class EngineSlot:
-    """The state of one engine in the pool: its requests in flight, health and quarantine."""
+    """The state of one engine in the pool: its requests in flight, health and quarantine.
+
+    Made by ``EnginePool``, one for each engine.
+    """
 
     engine: Engine
     is_up: bool = False

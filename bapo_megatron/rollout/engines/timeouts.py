@@ -1,8 +1,8 @@
 """The timeouts of the engine pool (health checks, aborts, weight loads, hangs), and the clock they run on.
 
-An engine that misses one is put in quarantine, or reported as hanging. The clock stands still while this
-process's event loop lags: an answer that lies unread for half a minute, because ten thousand others came with
-it or the process was stopped, must not count as an engine's silence.
+An engine that misses one is put in quarantine, or reported as hanging. ``registry.py`` sets them for a pool.
+The clock stands still while this process's event loop lags: an answer that lies unread for half a minute,
+because ten thousand others came with it or the process was stopped, must not count as an engine's silence.
 """
 
 from __future__ import annotations

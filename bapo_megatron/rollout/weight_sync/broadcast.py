@@ -46,7 +46,7 @@ class WeightBroadcast:
     """The sender of weight broadcasts, on the trainer's rank 0: ``open`` a group once, ``send`` each version.
 
     Calls block, at most for their timeouts. After an error, most often a BroadcastError, ``open`` a new
-    group.
+    group. Made by ``trainer/sampling.py``, called by ``BroadcastSync``.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class BroadcastSync:
 
     ``push`` returns when the engines have the weights and their digests (hashes) were compared. A broadcast
     that fails is an event, no error: all engines load from disk, and the next push forms a new group. On
-    every rank but 0, ``engines`` and ``broadcast`` are None.
+    every rank but 0, ``engines`` and ``broadcast`` are None. Made by ``trainer/sampling.py``.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ _VERSION = re.compile(r"v\d+|\.v\d+\.tmp")
 class DiskSync:
     """The ``WeightSync`` by disk: write the HF folder, then have the engines load it.
 
-    ``push`` returns when the working engines have loaded it. If a rank cannot write, all ranks raise.
+    ``push`` returns when the working engines have loaded it. If a rank cannot write, all ranks raise. Made by
+    ``trainer/sampling.py``, also as the fallback of the other syncs.
     """
 
     def __init__(
@@ -110,7 +111,8 @@ class WeightStaging:
 
     In order: ``prepare`` on rank 0; ``write_share`` by every writer; ``publish`` on rank 0; then, also after
     an error, ``discard``. ``write`` is all four, for one writer. Nothing here is collective: the caller makes
-    the ranks wait for each other. ConfigError if ``hf_path`` is no model folder.
+    the ranks wait for each other. ConfigError if ``hf_path`` is no model folder. Made by
+    ``trainer/sampling.py``, used by ``DiskSync``.
     """
 
     def __init__(self, folder: Path, hf_path: Path) -> None:

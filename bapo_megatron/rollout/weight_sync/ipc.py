@@ -69,7 +69,7 @@ class IpcSync:
     ``push`` only announces them. In the GPU hand-over (``trainer/gpu_handover.py``) ``hand_over`` transfers
     them and names the engines that have them (the caller ends the others); then ``write`` sends them by disk
     to the engines without. These three are collective. A failed transfer is an event, no error; an engine
-    that fails twice in a row gets its weights by disk for a while.
+    that fails twice in a row gets its weights by disk for a while. Made by ``trainer/sampling.py``.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class SendingGroup:
     """The sender's side of a broadcast group: its rendezvous store, and the group once all have joined.
 
     In order: ``form`` (the receivers join meanwhile), any number of ``broadcast``s one after the other,
-    ``close``. An error is raised by the future of its call.
+    ``close``. An error is raised by the future of its call. Made by ``WeightBroadcast.open``.
     """
 
     def __init__(self, address: str, name: str, receivers: int, device: torch.device, timeout_s: float):

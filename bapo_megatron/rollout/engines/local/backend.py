@@ -16,7 +16,7 @@ class LocalBackend(EngineBackend):
     """The backend of the embedded engine: a Hugging Face model in the sampler's process.
 
     Its log-probs depend, in their last bits, on the batch: so it samples in rounds, each of which begins when
-    the one before is finished.
+    the one before is finished. Chosen by ``registry.engine_backend`` for `rollout.engine=local`.
     """
 
     rounds = True

@@ -1,5 +1,7 @@
 """Batched autoregressive decoding of a set of requests, one token per step.
 
+``LocalModel`` calls it for each batch.
+
 Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt,
 ``_R`` longest response.
 """
@@ -32,7 +34,7 @@ class Decoding:
     """The decoding of one batch of requests, with left-padded prompts, so that all rows are at one column.
 
     Calls block: ``step`` until ``done`` (or an abort), then ``results``. FloatingPointError for logits that
-    are not finite.
+    are not finite. Made by ``LocalModel`` for each batch.
     """
 
     def __init__(self, model: Any, requests: Sequence[GenerateRequest]) -> None:

@@ -29,7 +29,8 @@ T = TypeVar("T")
 class LocalEngine:
     """The ``Engine`` of a ``LocalModel``, which computes in threads. Make it inside the event loop.
 
-    A folder with wrong weights leaves it as it was. RuntimeError for a request after ``close``.
+    A folder with wrong weights leaves it as it was. RuntimeError for a request after ``close``. Made by
+    ``LocalBackend``.
     """
 
     name = "local"

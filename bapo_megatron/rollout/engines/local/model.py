@@ -30,7 +30,8 @@ class LocalModel:
 
     Locking: each decode step holds ``_gate``. A pause, an abort or a weight replacement first sets a flag,
     then waits for the lock; decoding checks the flags before each step. Without the flags the decoding thread
-    would take the lock again before a waiter wakes up.
+    would take the lock again before a waiter wakes up. Made by ``LocalBackend``, called by ``LocalEngine`` in
+    threads.
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
     token = min { v : sum_{u <= v} p_u >= draw },  p = softmax(logits / temperature),  draw in (0, 1]
 
+``Decoding`` calls it once a token.
+
 Shapes: ``_B`` rows of the batch, ``_V`` vocabulary.
 """
 

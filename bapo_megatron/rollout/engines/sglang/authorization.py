@@ -27,7 +27,10 @@ _PROOF_S = 5.0
 
 @dataclass(frozen=True)
 class KnownKey:
-    """The API key of a run, and whether the user gave it. Plain data."""
+    """The API key of a run, and whether the user gave it. Plain data.
+
+    Made by ``known_key``.
+    """
 
     key: ApiKey
     is_given: bool
@@ -95,7 +98,7 @@ class Authorization:
 
     The run's own key is sent only after the server has proved that it has it (``api_key.ask_proof``). The
     proof is repeated after a failed connection: another program may have taken the address. EngineError for a
-    server that must not be called.
+    server that must not be called. Made by ``SglangBackend`` for the ``SglangServer``.
     """
 
     def __init__(self, url: str, look: Callable[[], KnownKey | None], is_required: bool = False) -> None:

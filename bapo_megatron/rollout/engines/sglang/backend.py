@@ -28,7 +28,10 @@ from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
 
 
 class SglangBackend(EngineBackend):
-    """The factory of SGLang engines: servers reached over HTTP, started by the run or named in its recipe."""
+    """The factory of SGLang engines: servers reached over HTTP, started by the run or named in its recipe.
+
+    Chosen by ``registry.engine_backend`` for `rollout.engine=sglang`.
+    """
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
         """Check SGLang's installation, API keys, GPU placement and, for sync=broadcast, NCCL's version.

@@ -33,7 +33,10 @@ _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 
 @dataclass(frozen=True)
 class Deadlines:
-    """The deadlines of calls to a server, in seconds, from ``rollout.sglang``. Plain data."""
+    """The deadlines of calls to a server, in seconds, from ``rollout.sglang``. Plain data.
+
+    Made by ``SglangBackend``.
+    """
 
     request_s: float = 3600.0
     """Deadline of one request; then it is aborted, and its answer is the tokens so far."""
@@ -47,7 +50,7 @@ class SglangEngine:
     """The ``Engine`` of one SGLang server, with all abilities of ``interfaces.py``. Lives in one event loop.
 
     Where ``interfaces.Engine`` says that a call raises, it is ServerError, which names the server. Calls that
-    pause, load or abort run one at a time; requests run beside them.
+    pause, load or abort run one at a time; requests run beside them. Made by ``SglangBackend``.
     """
 
     def __init__(

@@ -45,7 +45,10 @@ Cut = Callable[[Tensor, int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a Hugging Face tensor on a server: the fused tensor, the part in it, and the sharding."""
+    """The place of a Hugging Face tensor on a server: the fused tensor, the part in it, and the sharding.
+
+    Made by ``FusedLayout`` for ``FusedDigests``.
+    """
 
     name: str
     """Name of the server's tensor."""
@@ -57,7 +60,10 @@ class Place:
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """The layout of a model's weights on a server: names, fusion and sharding. Arithmetic, without I/O."""
+    """The layout of a model's weights on a server: names, fusion and sharding. Arithmetic, without I/O.
+
+    Made by ``fused_digests``.
+    """
 
     kv_heads: int
     tied: bool
@@ -137,7 +143,8 @@ class FusedDigests:
     """The ``WeightDigester`` (sent_weights.py) of SGLang servers, for one version of the weights.
 
     A tensor is hashed on its device, chunk by chunk. A part of a fused tensor that comes out of order, such
-    as the keys before the queries, is copied until its turn: those of one layer at a time.
+    as the keys before the queries, is copied until its turn: those of one layer at a time. Made by
+    ``fused_digests``, fed by ``DigestingIterator``.
     """
 
     def __init__(self, layout: FusedLayout, device: str) -> None:

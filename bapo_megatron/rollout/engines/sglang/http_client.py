@@ -41,7 +41,8 @@ class HttpSessions:
 
     Make them within an event loop, and ``close`` them. A call over a kept-alive connection may fail because
     the server closes the connection at that moment. A generation request can be sent again; a control call
-    cannot: receiving a bucket twice, for example, would wait for ever. Control calls are few.
+    cannot: receiving a bucket twice, for example, would wait for ever. Control calls are few. Made by
+    ``SglangBackend``.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,8 @@ class SglangServer:
     """The HTTP client of the server at ``url``: an async method for each endpoint.
 
     Lives in the event loop of ``sessions``. ServerError if a call fails; nothing is repeated. Preconditions
-    of a call, such as a pause, are the caller's (``SglangEngine``).
+    of a call, such as a pause, are the caller's (``SglangEngine``). Made by ``SglangBackend``, called by
+    ``SglangEngine``.
     """
 
     def __init__(

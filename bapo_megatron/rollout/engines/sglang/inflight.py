@@ -10,7 +10,10 @@ import uuid
 
 
 class InflightRequest:
-    """One request in flight: its server-side id, and whether it was sent or aborted."""
+    """One request in flight: its server-side id, and whether it was sent or aborted.
+
+    Made by ``SglangEngine.generate``.
+    """
 
     def __init__(self) -> None:
         self.rid = uuid.uuid4().hex
@@ -25,7 +28,10 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """The requests in flight at a server, and the gate before it. Lives in one event loop."""
+    """The requests in flight at a server, and the gate before it. Lives in one event loop.
+
+    Made by ``SglangEngine``.
+    """
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()

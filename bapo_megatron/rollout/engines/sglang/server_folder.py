@@ -44,7 +44,8 @@ _SHARED = "/dev/shm/sglang_loads_"
 class ServerFolder:
     """A temporary folder with mode 0700, locked by its owner until ``remove``.
 
-    Making one sweeps the unlocked folders that killed servers have left on this machine.
+    Making one sweeps the unlocked folders that killed servers have left on this machine. Made by
+    ``ServerProcess`` and by ``serve``.
     """
 
     def __init__(self, parent: str | None = None) -> None:

@@ -225,7 +225,7 @@ class ServerProcess(ChildProcess):
     """A running server: a process group with a private temporary folder, which ends with this process.
 
     Its children end with it, too: SGLang's schedulers tie themselves to it only after their imports. Calls
-    block; ``close`` it, also after it has ended by itself.
+    block; ``close`` it, also after it has ended by itself. Made by ``ServerSupervisor``.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:

@@ -36,7 +36,8 @@ _MAX_BACKOFF_S = 60.0
 class RunServers(EngineServers):
     """The ``EngineServers`` of SGLang; those that the run has started itself have supervisors.
 
-    ``heed`` gets the events of the sampler's process; the other calls are for GPU hand-overs.
+    ``heed`` gets the events of the sampler's process; the other calls are for GPU hand-overs. Made by
+    ``servers_of`` on rank 0.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class ServerSupervisor:
     """The supervisor of one server: a thread that restarts it, at the same address, when it ends or hangs.
 
     Its thread runs from its construction until ``stop``. The server is held, which means not started, at
-    first and after ``hold``.
+    first and after ``hold``. Made by ``servers_of`` on rank 0.
     """
 
     def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: OnEvent) -> None:

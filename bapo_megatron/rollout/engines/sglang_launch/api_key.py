@@ -42,7 +42,10 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class ApiKey:
-    """An API key and its file; ``repr`` does not show the key."""
+    """An API key and its file; ``repr`` does not show the key.
+
+    Made by ``read_key_file``.
+    """
 
     value: str = field(repr=False)
     path: Path

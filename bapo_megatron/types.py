@@ -181,9 +181,14 @@ class ResponseTokens(ResponseColumns, _TokenIds):
     def joined(parts: Sequence[ResponseTokens]) -> ResponseTokens:
         """The tokens of ``parts`` end to end. TypeError for a column with values of another kind.
 
-        An optional column is None if no part has it.
+        An optional column is None if no part has it. ValueError if a column has not one value for each token:
+        all later tokens would get the values of others.
         """
         columns: dict[str, Any] = {name: _joined(name, c, parts) for name, c in RESPONSE_COLUMNS.items()}
+        tokens = len(columns["token_ids_R"])
+        for name, values in columns.items():
+            if values is not None and len(values) != tokens:
+                raise ValueError(f"{name} has {len(values)} values for {tokens} tokens; give one for each")
         return ResponseTokens(**columns)
 
     @staticmethod

@@ -80,6 +80,12 @@ def test_a_file_without_a_needed_column_and_values_of_another_kind_are_refused()
         ResponseTokens.joined([wrong])
 
 
+def test_a_column_has_one_value_for_each_token() -> None:
+    longer = answer(5, 6, mask=[True, True, False])
+    with pytest.raises(ValueError, match="loss_mask_R has 4 values for 3 tokens; give one for each"):
+        ResponseTokens.joined([longer, answer(7)])
+
+
 PROGRAM = '''
 import importlib.util, json, sys
 from pathlib import Path

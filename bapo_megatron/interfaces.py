@@ -105,6 +105,12 @@ class Policy(Protocol):
         """All-gather of the weights, one whole tensor at a time. Collective within a replica: each of its
         ranks must run the iterator to its end, also after an error."""
 
+    def give_experts(self) -> None:
+        """Take part in the ``hf_weights`` of another replica, which may lack experts of this one (EP).
+
+        Where one replica runs ``hf_weights``, the ranks of all others call this. Nothing without EP.
+        """
+
     def offload(self, keep_weights: bool = False) -> int:
         """Offload weights and optimizer to the host and free the gradients; returns the device bytes freed.
 

@@ -19,6 +19,8 @@ class TokenStats(NamedTuple):
     """Per-token log-probs and entropies of the policy at the rollout temperature, aligned with the labels.
 
     A ``TokenFn`` gets them with the ``MicroBatch`` of the same tokens: often only a chunk of a pack's.
+
+    Made by the output layer; ``Passes.old_sums`` makes them of the old log-probs, without a forward pass.
     """
 
     log_prob_T: Tensor
@@ -164,7 +166,10 @@ class SearchedLoss:
 
 
 class UpdateResult(NamedTuple):
-    """The result of an optimizer step, equal on every rank: metrics, gradient norm, learning rate."""
+    """The result of an optimizer step, equal on every rank: sums of the loss, gradient norm, learning rate.
+
+    Returned by ``Policy.update``. ``Objective.metrics`` makes metrics of the sums.
+    """
 
     sums: Tensor
     """float64: the loss function's additive vector summed over the update; element 0 is the loss sum."""

@@ -52,6 +52,8 @@ _ADDED: dict[str, Any] = {
     "profile.memory": False,
     "accept_resume_mismatch": [],
     "parallel.offload": False,
+    "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
     "rollout.sglang.colocated": False,
     "rollout.sglang.release_minutes": 2.0,
     "rollout.sglang.kept_gb": 6.0,

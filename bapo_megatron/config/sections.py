@@ -70,6 +70,10 @@ class ParallelConfig:
     """Context parallel size (CP): splits each sequence."""
     data: Annotated[int | None, Ge(1)] = None
     """Data parallel size (DP). None: 1, or under a launcher all the processes that are left."""
+    expert: Annotated[int, Ge(1)] = 1
+    """Expert parallel size (EP): splits the experts of a layer over ranks of TP, CP and DP."""
+    expert_tensor: Annotated[int, Ge(1)] = 1
+    """Tensor parallel size of the experts (ETP): splits each expert's MLP."""
     sequence: bool = False
     """Sequence parallelism: norms and residuals split over the TP ranks."""
     timeout_minutes: Annotated[float, Gt(0)] = 60

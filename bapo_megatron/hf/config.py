@@ -21,9 +21,26 @@ from bapo_megatron.runtime.files import check_files_inside, read_file_inside
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 _LONGEST_BYTES = 1 << 24
-_MOST_LAYERS, _MOST = 10_000, 2**31 - 1
+_MOST_LAYERS, _MOST_EXPERTS, _MOST = 10_000, 1 << 20, 2**31 - 1
 
-FAMILIES = {"qwen2": "Qwen2 / Qwen2.5", "qwen3": "Qwen3 dense", "llama": "Llama 3"}
+FAMILIES = {
+    "qwen2": "Qwen2 / Qwen2.5",
+    "qwen3": "Qwen3 dense",
+    "qwen3_moe": "Qwen3 MoE",
+    "llama": "Llama 3",
+}
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Shape of a layer's mixture of experts: a router and gated SiLU MLPs; each token takes a few of them."""
+
+    count: int
+    per_token: int
+    """Experts of a token, those of its highest router logits (top-k)."""
+    ffn: int
+    normalized: bool
+    """Whether the weights of a token's experts sum to 1; else they are their probabilities among all."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,8 @@ class ModelShape:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: ExpertShape | None = None
+    """Experts of each layer, which then has no MLP of width ``ffn``; None for a dense model."""
 
 
 def read_model_shape(folder: Path) -> ModelShape:
@@ -93,7 +112,8 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
             rope_scaling=_rope_scaling(config, source),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            experts=_experts(config) if family == "qwen3_moe" else None,
         )
     except KeyError as error:
         raise ConfigError(f"{source}: field {error.args[0]!r} is missing") from None
@@ -137,10 +157,32 @@ def _check_counts(shape: ModelShape, source: str) -> None:
     for name, number in {"rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta}.items():
         if not (math.isfinite(number) and number > 0):
             raise ConfigError(f"{source}: {name}={number} cannot be")
+    if shape.experts is not None:
+        _check_experts(shape.experts, source)
     if shape.heads % shape.kv_heads:
         raise ConfigError(
             f"{source}: num_attention_heads={shape.heads} is no multiple of "
             f"num_key_value_heads={shape.kv_heads}"
+        )
+
+
+def _experts(config: dict[str, Any]) -> ExpertShape:
+    """The experts: transformers 5 writes ``num_local_experts``, the hub's folders have ``num_experts``."""
+    return ExpertShape(
+        count=int(config.get("num_experts") or config["num_local_experts"]),
+        per_token=int(config["num_experts_per_tok"]),
+        ffn=int(config["moe_intermediate_size"]),
+        normalized=bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def _check_experts(experts: ExpertShape, source: str) -> None:
+    for field, value in {"num_experts": experts.count, "moe_intermediate_size": experts.ffn}.items():
+        if not 1 <= value <= _MOST_EXPERTS:
+            raise ConfigError(f"{source}: a model with {field}={str(value)[:20]} cannot be")
+    if not 1 <= experts.per_token <= experts.count:
+        raise ConfigError(
+            f"{source}: num_experts_per_tok={experts.per_token} cannot be: there are {experts.count} experts"
         )
 
 
@@ -173,6 +215,9 @@ def _refuse_variants(config: dict[str, Any], source: str) -> None:
         "attention_bias": bool(config.get("attention_bias", False)) and config["model_type"] != "qwen2",
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "quantization_config": bool(config.get("quantization_config")),
+        "mlp_only_layers": bool(config.get("mlp_only_layers")),
+        "decoder_sparse_step": int(config.get("decoder_sparse_step", 1)) != 1,
     }
     for field, wrong in refused.items():
         if wrong:

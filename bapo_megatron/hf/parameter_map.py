@@ -11,9 +11,10 @@ its value head; ``linear_fc1`` stacks the gate over the up projection, on each T
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.hf.config import ExpertShape, ModelShape
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -48,6 +49,9 @@ class Mapping:
     """Dimension that tensor parallelism cuts; None for a replicated parameter."""
     tp_parts: int = 1
     """Stacked parts along ``tp_dim`` that are each cut on their own (gate and up: 2)."""
+    expert: int | None = None
+    """Number of the parameter's expert, which one rank of EP has, and ETP cuts along ``tp_dim``. None: every
+    rank of EP has the parameter, and TP cuts it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,8 +73,11 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
             hf + "self_attn.o_proj.weight", (h, queries), tp_dim=1
         ),
         mg + "pre_mlp_layernorm.weight": _plain(hf + "post_attention_layernorm.weight", (h,)),
-        mg + "mlp.linear_fc1.weight": _gate_up(shape),
-        mg + "mlp.linear_fc2.weight": _plain(hf + "mlp.down_proj.weight", (h, shape.ffn), tp_dim=1),
+        **(
+            _mixture(mg + "mlp.", hf + "mlp.", shape.experts, h)
+            if shape.experts
+            else _mlp(mg + "mlp.", hf + "mlp.", shape.ffn, h)
+        ),
         "decoder.final_layernorm.weight": _plain("model.norm.weight", (h,)),
     }
     if shape.qkv_bias:
@@ -80,6 +87,30 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
         table[mg + "self_attention.k_layernorm.weight"] = _plain(hf + "self_attn.k_norm.weight", (d,))
     if not shape.tied:
         table["output_layer.weight"] = _plain("lm_head.weight", (shape.vocab, h), tp_dim=0)
+    return table
+
+
+def _mlp(mg: str, hf: str, ffn: int, hidden: int) -> dict[str, Mapping]:
+    """A gated MLP of width ``ffn``: that of a dense layer, or one expert."""
+    return {
+        mg + "linear_fc1.weight": Mapping(
+            tuple(f"{hf}{x}_proj.weight" for x in ("gate", "up")),
+            ((ffn, hidden),) * 2,
+            (RowSegment(0, 0, ffn), RowSegment(1, 0, ffn)),
+            tp_dim=0,
+            tp_parts=2,
+        ),
+        mg + "linear_fc2.weight": _plain(hf + "down_proj.weight", (hidden, ffn), tp_dim=1),
+    }
+
+
+def _mixture(mg: str, hf: str, experts: ExpertShape, hidden: int) -> dict[str, Mapping]:
+    """A mixture of experts: the router, which every rank has, and each expert's MLP."""
+    table = {mg + "router.weight": _plain(hf + "gate.weight", (experts.count, hidden))}
+    for number in range(experts.count):
+        own = f"experts.{number}."
+        for name, mapping in _mlp(mg + own, hf + own, experts.ffn, hidden).items():
+            table[name] = replace(mapping, expert=number)
     return table
 
 
@@ -94,6 +125,29 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return expected
 
 
+_FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
+
+
+def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slice]]:
+    """The experts' own tensors in a fused one of transformers: name to expert and rows; {} for any other.
+
+    ``experts.gate_up_proj`` is [experts, 2 ffn, hidden], gate over up; ``experts.down_proj`` is [experts,
+    hidden, ffn]. transformers keeps experts so in memory, and in folders that it saves with
+    ``save_original_format=False``; the hub's folders and all of ours have a tensor for each expert.
+    """
+    match = _FUSED_EXPERTS.fullmatch(name)
+    if match is None or len(shape) != 3:
+        return {}
+    count, rows, _ = shape
+    own = ("gate_proj", "up_proj") if match[2] == "gate_up" else ("down_proj",)
+    each = rows // len(own)
+    return {
+        f"{match[1]}{expert}.{kind}.weight": (expert, slice(place * each, (place + 1) * each))
+        for expert in range(count)
+        for place, kind in enumerate(own)
+    }
+
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # Transformer Engine fuses a norm into the linear layer that follows it and names it there. Checkpoints do
 # so too, whichever of the two wrote them.
@@ -104,27 +158,43 @@ _FUSED_NORMS = {
 _UNFUSED_NORMS = {plain: fused for fused, plain in _FUSED_NORMS.items()}
 
 
-def canonical_name(name: str, first_layer: int) -> tuple[str, int | None]:
+_LOCAL_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))"
+)
+"""An expert's parameter in a model chunk: megatron's SequentialMLP, or Transformer Engine's grouped layer."""
+_EXPERT = re.compile(r"mlp\.experts\.\d+\.")
+
+
+def canonical_name(name: str, first_layer: int, first_expert: int = 0) -> tuple[str, int | None]:
     """Name in the parameter map of a model chunk's parameter, and its layer number in the whole model.
 
-    ``first_layer``: number of the chunk's first layer, because each pipeline stage counts from 0.
+    ``first_layer``, ``first_expert``: numbers of the chunk's first layer and of the rank's first expert,
+    because each pipeline stage and each rank of EP counts from 0.
     """
     match = _LAYER.fullmatch(name)
     if match is None:
         return name, None
     suffix = _FUSED_NORMS.get(match[2], match[2])
+    if expert := _LOCAL_EXPERT.fullmatch(suffix):
+        number = first_expert + int(expert[1] or expert[4])
+        suffix = f"mlp.experts.{number}.{expert[2] or expert[3]}"
     return f"decoder.layers.{{layer}}.{suffix}", first_layer + int(match[1])
 
 
-def checkpoint_key(name: str, stacked: bool = True) -> str:
+def checkpoint_key(name: str, stacked: bool = True, sparse: bool = False) -> str:
     """Key in a torch_dist checkpoint of the parameter ``name`` of the map.
 
     ``stacked``: all layers under one key, with a dimension for the layer in front of the parameter's own;
-    otherwise a key for each, with ``{layer}`` in it as in the table's name.
+    otherwise a key for each, with ``{layer}`` in it as in the table's name. All experts are under one key in
+    any case, with a dimension for the expert. ``sparse``: of a model with experts, where the norm before them
+    keeps its own name.
     """
     prefix, layer, suffix = name.partition("decoder.layers.{layer}.")
     if not layer:
         return prefix
+    suffix = _EXPERT.sub("mlp.experts.experts.", suffix)
+    if sparse and suffix == "pre_mlp_layernorm.weight":
+        return ("decoder.layers." if stacked else layer) + suffix
     return ("decoder.layers." if stacked else layer) + _UNFUSED_NORMS.get(suffix, suffix)
 
 
@@ -140,14 +210,4 @@ def _qkv(shape: ModelShape, kind: str, tail: tuple[int, ...]) -> Mapping:
         tuple((groups * count, *tail) for count in rows),
         tuple(RowSegment(i, g * count, count) for g in range(groups) for i, count in enumerate(rows)),
         tp_dim=0,
-    )
-
-
-def _gate_up(shape: ModelShape) -> Mapping:
-    return Mapping(
-        tuple(f"model.layers.{{layer}}.mlp.{x}_proj.weight" for x in ("gate", "up")),
-        ((shape.ffn, shape.hidden),) * 2,
-        (RowSegment(0, 0, shape.ffn), RowSegment(1, 0, shape.ffn)),
-        tp_dim=0,
-        tp_parts=2,
     )

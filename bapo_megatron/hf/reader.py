@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, missing_file
-from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.hf.parameter_map import expert_tensors, hf_tensors
 from bapo_megatron.runtime.files import check_files_inside, file_inside, read_file_inside
 
 _INDEX = "model.safetensors.index.json"
@@ -34,7 +34,8 @@ class HfReader:
     """Reader of one Hugging Face folder; files are opened when first needed, and stay open.
 
     ``read`` reads only the asked rows and columns. ``check`` compares the folder with a model's shape. Made
-    by ``MegatronPolicy`` to load the initial weights, and by ``trainer/preflight.py`` to check them.
+    by ``MegatronPolicy`` to load the initial weights, and by ``trainer/preflight.py`` to check them. Fused
+    experts are read as the tensors of each expert.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,21 +43,41 @@ class HfReader:
         self.folder = folder
         self._open_files: dict[str, safe_open] = {}
         self._file_of = self._locate()
+        self._within: dict[str, tuple[str, int, slice]] = {}
+        """Where an expert's tensor lies in a fused one: its name, expert and rows."""
+        self.fused_experts = [name for name in self._file_of if expert_tensors(name, self.shape(name))]
+        """Names of the fused tensors, which SGLang would pass over."""
+        for fused in self.fused_experts:
+            for name, place in expert_tensors(fused, self.shape(fused)).items():
+                self._within[name] = (fused, *place)
+                self._file_of[name] = self._file_of[fused]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from its file's header."""
-        return tuple(self._file(self._file_of[name]).get_slice(name).get_shape())
+        if name in self._within:
+            fused, _, rows = self._within[name]
+            return rows.stop - rows.start, self._stored(fused).get_shape()[2]
+        return tuple(self._stored(name).get_shape())
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
         """Rows and columns of one tensor, as stored; no other bytes of it are read."""
-        stored = self._file(self._file_of[name]).get_slice(name)
+        if name in self._within:
+            fused, expert, own = self._within[name]
+            first, last, _ = rows.indices(own.stop - own.start)
+            part: Tensor = self._stored(fused)[expert, own.start + first : own.start + last, columns]
+            return part
+        stored = self._stored(name)
         tensor: Tensor = stored[rows] if columns == _ALL else stored[rows, columns]
         return tensor
+
+    def _stored(self, name: str) -> Any:
+        """The slices of a tensor that the files hold under this name."""
+        return self._file(self._file_of[name]).get_slice(name)
 
     def check(self, shape: ModelShape) -> None:
         """Check the folder: ConfigError with each missing tensor, unknown tensor and wrong shape."""
         expected = hf_tensors(shape)
-        known = set(self._file_of)
+        known = set(self._file_of) - set(self.fused_experts)
         # Tied models are often stored with a copy of the embedding under the name of the output layer.
         extra = known - set(expected) - ({"lm_head.weight"} if shape.tied else set())
         problems = [f"tensor {name} is missing" for name in expected if name not in known]

@@ -129,6 +129,9 @@ def _answer_cuda_queries() -> None:
 
     import megatron.core.tensor_parallel.random as megatron_random
 
+    from bapo_megatron.policy.expert_dispatch import adapt_to_gloo
+
+    adapt_to_gloo()
     # Recompute saves and restores the CUDA generator; there is none, and dropout is zero.
     megatron_random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_args, **_kwargs: None

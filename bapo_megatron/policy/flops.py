@@ -16,7 +16,13 @@ def attention_matmuls(shape: ModelShape) -> int:
 
 
 def mlp_matmuls(shape: ModelShape) -> int:
-    """3 hidden ffn: entries of one layer's MLP matrices (gate, up, down)."""
+    """3 hidden ffn: entries of the matrices of one layer's MLP (gate, up, down) that a token passes.
+
+    With experts: hidden (3 per_token expert_ffn + experts), those of its experts and of the router.
+    """
+    if shape.experts is not None:
+        experts = shape.experts
+        return shape.hidden * (3 * experts.per_token * experts.ffn + experts.count)
     return 3 * shape.hidden * shape.ffn
 
 

@@ -28,7 +28,7 @@ def layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, typ
     """
     if device.uses_transformer_engine(config.params_dtype):
         return _te_layer_spec(config, longest)
-    return _torch_layer_spec(config.qk_layernorm), RMSNorm
+    return _torch_layer_spec(config), RMSNorm
 
 
 def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, type]:
@@ -37,7 +37,11 @@ def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec,
 
     from bapo_megatron.policy.attention.te_attention import PackAttention
 
-    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
     attention = PackAttention
     if not has_te_attention(config, longest):
         if problem := device.varlen_problem():
@@ -59,13 +63,21 @@ def _announce_torch_attention() -> None:
         )
 
 
-def _torch_layer_spec(qk_norm: bool) -> ModuleSpec:
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+def _torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer = spec.submodules
+    if config.num_moe_experts:
+        # Transformer Engine has no fused norm before experts: in its checkpoints the norm has its own name.
+        names = layer.sharded_state_dict_keys_map
+        layer.sharded_state_dict_keys_map = {
+            own: stored for own, stored in names.items() if not own.startswith("pre_mlp_layernorm")
+        }
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = DocumentAttention
-    if qk_norm:
+    if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
 

@@ -38,23 +38,50 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
 
 def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
     """Divisibility problems of a model in a layout, each with the fix."""
-    sizes = {
-        "attention heads": shape.heads,
-        "KV heads": shape.kv_heads,
-        "MLP width": shape.ffn,
-        "vocabulary": shape.vocab,
-    }
+    sizes = {"attention heads": shape.heads, "KV heads": shape.kv_heads}
+    if shape.experts is None:
+        sizes["MLP width"] = shape.ffn
+    sizes["vocabulary"] = shape.vocab
     for title, size in sizes.items():
         if size % parallel.tensor:
             yield (
                 f"parallel.tensor={parallel.tensor} does not divide the model's {title} ({size}): "
                 f"use one of {_divisors(*sizes.values())}"
             )
+    yield from _expert_problems(parallel, shape)
     chunks = parallel.pipeline * parallel.virtual
     if shape.layers % chunks:
         yield (
             f"parallel.pipeline x virtual = {parallel.pipeline} x {parallel.virtual} does not divide the "
             f"model's {shape.layers} layers: use one of {_divisors(shape.layers)}"
+        )
+
+
+def _expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
+    own = f"parallel.expert x expert_tensor = {parallel.expert} x {parallel.expert_tensor}"
+    if shape.experts is None:
+        if parallel.expert * parallel.expert_tensor > 1:
+            yield f"{own}, but the model has no experts: leave both at 1"
+        return
+    for field, size, title, whole in (
+        ("expert", parallel.expert, "experts", shape.experts.count),
+        ("expert_tensor", parallel.expert_tensor, "experts' width", shape.experts.ffn),
+    ):
+        if whole % size:
+            yield (
+                f"parallel.{field}={size} does not divide the model's {title} ({whole}): "
+                f"use one of {_divisors(whole)}"
+            )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield (
+            f"parallel.tensor={parallel.tensor} of a model with experts needs sequence parallelism: "
+            "set parallel.sequence=True"
+        )
+    ranks = parallel.tensor * parallel.context * (parallel.data or 1)
+    if parallel.data is not None and ranks % (parallel.expert * parallel.expert_tensor):
+        yield (
+            f"{own} does not divide the ranks of a pipeline stage, parallel.tensor x context x data = "
+            f"{parallel.tensor} x {parallel.context} x {parallel.data} = {ranks}"
         )
 
 
@@ -95,6 +122,8 @@ def initialize_groups(parallel: ParallelConfig) -> None:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
         context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=parallel.timeout_minutes,  # megatron's default is 30
     )

@@ -209,6 +209,11 @@ class MegatronPolicy:
         self._offload.check_loaded("hf_weights", weights_alone=True)
         return self._weights.gather()
 
+    def give_experts(self) -> None:
+        """Give this rank's experts to the ``hf_weights`` of another replica; nothing without EP."""
+        self._offload.check_loaded("give_experts", weights_alone=True)
+        self._weights.give_experts()
+
     def offload(self, keep_weights: bool = False) -> int:
         """Offload weights and optimizer state to the host, and free the gradients; returns the device bytes
         freed on this rank.

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -83,15 +84,37 @@ def transformer_config(
         # Stages send each other the length of each pack; the interleaved schedule cannot.
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual == 1,
         moe_token_dispatcher_type="alltoall",  # variable lengths require it, also without experts
-        **_recompute(batch),
+        **_experts(shape, parallel, dtype),
+        **_recompute(batch, shape),
     )
 
 
-def _recompute(batch: BatchConfig) -> dict[str, object]:
+def _experts(shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, object]:
+    if shape.experts is None:
+        return {}
+    return {
+        "num_moe_experts": shape.experts.count,
+        "moe_ffn_hidden_size": shape.experts.ffn,
+        "moe_router_topk": shape.experts.per_token,
+        "moe_router_pre_softmax": not shape.experts.normalized,
+        # In bfloat16 nearly equal logits change places between engine and trainer.
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": device.uses_transformer_engine(dtype),
+        "moe_permute_fusion": has_cuda(),
+        "moe_router_fusion": False,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
+
+
+def _recompute(batch: BatchConfig, shape: ModelShape) -> dict[str, object]:
     if batch.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if batch.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+        mlp = "moe" if shape.experts else "mlp"  # megatron ignores "mlp" in layers with experts
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", mlp]}
     return {}
 
 
@@ -182,6 +205,19 @@ def _chunk(
         rope_scaling_factor=shape.rope_scaling or 1.0,
         vp_stage=stage,
     )
+    _mark_experts(model)
     if not fused:
         model.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope_scaling)
     return model
+
+
+def _mark_experts(model: PolicyModel) -> None:
+    """Mark experts' parameters as no copies of each other over TP, CP and DP, whatever EP is.
+
+    Megatron does so for EP > 1 alone. Without the mark, experts that TP repeats (ETP < TP) would keep the
+    gradient of their own rank's tokens, and a checkpoint of EP 1 has another form of optimizer than of EP 2.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False

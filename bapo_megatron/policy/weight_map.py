@@ -37,20 +37,25 @@ def stage_of(key: Key, layers: int, stages: int, virtual: int) -> int:
 class WeightMap:
     """The map between the whole model's parameters and this rank's shards.
 
-    ``load`` is local, ``gather`` is collective within a replica. KeyError for a parameter that it does not
-    know. Made by ``MegatronPolicy``: it loads the initial weights, and gathers them for weight syncs and
-    exports.
+    ``load`` is local, ``gather`` is collective within a replica, and with EP among all ranks. KeyError for a
+    parameter that it does not know. Made by ``MegatronPolicy``: it loads the initial weights, and gathers
+    them for weight syncs and exports.
     """
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:
         self.table = mapping_table(shape)
         self.layers = shape.layers
         self._chunks = len(chunks)
+        self._experts_here = 1
+        first_expert = 0
+        if shape.experts:
+            self._experts_here = shape.experts.count // parallel_state.get_expert_model_parallel_world_size()
+            first_expert = self._experts_here * parallel_state.get_expert_model_parallel_rank()
         self.local: dict[Key, torch.nn.Parameter] = {}
         for chunk in chunks:
             first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
             for name, parameter in chunk.named_parameters():
-                key = canonical_name(name, first_layer)
+                key = canonical_name(name, first_layer, first_expert)
                 if shape.tied and key[0] == "output_layer.weight":
                     continue  # the last stage's copy of the tied embedding: the first stage's is used
                 if key[0] not in self.table:
@@ -76,29 +81,57 @@ class WeightMap:
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather the model as HF tensors, one parameter at a time, on every rank. Collective.
 
-        A tensor is valid until the iterator moves on; clone it to keep it.
+        With EP a replica may lack experts, which come from other replicas: those call ``gather``, too, or
+        ``give_experts``. A tensor is valid until the iterator moves on; clone it to keep it.
         """
-        stages = parallel_state.get_pipeline_model_parallel_group().size()
-        for key in self.keys():
+        for key, owner in self._owners():
             name, layer = key
             mapping = self.table[name]
-            value = self._whole(key, mapping, stage_of(key, self.layers, stages, self._chunks))
+            value = self._whole(key, mapping, owner)
             for hf_name, tensor in zip(mapping.hf_names, split(mapping, value), strict=True):
                 yield hf_name.format(layer=layer), tensor.contiguous()
 
+    def give_experts(self) -> None:
+        """Take part in the ``gather`` of another replica with this rank's experts; nothing without EP."""
+        if parallel_state.get_expert_model_parallel_world_size() == 1:
+            return
+        stage = parallel_state.get_pipeline_model_parallel_group().rank()
+        for key, owner in self._owners():
+            mapping = self.table[key[0]]
+            if mapping.expert is not None and owner == stage:
+                self._on_stage(key, mapping)
+
+    def _owners(self) -> Iterator[tuple[Key, int]]:
+        """The keys of the whole model, each with the pipeline stage that has it."""
+        stages = parallel_state.get_pipeline_model_parallel_group().size()
+        for key in self.keys():
+            yield key, stage_of(key, self.layers, stages, self._chunks)
+
     def _whole(self, key: Key, mapping: Mapping, owner: int) -> Tensor:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        if pipeline.rank() == owner:
-            value = unshard(mapping, self._all_pieces(self.local[key].detach(), mapping)).contiguous()
-        else:
-            value = next(iter(self.local.values())).new_empty(mapping.shape)
+        value = self._on_stage(key, mapping) if pipeline.rank() == owner else self._empty(mapping)
         if pipeline.size() > 1:
             dist.broadcast(value, dist.get_global_rank(pipeline, owner), pipeline)
         return value
 
+    def _on_stage(self, key: Key, mapping: Mapping) -> Tensor:
+        """The whole parameter on every rank of its pipeline stage."""
+        if key in self.local:
+            value = unshard(mapping, self._all_pieces(self.local[key].detach(), mapping)).contiguous()
+        else:
+            value = self._empty(mapping)
+        experts = parallel_state.get_expert_model_parallel_group()
+        if mapping.expert is not None and experts.size() > 1:
+            source = mapping.expert // self._experts_here
+            dist.broadcast(value, dist.get_global_rank(experts, source), experts)
+        return value
+
+    def _empty(self, mapping: Mapping) -> Tensor:
+        return next(iter(self.local.values())).new_empty(mapping.shape)
+
     @staticmethod
     def _all_pieces(piece: Tensor, mapping: Mapping) -> list[Tensor]:
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = cut_group(mapping)
         if mapping.tp_dim is None or group.size() == 1:
             return [piece]
         pieces = [torch.empty_like(piece) for _ in range(group.size())]
@@ -106,12 +139,18 @@ class WeightMap:
         return pieces
 
 
+def cut_group(mapping: Mapping) -> Any:
+    """The process group that cuts a parameter along its ``tp_dim``: TP, or ETP for one of an expert."""
+    if mapping.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
 def _fill(parameter: Tensor, reader: TensorReader, mapping: Mapping, layer: int | None) -> None:
     """Fill this rank's shard of a parameter from its HF tensors, part by part."""
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    group = cut_group(mapping)
     row = 0
-    for source, rows, columns in shard_parts(mapping, rank, size):
+    for source, rows, columns in shard_parts(mapping, group.rank(), group.size()):
         part = reader.read(mapping.hf_names[source].format(layer=layer), rows, columns)
         parameter.data[row : row + len(part)].copy_(part)
         row += len(part)

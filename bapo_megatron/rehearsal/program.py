@@ -68,6 +68,7 @@ class RankProgram:
     def weight_sync(self) -> None:
         """Weight sync: weights gathered within the first replica; on rank 0 the buckets of a broadcast."""
         if self.policy.data_rank != 0:
+            self.policy.give_experts()
             return
         engine = self._config.rollout.engine_config
         sends = dist.get_rank() == 0 and engine.sync == "broadcast"

@@ -8,7 +8,7 @@ them one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -82,7 +82,9 @@ def run_checks(
         yield lambda: check_hooks(config.checkpoint, config.logging)
     if config.rollout.replay is not None:
         yield lambda: _check_replay(config)
-    elif read_dataset:
+    else:
+        yield lambda: engine_backend(config.rollout.engine).check_weights(config.model.hf_path)
+    if config.rollout.replay is None and read_dataset:
         data = config.data
         yield lambda: _check_sandbox(config)
         yield lambda: load_problems(data, config.reward.function, tokenizer())
@@ -105,7 +107,9 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     tokenizer = check_model(config.model, ParallelConfig())
     _check_context(config)
     check_same_run(config, samples_only=True)
-    engine_backend(config.rollout.engine).check(config.rollout, _gpus())
+    backend = engine_backend(config.rollout.engine)
+    backend.check(config.rollout, _gpus())
+    backend.check_weights(config.model.hf_path)
     if read_dataset:
         check_hooks(config.checkpoint, config.logging)
         _check_sandbox(config)
@@ -168,7 +172,8 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     check_environment()
     shape = read_model_shape(model.hf_path)
     HfReader(model.hf_path).check(shape)
-    problems = list(layout_problems(parallel, shape))
+    replicas = data_parallel_size(parallel, launched_world_size())
+    problems = list(layout_problems(replace(parallel, data=replicas), shape))
     if problem := attention_problem(getattr(torch, model.dtype)):
         problems.append(f"model.dtype={model.dtype}: {problem}")
     if problem := optimizer_problem():

@@ -22,6 +22,7 @@ from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, laun
 Event = dict[str, Any]
 
 _LAYOUT = [f"parallel.{name}" for name in ("tensor", "pipeline", "virtual", "context", "sequence")]
+_LAYOUT += ["parallel.expert", "parallel.expert_tensor"]
 
 
 def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:

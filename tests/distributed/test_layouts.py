@@ -57,6 +57,7 @@ class Layout:
 def layout(text: str) -> Layout:
     """``tp2-sp-pp2-vpp2-cp2-dp2 pack200 full shuffled`` and parts of it."""
     names = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual", "cp": "context", "dp": "data"}
+    names |= {"ep": "expert", "etp": "expert_tensor"}
     where, *how = text.split()
     parallel: dict[str, int | bool] = {}
     for part in where.split("-"):

@@ -27,6 +27,13 @@ _LLAMA_ROPE = {
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 24,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
     "llama": {"architectures": ["LlamaForCausalLM"], "rope_scaling": _LLAMA_ROPE},
 }
 

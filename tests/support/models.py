@@ -10,6 +10,8 @@ import torch
 from bapo_megatron.data.packing import Sample
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
+EXPERTS = "qwen3_moe"
+"""A family with experts, whose layouts have tests of their own."""
 FORMS = [*FAMILIES, "qwen3_tied"]
 """The families, and Qwen3 as its models up to 4B are: with one matrix as embedding and output layer."""
 VOCAB = 128
@@ -48,6 +50,17 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
             transformers.Qwen3Config,
             transformers.Qwen3ForCausalLM,
             {"head_dim": 16, "tie_word_embeddings": True},
+        ),
+        "qwen3_moe": (
+            transformers.Qwen3MoeConfig,
+            transformers.Qwen3MoeForCausalLM,
+            {
+                "head_dim": 16,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24,
+                "norm_topk_prob": True,
+            },
         ),
         "llama": (
             transformers.LlamaConfig,

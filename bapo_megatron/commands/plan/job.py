@@ -95,12 +95,20 @@ def shape_folder(recipe: Path, hf_path: Path) -> Path:
 class Job:
     """Planned job: one recipe and its model's shape on one type of GPU; the input of every estimate.
 
-    Immutable. Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions.
+    Immutable. Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions. ConfigError
+    for a model with experts, whose memory and traffic no estimate knows.
     """
 
     run: RunConfig
     shape: ModelShape
     options: PlanOptions
+
+    def __post_init__(self) -> None:
+        if self.shape.experts is not None:
+            raise ConfigError(
+                f"model.hf_path={self.run.model.hf_path}: `bapo plan` and `bapo rehearse` know no models "
+                "with experts yet; the model trains without them (docs/parallelism.md#experts)"
+            )
 
     @property
     def gpu(self) -> Gpu:

@@ -247,10 +247,14 @@ def _tolerances(config: VerifyConfig) -> Tolerances:
     return dataclasses.replace(TOLERANCES[config.model.dtype], **given)
 
 
+_EXPERTS = {"EP": "parallel.expert", "ETP": "parallel.expert_tensor"}
+
+
 def _layout(measured: LayoutReference) -> str:
     made = measured.made
     sizes = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual", "CP": "context", "DP": "data"}
     parts = [f"{short} {made[f'parallel.{name}']}" for short, name in sizes.items()]
+    parts += [f"{short} {made[name]}" for short, name in _EXPERTS.items() if made.get(name, 1) > 1]
     parts.append(f"SP {'on' if made['parallel.sequence'] else 'off'}")
     parts.append(f"packs of {made['batch.pack_tokens']}, recompute {made['batch.recompute']}")
     parts.append(f"torch {made['torch']}, megatron-core {made['megatron-core']}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from bapo_megatron.hf.parameter_map import Mapping
 from bapo_megatron.hf.shards import shard
 from bapo_megatron.policy.state.optimizer_state import STATES, placements
-from bapo_megatron.policy.weight_map import Key, WeightMap
+from bapo_megatron.policy.weight_map import Key, WeightMap, cut_group
 
 WEIGHTS, STEP = "weights", "step"
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -35,54 +36,77 @@ _GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644E
 """The increment and the multipliers of splitmix64, as signed integers (Steele, Lea and Flood 2014, "Fast
 Splittable Pseudorandom Number Generators")."""
 
-_RankSums = tuple[int, int, dict[str, tuple[int, int]], list[int]]
-"""A rank's sums: TP rank; DP x CP rank; by name the sums over TP-sharded and over TP-replicated parameters;
-the optimizer's step counts."""
+_CUT, _WHOLE, _EXPERT = range(3)
+
+
+@dataclass(frozen=True)
+class RankSums:
+    """A rank's sums, which all ranks exchange."""
+
+    tensor: int
+    """TP rank."""
+    replica: int
+    """DP x CP rank: which copy of the parameters outside of experts."""
+    expert_replica: int
+    """Expert-DP rank: which copy of the experts' parameters."""
+    sums: dict[str, tuple[int, ...]]
+    """By name the sums over TP-sharded, over TP-replicated and over experts' parameters."""
+    steps: list[int]
+    """The optimizer's step counts."""
 
 
 def state_digest(weights: WeightMap, optimizer: Any) -> dict[str, list[str]]:
     """Digests of the weights, of each optimizer state, and the step count, on every rank. Collective.
 
-    Each DP x CP rank has a copy of the weights, and each TP rank one of some parameters. A name has one
-    digest if all copies agree; else that of the checkpoint's copy comes first, then the others.
+    Each DP x CP rank has a copy of the weights, and each TP rank one of some parameters; of the experts each
+    expert-DP rank has one. A name has one digest if all copies agree; else that of the checkpoint's copy
+    comes first, then the others.
     """
-    own = (
+    return _merged_over_ranks(_sums(weights, optimizer), _steps(optimizer))
+
+
+def weights_digest(weights: WeightMap) -> list[str]:
+    """Digests of the weights alone: one if all copies agree, else one for each different copy. Collective."""
+    return _merged_over_ranks(_sums(weights, None), [])[WEIGHTS]
+
+
+def _merged_over_ranks(sums: dict[str, tuple[int, ...]], steps: list[int]) -> dict[str, list[str]]:
+    own = RankSums(
         int(parallel_state.get_tensor_model_parallel_rank()),
         int(parallel_state.get_data_parallel_rank(with_context_parallel=True)),
-        _sums(weights, optimizer),
-        _steps(optimizer),
+        int(parallel_state.get_expert_data_parallel_rank()),
+        sums,
+        steps,
     )
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     return merged(ranks)
 
 
-def weights_digest(weights: WeightMap) -> list[str]:
-    """Digests of the weights alone: one if all copies agree, else one for each different copy. Collective."""
-    own = (
-        int(parallel_state.get_tensor_model_parallel_rank()),
-        int(parallel_state.get_data_parallel_rank(with_context_parallel=True)),
-        _sums(weights, None),
-        list[int](),
-    )
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
-    return merged(ranks)[WEIGHTS]
-
-
-def merged(ranks: Sequence[_RankSums]) -> dict[str, list[str]]:
+def merged(ranks: Sequence[RankSums]) -> dict[str, list[str]]:
     """The digests of the whole state, from the sums of all ranks in any order."""
-    tensor_ranks = sorted({tensor for tensor, *_ in ranks})
-    replicas = sorted({replica for _, replica, *_ in ranks})
+    tensor_ranks = sorted({one.tensor for one in ranks})
+    replicas = sorted({one.replica for one in ranks})
+    expert_replicas = sorted({one.expert_replica for one in ranks})
 
-    def total(name: str, tensor: int, replica: int | None) -> int:
-        mine = [one for one in ranks if replica in (None, one[1])]
-        return sum(one[2][name][0] + (one[2][name][1] if one[0] == tensor else 0) for one in mine)
+    def dense(name: str, tensor: int, replica: int | None) -> int:
+        mine = [one for one in ranks if replica in (None, one.replica)]
+        return sum(one.sums[name][_CUT] + one.sums[name][_WHOLE] * (one.tensor == tensor) for one in mine)
 
-    found = {WEIGHTS: [total(WEIGHTS, tensor, replica) for replica in replicas for tensor in tensor_ranks]}
+    def experts(name: str, replica: int | None) -> int:
+        return sum(one.sums[name][_EXPERT] for one in ranks if replica in (None, one.expert_replica))
+
+    found = {
+        WEIGHTS: [
+            dense(WEIGHTS, tensor, replica) + experts(WEIGHTS, expert_replica)
+            for replica in replicas
+            for tensor in tensor_ranks
+            for expert_replica in expert_replicas
+        ]
+    }
     for name in STATES:
-        found[name] = [total(name, tensor, None) for tensor in tensor_ranks]
-    steps = sorted({step for *_, counted in ranks for step in counted})
+        found[name] = [dense(name, tensor, None) + experts(name, None) for tensor in tensor_ranks]
+    steps = sorted({step for one in ranks for step in one.steps})
     digests = {name: [f"{value % 2**64:016x}" for value in values] for name, values in found.items()}
     return {
         **{name: list(dict.fromkeys(values)) for name, values in digests.items()},
@@ -90,22 +114,22 @@ def merged(ranks: Sequence[_RankSums]) -> dict[str, list[str]]:
     }
 
 
-def _sums(weights: WeightMap, optimizer: Any | None) -> dict[str, tuple[int, int]]:
-    """This rank's sums by name: over TP-sharded, and over TP-replicated parameters; 0 without optimizer."""
+def _sums(weights: WeightMap, optimizer: Any | None) -> dict[str, tuple[int, ...]]:
+    """This rank's sums by name, as in ``RankSums``; those of its states are 0 without optimizer."""
     device = next(iter(weights.local.values())).device
     names = (WEIGHTS, *STATES)
-    sums = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
+    sums = torch.zeros(len(names), 3, dtype=torch.int64, device=device)
     kept = dict(_kept_states(optimizer)) if optimizer is not None else {}
     for key, parameter in weights.local.items():
         mapping = weights.table[key[0]]
         rows, columns = factors(key, mapping, device)
-        repeated = int(mapping.tp_dim is None)
-        sums[0, repeated] += bit_sum(parameter.detach().flatten(), 0, rows, columns)
+        kind = _EXPERT if mapping.expert is not None else _WHOLE if mapping.tp_dim is None else _CUT
+        sums[0, kind] += bit_sum(parameter.detach().flatten(), 0, rows, columns)
         first, states = kept.get(parameter, (0, {}))
         for number, name in enumerate(STATES, 1):
             if name in states:
-                sums[number, repeated] += bit_sum(states[name].detach(), first, rows, columns)
-    return {name: (cut, whole) for name, (cut, whole) in zip(names, sums.tolist(), strict=True)}
+                sums[number, kind] += bit_sum(states[name].detach(), first, rows, columns)
+    return {name: tuple(row) for name, row in zip(names, sums.tolist(), strict=True)}
 
 
 def _kept_states(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[int, dict[str, Tensor]]]]:
@@ -134,13 +158,12 @@ def factors(key: Key, mapping: Mapping, device: torch.device) -> tuple[Tensor, T
     name, layer = key
     seed = hashlib.sha256(f"{name} {layer}".encode()).digest()
     shape = (*mapping.shape, 1)[:2]  # a vector is a matrix of one column
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    group = cut_group(mapping)
     found = []
     for dim, length in enumerate(shape):
         index = torch.arange(length, device=device)
         if mapping.tp_dim == dim:
-            index = shard(mapping, index.unsqueeze(1 - dim), rank, size).flatten()
+            index = shard(mapping, index.unsqueeze(1 - dim), group.rank(), group.size()).flatten()
         start = int.from_bytes(seed[8 * dim : 8 * dim + 8], "little", signed=True)
         found.append(_mix(index * _GOLDEN + start) | 1)
     return found[0], found[1]

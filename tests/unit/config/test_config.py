@@ -37,7 +37,7 @@ from bapo_megatron.config import (
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat, out_of_range
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.hf.config import ExpertShape, ModelShape
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
@@ -241,6 +241,36 @@ def test_a_layout_that_splits_the_model_passes() -> None:
 def test_a_layout_that_does_not_is_named_with_the_fix(parallel: ParallelConfig, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         raise AssertionError("\n".join(layout_problems(parallel, SHAPE)))
+
+
+EXPERTS = dataclasses.replace(SHAPE, experts=ExpertShape(count=6, per_token=2, ffn=40, normalized=True))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "shape", "message"),
+    [
+        ({"expert": 2, "data": 2}, SHAPE, "2 x 1, but the model has no experts: leave both at 1"),
+        ({"expert": 4, "data": 4}, EXPERTS, r"experts \(6\): use one of \[1, 2, 3, 6\]"),
+        ({"expert_tensor": 3, "data": 3}, EXPERTS, r"experts' width \(40\): use one of \[1, 2, 4, 5, 8,"),
+        ({"tensor": 2}, EXPERTS, "needs sequence parallelism: set parallel.sequence=True"),
+        ({"expert": 2, "data": 1}, EXPERTS, r"tensor x context x data = 1 x 1 x 1 = 1$"),
+        (
+            {"expert": 3, "expert_tensor": 2, "data": 4},
+            EXPERTS,
+            "3 x 2 does not divide the ranks",
+        ),
+    ],
+)
+def test_a_layout_of_experts_that_does_not_fit_is_named(
+    parallel: dict[str, int], shape: ModelShape, message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError("\n".join(layout_problems(ParallelConfig(**parallel), shape)))
+
+
+def test_the_width_of_no_mlp_limits_the_layout_of_experts() -> None:
+    odd = dataclasses.replace(EXPERTS, ffn=7)
+    assert not list(layout_problems(ParallelConfig(tensor=2, sequence=True, expert=2, data=1), odd))
 
 
 def test_data_parallel_size() -> None:

@@ -14,7 +14,7 @@ from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
 from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_key, hf_tensors, mapping_table
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.shards import join, shard, shard_parts, split, unshard
-from tests.support.models import FAMILIES, save_tiny_model
+from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
 
 
 def shape(**changes: object) -> ModelShape:
@@ -50,7 +50,7 @@ def test_gate_and_up_are_cut_each_on_its_own() -> None:
     assert shard(mapping, joined, 1, 2).flatten().tolist() == [3, 4, 7, 8]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_round_trip_is_bitwise(family: str, tp: int, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path)
@@ -65,7 +65,7 @@ def test_round_trip_is_bitwise(family: str, tp: int, tmp_path: Path) -> None:
             assert torch.equal(tensor, tensors[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_parts_that_a_rank_reads_are_its_shard(family: str, tp: int, tmp_path: Path) -> None:
     """No element is read by two ranks, but those of parameters that tensor parallelism repeats."""
@@ -100,7 +100,7 @@ def test_parts_by_hand() -> None:
     assert parts("input_layernorm.weight") == [(0, 0, 4, None, None)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])
 def test_transformers_writes_exactly_the_tensors_of_the_table(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path)
     HfReader(folder).check(read_model_shape(folder))
@@ -127,9 +127,10 @@ def test_keys_of_checkpoints() -> None:
     assert checkpoint_key("output_layer.weight") == "output_layer.weight"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])
 def test_segments_hold_each_row_of_each_tensor_once(family: str) -> None:
-    for name, mapping in mapping_table(shape(model_type=family, head_dim=3)).items():
+    experts = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 2}
+    for name, mapping in mapping_table(shape(model_type=family, head_dim=3, **experts)).items():
         rows = [(s.source, s.row + i) for s in mapping.segments for i in range(s.rows)]
         assert len(rows) == mapping.shape[0], name
         assert sorted(rows) == [(i, row) for i, s in enumerate(mapping.hf_shapes) for row in range(s[0])]

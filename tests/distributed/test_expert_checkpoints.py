@@ -1,0 +1,123 @@
+"""Checkpoints of a mixture of experts: a layout loads those of any other; bapo-ckpt reads and writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.algo.losses.clip import search
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.data.packing import pack_samples
+from checkpoints_tools import to_hf, to_megatron
+from tests.distributed.test_converted_checkpoints import load_converted, log_probs, make_policy
+from tests.support.bapo_objective import loss_fn
+from tests.support.models import EXPERTS, random_samples, save_tiny_model
+from tests.support.saves import complete
+from tests.support.tiers import slow_but
+from tests.support.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {
+    "one": ParallelConfig(),
+    "DP2 EP2": ParallelConfig(data=2, expert=2),
+    "TP2 EP2": ParallelConfig(tensor=2, sequence=True, expert=2),
+    "TP2 ETP2": ParallelConfig(tensor=2, sequence=True, expert_tensor=2),
+    "TP2": ParallelConfig(tensor=2, sequence=True),
+    "DP4 EP4": ParallelConfig(data=4, expert=4),
+    "DP2 EP2 PP2": ParallelConfig(data=2, expert=2, pipeline=2),
+    "DP2 TP2 EP2 ETP2": ParallelConfig(data=2, tensor=2, sequence=True, expert=2, expert_tensor=2),
+}
+Weights = dict[str, torch.Tensor]
+
+
+def train_and_save(folder: Path, parallel: ParallelConfig, path: Path, dtype: str) -> tuple[dict, Weights]:
+    """The digests and the weights after one update, which is saved."""
+    policy = make_policy(folder, parallel, dtype)
+    packs = pack_samples(random_samples(8, seed=4), 96, "token", policy.pack_layout)
+    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    policy.update(packs, loss_fn(found, grpo(), policy.version))
+    complete(policy.save(path))
+    return policy.state_digest(), {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+def load_and_look(folder: Path, parallel: ParallelConfig, path: Path) -> tuple[dict, Weights]:
+    policy = make_policy(folder, parallel)
+    policy.load(path, 1)
+    return policy.state_digest(), {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(EXPERTS, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("written", slow_but(["DP2 EP2", "TP2", "TP2 ETP2", "one"], "DP2 EP2"))
+def test_every_layout_loads_weights_and_optimizer_bit_for_bit(
+    written: str, folder: Path, tmp_path: Path
+) -> None:
+    path, layout = tmp_path / "policy", LAYOUTS[written]
+    [(digest, weights), *others] = run_layout(train_and_save, layout, folder, layout, path, "float32")
+    assert all(len(values) == 1 for values in digest.values()), digest
+    assert all(other[0] == digest for other in others)
+    for name, layout in LAYOUTS.items():
+        for found, same in run_layout(load_and_look, layout, folder, layout, path):
+            assert found == digest, name
+            assert all(torch.equal(same[one], tensor) for one, tensor in weights.items()), name
+
+
+@pytest.mark.parametrize("written", slow_but(LAYOUTS, "DP2 TP2 EP2 ETP2"))
+def test_a_checkpoint_of_the_trainer_becomes_a_folder_of_transformers(
+    written: str, folder: Path, tmp_path: Path
+) -> None:
+    path, layout = tmp_path / "policy", LAYOUTS[written]
+    [(_, weights), *_] = run_layout(train_and_save, layout, folder, layout, path, "bfloat16")
+    to_hf(path, tmp_path / "hf", reference=folder)
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def load_both(folder: Path, other: Path, parallel: ParallelConfig, checkpoint: Path) -> tuple[list, list]:
+    """Log-probs of a policy made of the folder, and of one of other weights that loaded the checkpoint."""
+    samples = random_samples(8, seed=3)
+    expected = log_probs(make_policy(folder, parallel), samples)
+    policy = make_policy(other, parallel)
+    load_converted(policy, checkpoint)
+    return expected, log_probs(policy, samples)
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "DP2 EP2 PP2"))
+def test_megatron_loads_what_the_converter_writes(layout: str, folder: Path, tmp_path: Path) -> None:
+    other = save_tiny_model(EXPERTS, tmp_path / "other", seed=2)
+    to_megatron(folder, tmp_path / "megatron", grid=4)
+    arguments = (folder, other, LAYOUTS[layout], tmp_path / "megatron/release")
+    for expected, found in run_layout(load_both, LAYOUTS[layout], *arguments):
+        assert expected
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def digests_of_a_flip(folder: Path, parallel: ParallelConfig) -> tuple[list[str], list[str]]:
+    """The digests of the weights, before and after one element of one expert on the last rank is changed."""
+    policy = make_policy(folder, parallel)
+    before = policy.state_digest()["weights"]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        key = next(key for key in policy._weights.local if ".experts." in key[0])
+        with torch.no_grad():
+            policy._weights.local[key][0, 0] += 1e-6
+    return before, policy.state_digest()["weights"]
+
+
+@pytest.mark.parametrize(("layout", "copies"), [("DP2 EP2", 1), ("DP2", 2)])
+def test_one_changed_element_of_one_expert_changes_the_digest(layout: str, copies: int, folder: Path) -> None:
+    """With a second copy of the expert both digests are told, that of the good one among them."""
+    where = {**LAYOUTS, "DP2": ParallelConfig(data=2)}[layout]
+    for before, after in run_layout(digests_of_a_flip, where, folder, where):
+        assert len(before) == 1
+        assert len(after) == copies
+        assert (before[0] in after) == (copies == 2)

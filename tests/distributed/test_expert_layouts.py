@@ -1,0 +1,65 @@
+"""A mixture of experts gives one answer at every layout, with EP and without, which is transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bapo_megatron.data.packing import Sample
+from tests.distributed.test_layouts import Answer, answers, check_agreement, layout
+from tests.support.models import EXPERTS, random_samples, save_tiny_model, tiny_model
+from tests.support.tiers import slow_but
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = [
+    *("one selective", "one full", "one pack4096"),
+    *("tp2-sp", "tp2-sp selective", "tp2-sp full", "tp2-sp-etp2", "tp2-sp-etp2 full"),
+    *("dp2", "pp2", "cp2", "pp2-vpp2", "dp2 full"),
+    *("dp2-ep2", "dp2-ep2 selective", "dp2-ep2 full", "dp4-ep4", "dp4-ep2 shuffled"),
+    *("cp2-ep2", "cp2-ep2 full", "dp2-cp2-ep2", "dp2-cp2-ep4"),
+    *("tp2-sp-ep2", "tp2-sp-ep2 selective", "tp2-sp-ep2 full", "dp2-tp2-sp-ep4", "dp2-tp2-sp-ep2"),
+    *("dp2-tp2-sp-ep2-etp2", "dp2-tp2-sp-ep2-etp2 full", "dp2-tp2-sp-etp2"),
+    *("dp2-pp2-ep2", "dp2-pp2-ep2 full", "dp2-pp2-vpp2-ep2", "pp2-cp2-ep2", "dp2-pp2-vpp2-ep2 selective"),
+    *("tp2-sp-pp2-ep2", "tp2-sp-pp2-vpp2-ep2", "tp2-sp-cp2-ep2", "tp2-sp-cp2-ep4"),
+]
+QUICK = ("tp2-sp", "dp2-ep2 selective", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(EXPERTS, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return random_samples(12, seed=3)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, samples: list[Sample]) -> Answer:
+    [found] = answers("one", folder, samples)
+    return found
+
+
+@pytest.mark.parametrize("text", slow_but(LAYOUTS, *QUICK))
+def test_layout_agrees_with_one_process(
+    text: str, folder: Path, samples: list[Sample], reference: Answer
+) -> None:
+    check_agreement(answers(text, folder, samples), reference, samples)
+
+
+def test_log_probs_are_those_of_transformers(samples: list[Sample], reference: Answer) -> None:
+    model = tiny_model(EXPERTS)
+    for index, sample in enumerate(samples):
+        ids = torch.tensor(sample.token_ids[None].astype("int64"))
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1] / 0.7
+        theirs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(reference.log_probs[index], theirs, rtol=0, atol=1e-5)
+
+
+def test_there_are_many_layouts() -> None:
+    assert len(set(map(layout, LAYOUTS))) >= 25

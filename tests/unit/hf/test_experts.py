@@ -1,0 +1,149 @@
+"""Experts: their fields in config.json, their names in chunks, checkpoints and folders, and fused folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.config import ExpertShape, model_shape, read_model_shape
+from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_key, expert_tensors, mapping_table
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.policy.flops import linear_flops_per_token
+from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
+from bapo_megatron.rollout.weight_sync.disk import WeightStaging
+from checkpoints_tools import to_hf, to_megatron
+from tests.support.checkpoint_models import config_of, folder_bytes
+from tests.support.models import EXPERTS, save_tiny_model, tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(EXPERTS, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights, as transformers saves them when it is told to keep its own format."""
+    path = tmp_path_factory.mktemp("fused")
+    tiny_model(EXPERTS).save_pretrained(path, save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(path / "model.safetensors")
+    return path
+
+
+def test_the_names_of_the_hub_and_of_transformers_5_are_read() -> None:
+    config = config_of(EXPERTS)
+    wanted = ExpertShape(count=5, per_token=2, ffn=24, normalized=False)
+    assert model_shape(config, "here").experts == wanted
+    config["num_local_experts"] = config.pop("num_experts")
+    assert model_shape(config, "here").experts == wanted
+    assert model_shape({**config, "norm_topk_prob": True}, "here").experts.normalized  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok=6 cannot be: there are 5 experts"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 cannot be"),
+        ({"num_experts": 10**9}, "num_experts=1000000000 cannot be"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size=-1 cannot be"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*fp8.* is not supported"),
+    ],
+)
+def test_what_would_change_the_model_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_shape({**config_of(EXPERTS), **change}, "here")
+
+
+def test_the_flops_are_those_of_a_tokens_experts() -> None:
+    """Per layer: q, k, v, o 2 x 48 x 24 x (8 + 4), two of five experts 3 x 48 x 24 each, router 48 x 5."""
+    per_layer = 2 * 48 * 24 * 12 + 2 * 3 * 48 * 24 + 48 * 5
+    assert linear_flops_per_token(model_shape(config_of(EXPERTS), "here")) == 2 * (3 * per_layer + 48 * 101)
+
+
+@pytest.mark.parametrize("name", ["local_experts.1.linear_fc2.weight", "linear_fc2.weight1"])
+def test_a_ranks_experts_are_counted_from_its_first(name: str) -> None:
+    """Megatron's SequentialMLP and Transformer Engine's grouped layer count from 0 on each rank of EP."""
+    found = canonical_name(f"decoder.layers.2.mlp.experts.{name}", first_layer=4, first_expert=6)
+    assert found == ("decoder.layers.{layer}.mlp.experts.7.linear_fc2.weight", 6)
+
+
+def test_all_experts_share_a_key_and_the_norm_before_them_keeps_its_name() -> None:
+    layer = "decoder.layers.{layer}."
+    experts = {checkpoint_key(f"{layer}mlp.experts.{i}.linear_fc1.weight", sparse=True) for i in (0, 11)}
+    assert experts == {"decoder.layers.mlp.experts.experts.linear_fc1.weight"}
+    norm = f"{layer}pre_mlp_layernorm.weight"
+    assert checkpoint_key(norm, sparse=True) == "decoder.layers.pre_mlp_layernorm.weight"
+    assert checkpoint_key(norm) == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+
+
+def test_a_fused_tensor_is_cut_into_experts() -> None:
+    found = expert_tensors("model.layers.3.mlp.experts.gate_up_proj", (2, 6, 4))
+    assert found == {
+        "model.layers.3.mlp.experts.0.gate_proj.weight": (0, slice(0, 3)),
+        "model.layers.3.mlp.experts.0.up_proj.weight": (0, slice(3, 6)),
+        "model.layers.3.mlp.experts.1.gate_proj.weight": (1, slice(0, 3)),
+        "model.layers.3.mlp.experts.1.up_proj.weight": (1, slice(3, 6)),
+    }
+    assert expert_tensors("model.layers.3.mlp.experts.down_proj", (2, 4, 3)).keys() == {
+        f"model.layers.3.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1)
+    }
+    assert expert_tensors("model.layers.3.mlp.down_proj.weight", (4, 3)) == {}
+
+
+def test_a_fused_folder_reads_as_the_plain_one(folder: Path, fused: Path) -> None:
+    plain, other = HfReader(folder), HfReader(fused)
+    shape = read_model_shape(folder)
+    other.check(shape)
+    assert (plain.fused_experts, len(other.fused_experts)) == ([], 8)
+    for mapping in mapping_table(shape).values():
+        for name in (one.format(layer=2) for one in mapping.hf_names):
+            assert torch.equal(other.read(name), plain.read(name)), name
+            assert other.shape(name) == plain.shape(name)
+    up = "model.layers.1.mlp.experts.5.up_proj.weight"
+    assert torch.equal(other.read(up, slice(3, 7), slice(2, 5)), plain.read(up)[3:7, 2:5])
+
+
+def test_a_fused_folder_without_one_layers_experts_is_refused(fused: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = load_file(fused / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj"]
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    (lacking / "config.json").write_bytes((fused / "config.json").read_bytes())
+    save_file(tensors, lacking / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.0\.down_proj\.weight is missing"):
+        HfReader(lacking).check(read_model_shape(lacking))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.0\.down_proj\.weight is missing"):
+        to_megatron(lacking, tmp_path / "out")
+
+
+def test_a_fused_folder_converts_to_the_plain_one(folder: Path, fused: Path, tmp_path: Path) -> None:
+    for name, path in {"of_plain": folder, "of_fused": fused}.items():
+        to_megatron(path, tmp_path / name)
+        to_hf(tmp_path / name, tmp_path / f"{name}_hf")
+    ours, plain = (folder_bytes(tmp_path / f"{name}_hf") for name in ("of_fused", "of_plain"))
+    assert (
+        ours["model.safetensors"] == plain["model.safetensors"] == folder_bytes(folder)["model.safetensors"]
+    )
+
+
+def test_sglang_is_not_given_a_fused_folder(folder: Path, fused: Path) -> None:
+    SglangBackend().check_weights(folder)
+    with pytest.raises(ConfigError, match="fused experts .*down_proj.* SGLang would leave random"):
+        SglangBackend().check_weights(fused)
+
+
+def test_weights_for_a_fused_folder_are_staged_by_expert(fused: Path, folder: Path, tmp_path: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    staged = WeightStaging(tmp_path / "weights", fused).write(weights.items(), 1)
+    found = load_file(staged / "model-00000.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())

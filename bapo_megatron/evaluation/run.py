@@ -80,6 +80,7 @@ def evaluate(options: EvalOptions) -> Results:
             "which keeps its own logs and keys: name another folder"
         )
     model = hf_model(location, options.hf_reference, output)
+    engine_backend(options.engine, "--engine").check_weights(model.folder)
     tokenizer = load_tokenizer(model.folder)
     function, most_tokens = options.reward or REWARD_FUNCTION, options.max_prompt_tokens
     suites = [load_suite(name, tokenizer, most_tokens, options.suites, function) for name in options.names]

@@ -17,6 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from bapo_megatron.errors import ConfigError
@@ -70,6 +72,19 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         Qwen2Config(**{**SHAPE, "tie_word_embeddings": True, **more})
     ),
     "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 16, **more})),
+    "qwen3_moe": lambda **more: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **{
+                **SHAPE,
+                "head_dim": 16,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "norm_topk_prob": True,
+                **more,
+            }
+        )
+    ),
     "llama3": lambda **more: LlamaForCausalLM(
         LlamaConfig(**{**SHAPE, "rope_parameters": LLAMA3_ROPE, **more})
     ),

@@ -78,6 +78,9 @@ class EngineBackend(ABC):
         the first GPUs.
         """
 
+    def check_weights(self, hf_path: Path) -> None:  # noqa: B027 (most engines load what transformers loads)
+        """Raise ConfigError if the engines cannot load the model's folder as it is stored."""
+
     def serve(
         self, config: RunConfig, cuda: bool, on_event: OnEvent
     ) -> AbstractContextManager[EngineServers]:

@@ -205,6 +205,8 @@ class BroadcastSync:
             # Also after a failure: the other ranks of the replica wait in the same all-gathers.
             for _ in weights:
                 pass
+        else:
+            policy.give_experts()
         # Writing to disk is collective, and only rank 0 knows whether the broadcast failed.
         if broadcast_from_main(failed):
             self._disk.push(policy, step)

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.interfaces import Policy, Sampler
@@ -82,6 +83,7 @@ class DiskSync:
 
         def write_share() -> dict[str, int]:
             if policy.data_rank != 0:
+                policy.give_experts()
                 return {}
             weights = policy.hf_weights()
             watched = DigestingIterator(weights, self._make_digester if is_main() else None)
@@ -211,7 +213,11 @@ def _tensor_shapes(hf_path: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(hf_path.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                shape = tuple(file.get_slice(name).get_shape())
+                experts = expert_tensors(name, shape)
+                own = {one: (rows.stop - rows.start, shape[2]) for one, (_, rows) in experts.items()}
+                shapes |= own or {name: shape}
     if not shapes:
         raise ConfigError(f"model.hf_path={hf_path}: no safetensors files there")
     return shapes

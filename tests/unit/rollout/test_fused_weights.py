@@ -127,6 +127,33 @@ def test_the_shard_of_each_rank(ranks: int, rank: int, queries: slice, keys: sli
     assert found["lm_head.weight"] == sha(padded[rank * rows : (rank + 1) * rows])
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_experts_of_a_layer_are_two_tensors(backwards: bool) -> None:
+    """As FusedMoE of SGLang 0.5.23: gate over up of each expert, rank 1 of 2 the lower half of both."""
+    own = {
+        f"{LAYER}mlp.experts.{expert}.{kind}_proj.weight": numbered(*size) + expert + place / 4
+        for expert in range(3)
+        for place, (kind, size) in enumerate(
+            {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}.items()
+        )
+    }
+    router = numbered(3, HIDDEN)
+    found = FusedDigests(FusedLayout(KV_HEADS, False, 2, experts=3), "cpu")
+    for name in sorted(own, reverse=backwards):
+        found.add(name, own[name])
+    found.add(f"{LAYER}mlp.gate.weight", router)
+    half = slice(INNER // 2, INNER)
+    w13 = [
+        own[f"{LAYER}mlp.experts.{e}.{kind}_proj.weight"][half] for e in range(3) for kind in ("gate", "up")
+    ]
+    w2 = [own[f"{LAYER}mlp.experts.{e}.down_proj.weight"][:, half].contiguous() for e in range(3)]
+    assert found.result().ranks[1] == {
+        f"{LAYER}mlp.experts.w13_weight": sha(torch.cat(w13)),
+        f"{LAYER}mlp.experts.w2_weight": sha(torch.cat(w2)),
+        f"{LAYER}mlp.gate.weight": sha(router),
+    }
+
+
 def test_hashed_bytes_are_counted() -> None:
     padding = 2 * 58 * HIDDEN * 4
     assert digests().hashed_bytes == sum(one.nbytes for one in WEIGHTS.values()) + padding
@@ -142,12 +169,17 @@ def test_the_padded_vocabulary(tokens: int, ranks: int, rows: int) -> None:
 
 def test_unknown_or_incomplete_tensors_raise() -> None:
     found = FusedDigests(FusedLayout(KV_HEADS, False, 3), "cpu")
-    with pytest.raises(ValueError, match=r"the layout of model\.layers\.0\.mlp\.experts\.0"):
-        found.add("model.layers.0.mlp.experts.0.up_proj.weight", torch.zeros(3))
+    with pytest.raises(ValueError, match=r"the layout of model\.layers\.0\.mlp\.shared_expert\.up_proj"):
+        found.add("model.layers.0.mlp.shared_expert.up_proj.weight", torch.zeros(3))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts\.2: the model has 2 experts"):
+        FusedLayout(KV_HEADS, False, 1, experts=2).place("model.layers.0.mlp.experts.2.up_proj.weight")
     with pytest.raises(ValueError, match="8 rows or columns are not divided by 3 ranks"):
         found.add(f"{LAYER}mlp.down_proj.weight", WEIGHTS[f"{LAYER}mlp.down_proj.weight"])
     with pytest.raises(ValueError, match=r"layers\.3\.mlp\.gate_up_proj\.weight is incomplete"):
         digests(names=[f"{LAYER}mlp.gate_proj.weight"])
+
+
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 128}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +195,12 @@ def test_unknown_or_incomplete_tensors_raise() -> None:
         ({}, ("--quantization", "fp8"), "servers with --quantization have another weight layout"),
         ({}, ("--enable-dp-attention",), "servers with --enable-dp-attention have another weight layout"),
         ({}, ("--disable-radix-cache",), None),
+        (MOE, (), None),
+        (
+            {**MOE, "moe_intermediate_size": 96},
+            (),
+            "servers on a CPU pad experts to a multiple of 32 rows on each rank",
+        ),
     ],
 )
 def test_supported_models_and_server_flags(

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.rollout.engines.local.decoding import Decoding
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request
@@ -147,10 +148,15 @@ class ModelWeights:
     """
 
     def __init__(self, model: Any) -> None:
-        self._own: dict[str, Tensor] = dict(model.named_parameters())
-        names = {id(tensor): name for name, tensor in self._own.items()}
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        names = {id(tensor): name for name, tensor in parameters.items()}
         every = dict(model.named_parameters(remove_duplicate=False))
-        self._aliases = {name: names[id(every[name])] for name in every.keys() - self._own.keys()}
+        self._aliases = {name: names[id(every[name])] for name in every.keys() - parameters.keys()}
+        self._own: dict[str, Tensor] = {}
+        for name, tensor in parameters.items():
+            # Experts, which transformers keeps fused, arrive one by one: each is a view of the fused tensor.
+            experts = expert_tensors(name, tensor.shape)
+            self._own |= {own: tensor.detach()[place] for own, place in experts.items()} or {name: tensor}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies of new weights in the model's dtype and device. ValueError if names or shapes differ."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent
 from bapo_megatron.rollout.engines.requests import limits_of
@@ -45,6 +46,14 @@ class SglangBackend(EngineBackend):
             check_nccl(python)
         if gpus and (problem := placement_problem(rollout, gpus, training)):
             raise ConfigError(problem)
+
+    def check_weights(self, hf_path: Path) -> None:
+        """Refuse fused experts (ConfigError): SGLang passes over tensors whose names it does not know."""
+        if fused := HfReader(hf_path).fused_experts:
+            raise ConfigError(
+                f"model.hf_path={hf_path} holds fused experts ({fused[0]}), which SGLang would leave random: "
+                "write a tensor for each expert, with bapo-ckpt to-megatron and to-hf"
+            )
 
     def serve(
         self, config: RunConfig, cuda: bool, on_event: OnEvent

@@ -7,9 +7,12 @@
     o_proj, down_proj         the same              columns: its share; a bias whole
     embed_tokens, lm_head     the same              rows: its share of a vocabulary that is padded with zeros
     norms                     the same              all
+    experts.E.gate_proj, up   experts.w13_weight    of each expert in turn, rows: its share of each
+    experts.E.down_proj       experts.w2_weight     of each expert in turn, columns: its share
+    mlp.gate (router)         the same              all
 
 The trainer computes them while it sends weights; servers must report the same ones. A tied output layer is no
-tensor of its own. This holds for Qwen2, Qwen3 and Llama.
+tensor of its own. This holds for Qwen2, Qwen3, Qwen3 MoE and Llama.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch import Tensor
 from bapo_megatron.rollout.engines.sent_weights import SentDigests, UnknownDigests
 from bapo_megatron.rollout.engines.sglang.tensor_hash import HASHES, TensorHash
 
-FUSED_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+FUSED_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 _OTHER_LAYOUTS = (
     *("--quantization", "--dtype", "--load-format", "--model-impl", "--torchao", "--modelopt", "--lora"),
     *("--enable-lora", "--dp", "--data-parallel", "--enable-dp", "--tp", "--tensor-parallel", "--pp"),
@@ -38,6 +41,8 @@ _OTHER_LAYOUTS = (
 
 _LAYER = r"model\.layers\.\d+\."
 _PADDED_TO = 64
+_PADDED_EXPERTS = 32
+"""Rows of an expert on a rank that a CPU server pads to a multiple (SGLang 0.5.23, update_config.py)."""
 
 Cut = Callable[[Tensor, int], list[Tensor]]
 """A sharding function: a tensor and a rank to the rank's piece, as consecutive runs of rows."""
@@ -69,6 +74,8 @@ class FusedLayout:
     tied: bool
     tensor: int
     """Tensor-parallel size."""
+    experts: int = 0
+    """Experts of a layer; 0 for a dense model."""
 
     def place(self, name: str) -> Place | None:
         """The place of the tensor ``name``; None if the server has no such tensor. ValueError if unknown."""
@@ -81,10 +88,12 @@ class FusedLayout:
         if found := re.fullmatch(rf"({_LAYER}mlp\.)(gate|up)_proj\.weight", name):
             part = ("gate", "up").index(found[2])
             return Place(f"{found[1]}gate_up_proj.weight", self._rows, part, 2)
+        if found := re.fullmatch(rf"({_LAYER}mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight", name):
+            return self._expert(found[1], int(found[2]), found[3])
         alone: Sequence[tuple[str, Cut]] = (
             (rf"{_LAYER}(self_attn\.o_proj|mlp\.down_proj)\.weight", self._columns),
             (rf"{_LAYER}self_attn\.o_proj\.bias", self._whole),
-            (rf"{_LAYER}(input_layernorm|post_attention_layernorm)\.weight", self._whole),
+            (rf"{_LAYER}(input_layernorm|post_attention_layernorm|mlp\.gate)\.weight", self._whole),
             (rf"{_LAYER}self_attn\.[qk]_norm\.weight", self._whole),
             (r"model\.norm\.weight", self._whole),
             (r"(model\.embed_tokens|lm_head)\.weight", self._vocabulary),
@@ -93,6 +102,15 @@ class FusedLayout:
             if re.fullmatch(pattern, name):
                 return Place(name, own_cut)
         raise ValueError(f"the layout of {name} on a server is unknown")
+
+    def _expert(self, prefix: str, number: int, kind: str) -> Place:
+        """The place of an expert's matrix: all experts of a layer are one tensor, expert after expert."""
+        if number >= self.experts:
+            raise ValueError(f"{prefix}{number}: the model has {self.experts} experts")
+        if kind == "down":
+            return Place(f"{prefix}w2_weight", self._columns, number, self.experts)
+        part = 2 * number + ("gate", "up").index(kind)
+        return Place(f"{prefix}w13_weight", self._rows, part, 2 * self.experts)
 
     def _whole(self, tensor: Tensor, _rank: int) -> list[Tensor]:
         return [tensor]
@@ -204,7 +222,11 @@ def fused_digests(
         reason = f"servers with {other[0].partition('=')[0]} have another weight layout"
     elif device not in HASHES:
         reason = f"the tensor hash of servers on {device} is unknown"
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    if experts and device == "cpu" and config["moe_intermediate_size"] % (_PADDED_EXPERTS * tensor):
+        reason = f"servers on a CPU pad experts to a multiple of {_PADDED_EXPERTS} rows on each rank"
     if reason:
         return UnknownDigests(reason)
     kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    return FusedDigests(FusedLayout(kv_heads, bool(config.get("tie_word_embeddings")), tensor), device)
+    tied = bool(config.get("tie_word_embeddings"))
+    return FusedDigests(FusedLayout(kv_heads, tied, tensor, experts), device)

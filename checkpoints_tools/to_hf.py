@@ -93,9 +93,13 @@ def _masters(opened: OpenedCheckpoint) -> dict[str, BlockTensor]:
 
 
 def _weight_map(model: Path, tensors: Iterable[str]) -> dict[str, str] | None:
-    """The safetensors file of each tensor in the reference folder; None if the folder has no weights."""
+    """The safetensors file of each tensor in the reference folder.
+
+    None if the folder has no weights, or fused experts, which are written one by one.
+    """
     if (model / INDEX).is_file():
-        return read_weight_map(model)
+        weight_map = read_weight_map(model)
+        return weight_map if set(tensors) <= set(weight_map or ()) else None
     return dict.fromkeys(tensors, SINGLE) if (model / SINGLE).is_file() else None
 
 

@@ -103,4 +103,18 @@ def arguments(shape: ModelShape) -> Mapping[str, Any]:
         "consumed_train_samples": 0,
         "no_save_optim": True,
         "no_save_rng": True,
+        **_expert_arguments(shape),
+    }
+
+
+def _expert_arguments(shape: ModelShape) -> Mapping[str, Any]:
+    if shape.experts is None:
+        return {}
+    return {
+        "num_experts": shape.experts.count,
+        "moe_ffn_hidden_size": shape.experts.ffn,
+        "moe_router_topk": shape.experts.per_token,
+        "moe_router_pre_softmax": not shape.experts.normalized,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": 1,
     }

@@ -105,6 +105,11 @@ class MpRank:
     """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
+        if shape.experts is not None:
+            raise CheckpointError(
+                f"{folder} is a legacy mp_rank folder of a model with experts, which is not read: load it "
+                "with Megatron-LM and save it as torch_dist"
+            )
         self.files = RankFiles(folder)
         self.folder = folder
         self.shape = shape

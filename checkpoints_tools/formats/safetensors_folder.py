@@ -6,13 +6,15 @@ It reads headers and the index alone. CheckpointError for whatever is truncated 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import missing_file
+from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.runtime.files import COPY_AGAIN, check_files_inside, file_inside, read_file_inside
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 
@@ -48,7 +50,21 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
     for name, file in (weight_map or {}).items():
         if name not in found:
             raise CheckpointError(f"{folder / file} holds no tensor {name}, which {INDEX} places there")
-    return found
+    return {one.name: one for tensor in found.values() for one in _experts_apart(tensor)}
+
+
+def _experts_apart(tensor: BlockTensor) -> Iterator[BlockTensor]:
+    """The tensors of each expert, where transformers has fused them: other names for the same bytes."""
+    experts = expert_tensors(tensor.name, tensor.shape)
+    if not experts:
+        yield tensor
+        return
+    [whole] = tensor.blocks
+    for name, (expert, rows) in experts.items():
+        count = rows.stop - rows.start
+        position = whole.position + (expert * tensor.shape[1] + rows.start) * whole.stride
+        block = replace(whole, rows=count, position=position)
+        yield BlockTensor(name, tensor.dtype, (count, whole.columns), (block,))
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
@@ -122,7 +138,7 @@ def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:
         )
     if not _counts((*shape, begin, end)):
         raise CheckpointError(f"{path}: tensor {name}: shape {shape}, bytes {begin} to {end}")
-    if not 1 <= len(shape) <= 2:
+    if not 1 <= len(shape) <= (3 if expert_tensors(name, shape) else 2):
         raise CheckpointError(f"{path}: tensor {name} has {len(shape)} dimensions; weights have one or two")
     nbytes = prod(shape) * ITEM_BYTES[dtype]
     if nbytes == 0 or end - begin != nbytes:
@@ -130,9 +146,9 @@ def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:
             f"{path}: tensor {name} of shape {list(shape)} in {dtype} takes {nbytes} bytes; "
             f"the header gives it {end - begin}"
         )
-    columns = shape[1] if len(shape) == 2 else 1
-    stride = columns * ITEM_BYTES[dtype]
-    return BlockTensor(name, dtype, shape, (Block(0, shape[0], 0, columns, path, data + begin, stride),))
+    columns = shape[-1] if len(shape) > 1 else 1
+    rows, stride = prod(shape) // columns, columns * ITEM_BYTES[dtype]
+    return BlockTensor(name, dtype, shape, (Block(0, rows, 0, columns, path, data + begin, stride),))
 
 
 def _counts(values: Iterable[Any]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import RowSegment, checkpoint_key, mapping_table
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.segments import check_cover, cut_into_sources
-from checkpoints_tools.formats.distcp import ChunkFiles, GlobalTensor, Metadata, read_common, read_metadata
+from checkpoints_tools.formats.distcp import (
+    ChunkFiles,
+    GlobalTensor,
+    Metadata,
+    TensorChunk,
+    read_common,
+    read_metadata,
+)
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 """The fp32 weights, and the two moments of Adam."""
@@ -35,15 +43,17 @@ RESHARDABLE = "fully_reshardable"
 
 _PREFIXES = ("", "model.", "module.")
 _EMBEDDING, _FC1 = VOCABULARY[0], "decoder.layers.{layer}.mlp.linear_fc1.weight"
+_ROUTER = "decoder.layers.{layer}.mlp.router.weight"
 _MASTERS = ("param", "fp32_param")
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Key that holds some rows of a parameter; of one layer, if layers are stacked."""
+    """Key that holds some rows of a parameter; of one layer or one expert, where those are stacked."""
 
     key: str
-    layer: int | None
+    place: tuple[int, ...]
+    """Indices in the dimensions before the parameter's own: of its layer, of its expert."""
     segments: tuple[RowSegment, ...]
 
 
@@ -109,12 +119,13 @@ class TorchDist:
     def _tensors(self, prefix: str) -> dict[str, BlockTensor]:
         found: dict[str, BlockTensor] = {}
         with ChunkFiles() as files:
+            chunks = _ChunksByPlace(files)
             for (name, layer), parts in self._parts(prefix):
                 parameter = self._table[name]
                 self._check_shapes(name, parameter, parts)
                 cut: list[list[Block]] = [[] for _ in parameter.hf_names]
                 for part in parts:
-                    blocks = list(_blocks(files, self.metadata.tensors[part.key], part.layer))
+                    blocks = list(chunks.blocks(self.metadata.tensors[part.key], part.place))
                     for held, more in zip(
                         cut, cut_into_sources(part.segments, len(cut), blocks), strict=True
                     ):
@@ -143,14 +154,18 @@ class TorchDist:
         if name == _FC1 and self.layout == "singleton":
             key = prefix + name.format(layer=layer)
             return [
-                _Part(f"{key}_{half}", None, (RowSegment(source, 0, self.shape.ffn),))
+                _Part(f"{key}_{half}", (), (RowSegment(source, 0, self.shape.ffn),))
                 for source, half in enumerate("wv")
             ]
         # Megatron's two layer specs agree on the fused names of the norms; other writers may not.
         plain = name.replace("{layer}.", "" if stacked else "{layer}.")
-        keys = [prefix + key.format(layer=layer) for key in (checkpoint_key(name, stacked), plain)]
+        own = checkpoint_key(name, stacked, sparse=self.shape.experts is not None)
+        keys = [prefix + key.format(layer=layer) for key in (own, checkpoint_key(name, stacked), plain)]
         key = next((key for key in keys if key in self.metadata.tensors), keys[0])
-        return [_Part(key, layer if stacked and "{layer}" in name else None, parameter.segments)]
+        place = (layer,) if stacked and "{layer}" in name else ()
+        if parameter.expert is not None:
+            place = (*place, parameter.expert)
+        return [_Part(key, place, parameter.segments)]
 
     def _check_shapes(self, name: str, parameter: Parameter, parts: Sequence[_Part]) -> None:
         for part in parts:
@@ -163,14 +178,19 @@ class TorchDist:
                     f"{self.folder}: {part.key} has type {held.dtype}; only {types} can be read"
                 )
             rows = sum(segment.rows for segment in part.segments)
-            leading = () if part.layer is None else (self.shape.layers,)
-            wanted = (*leading, rows, *parameter.shape[1:])
+            wanted = (*self._stacked(part, parameter), rows, *parameter.shape[1:])
             padded = name in VOCABULARY and held.shape[:1] > wanted[:1] and held.shape[1:] == wanted[1:]
             if held.shape != wanted and not padded:
                 raise CheckpointError(
                     f"{self.folder}: tensor {part.key} has shape {list(held.shape)}, config.json asks for "
                     f"{list(wanted)}"
                 )
+
+    def _stacked(self, part: _Part, parameter: Parameter) -> tuple[int, ...]:
+        """The dimensions before the parameter's own under its key: layers, experts."""
+        experts = self.shape.experts
+        counts = (experts.count,) if parameter.expert is not None and experts is not None else ()
+        return (self.shape.layers, *counts) if len(part.place) > len(counts) else counts
 
 
 def optimizer_format(metadata: Metadata, common: Mapping[str, Any]) -> str | None:
@@ -188,7 +208,8 @@ def layers_layout(metadata: Metadata, prefix: str) -> str:
     """The layout of the layers: ``stacked``, ``per_layer`` or ``singleton``."""
     if prefix + _FC1.format(layer=0) + "_w" in metadata.tensors:
         return "singleton"
-    return "per_layer" if prefix + _FC1.format(layer=0) in metadata.tensors else "stacked"
+    first = (prefix + name.format(layer=0) for name in (_FC1, _ROUTER))
+    return "per_layer" if any(key in metadata.tensors for key in first) else "stacked"
 
 
 def find_prefix(metadata: Metadata, folder: Path) -> str:
@@ -199,19 +220,37 @@ def find_prefix(metadata: Metadata, folder: Path) -> str:
     raise CheckpointError(f"{folder} holds no {_EMBEDDING}: it is no checkpoint of a megatron-core GPT model")
 
 
-def _blocks(files: ChunkFiles, tensor: GlobalTensor, layer: int | None) -> Iterator[Block]:
-    """The chunks of a tensor (for one layer, where layers are stacked) as blocks of the parameter."""
-    item = ITEM_BYTES[tensor.dtype]
-    for chunk in tensor.chunks:
-        offsets, sizes = chunk.offsets, chunk.sizes
-        if layer is not None and not offsets[0] <= layer < offsets[0] + sizes[0]:
-            continue
-        position = files.locate(tensor, chunk).position
-        before = 0 if layer is None else layer - offsets[0]
-        if layer is not None:
-            offsets, sizes = offsets[1:], sizes[1:]
-        columns = sizes[1] if len(sizes) > 1 else 1
-        column = offsets[1] if len(sizes) > 1 else 0
-        stride = columns * item
-        start = position + before * sizes[0] * stride
-        yield Block(offsets[0], sizes[0], column, columns, chunk.place.file, start, stride)
+class _ChunksByPlace:
+    """Chunks of stacked parameters by layer and expert, as blocks of the parameter at one place.
+
+    Each key's chunks are sorted once: the experts of 30B-A3B have 12,288 chunks under two keys, and 12,288
+    parameters ask for theirs.
+    """
+
+    def __init__(self, files: ChunkFiles) -> None:
+        self._files = files
+        self._found: dict[tuple[int, int], dict[tuple[int, ...], list[TensorChunk]]] = {}
+
+    def blocks(self, tensor: GlobalTensor, place: tuple[int, ...]) -> Iterator[Block]:
+        """Blocks of the parameter at ``place`` of the first dimensions of ``tensor``."""
+        item, leading = ITEM_BYTES[tensor.dtype], len(place)
+        for chunk in self._chunks(tensor, leading).get(place, ()):
+            before = 0  # parameters within the chunk that come first
+            for index, offset, size in zip(place, chunk.offsets, chunk.sizes, strict=False):
+                before = before * size + index - offset
+            offsets, sizes = chunk.offsets[leading:], chunk.sizes[leading:]
+            columns = sizes[1] if len(sizes) > 1 else 1
+            column = offsets[1] if len(sizes) > 1 else 0
+            stride = columns * item
+            start = self._files.locate(tensor, chunk).position + before * sizes[0] * stride
+            yield Block(offsets[0], sizes[0], column, columns, chunk.place.file, start, stride)
+
+    def _chunks(self, tensor: GlobalTensor, leading: int) -> dict[tuple[int, ...], list[TensorChunk]]:
+        key = id(tensor), leading
+        if key not in self._found:
+            found = self._found[key] = {}
+            for chunk in tensor.chunks:
+                spans = zip(chunk.offsets[:leading], chunk.sizes[:leading], strict=True)
+                for place in product(*(range(first, first + count) for first, count in spans)):
+                    found.setdefault(place, []).append(chunk)
+        return self._found[key]

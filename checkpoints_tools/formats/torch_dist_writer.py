@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, prod
 from pathlib import Path
 
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
@@ -31,9 +32,8 @@ _LAYER_MODULES = (
     "self_attention.core_attention",
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
 )
+_MLP, _BEFORE_EXPERTS = ("mlp.linear_fc1", "mlp.linear_fc2"), ("pre_mlp_layernorm",)
 _QK_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 
@@ -124,9 +124,18 @@ class _TorchDistPlanner:
         layers = range(self.shape.layers) if "{layer}" in name else [None]
         parameter = replace(parameter, hf_names=tuple(prefix + hf_name for hf_name in parameter.hf_names))
         names = [hf_name.format(layer=layer) for layer in layers for hf_name in parameter.hf_names]
-        key, dtype = prefix + checkpoint_key(name), shared_type(self.source, names)
+        experts = self.shape.experts
+        key = prefix + checkpoint_key(name, sparse=experts is not None)
         stack = (self.shape.layers,) if "{layer}" in name else ()
-        self.stored[key] = StoredKey(dtype, (*stack, *parameter.shape))
+        if experts is not None and parameter.expert is not None:
+            stack = (*stack, experts.count)
+        dtype = shared_type(self.source, names)
+        stored = self.stored.setdefault(key, StoredKey(dtype, (*stack, *parameter.shape)))
+        if stored.dtype != dtype:
+            raise CheckpointError(
+                f"tensor {names[0]} is {dtype}, those of other experts are {stored.dtype}; "
+                "megatron-core keeps them under one key, which has one type"
+            )
         for layer in layers:
             self._place(key, dtype, parameter, layer)
 
@@ -134,11 +143,13 @@ class _TorchDistPlanner:
         """One parameter of one layer, in one file: two threads must not write the same file."""
         file = self.ends.index(min(self.ends))
         vector = len(parameter.shape) == 1
-        for chunk in chunks(parameter, ITEM_BYTES[dtype], self.grid):
+        # Ranks read whole experts (EP), and seldom a part of one (ETP): a chunk each.
+        grid = self.grid if parameter.expert is None else 1
+        place = tuple(index for index in (layer, parameter.expert) if index is not None)
+        for chunk in chunks(parameter, ITEM_BYTES[dtype], grid):
             size = (chunk.rows,) if vector else (chunk.rows, chunk.columns)
             offset = (chunk.row,) if vector else (chunk.row, chunk.column)
-            if layer is not None:
-                size, offset = (1, *size), (layer, *offset)
+            size, offset = (*(1,) * len(place), *size), (*place, *offset)
             archive = tensor_archive(dtype, size, self.ends[file])
             begin = self._append(key, offset, size, file, archive.nbytes)
             payload = begin + len(archive.before)
@@ -156,7 +167,15 @@ class _TorchDistPlanner:
         empty = object_archive([None])
         count = self.shape.layers
         modules = _LAYER_MODULES + (_QK_NORMS if self.shape.qk_norm else ())
+        modules += _MLP if self.shape.experts is None else _BEFORE_EXPERTS
         keys = [f"decoder.layers.{m}._extra_state/shard_{i}_{count}" for i in range(count) for m in modules]
+        experts = self.shape.experts.count if self.shape.experts else 0
+        keys += [
+            f"decoder.layers.mlp.experts.experts.{m}._extra_state/shard_{i}.{e}_{count}.{experts}"
+            for i in range(count)
+            for e in range(experts)
+            for m in ("linear_fc1", "linear_fc2")
+        ]
         return dict.fromkeys([*keys, "decoder.final_layernorm._extra_state/shard_0_1"], empty)
 
     def _place_objects(self, objects: Mapping[str, bytes]) -> None:

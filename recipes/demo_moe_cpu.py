@@ -1,0 +1,36 @@
+"""Recipe of the demo with experts: a small Qwen3 MoE learns sums on a CPU, its experts spread over two ranks.
+
+The policy has 0.48 M parameters: in each of four layers 8 experts, of which a token takes two. It reads
+bytes, and a supervised warm start (demo/warm_start.py) taught it the habits of demo_cpu.py's policy: to work
+a sum out, which is short and mostly right, and to slip, doubt and begin again, which is long and never right.
+Two data-parallel ranks have four experts of each layer each (EP 2), and send each other the tokens of theirs.
+
+Chosen here: 12 steps; the rest is that of demo_cpu.py. Engine and trainer choose a token's experts each by
+itself, both in float32.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.config import ParallelConfig, RunConfig, load_recipe
+
+HERE = Path(__file__).parent
+NOTE = (
+    "A demonstration that a mixture of experts trains at expert parallelism, on a made-up task. It shows "
+    "nothing of large models, of real problems, or of how BAPO compares with other methods."
+)
+
+
+def recipe() -> RunConfig:
+    """The run behind `make demo-moe`."""
+    run = load_recipe(HERE / "demo_cpu.py", RunConfig)
+    return replace(
+        run,
+        name=Path(__file__).stem,
+        steps=12,
+        model=replace(run.model, hf_path=HERE / "demo/policy_moe"),
+        parallel=ParallelConfig(data=2, expert=2),
+        evaluation=replace(run.evaluation, every=12),
+        checkpoint=replace(run.checkpoint, every=6),
+        logging=replace(run.logging, note=NOTE),
+    )

@@ -1,0 +1,63 @@
+"""Runs of a mixture of experts at EP 2: killed and continued bit for bit; sampled by a real SGLang server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
+from tests.support.forked_commands import ForkedCommand, start_bapo
+from tests.support.metrics import results
+from tests.support.short_runs import exported, finish, wait_for_steps
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SHORT = (
+    "--steps=4",
+    "--checkpoint.every=2",
+    "--evaluation.every=0",
+    "--rollout.prompts-per-step=4",
+    "--rollout.group-size=4",
+    "--rollout.max-response-tokens=48",
+)
+SGLANG = ("--steps=2", "--rollout.engine=sglang", "--rollout.sglang.servers=1")
+
+
+def start(run_dir: Path, *flags: str) -> ForkedCommand:
+    return start_bapo("train", "recipes/demo_moe_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags)
+
+
+def test_a_killed_run_of_experts_continues_bit_for_bit(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(whole))
+    process = start(killed)
+    wait_for_steps(process, killed, 3)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert "resume" in finish(start(killed))
+    for log in ("metrics.jsonl", "updates.jsonl"):
+        assert results(killed, log) == results(whole, log)
+    same = exported(killed)
+    assert all(torch.equal(same[name], tensor) for name, tensor in exported(whole).items())
+
+
+@pytest.mark.parametrize("sync", ["disk", "broadcast"])
+def test_a_server_samples_from_the_experts_that_were_sent(sync: str, tmp_path: Path) -> None:
+    """The first step of a run with other weights than the folder's; digests of all tensors are compared."""
+    try:
+        sglang_python()
+    except ConfigError:
+        pytest.skip("SGLang is not installed: make sglang")
+    finish(start(tmp_path, *SGLANG, f"--rollout.sglang.sync={sync}"))
+    kinds = [event["kind"] for event in read_jsonl(RunPaths(tmp_path).events)]
+    assert "digests_compared" in kinds
+    assert not {"digests_not_compared", "engine_lost", "broadcast_failed"} & set(kinds)
+    for row in read_jsonl(RunPaths(tmp_path).metrics):
+        assert row["rollout/engine_gap_mean"] < 1e-4

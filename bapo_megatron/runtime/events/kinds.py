@@ -51,6 +51,7 @@ EVENT_KINDS = {
     "progress_again": _news("a stalled run makes progress again"),
     "engine_gap": _trouble("log-probs of engine and trainer differ by more than a limit"),
     "bounds_idle": _usual("the search has not moved any clipping bound"),
+    "bapo_outlook": _usual("whether BAPO can act on the sampled groups"),
     "one_sign": _usual("most searches saw advantages of one sign"),
     "all_rejected": _usual("the corrections rejected all responses of an update"),
     "evaluation": _usual("held-out problems were scored"),

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_megatron.algo.filters import is_uniform
+from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import RunConfig
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
+from bapo_megatron.trainer.records.positive_share import SHARE, outlook, positive_share
 from bapo_megatron.trainer.records.recorder import StepClock, step_metrics
 from bapo_megatron.types import Metrics, StepBatch
 
@@ -23,6 +25,7 @@ _QUANTITIES = (
     ("length, mean", "rollout/length_mean", ".0f"),
     ("length, longest", "rollout/length_max", ".0f"),
     ("cut off", "rollout/truncated_fraction", ".1%"),
+    ("positive share", "bapo/sampled_positive_share", ".3f"),
     ("groups sampled", "rollout/groups_sampled", ".4g"),
     ("groups uniform", "rollout/groups_uniform", ".4g"),
     ("tokens/s", "time/tokens_per_s", ".0f"),
@@ -31,7 +34,7 @@ _QUANTITIES = (
 )
 """The rows of the table: name, metric, format."""
 
-_USUAL = {"start", "resume", "done", "engine_ready"}
+_USUAL = {"start", "resume", "done", "engine_ready", "bapo_outlook"}
 """Event kinds of a run without trouble; the summary leaves them out."""
 
 
@@ -55,7 +58,11 @@ class RolloutRecord:
 
     def step(self, step: int, batch: StepBatch, clock: StepClock) -> None:
         """Write the metrics of a step, and print its line."""
-        metrics = {**step_metrics(batch, [], clock, []), "rollout/groups_uniform": _uniform_groups(batch)}
+        metrics = {
+            **step_metrics(batch, [], clock, []),
+            "rollout/groups_uniform": _uniform_groups(batch),
+            SHARE: positive_share(batch.groups, self._config.algorithm.advantage),
+        }
         del metrics["policy/updates"]
         self._metrics.write_step(step, metrics)
         print(step_line(step, self._config.steps, metrics), flush=True)
@@ -65,13 +72,24 @@ class RolloutRecord:
         self._events.event(**event)
 
     def finish(self) -> None:
-        """Print the summary table, and the commands that use the rollouts."""
+        """Print the summary table, whether BAPO can act (also an event), and what uses the rollouts."""
         rows = read_jsonl(self._paths.metrics)
         print("\n".join(summary(rows, read_jsonl(self._paths.events))))
+        if message := self._outlook(rows):
+            if all(event.get("message") != message for event in read_jsonl(self._paths.events)):
+                self._events.event("bapo_outlook", step=len(rows), message=message)
+            print(message)
         root = self._paths.root
         print(f"responses: {self._paths.journal}")
         print(f"train on them: bapo train RECIPE --train-only {root}")
         print(f"plots: bapo report {root}", flush=True)
+
+    def _outlook(self, rows: Sequence[Row]) -> str | None:
+        algorithm = self._config.algorithm
+        if algorithm.loss != "clip" or algorithm.polarity != PapoConfig():
+            return None  # nothing is searched, or PAPO changes the advantages
+        shares = [row[SHARE] for row in rows if row.get(SHARE) is not None]
+        return outlook(shares, algorithm.bounds)
 
     def close(self) -> None:
         """Flush and close all files."""

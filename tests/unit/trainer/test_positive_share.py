@@ -1,0 +1,95 @@
+"""Whether BAPO can act on sampled groups: the positive share and the sentence, with numbers by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bapo_megatron.algo.bounds import BoundsConfig, fixed
+from bapo_megatron.config import DataConfig, LoggingConfig, ModelConfig, RunConfig
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.trainer.records.positive_share import SHARE, outlook, positive_share
+from bapo_megatron.trainer.records.recorder import StepClock
+from bapo_megatron.trainer.records.rollouts import RolloutRecord
+from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
+
+BOUNDS = BoundsConfig(target=0.4)
+
+
+def test_the_share_is_a_matter_of_lengths() -> None:
+    # Rewards 1, 0: advantages 1/2 and -1/2, so the share is the right one's length over both lengths.
+    assert positive_share([group((1, 2), (0, 3))], "dr_grpo") == pytest.approx(0.4)
+    assert positive_share([group((1, 5), (0, 5))], "grpo") == pytest.approx(0.5)
+    # Rewards 1, 0, 0, 0: advantages 3/4 and three times -1/4: 3/4 * 2 over 3/4 * 2 + 1/4 * (4 + 4 + 10).
+    assert positive_share([group((1, 2), (0, 4), (0, 4), (0, 10))], "dr_grpo") == pytest.approx(0.25)
+    # Both groups of a step: (1/2 * 2 + 3/2) / (1/2 * 5 + 6).
+    both = [group((1, 2), (0, 3)), group((1, 2), (0, 4), (0, 4), (0, 10))]
+    assert positive_share(both, "dr_grpo") == pytest.approx(2.5 / 8.5)
+
+
+def test_masked_tokens_do_not_count() -> None:
+    one = group((1, 6), (0, 3))
+    mask_R = np.array([True, True, False, False, False, False])
+    masked = Group(one.prompt, (replace(one.rollouts[0], loss_mask_R=mask_R), one.rollouts[1]))
+    assert positive_share([masked], "dr_grpo") == pytest.approx(2 / 5)
+
+
+def test_groups_of_equal_rewards_have_no_share() -> None:
+    assert positive_share([group((1, 2), (1, 9))], "grpo") is None
+    assert positive_share([], "grpo") is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "start", "end"),
+    [
+        ([0.3, 0.5], "BAPO can act on this data:", "hold 0.400 of the gradient at ratios of 1, "
+         "below the target of 0.4 in 1 of 2 steps"),
+        ([0.3, 0.5, 0.4], "BAPO can act on this data at times, and will mostly equal fixed(0.6, 1.2):",
+         "in 1 of 3 steps"),
+        ([0.4, 0.5], "BAPO will equal fixed(0.6, 1.2) on this data,", "in 0 of 2 steps"),
+    ],
+)  # fmt: skip
+def test_the_sentence(shares: list[float], start: str, end: str) -> None:
+    said = outlook(shares, BOUNDS) or ""
+    assert said.startswith(start)
+    assert said.endswith(end)
+
+
+def test_no_sentence_where_the_share_does_not_decide() -> None:
+    assert outlook([], BOUNDS) is None
+    assert outlook([0.3], fixed(0.9, 1.2)) is None
+    assert outlook([0.3], replace(BOUNDS, share="signed")) is None
+    assert outlook([0.3], replace(BOUNDS, weight="rollout_probability")) is None
+
+
+def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = RunConfig(
+        name="x",
+        model=ModelConfig(tmp_path),
+        data=DataConfig(tmp_path),
+        steps=1,
+        run_dir=tmp_path,
+        logging=LoggingConfig(tensorboard=False),
+    )
+    record = RolloutRecord(config, 1)
+    record.step(1, StepBatch((group((1, 1), (0, 3)),), {"rollout/tokens": 4.0}), StepClock())
+    record.finish()
+    record.finish()  # a finished run that is started again says it again, and records it once
+    record.close()
+    [row] = read_jsonl(tmp_path / "metrics.jsonl")
+    assert row[SHARE] == pytest.approx(0.25)
+    [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bapo_outlook"]
+    assert event["message"].startswith("BAPO can act on this data: positive tokens hold 0.250")
+    assert event["message"] in capsys.readouterr().out
+
+
+def group(*responses: tuple[float, int]) -> Group:
+    """Responses of (reward, length)."""
+    rollouts = tuple(
+        Rollout(np.zeros(n, np.int32), np.zeros(n), np.zeros(n, np.int32), "stop", reward)
+        for reward, n in responses
+    )
+    return Group(Prompt(0, np.zeros(1, np.int32), "", "test"), rollouts)

@@ -43,7 +43,9 @@ class Policy(Protocol):
 
     A pack is a micro-batch of concatenated sequences (``MicroBatch``). All methods but ``offload`` and
     ``reload`` are collective; ``hf_weights`` and ``log_probs`` only within a replica, the ranks that hold one
-    copy of the model. Properties are local. ``MegatronPolicy`` implements it; the training loop calls it.
+    copy of the model. With experts cut over replicas (EP, ETP) ``log_probs`` is collective over all ranks,
+    with as many packs on each, and ``hf_weights`` needs ``give_experts`` of the others. Properties are local.
+    ``MegatronPolicy`` implements it; the training loop calls it.
     """
 
     version: int
@@ -106,9 +108,9 @@ class Policy(Protocol):
         ranks must run the iterator to its end, also after an error."""
 
     def give_experts(self) -> None:
-        """Take part in the ``hf_weights`` of another replica, which may lack experts of this one (EP).
+        """Take part in the ``hf_weights`` of another replica, which may lack experts of this one (EP, ETP).
 
-        Where one replica runs ``hf_weights``, the ranks of all others call this. Nothing without EP.
+        Where one replica runs ``hf_weights``, the ranks of all others call this. Nothing without experts.
         """
 
     def offload(self, keep_weights: bool = False) -> int:

@@ -180,6 +180,11 @@ def _check_experts(experts: ExpertShape, source: str) -> None:
     for field, value in {"num_experts": experts.count, "moe_intermediate_size": experts.ffn}.items():
         if not 1 <= value <= _MOST_EXPERTS:
             raise ConfigError(f"{source}: a model with {field}={str(value)[:20]} cannot be")
+    if experts.per_token == 1 and experts.normalized:
+        raise ConfigError(
+            f"{source}: num_experts_per_tok=1 with norm_topk_prob is not supported: a token's one expert "
+            "has the weight 1 always, so the router has no gradient"
+        )
     if not 1 <= experts.per_token <= experts.count:
         raise ConfigError(
             f"{source}: num_experts_per_tok={experts.per_token} cannot be: there are {experts.count} experts"

@@ -128,6 +128,11 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
 
 
+def is_fused_experts(name: str) -> bool:
+    """Whether a Hugging Face tensor is one in which transformers has fused the experts of a layer."""
+    return _FUSED_EXPERTS.fullmatch(name) is not None
+
+
 def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slice]]:
     """The experts' own tensors in a fused one of transformers: name to expert and rows; {} for any other.
 

@@ -1,7 +1,8 @@
 """Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
 
 ConfigError for a folder or file that cannot be read; no link may lead out of the folder. The policy loads its
-initial weights by it.
+initial weights by it. Used in ``policy/``, ``rehearsal/``, ``rollout/engines/sglang/`` and ``trainer/``.
+Used in ``policy/``, ``rehearsal/``, ``rollout/engines/sglang/`` and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, missing_file
-from bapo_megatron.hf.parameter_map import expert_tensors, hf_tensors
+from bapo_megatron.hf.parameter_map import expert_tensors, hf_tensors, is_fused_experts
 from bapo_megatron.runtime.files import check_files_inside, file_inside, read_file_inside
 
 _INDEX = "model.safetensors.index.json"
@@ -45,7 +46,7 @@ class HfReader:
         self._file_of = self._locate()
         self._within: dict[str, tuple[str, int, slice]] = {}
         """Where an expert's tensor lies in a fused one: its name, expert and rows."""
-        self.fused_experts = [name for name in self._file_of if expert_tensors(name, self.shape(name))]
+        self.fused_experts = [name for name in self._file_of if is_fused_experts(name)]
         """Names of the fused tensors, which SGLang would pass over."""
         for fused in self.fused_experts:
             for name, place in expert_tensors(fused, self.shape(fused)).items():

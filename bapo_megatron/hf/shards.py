@@ -3,7 +3,8 @@
 ``join`` turns HF tensors into the *global* parameter (as if TP were 1), ``split`` turns it back; ``shard``
 cuts the global parameter for one TP rank, ``unshard`` is its inverse. All follow ``parameter_map.py`` and
 only move values, so a round trip is exact to the bit. ``shard_parts`` says which rows and columns of the HF
-tensors a shard is made of, so that a rank reads no others.
+tensors a shard is made of, so that a rank reads no others. Used by ``policy/state/bit_digest.py``,
+``policy/weight_map.py`` and ``benchmarks/dcp_convert.py``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ The weight sync by disk uses it. The format (https://github.com/huggingface/safe
 header in eight bytes, the header, which may end in spaces, then the tensors' bytes without gaps. The header
 has the offset of each tensor, so room is left for it, and it is written last. (Exports use the safetensors
 library, which holds a file's tensors in memory and sorts them.)
+
+Used by ``rollout/weight_sync/disk.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Weight check: a stream of weights must have exactly the model's Hugging Face names and shapes.
 
 For the weight sync by disk and the loads of the local engine: a generator in the stream. It raises ValueError
-in the middle, or at the end, of the stream.
+in the middle, or at the end, of the stream. Used by ``rollout/engines/local/model.py`` and
+``rollout/weight_sync/disk.py``.
 """
 
 from __future__ import annotations

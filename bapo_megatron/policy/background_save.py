@@ -1,6 +1,7 @@
 """Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training goes on.
 
-``checkpoint.save`` begins one. While it is under way the host holds a copy of the GPU's tensors.
+``checkpoint.save`` begins one. While it is under way the host holds a copy of the GPU's tensors. Used by
+``checkpoint.py`` and ``megatron.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Token dispatch of experts on a CPU: what megatron's all-to-all dispatcher asks of CUDA and NCCL, by gloo.
+"""Expert layers without a GPU, or without Transformer Engine: what megatron-core asks of them, otherwise.
 
-``policy/device.py`` patches megatron with it where there is no GPU.
+``policy/device.py`` patches the all-to-all dispatcher for gloo where there is no GPU, ``policy/model.py`` the
+router where there is no Transformer Engine.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from torch import Tensor
 _SPLITS = ("input_splits", "output_splits", "output_splits_tp")
 
 
+def define_te_gemm() -> None:
+    """Define Transformer Engine's product as missing, where it is: megatron's router asks for its name."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def adapt_to_gloo() -> None:
     """Patch megatron-core's dispatcher and its uneven gathers. Idempotent."""
     if mappings._gather_along_first_dim is _gather:
         return
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = (
-            None  # without Transformer Engine megatron does not define it, and asks for it
-        )
     dispatcher: Any = MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = nullcontext()
     dispatcher._maybe_dtoh_and_synchronize = _read_splits

@@ -1,7 +1,8 @@
 """The megatron-core policy (the actor): GPTModel, pipeline schedule, DDP and distributed optimizer.
 
 All forward and backward passes are in ``passes.py``: packs (micro-batches of concatenated sequences) in, one
-additive vector of sums out, equal on all ranks.
+additive vector of sums out, equal on all ranks. Used in ``rehearsal/`` and ``trainer/``. Used in
+``rehearsal/`` and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class MegatronPolicy:
         return self._weights.gather()
 
     def give_experts(self) -> None:
-        """Give this rank's experts to the ``hf_weights`` of another replica; nothing without EP."""
+        """Give this rank's experts to the ``hf_weights`` of another replica; nothing at EP 1 and ETP 1."""
         self._offload.check_loaded("give_experts", weights_alone=True)
         self._weights.give_experts()
 

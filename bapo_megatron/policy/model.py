@@ -1,7 +1,8 @@
 """The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
 Weights are not loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``).
-``MegatronPolicy`` calls it when it is made.
+``MegatronPolicy`` calls it when it is made. Used by ``megatron.py``, ``passes.py`` and
+``benchmarks/policy_step.py``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from bapo_megatron.policy import device
 from bapo_megatron.policy.attention.core import DocumentPack
 from bapo_megatron.policy.attention.rope import Rotary
 from bapo_megatron.policy.device import has_cuda
+from bapo_megatron.policy.expert_dispatch import define_te_gemm
 from bapo_megatron.policy.layers import layer_spec
 from bapo_megatron.tensor_types import MicroBatch
 
@@ -92,6 +94,7 @@ def transformer_config(
 def _experts(shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, object]:
     if shape.experts is None:
         return {}
+    define_te_gemm()
     return {
         "num_moe_experts": shape.experts.count,
         "moe_ffn_hidden_size": shape.experts.ffn,
@@ -102,7 +105,7 @@ def _experts(shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype) ->
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": device.uses_transformer_engine(dtype),
-        "moe_permute_fusion": has_cuda(),
+        "moe_permute_fusion": device.uses_transformer_engine(dtype),
         "moe_router_fusion": False,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,

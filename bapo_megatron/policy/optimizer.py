@@ -1,6 +1,7 @@
 """AdamW on megatron's distributed optimizer: construction, clipped step, learning-rate schedule.
 
-Functions for ``MegatronPolicy``; the state is in megatron's objects.
+Functions for ``MegatronPolicy``; the state is in megatron's objects. Used by ``megatron.py`` and
+``benchmarks/gpu/small_policy.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Packs (concatenated sequences) in, one additive float64 vector of sums out, equa
 the caller's ``TokenFn``. Packs are whole; each rank slices its context-parallel part here.
 
 The layers see all tokens of a part, the output layer only the trained ones (``stats`` can include others).
-The trained tokens are selected on the host, from the pack's mask, without a device synchronization.
+The trained tokens are selected on the host, from the pack's mask, without a device synchronization. Used by
+``megatron.py``.
 """
 
 from __future__ import annotations

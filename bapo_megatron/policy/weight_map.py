@@ -1,6 +1,7 @@
 """The weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters.
 
-``MegatronPolicy`` loads its initial weights by it, and gathers them for weight syncs and exports.
+``MegatronPolicy`` loads its initial weights by it, and gathers them for weight syncs and exports. Used by
+``megatron.py`` and ``policy/state/bit_digest.py``.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def stage_of(key: Key, layers: int, stages: int, virtual: int) -> int:
 class WeightMap:
     """The map between the whole model's parameters and this rank's shards.
 
-    ``load`` is local, ``gather`` is collective within a replica, and with EP among all ranks. KeyError for a
-    parameter that it does not know. Made by ``MegatronPolicy``: it loads the initial weights, and gathers
-    them for weight syncs and exports.
+    ``load`` is local, ``gather`` is collective within a replica, and with EP or ETP among all ranks.
+    KeyError for a parameter that it does not know. Made by ``MegatronPolicy``: it loads the initial
+    weights, and gathers them for weight syncs and exports.
     """
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:
@@ -81,8 +82,9 @@ class WeightMap:
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather the model as HF tensors, one parameter at a time, on every rank. Collective.
 
-        With EP a replica may lack experts, which come from other replicas: those call ``gather``, too, or
-        ``give_experts``. A tensor is valid until the iterator moves on; clone it to keep it.
+        With EP or ETP a replica may lack experts, or parts of them, which come from other replicas: those
+        call ``gather``, too, or ``give_experts``. A tensor is valid until the iterator moves on; clone it
+        to keep it.
         """
         for key, owner in self._owners():
             name, layer = key
@@ -92,8 +94,12 @@ class WeightMap:
                 yield hf_name.format(layer=layer), tensor.contiguous()
 
     def give_experts(self) -> None:
-        """Take part in the ``gather`` of another replica with this rank's experts; nothing without EP."""
-        if parallel_state.get_expert_model_parallel_world_size() == 1:
+        """Take part in the ``gather`` of another replica with this rank's shards of experts.
+
+        Nothing where EP and ETP are 1: then each replica has all experts whole.
+        """
+        groups = parallel_state.get_expert_model_parallel_group(), cut_group_of_experts()
+        if all(group.size() == 1 for group in groups):
             return
         stage = parallel_state.get_pipeline_model_parallel_group().rank()
         for key, owner in self._owners():
@@ -143,6 +149,11 @@ def cut_group(mapping: Mapping) -> Any:
     """The process group that cuts a parameter along its ``tp_dim``: TP, or ETP for one of an expert."""
     if mapping.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
+    return cut_group_of_experts()
+
+
+def cut_group_of_experts() -> Any:
+    """The process group that cuts experts: ETP, which may span replicas."""
     return parallel_state.get_expert_tensor_parallel_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,28 @@ def test_one_changed_element_of_one_expert_changes_the_digest(layout: str, copie
         assert len(before) == 1
         assert len(after) == copies
         assert (before[0] in after) == (copies == 2)
+
+
+def gathered_by_one_replica(folder: Path, parallel: ParallelConfig) -> Weights | None:
+    """As in a weight sync: the first replica gathers, the ranks of the others give their experts."""
+    policy = make_policy(folder, parallel)
+    if policy.data_rank == 0:
+        return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    policy.give_experts()
+    return None
+
+
+@pytest.mark.parametrize("layout", slow_but([*LAYOUTS, "DP2 ETP2", "DP2 CP2 EP4"], "DP2 ETP2", "DP2 EP2"))
+def test_one_replica_gathers_the_experts_of_all(layout: str, folder: Path) -> None:
+    """With ETP, too, a replica may hold a part of each expert. A rank that does not join ends the wait."""
+    more = {
+        "DP2 ETP2": ParallelConfig(data=2, expert_tensor=2),
+        "DP2 CP2 EP4": ParallelConfig(data=2, context=2, expert=4),
+    }
+    where = dataclasses.replace({**LAYOUTS, **more}[layout], timeout_minutes=5)
+    wanted = load_file(folder / "model.safetensors")
+    found = [one for one in run_layout(gathered_by_one_replica, where, folder, where) if one is not None]
+    assert len(found) == where.model_size
+    for weights in found:
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 LAYOUTS = [
     *("one selective", "one full", "one pack4096"),
     *("tp2-sp", "tp2-sp selective", "tp2-sp full", "tp2-sp-etp2", "tp2-sp-etp2 full"),
-    *("dp2", "pp2", "cp2", "pp2-vpp2", "dp2 full"),
+    *("dp2", "dp2-etp2", "pp2", "cp2", "pp2-vpp2", "dp2 full"),
     *("dp2-ep2", "dp2-ep2 selective", "dp2-ep2 full", "dp4-ep4", "dp4-ep2 shuffled"),
     *("cp2-ep2", "cp2-ep2 full", "dp2-cp2-ep2", "dp2-cp2-ep4"),
     *("tp2-sp-ep2", "tp2-sp-ep2 selective", "tp2-sp-ep2 full", "dp2-tp2-sp-ep4", "dp2-tp2-sp-ep2"),
@@ -25,7 +25,7 @@ LAYOUTS = [
     *("dp2-pp2-ep2", "dp2-pp2-ep2 full", "dp2-pp2-vpp2-ep2", "pp2-cp2-ep2", "dp2-pp2-vpp2-ep2 selective"),
     *("tp2-sp-pp2-ep2", "tp2-sp-pp2-vpp2-ep2", "tp2-sp-cp2-ep2", "tp2-sp-cp2-ep4"),
 ]
-QUICK = ("tp2-sp", "dp2-ep2 selective", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2")
+QUICK = ("dp2-etp2", "tp2-sp", "dp2-ep2 selective", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ halves, not neighbours, as in Hugging Face's models). The cosines are computed o
 layers. megatron-core's own code for packs would round them to bfloat16, compute them in every layer, for
 queries and keys, and synchronize with the device each time for the documents' lengths.
 
-Shapes: ``_L`` tokens of a pack on this rank, ``_LHD`` [tokens, heads, d], ``_F`` frequencies (d / 2).
+Shapes: ``_L`` tokens of a pack on this rank, ``_LHD`` [tokens, heads, d], ``_F`` frequencies (d / 2). Used
+by ``core.py`` and ``policy/model.py``.
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ invertible: a change of one element always changes the digest; changes of severa
 unnoticed with probability about 2^-32 at most.
 
 A rank sums its own shards, block by block; ``state_digest``, which is collective, gathers only the sums.
+Used by ``policy/megatron.py``.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,34 +86,51 @@ def _merged_over_ranks(sums: dict[str, tuple[int, ...]], steps: list[int]) -> di
 
 
 def merged(ranks: Sequence[RankSums]) -> dict[str, list[str]]:
-    """The digests of the whole state, from the sums of all ranks in any order."""
-    tensor_ranks = sorted({one.tensor for one in ranks})
-    replicas = sorted({one.replica for one in ranks})
-    expert_replicas = sorted({one.expert_replica for one in ranks})
-
-    def dense(name: str, tensor: int, replica: int | None) -> int:
-        mine = [one for one in ranks if replica in (None, one.replica)]
-        return sum(one.sums[name][_CUT] + one.sums[name][_WHOLE] * (one.tensor == tensor) for one in mine)
-
-    def experts(name: str, replica: int | None) -> int:
-        return sum(one.sums[name][_EXPERT] for one in ranks if replica in (None, one.expert_replica))
-
-    found = {
-        WEIGHTS: [
-            dense(WEIGHTS, tensor, replica) + experts(WEIGHTS, expert_replica)
-            for replica in replicas
-            for tensor in tensor_ranks
-            for expert_replica in expert_replicas
-        ]
-    }
-    for name in STATES:
-        found[name] = [dense(name, tensor, None) + experts(name, None) for tensor in tensor_ranks]
+    """The digests of the whole state, from the sums of all ranks in any order; one pass over the ranks."""
+    copies = {name: _Copies.of(name, ranks) for name in (WEIGHTS, *STATES)}
+    found = {WEIGHTS: copies[WEIGHTS].of_weights(), **{name: copies[name].of_state() for name in STATES}}
     steps = sorted({step for one in ranks for step in one.steps})
     digests = {name: [f"{value % 2**64:016x}" for value in values] for name, values in found.items()}
     return {
         **{name: list(dict.fromkeys(values)) for name, values in digests.items()},
         STEP: [*map(str, steps)],
     }
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Sums of one name over the ranks that hold a copy: of cut parameters, of whole ones, and of experts."""
+
+    cut: dict[int, int]
+    """By replica."""
+    whole: dict[tuple[int, int], int]
+    """By replica and TP rank, each of which has all of these parameters."""
+    experts: dict[int, int]
+    """By expert replica."""
+
+    @staticmethod
+    def of(name: str, ranks: Sequence[RankSums]) -> _Copies:
+        cut, whole, experts = Counter[int](), Counter[tuple[int, int]](), Counter[int]()
+        for one in sorted(ranks, key=lambda one: (one.replica, one.tensor, one.expert_replica)):
+            sums = one.sums[name]
+            cut[one.replica] += sums[_CUT]
+            whole[one.replica, one.tensor] += sums[_WHOLE]
+            experts[one.expert_replica] += sums[_EXPERT]
+        return _Copies(dict(cut), dict(whole), dict(sorted(experts.items())))
+
+    def of_weights(self) -> list[int]:
+        """The checkpoint's copy first, then with each other copy of a kind in the place of its own."""
+        dense = [self.cut[replica] + value for (replica, _), value in self.whole.items()]
+        first, *others = self.experts.values()
+        return [*(value + first for value in dense), *(dense[0] + value for value in others)]
+
+    def of_state(self) -> list[int]:
+        """The optimizer's shards exist once: all replicas together, with each TP rank's copy of the whole."""
+        total = sum(self.cut.values()) + sum(self.experts.values())
+        whole = Counter[int]()
+        for (_, tensor), value in self.whole.items():
+            whole[tensor] += value
+        return [total + value for value in whole.values()]
 
 
 def _sums(weights: WeightMap, optimizer: Any | None) -> dict[str, tuple[int, ...]]:

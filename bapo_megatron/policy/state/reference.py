@@ -7,7 +7,7 @@
 So the reference takes no memory of the device but the buffer, and on the host one copy of this rank's
 weights. It is computed by the same code, at the same layout, as the policy. Only the parameters are swapped:
 master weights, moments and gradients stay where they are, and a forward pass reads none of them. Storages
-are written in place, so every view of them stays valid (``offload.py``).
+are written in place, so every view of them stays valid (``offload.py``). Used by ``policy/megatron.py``.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ def test_the_names_of_the_hub_and_of_transformers_5_are_read() -> None:
     [
         ({"num_experts_per_tok": 6}, "num_experts_per_tok=6 cannot be: there are 5 experts"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 cannot be"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok=1 with norm_topk_prob"),
         ({"num_experts": 10**9}, "num_experts=1000000000 cannot be"),
         ({"moe_intermediate_size": -1}, "moe_intermediate_size=-1 cannot be"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),

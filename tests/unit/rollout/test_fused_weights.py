@@ -194,6 +194,8 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermed
         ({"quantization_config": {"quant_method": "fp8"}}, (), "the model is quantized"),
         ({}, ("--quantization", "fp8"), "servers with --quantization have another weight layout"),
         ({}, ("--enable-dp-attention",), "servers with --enable-dp-attention have another weight layout"),
+        ({}, ("--ep-size=2",), "servers with --ep-size have another weight layout"),
+        ({}, ("--enable-eplb",), "servers with --enable-eplb have another weight layout"),
         ({}, ("--disable-radix-cache",), None),
         (MOE, (), None),
         (
@@ -214,3 +216,11 @@ def test_supported_models_and_server_flags(
     else:
         assert isinstance(found, UnknownDigests)
         assert found.result().unknown == reason
+
+
+def test_the_layout_of_experts_on_a_gpu_is_unknown(tmp_path: Path) -> None:
+    """Some of SGLang's kernels reorder their rows, and no flag says which one it takes."""
+    (tmp_path / "config.json").write_text(json.dumps({**MOE, "num_key_value_heads": 2}))
+    found = fused_digests(tmp_path, 2, "cuda")
+    assert isinstance(found, UnknownDigests)
+    assert "experts on GPUs" in (found.result().unknown or "")

@@ -3,7 +3,7 @@
 Weights come from a folder, by broadcast or by memory handles. A request at its deadline is aborted and
 returns its tokens so far; one on a dropped kept-alive connection is sent once more. The engine adds what the
 server does not promise: unsent requests wait during a pause and obey an abort, and weights change between two
-tokens while requests are in flight.
+tokens while requests are in flight. Used by ``backend.py`` and ``benchmarks/sampler_scale.py``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
     mlp.gate (router)         the same              all
 
 The trainer computes them while it sends weights; servers must report the same ones. A tied output layer is no
-tensor of its own. This holds for Qwen2, Qwen3, Qwen3 MoE and Llama.
+tensor of its own. This holds for Qwen2, Qwen3, Qwen3 MoE and Llama. Used by ``backend.py``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _OTHER_LAYOUTS = (
     *("--enable-lora", "--dp", "--data-parallel", "--enable-dp", "--tp", "--tensor-parallel", "--pp"),
     *("--pipeline-parallel", "--speculative", "--json-model-override", "--weight-loader", "--cpu-offload"),
     *("--device", "--model-path", "--offload", "--attn-cp", "--attention-context", "--moe"),
+    *("--ep", "--expert", "--enable-eplb", "--eplb", "--init-expert", "--elastic-ep"),
 )
 """Prefixes of flags that make a server's weight layout differ from the one computed here."""
 
@@ -225,6 +226,9 @@ def fused_digests(
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     if experts and device == "cpu" and config["moe_intermediate_size"] % (_PADDED_EXPERTS * tensor):
         reason = f"servers on a CPU pad experts to a multiple of {_PADDED_EXPERTS} rows on each rank"
+    elif experts and device == "cuda" and reason is None:
+        # Some of SGLang's kernels for experts reorder rows after a load: which one is chosen, no flag says.
+        reason = "the layout of experts on GPUs depends on the kernel that SGLang chooses"
     if reason:
         return UnknownDigests(reason)
     kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]

@@ -1,6 +1,6 @@
 """The requests in flight at one SGLang server, and the gate that holds unsent requests during a pause.
 
-``SglangEngine`` has one set for its server; nothing here talks to the server.
+``SglangEngine`` has one set for its server; nothing here talks to the server. Used by ``engine.py``.
 """
 
 from __future__ import annotations

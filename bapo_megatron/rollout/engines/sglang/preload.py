@@ -2,7 +2,8 @@
 
 torch_memory_saver needs one CUDA runtime (``libcudart.so.13``), without a path to it. torch finds it in its
 own wheels; the dynamic loader, which runs first, does not, and each scheduler ends with code 127. So the
-wheels' folder comes first in LD_LIBRARY_PATH. `bapo doctor` tries it.
+wheels' folder comes first in LD_LIBRARY_PATH. `bapo doctor` tries it. Used by ``commands/doctor/sglang.py``
+and ``server_process.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The private temporary folder (TMPDIR) of one SGLang server, for its ZMQ sockets, and its cleanup.
 
 The sockets unpickle what they receive. In /tmp every user could list them, and a killed server leaves them.
+Used by ``server_process.py``.
 """
 
 from __future__ import annotations

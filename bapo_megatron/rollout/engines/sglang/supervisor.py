@@ -1,6 +1,7 @@
 """The supervisors of a run's SGLang servers: start, restart with backoff, hold during training, and end.
 
-On rank 0, a thread for each server. What happens to a server is an event of the run.
+On rank 0, a thread for each server. What happens to a server is an event of the run. Used by
+``backend.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The wire format of SGLang 0.5.23's ``POST /generate``: encoding of requests, validated decoding of answers.
 
 Log-probs are those of softmax(logits / temperature). Top-p and top-k are never asked for, because SGLang's
-log-probs would not be those of the truncated distribution.
+log-probs would not be those of the truncated distribution. Used by ``http_client.py``.
 """
 
 from __future__ import annotations

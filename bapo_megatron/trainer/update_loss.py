@@ -11,7 +11,8 @@ cheap to expensive:
 - else: a forward-only pass over the update.
 
 The other losses of ``algorithm.loss`` that search something do the same. With PAPO the search and the loss
-see the reweighted advantages. Those need entropies, so on-policy data saves no forward pass then.
+see the reweighted advantages. Those need entropies, so on-policy data saves no forward pass then. Used in
+``commands/``, ``rehearsal/`` and this folder. Used in ``commands/``, ``rehearsal/`` and this folder.
 """
 
 from __future__ import annotations
@@ -95,11 +96,11 @@ class UpdateLoss:
         if search is None:
             return make(None), None
         measure = self._weighted(search.measure)
-        if search.scope == "micro_batch":
-            return SearchedLoss(measure, lambda sums: make(search.find(sums)), "micro_batch"), None
-        if search.known is not None:
+        if search.known is not None:  # whatever the scope: fixed bounds need no sums
             self.found = search.known
             return make(search.known), search.known
+        if search.scope == "micro_batch":
+            return SearchedLoss(measure, lambda sums: make(search.find(sums)), "micro_batch"), None
         if search.scope == "lagged" and self._previous is not None:
             sums = self._previous
         elif on_policy and self._known_ratio and self._papo is None:

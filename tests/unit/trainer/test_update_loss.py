@@ -83,9 +83,12 @@ def test_forwards_are_held_for_a_search_over_the_update_alone(
             checked_loss(held)
 
 
-def test_fixed_bounds_need_no_pass() -> None:
-    _, found, passes = chosen(grpo())
+@pytest.mark.parametrize("scope", ["update", "lagged", "micro_batch"])
+def test_fixed_bounds_need_no_pass(scope: Any) -> None:
+    """Nor sums of each micro-batch: the loss is no search."""
+    loss, found, passes = chosen(dataclasses.replace(grpo(), scope=scope))
     assert passes == []
+    assert not isinstance(loss, SearchedLoss)
     assert (found.bounds.low, found.bounds.high) == (0.8, 1.2)
 
 

@@ -1,7 +1,8 @@
 """Command line ``bapo``: the table of commands, and the exit code of a command's errors.
 
 ``main`` is the console script. ConfigError, Preempted and RunStopped become one message and an exit code; any
-other error prints its traceback, with exit code 1. A command's module is imported only when it runs.
+other error prints its traceback, with exit code 1. A command's module is imported only when it runs. Used
+in ``commands/``, ``commands/verify/`` and ``rehearsal/``.
 """
 
 from __future__ import annotations

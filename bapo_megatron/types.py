@@ -251,10 +251,9 @@ class Generation(ResponseTokens):
 class Rollout(ResponseTokens):
     """A finished response with the log-probs and weight versions of its tokens, and its reward.
 
-    Assembled from one or several ``Generation``s, so its tokens may be of different weights. Made by the
-    state of the sampler.
-
-    Made by the state of the sampler.
+    What training learns from, within a ``Group``. Assembled from one or several ``Generation``s, so its
+    tokens may be of different weights. Made by the state of the sampler, and again where a step's file is
+    read.
     """
 
     finish_reason: FinishReason

@@ -1,6 +1,7 @@
 """Checkpoint inspection: format, origin, model, optimizer, sizes, and a tree of keys.
 
 Only metadata is read, no weights: an inspection is quick and cannot find damaged weights. `verify` can.
+Used by ``checkpoints_tools/``, ``commands.py`` and ``inspection_text.py``.
 """
 
 from __future__ import annotations

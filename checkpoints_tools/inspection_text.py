@@ -1,6 +1,6 @@
 """Text of a checkpoint inspection, from its result alone: one line for each fact, then the keys as a tree.
 
-`bapo-ckpt inspect` prints it.
+`bapo-ckpt inspect` prints it. Used by ``commands.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Reshard: a Megatron checkpoint rewritten as torch_dist, with another grid of chunks or vocabulary padding.
 
-The trainer loads torch_dist at any parallel layout as it is: that needs no reshard.
+The trainer loads torch_dist at any parallel layout as it is: that needs no reshard. Used by
+``checkpoints_tools/`` and ``commands.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Megatron-to-HF conversion: a checkpoint as a Hugging Face folder that transformers and engines load.
 
-``bapo-ckpt to-hf``, and ``bapo eval`` of a checkpoint. The output appears whole or not at all.
+``bapo-ckpt to-hf``, and ``bapo eval`` of a checkpoint. The output appears whole or not at all. Used in
+``checkpoint/``, this folder and ``evaluation/``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """HF-to-Megatron conversion: a Hugging Face folder as a torch_dist checkpoint that loads at any layout.
 
-``bapo-ckpt to-megatron``. The output appears whole or not at all.
+``bapo-ckpt to-megatron``. The output appears whole or not at all. Used by ``checkpoints_tools/``,
+``commands.py`` and ``resharding.py``.
 """
 
 from __future__ import annotations

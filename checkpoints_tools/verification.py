@@ -1,6 +1,7 @@
 """Bitwise verification of two checkpoints of any formats: the same model, and the same optimizer state.
 
-It reads the weights of both; the optimizer's state is compared only where both have it.
+It reads the weights of both; the optimizer's state is compared only where both have it. Used by
+``checkpoints_tools/`` and ``commands.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``build_loss`` and the reward endpoints call this. Types and ranges come from the arguments' annotations,
 ``Annotated[float, Gt(0)]``; an argument without an annotation has the type of its default. ``check_settings``
-raises one ConfigError with all mistakes.
+raises one ConfigError with all mistakes. Used by ``algo/losses/`` and ``reward/endpoints/settings.py``.
 """
 
 from __future__ import annotations

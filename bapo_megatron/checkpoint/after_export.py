@@ -3,7 +3,7 @@
 One command runs at a time, in a process of its own, while training continues; rank 0 polls it. A failure is
 an event and a warning, and does not fail the run. RUN/after_export.json lists the exports for which the
 command has succeeded; for every other one the next start runs it again. Delivery is at least once: a kill may
-come between the end of a command and the note of it.
+come between the end of a command and the note of it. Used by ``step_exports.py`` and ``trainer/build.py``.
 """
 
 from __future__ import annotations

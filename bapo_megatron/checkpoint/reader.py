@@ -2,7 +2,7 @@
 
 Every rank calls it at a start, and reads its share of the files; a damaged checkpoint is a CheckpointError on
 all ranks. It returns the state of the training loop (trainer.json); ``Policy.load`` loads model and
-optimizer.
+optimizer. Used by ``fork.py``, ``trainer/resume.py`` and ``benchmarks/checkpoint_stall.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 With ``checkpoint.export_every``, on rank 0. The process has a low priority, and converts one checkpoint at a
 time from file to file; it takes neither memory nor time of the trainer. One more checkpoint waits, and a
-newer one replaces it. So at most two checkpoints are kept from deletion, however slow the disk is.
+newer one replaces it. So at most two checkpoints are kept from deletion, however slow the disk is. Used by
+``trainer/build.py``.
 """
 
 from __future__ import annotations

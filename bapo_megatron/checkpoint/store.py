@@ -6,7 +6,8 @@
 A checkpoint is written under a temporary name while training continues. Its manifest, with the size and the
 digest of every other file, is written last; then the folder is renamed. A folder without a matching manifest
 is no checkpoint. The trainer decides when to save (``trainer/checkpointing.py``), the reader of a resumed run
-is ``reader.py``.
+is ``reader.py``. Used by ``trainer/build.py``, ``trainer/records/recorder.py`` and
+``benchmarks/checkpoint_stall.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """End of a run: the Hugging Face export of the policy, and the printed summary.
 
 Every rank calls ``finish`` after the last step. It waits for earlier exports; Preempted if the run is told to
-stop meanwhile.
+stop meanwhile. Used by ``train.py``.
 """
 
 from __future__ import annotations

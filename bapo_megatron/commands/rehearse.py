@@ -1,7 +1,8 @@
 """``bapo rehearse RECIPE [flags]``: a dry run of the recipe's real program on fake tensors, rank by rank.
 
 Fake tensors have shapes and no data, so neither GPUs nor weights are needed. Each rank runs in a child
-process, some at a time. ConfigError for a recipe that cannot be rehearsed.
+process, some at a time. ConfigError for a recipe that cannot be rehearsed. Used by
+``commands/cluster/job.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``train_command`` checks everything before a process group exists, then runs as one rank under a launcher, or
 starts the layout's processes. The same command continues a run. Preempted and RunStopped propagate to
-``cli.py``.
+``cli.py``. Used by ``benchmarks/study/forked_sampler.py``.
 """
 
 from __future__ import annotations

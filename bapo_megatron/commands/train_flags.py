@@ -3,6 +3,8 @@
 - ``--rollout-only`` samples the batches of all steps without a trainer; it excludes the other two.
 - ``--train-only [RUN]`` trains on stored rollouts, without engines.
 - ``--fork RUN[:STEP]`` begins at a checkpoint of another run.
+
+Used by ``commands/cluster/commands.py`` and ``train.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Engine-neutral configuration of rollout engines: addresses, deadlines, weight transfer.
 
 ``EngineConfig`` is the base class of the settings of each kind of engine, such as ``SglangConfig``; a user's
-engine may add fields in a subclass. ``RunConfig.check`` asks each for its ``problems``.
+engine may add fields in a subclass. ``RunConfig.check`` asks each for its ``problems``. Used in this
+folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Command-line parser: the flags of every command, read into a dataclass by tyro.
+"""Command-line parser: flags, read into a dataclass by tyro.
+
+For all commands with a recipe, and for `bapo eval`, `data prepare` and `study`.
 
 Besides tyro's own form, ``--section.field VALUE``, it takes Hydra's ``section.field=VALUE``, and a value
-after a switch (``--overwrite true``). A mistake ends the program (SystemExit, code 2).
+after a switch (``--overwrite true``). A mistake ends the program (SystemExit, code 2). Used in
+``commands/``, ``data/prepare/`` and ``evaluation/``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Configuration of an RL run or of SFT: a recipe returns one, the command line overrides its fields.
 
 Frozen dataclasses. ``check`` validates the fields alone, and raises one ConfigError with every mistake;
-``trainer/preflight.py`` checks the dataset and the model folder. Both run before any process starts.
+``trainer/preflight.py`` checks the dataset and the model folder. Both run before any process starts. Used
+by ``config/``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Configuration sections: model, parallel layout, data, rollouts, reward, algorithm, optimizer, batch.
 
 Frozen dataclasses, fields of ``RunConfig``. The docstring of a field is its text in ``--help``.
-``Annotated[int, Ge(1)]`` states a range, which ``validation.out_of_range`` checks.
+``Annotated[int, Ge(1)]`` states a range, which ``validation.out_of_range`` checks. Used in this folder and
+``evaluation/``.
 """
 
 from __future__ import annotations

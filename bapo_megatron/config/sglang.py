@@ -1,6 +1,7 @@
 """Configuration of SGLang servers: ``EngineConfig``, and the settings of their launch.
 
-A section of ``RunConfig``, ``rollout.sglang``; read where ``rollout.engine=sglang``.
+A section of ``RunConfig``, ``rollout.sglang``; read where ``rollout.engine=sglang``. Used by ``config/``
+and ``sections.py``.
 """
 
 from __future__ import annotations

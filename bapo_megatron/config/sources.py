@@ -1,6 +1,7 @@
 """Sources of training prompts: files that one run mixes, each with a weight and a reward of its own.
 
-The entries of ``data.sources``, and their form as a flag (JSON; ValueError if it is malformed).
+The entries of ``data.sources``, and their form as a flag (JSON; ValueError if it is malformed). Used in
+this folder and ``data/prepare/``.
 """
 
 from __future__ import annotations

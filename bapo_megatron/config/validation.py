@@ -1,7 +1,9 @@
 """Validation of a configuration: types and ranges of each field, and the rules between fields.
 
-``RunConfig.check`` calls these functions. Each yields its errors, as one line with the field, its value and
-the fix; ``raise_problems`` then raises one ConfigError. No file, GPU or network is looked at.
+``RunConfig.check`` and ``SftConfig.check`` call the functions that yield errors (``*_problems``,
+``wrong_types``, ``out_of_range``), each error one line with the field and the fix; ``raise_problems`` then
+raises one ConfigError. ``flat`` and ``settings_of_scores`` are for others, too. No file, GPU or network is
+looked at.
 """
 
 from __future__ import annotations

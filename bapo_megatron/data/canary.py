@@ -5,7 +5,8 @@ are the log-probs that the reference layout measured, minus a drawn log-ratio; e
 same numbers from the layout reference. So all layouts get equal inputs.
 
 The log-ratios and advantages are drawn so that the result does not depend on rounding: no ratio lies near a
-bound that the search tries, and the search stops between two of these, after it has moved.
+bound that the search tries, and the search stops between two of these, after it has moved. Used by
+``checkpoint/resume_check.py`` and ``commands/verify/check.py``.
 """
 
 from __future__ import annotations

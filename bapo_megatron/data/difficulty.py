@@ -1,6 +1,7 @@
 """Difficulty filter of a training set: drops problems that are too easy or too hard when it is loaded.
 
-The difficulty is a number that the dataset has in each row's ``extra_info``.
+The difficulty is a number that the dataset has in each row's ``extra_info``. Used by
+``data/prepare/filters.py`` and ``sources.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Validated fields of a dataset row in the schema of Skywork-OR1-RL-Data; each function raises RowError."""
+"""Validated fields of a dataset row in the schema of Skywork-OR1-RL-Data; each function raises RowError.
+
+Used in ``commands/doctor/``, this folder, ``data/prepare/`` and ``evaluation/``.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ before the n-th, the n-th comes from the source which, among those with
 has the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i: the earliest deadline. All of it is computed in
 integers, and nothing is random.
 
-The sampler and SFT take their prompts in this order where a run has several sources.
+The sampler and SFT take their prompts in this order where a run has several sources. Used in
+``rollout/engines/``, ``rollout/sampler/`` and ``trainer/``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ communication.
 3. Ranks are balanced by exchanges, then the packs within each rank (``pack_balancing.py``).
 
 Packs of one length (``fixed_length``) have the same linear cost, full or not. So there step 1 counts tokens,
-which keeps the common length short, and the other steps count attention's part alone.
+which keeps the common length short, and the other steps count attention's part alone. Used by
+``packing.py`` and ``benchmarks/packing.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dataset file reader: the rows of a JSONL or parquet file, by ``datasets``, without its user cache.
 
 ``read_rows`` holds all rows in memory; ``iterate_jsonl`` gives one after the other. ConfigError for a bad
-file.
+file. Used in ``commands/doctor/``, this folder, ``data/prepare/`` and ``evaluation/``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Examples for ``bapo eval compare --examples``: problems of a suite with the responses of two evaluations.
 
-The suite's file must be as it was; ConfigError if it has changed.
+The suite's file must be as it was; ConfigError if it has changed. Used by ``command.py`` and ``text.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Model of an evaluation: finds the checkpoint, and converts it to a Hugging Face folder for the engines.
 
-A conversion is written to the evaluation's output and reused by later ones.
+A conversion is written to the evaluation's output and reused by later ones. Used by ``run.py``.
 """
 
 from __future__ import annotations

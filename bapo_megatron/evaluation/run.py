@@ -1,7 +1,7 @@
 """Evaluation run: samples and scores the missing responses of each suite, and writes the summaries.
 
 ``evaluate`` is ``bapo eval``. It starts the engines and the reward workers and ends them; the same call goes
-on where an earlier one stopped.
+on where an earlier one stopped. Used by ``command.py`` and ``text.py``.
 """
 
 from __future__ import annotations

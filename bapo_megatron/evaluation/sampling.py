@@ -1,7 +1,7 @@
 """Suite sampler: n responses to every problem, scored and stored as they finish.
 
 The engine pool and the reward pool are those of a training run (``rollout/``, ``reward/``); the caller makes
-them.
+them. Used by ``run.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Text output of ``bapo eval`` and ``bapo eval compare``, with shares as points: 0.5 is 50.0."""
+"""Text output of ``bapo eval`` and ``bapo eval compare``, with shares as points: 0.5 is 50.0.
+
+Used by ``command.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
 
-ConfigError for a folder or file that cannot be read; no link may lead out of the folder. The policy loads its
-initial weights by it. Used in ``policy/``, ``rehearsal/``, ``rollout/engines/sglang/`` and ``trainer/``.
-Used in ``policy/``, ``rehearsal/``, ``rollout/engines/sglang/`` and ``trainer/``.
+ConfigError for a folder or file that cannot be read; no link may lead out of the folder. The policy loads
+its initial weights by it. Used in ``policy/``, ``rehearsal/``, ``rollout/engines/sglang/`` and
+``trainer/``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ weights from before the load (Megatron-LM, pull request 5071).
 
 Masters and moments are in pageable memory, of which the fork that writes a checkpoint sees a snapshot; pinned
 memory it would share with later updates. Only the buffers of a bucket are pinned. Used in this folder and
-``policy/state/``. Used in this folder and ``policy/state/``.
+``policy/state/``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The megatron-core policy (the actor): GPTModel, pipeline schedule, DDP and distributed optimizer.
 
 All forward and backward passes are in ``passes.py``: packs (micro-batches of concatenated sequences) in, one
-additive vector of sums out, equal on all ranks. Used in ``rehearsal/`` and ``trainer/``. Used in
-``rehearsal/`` and ``trainer/``.
+additive vector of sums out, equal on all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoint save and load of a rehearsal: the save up to the fork of its writer, the load without files.
 
-They patch the policy's and megatron's checkpoint modules for the whole process.
+They patch the policy's and megatron's checkpoint modules for the whole process. Used by ``rank.py``.
 """
 
 from __future__ import annotations

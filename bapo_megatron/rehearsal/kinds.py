@@ -2,7 +2,7 @@
 
 A block is one allocated storage. Weights, gradients, optimizer state and copies on the host are labelled by
 walking the policy: call ``label_model_state`` after the build and after each update. Saved activations and
-module names are recorded by hooks.
+module names are recorded by hooks. Used by ``rank.py``.
 """
 
 from __future__ import annotations

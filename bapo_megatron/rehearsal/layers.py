@@ -1,6 +1,7 @@
 """Choice of the rehearsed layers: Transformer Engine's if its sources are found, else torch's.
 
-``prepare_layers`` then imports them, with patches for the whole process.
+``prepare_layers`` then imports them, with patches for the whole process. Used by ``commands/rehearse.py``,
+``processes.py`` and ``benchmarks/gpu/phases.py``.
 """
 
 from __future__ import annotations

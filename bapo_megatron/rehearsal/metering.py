@@ -1,6 +1,7 @@
 """Metering of one rank: runs its rehearsal and turns the meter's records into a ``RankResult``.
 
-An error of the program becomes the result's error; one of the set-up is raised.
+An error of the program becomes the result's error; one of the set-up is raised. Used by ``layers.py`` and
+``processes.py``.
 """
 
 from __future__ import annotations

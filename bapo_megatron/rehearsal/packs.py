@@ -1,6 +1,6 @@
 """Synthetic packs of a rehearsed update: full ones of the recipe's longest sequences, with random token ids.
 
-Equal at each call. ValueError if the packing gives another number of packs.
+Equal at each call. ValueError if the packing gives another number of packs. Used by ``program.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Process pool of a rehearsal: one process for each rank, because a rehearsal patches torch for good.
 
 One host process imports everything once, and forks a process for each rank. The caller's process stays
-unpatched. A rank that fails or is killed is a result with an error.
+unpatched. A rank that fails or is killed is a result with an error. Used by ``commands/rehearse.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Program of one rank, a method for each phase: build, update, weight sync, save, sampling, load.
 
 The caller orders and measures the phases. The rehearsal runs them on fake tensors; on a real device they give
-the figures that test the rehearsal.
+the figures that test the rehearsal. Used by ``rank.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rehearsal of one rank: set-up of the fake backend and the meter, then the rank's program under them.
 
-The rank's process must do nothing else: torch stays patched in it.
+The rank's process must do nothing else: torch stays patched in it. Used by ``metering.py``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class FakeWeights:
 class RankRehearsal:
     """Rehearsal of one rank: sets up the fake backend, and runs the rank's program under the meter.
 
-    ``run`` once; then ``meter`` and ``seconds`` have the records, also after an error.
+    Made by ``rehearse_rank`` in the rank's own process, which calls ``run`` once and makes a ``RankResult``
+    of ``meter`` and ``seconds``. After an error of the program they hold what was recorded until then.
     """
 
     def __init__(self, request: RankRequest) -> None:

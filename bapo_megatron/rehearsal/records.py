@@ -1,6 +1,7 @@
 """Records of a rehearsal as plain data: the request for a rank, and its metered result.
 
-Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes.
+Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes. Used in
+``commands/``, this folder, ``rehearsal/fake/`` and ``rehearsal/results/``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Peers hold the same weights, and each the optimizer state of the parameters that it owns. Megatron gathers the
 list of each rank's shards and assigns each shard to one of its holders. The lists follow from the placement
-of the parameters, which every rank knows.
+of the parameters, which every rank knows. Used by ``checkpoints.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rate-limited reports of failed scores: each distinct failure once with its traceback, then counts.
 
-The counts live in memory, so they begin anew with the process.
+The counts live in memory, so they begin anew with the process. Used by ``rollout/sampler/scoring.py``.
 """
 
 from __future__ import annotations

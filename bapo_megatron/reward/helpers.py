@@ -2,7 +2,8 @@
 
 A reference solution or a table of results is left out if an honest program cannot need it: a plain function,
 or a name bound to a literal, that only the expected side of asserts uses. All other statements stay, because
-names do not show all that Python code does. Statements that stay and may leak answers are counted.
+names do not show all that Python code does. Statements that stay and may leak answers are counted. Used by
+``code_tests.py``.
 """
 
 from __future__ import annotations

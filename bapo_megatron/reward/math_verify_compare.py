@@ -4,7 +4,7 @@ math-verify limits its time with signals, which need the main thread. A long ope
 (``9^{9^{9}}``, which a policy will write sooner or later) blocks even those.
 
 An equality by math-verify is checked again (answer_values.py): math-verify evaluates operations, and compares
-absolute differences.
+absolute differences. Used by ``functions.py`` and ``worker.py``.
 """
 
 from __future__ import annotations

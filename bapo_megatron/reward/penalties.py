@@ -1,6 +1,7 @@
 """Reward penalties: for a response of the wrong format, and for an overlong one (DAPO, Eq. 13).
 
-Pure functions: a worker process applies the first, the pool the second.
+Pure functions: a worker process applies the first, the pool the second. Used by ``pool.py`` and
+``worker.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The codes here: 2 wrong input, 3 stopped run or full disk, 4 failing storage, 85 preempted; ``cli.run`` has
 the others. Functions with side effects on the process: ``report_error`` also kills its children, and after
-``skip_teardown`` the exit is hard (os._exit).
+``skip_teardown`` the exit is hard (os._exit). Used by ``cli.py`` and ``distributed.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Out-of-memory errors: which rank had no memory left, of which kind, and which settings need less.
 
 The context manager ``naming_memory`` encloses the work of each rank; ``death`` is for the process that
-started it.
+started it. Used in ``commands/``, ``policy/``, ``rollout/sampler/`` and this folder.
 """
 
 from __future__ import annotations

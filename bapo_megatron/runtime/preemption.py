@@ -1,7 +1,8 @@
 """Preemption: a signal (``stop_signals.py``) or the end of the Slurm job asks the run to save and stop.
 
 The run finishes the current update, saves, and ends with exit code 85: the same command continues it. The
-request is noted here; the loop asks for it and saves (``trainer/flow_control.py``).
+request is noted here; the loop asks for it and saves (``trainer/flow_control.py``). Used by
+``commands/train.py``, ``trainer/build.py`` and ``trainer/rollout_only.py``.
 """
 
 from __future__ import annotations

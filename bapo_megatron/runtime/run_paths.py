@@ -57,7 +57,10 @@ def step_leftovers(folder: Path, suffix: str = "") -> Iterator[Path]:
 
 
 class RunPaths:
-    """Paths of the files and folders of the run directory ``root``, which need not exist. Reads no file."""
+    """Paths of the files and folders of the run directory ``root``, which need not exist. Reads no file.
+
+    Made by whatever reads or writes a run, so that no other Python code spells their names.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,7 +1,8 @@
 """Stop signals: handlers of SIGUSR1 and SIGTERM, as Slurm sends them, and SIGHUP of a closed terminal.
 
 ``handling`` is the context manager that installs a handler, in the main thread. Only the standard library is
-imported, so that a command handles the signals before it has loaded anything.
+imported, so that a command handles the signals before it has loaded anything. Used in ``commands/``,
+``reward/``, ``rollout/sampler/`` and this folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hang watchdog: a rank without progress prints the stacks of its threads and exits; the others follow.
 
 Each rank of a run has one; the loop resets it whenever it checks for preemption
-(``trainer/flow_control.py``).
+(``trainer/flow_control.py``). Used by ``trainer/build.py`` and ``trainer/rollout_only.py``.
 """
 
 from __future__ import annotations

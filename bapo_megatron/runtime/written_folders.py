@@ -1,7 +1,9 @@
-"""Safe replacement of output folders: a command replaces only folders that it wrote itself, in one rename.
+"""Safe replacement of output folders: a command replaces only folders that it wrote itself, whole or not at
+all.
 
-For exports, conversions and prepared datasets. ``check_replaceable`` is the preflight check, ``new_folder``
-the context manager of a write. ConfigError for a folder with anything that the command did not write.
+Two renames, the old one aside and the new one into place; the next start repairs a kill between them. For
+exports, conversions and prepared datasets. ``check_replaceable`` is the preflight check, ``new_folder`` the
+context manager of a write. ConfigError for a folder with anything that the command did not write.
 
 An export or a conversion has a mark: a file that is written last and lists all others with their sizes, and
 small ones with their SHA-256. Without a mark, or with anything that the mark does not list, such a folder is

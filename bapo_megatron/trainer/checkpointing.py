@@ -1,7 +1,8 @@
 """Checkpointing of the training loop: asynchronous saves between steps, and the save before a stop.
 
 Functions on a ``Run``, all collective. A save is begun by one call and completed by a later one; a new one
-waits for the one before. DiskError, on the rank that meets it, for a full disk.
+waits for the one before. DiskError, on the rank that meets it, for a full disk. Used by
+``commands/finish.py``, ``train.py`` and ``flow_control.py``.
 """
 
 from __future__ import annotations

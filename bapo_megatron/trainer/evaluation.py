@@ -1,7 +1,7 @@
 """Held-out evaluation during training: the share of right answers (avg@n), at the weights of a step.
 
 The loop calls ``evaluate_if_due`` between steps, on every rank, and waits; the sampler's engines sample the
-answers to ``evaluation.suites``, and rank 0 computes and records the metrics.
+answers to ``evaluation.suites``, and rank 0 computes and records the metrics. Used by ``train.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 The engines load the model's own weights once, as version 0. Every step's batch is formed as in training, and
 kept in the run directory; ``--train-only`` trains on it. Started again, it continues after the last step.
+Used by ``commands/train.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Threads split long sums between them, so their number changes the last bits of matrix products, means and
 vectorized functions. A GPU does not depend on it. Every rank calls ``pin_threads``, which is collective,
-before its first computation.
+before its first computation. Used by ``commands/train.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reader of ``torch.save`` archives: positions of the tensors' bytes in the file, without torch.
 
-An archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the tensors' storages,
-uncompressed. It may be a whole file, or one of many in a file of torch_dist. CheckpointError for a damaged
-one.
+An archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the tensors'
+storages, uncompressed. It may be a whole file, or one of many in a file of torch_dist. CheckpointError for
+a damaged one. Used in ``checkpoints_tools/``, ``checkpoints_tools/formats/`` and ``policy/state/``.
 """
 
 from __future__ import annotations

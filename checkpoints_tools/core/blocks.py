@@ -1,9 +1,10 @@
 """Blocks, the common model of all checkpoint formats: Hugging Face tensors cut into rectangles of files.
 
-A reader gives the blocks of each tensor by its Hugging Face name: one block of a safetensors file, the query
-rows of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer gives the
-blocks of files that are yet to be filled. A conversion copies the intersections of both sides' blocks; a
-verification compares them. Plain data: no element is read here.
+A reader gives the blocks of each tensor by its Hugging Face name: one block of a safetensors file, the
+query rows of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer gives
+the blocks of files that are yet to be filled. A conversion copies the intersections of both sides' blocks;
+a verification compares them. Plain data: no element is read here. Used in ``checkpoints_tools/``,
+``checkpoints_tools/archives/``, this folder and ``checkpoints_tools/formats/``.
 """
 
 from __future__ import annotations

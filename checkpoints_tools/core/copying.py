@@ -2,7 +2,8 @@
 
 A tensor is copied in bands: as many whole rows as a buffer holds, within which no block begins or ends. The
 source's blocks are read into the buffer, the destination's blocks are written from it. So every byte is read
-once and written once however the two are cut, and memory is one buffer for each thread.
+once and written once however the two are cut, and memory is one buffer for each thread. Used by
+``checkpoints_tools/conversion.py`` and ``comparing.py``.
 """
 
 from __future__ import annotations

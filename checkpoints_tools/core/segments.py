@@ -1,7 +1,8 @@
 """Segments of fused parameters (QKV, gate and up): their blocks, split by Hugging Face tensor.
 
 A segment is consecutive rows of one HF tensor. CheckpointError if blocks overlap or do not cover a tensor.
-The readers and writers of Megatron's formats call it.
+The readers and writers of Megatron's formats call it. Used by ``checkpoints_tools/formats/mp_rank.py``,
+``checkpoints_tools/formats/torch_dist.py`` and ``checkpoints_tools/formats/torch_dist_writer.py``.
 """
 
 from __future__ import annotations

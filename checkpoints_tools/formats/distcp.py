@@ -1,7 +1,8 @@
 """Reader of torch_dist files: ``.metadata``, and the byte ranges of each tensor's chunks.
 
-``.metadata`` lists global tensors by key, each with its chunks (rectangles), and for each chunk a range of a
-``.distcp`` file that is one archive of torch.save. No pickle is executed; CheckpointError for damaged files.
+``.metadata`` lists global tensors by key, each with its chunks (rectangles), and for each chunk a range of
+a ``.distcp`` file that is one archive of torch.save. No pickle is executed; CheckpointError for damaged
+files. Used in ``checkpoints_tools/``, this folder, ``policy/state/`` and ``rehearsal/``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     mp_rank_00_000/...  mp_rank_00_001/...  mp_rank_01_000/  TP 2 x PP 2
 
 Each file holds the state of its stage under ``model``, or of its interleaved chunks under ``model0``,
-``model1``; layers are counted from 0 in each chunk. The optimizer's state is not converted.
+``model1``; layers are counted from 0 in each chunk. The optimizer's state is not converted. Used by
+``opening.py``, ``checkpoints_tools/inspection.py`` and ``checkpoints_tools/resharding.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Reader of Hugging Face folders: positions of the tensors, from the checked headers of the safetensors.
 
-It reads headers and the index alone. CheckpointError for whatever is truncated or contradictory.
+It reads headers and the index alone. CheckpointError for whatever is truncated or contradictory. Used in
+``checkpoints_tools/`` and this folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Writer of Hugging Face folders: output plan of safetensors files, byte for byte those of the library.
 
-It plans; ``conversion.py`` writes.
+It plans; ``conversion.py`` writes. Used by ``benchmarks/checkpoint_convert.py`` and
+``checkpoints_tools/to_hf.py``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Three layouts of the layers occur. *stacked*: one key for all, with the layer as the first dimension.
 *per_layer*: a key for each. *singleton*: as per_layer, and gate and up projection under keys of their own
 (``linear_fc1.weight_w`` and ``_v``). Optimizer state has the model's keys behind a prefix. The tensors are
-given as places in files (``core/blocks.py``).
+given as places in files (``core/blocks.py``). Used in ``checkpoints_tools/`` and this folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class _Part:
 
 
 class TorchDist:
-    """A torch_dist checkpoint as a model: ``tensors``, and ``optimizer_tensors`` if it holds them whole.
+    """Reader of one torch_dist checkpoint, for conversion, resharding and verification.
+
+    ``tensors`` are the weights by Hugging Face name, as places in files; ``optimizer_tensors`` likewise
+    Adam's state, if it is held whole.
 
     CheckpointError, from any method, if a tensor is missing, unknown, damaged or misshapen. Made by
     ``open_checkpoint``.

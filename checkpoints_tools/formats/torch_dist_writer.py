@@ -2,7 +2,8 @@
 
 It plans; ``conversion.py`` writes. The parameters are global tensors, those of all layers stacked under one
 key, cut into a grid of chunks: a TP rank reads the chunks that meet its slice, so a grid of 8 spares every
-rank of TP2, TP4 or TP8 the rest.
+rank of TP2, TP4 or TP8 the rest. Used by ``checkpoints_tools/resharding.py`` and
+``checkpoints_tools/to_megatron.py``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -239,3 +240,26 @@ def test_every_docstring_begins_with_what_the_thing_is() -> None:
             first = (ast.get_docstring(node) or "").split("\n")[0]
             where = f"{name}: {getattr(node, 'name', 'the module')}"
             assert len(first.split()) >= 3, f"{where}: {first!r} does not say what it is"
+
+
+def test_the_files_that_a_docstring_names_as_users_import_the_module() -> None:
+    """``Used by`` and ``Used in`` in a module's docstring: files and folders that exist, and import it."""
+    wrong = []
+    for name, path in modules().items():
+        words = " ".join((ast.get_docstring(tree_of(path)) or "").split())
+        for said in re.findall(r"Used (?:by|in) ([^.]*(?:\.py[^.]*)*)\.", words):
+            for user in re.findall(r"``([\w/.]+)``", said):
+                if not any(name in imports(file) for file in files_named(user, path.parent)):
+                    wrong.append(f"{path.relative_to(ROOT)}: {user}")
+    assert not wrong
+
+
+def files_named(user: str, beside: Path) -> list[Path]:
+    """A user in a docstring: a file beside the module, or a path below the package or the checkout."""
+    for root in (beside, PACKAGE, ROOT):
+        found = root / user
+        if found.is_file() and user.endswith(".py"):
+            return [found]
+        if found.is_dir() and user.endswith("/"):
+            return sorted(found.glob("*.py"))
+    return []

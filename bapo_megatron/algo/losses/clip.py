@@ -6,6 +6,8 @@
 ``bapo_megatron.algo.bapo``. Equation numbers are those of arXiv 2510.18927.
 
 Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an update (``search_groups.py``).
+
+Used by ``commands/verify/measure.py`` and ``benchmarks/diagnostics.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Clip fractions: shares of an update's tokens that the loss clips, by the sign of their advantage.
 
-``CLIPPING`` measures them in every update, whatever its loss. Legend: ``_T`` tokens of a pack.
+``CLIPPING`` measures them in every update, whatever its loss. Legend: ``_T`` tokens of a pack. Used by
+``algo/objective.py``.
 """
 
 from __future__ import annotations

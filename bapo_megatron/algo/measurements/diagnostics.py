@@ -15,6 +15,8 @@ The mean effect estimates minus the covariance of Eq. 6, whose constant drops ou
 mean zero. Derivation: docs/off_policy.md. Effects above 0 expand the entropy, those below contract it.
 
 Legend: ``_T`` tokens of a pack, ``_B`` buckets of staleness, ``_C`` classes of tokens, ``_V`` values.
+
+Used by ``algo/objective.py``, ``commands/report/series.py`` and ``benchmarks/diagnostics.py``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ weights that did not arrive, another temperature, a broken kernel. ``ENGINE_GAP`
 the limits are checked by ``check_engine_gap`` in trainer/records/recorder.py.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
+
+Used by ``algo/objective.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``RAISED_TOKENS`` measures them in every update. A higher c_high acts on the positive ones among them. In a
 run without raised tokens, or with only likely ones, no c_high can keep the entropy up (Figs. 5 and 10 of
-arXiv 2510.18927).
+arXiv 2510.18927). Used by ``algo/objective.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Status of a run, read from its directory and from Slurm's queue.
 
 Nothing is changed or locked. A file system that hangs blocks ``read_status``: ``bapo status`` calls it in a
-child process with a deadline.
+child process with a deadline. Used by ``commands.py``, ``run_logs.py`` and ``status_text.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """HTTP client of ``bapo doctor``: GET with a deadline for the whole answer, without proxies, as in a run.
 
-``get`` waits for the answer, which a child process fetches, and never raises.
+``get`` waits for the answer, which a child process fetches, and never raises. Used by ``server_keys.py``
+and ``servers.py``.
 """
 
 from __future__ import annotations

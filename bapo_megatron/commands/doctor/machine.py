@@ -1,6 +1,7 @@
 """Machine checks of ``bapo doctor``: cores, memory, resource limits, shared memory, disk.
 
 They only read; those that touch a file system do so in a child process with a deadline, since one may hang.
+Used by ``doctor.py``.
 """
 
 from __future__ import annotations

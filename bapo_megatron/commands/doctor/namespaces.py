@@ -1,7 +1,7 @@
 """Code sandbox checks of ``bapo doctor``: isolation layers, and the kernel's user and network namespaces.
 
 ``python -m bapo_megatron.commands.doctor.namespaces`` enters both namespaces, in a process that then ends,
-and prints one JSON object: the error number of each, 0 if it is granted.
+and prints one JSON object: the error number of each, 0 if it is granted. Used by ``doctor.py``.
 """
 
 from __future__ import annotations

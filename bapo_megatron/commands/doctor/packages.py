@@ -1,6 +1,7 @@
 """Package checks of ``bapo doctor``: versions and imports of the training environment, and torch's GPUs.
 
-Packages are imported in child processes, so one that hangs or crashes costs only its own row.
+Packages are imported in child processes, so one that hangs or crashes costs only its own row. Used by
+``doctor.py``.
 """
 
 from __future__ import annotations

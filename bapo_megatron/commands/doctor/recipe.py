@@ -4,7 +4,8 @@
 
 The child prints one JSON object on its standard output: `problems`; `facts` for the other sections, None if
 the recipe could not be loaded; `rewards`, for each source of data whether its reward scored a response, and
-the score or the error. It ends with exit code 2 if a flag is wrong.
+the score or the error. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py``,
+``server_keys.py`` and ``servers.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """API key check of ``bapo doctor``: whether a server requires a key, and whether it is the run's.
 
-As in a run, the run's own key is sent only to a server that has proved that it has the same one.
+As in a run, the run's own key is sent only to a server that has proved that it has the same one. Used by
+``servers.py``.
 """
 
 from __future__ import annotations

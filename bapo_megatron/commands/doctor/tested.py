@@ -2,7 +2,8 @@
 
 The tested versions are pinned in ``constraints.txt``, and for SGLang's environment in
 ``rollout/engines/sglang_cpu/requirements.txt``; both files are installed with the package, and `make`
-installs from them. The permitted ranges are in the metadata of this package (``setup.py``).
+installs from them. The permitted ranges are in the metadata of this package (``setup.py``). Used by
+``packages.py``, ``servers.py`` and ``sglang.py``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ adapted: no dropout and no score matrix (flash attention keeps one log-sum-exp f
 attention, a gated MLP, and the fused RoPE and SwiGLU that ``policy/model.py`` asks for on a GPU.
 
 Letters: h hidden, q and kv widths of queries and of keys, f MLP width; t TP size;
-s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation.
+s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation. Used by
+``memory.py`` and ``table.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
 
-It tries up to some thousand candidates by arithmetic; nothing is run.
+It tries up to some thousand candidates by arithmetic; nothing is run. Used by ``command.py``, ``table.py``
+and ``commands/rehearse.py``.
 """
 
 from __future__ import annotations

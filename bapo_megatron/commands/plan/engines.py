@@ -3,7 +3,8 @@
 Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of
 every sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2).
 A step's sampling ends with its last response: ``lengths.py`` has their distribution, and few of them read the
-weights as often as many. Scheduling, the engine's collectives and scoring are left out.
+weights as often as many. Scheduling, the engine's collectives and scoring are left out. Used by
+``plan.py``.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Sources (NVIDIA data sheets, dense rates without sparsity): "A100 Tensor Core GPU" and DGX A100 (2021),
 "H100 Tensor Core GPU" and DGX H100 (2023), "H200 Tensor Core GPU" (2024), "HGX B200" and DGX B200 (2024).
 The data sheets give NVLink's rate for both directions together; here it is that of one. The network is one
-InfiniBand port for each GPU: 200 Gb/s beside an A100, 400 Gb/s beside the others. PCIe is generation 4 beside
-an A100, 5 beside the others. Host memory has two sockets of eight channels: DDR4-3200 in a DGX A100,
-DDR5-4800 in a DGX H100 and H200, DDR5-5600 in a DGX B200.
+InfiniBand port for each GPU: 200 Gb/s beside an A100, 400 Gb/s beside the others. PCIe is generation 4
+beside an A100, 5 beside the others. Host memory has two sockets of eight channels: DDR4-3200 in a DGX A100,
+DDR5-4800 in a DGX H100 and H200, DDR5-5600 in a DGX B200. Used in ``commands/cluster/``, this folder and
+``rehearsal/results/``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Response length distribution of ``bapo plan`` (truncated log-normal), and the decode time of a step.
 
-Pure functions of the assumed mean, spread and longest length; nothing is drawn at random.
+Pure functions of the assumed mean, spread and longest length; nothing is drawn at random. Used by
+``engines.py`` and ``job.py``.
 """
 
 from __future__ import annotations

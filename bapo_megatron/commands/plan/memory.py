@@ -1,6 +1,7 @@
 """Memory estimate of ``bapo plan``: GPU memory of each pipeline stage and host memory of a node, in bytes.
 
-Weights, gradients, optimizer states and activations are counted; fields that are estimates say so.
+Weights, gradients, optimizer states and activations are counted; fields that are estimates say so. Used in
+this folder and ``rehearsal/results/``.
 """
 
 from __future__ import annotations

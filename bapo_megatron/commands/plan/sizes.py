@@ -1,4 +1,7 @@
-"""Parameter counts of each pipeline stage, and disk size of a run, from the table of HF parameter names."""
+"""Parameter counts of each pipeline stage, and disk size of a run, from the table of HF parameter names.
+
+Used in ``commands/cluster/``, ``commands/doctor/``, this folder and ``rehearsal/results/``.
+"""
 
 from __future__ import annotations
 

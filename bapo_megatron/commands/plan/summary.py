@@ -1,6 +1,7 @@
 """Summary of a plan in five lines: fit, nodes, step time, first checkpoint, disk.
 
-``bapo plan`` prints it first, ``bapo submit --dry-run`` beside the job's script.
+``bapo plan`` prints it first, ``bapo submit --dry-run`` beside the job's script. Used by
+``commands/cluster/job.py`` and ``table.py``.
 """
 
 from __future__ import annotations

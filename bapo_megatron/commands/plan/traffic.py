@@ -1,7 +1,8 @@
 """Communication estimate of ``bapo plan``: bytes that one GPU sends in an update, and seconds on its link.
 
 A collective over n ranks on a message of M bytes (whole) sends (n - 1) / n M from each rank for an
-all-gather or a reduce-scatter, and twice that for an all-reduce (ring algorithms).
+all-gather or a reduce-scatter, and twice that for an all-reduce (ring algorithms). Used by ``plan.py``,
+``speed.py`` and ``sync.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """HTML comparison of several runs: one page with shared plots, results, and the settings that differ.
 
-``bapo report`` calls ``write_comparison`` if it is given more than one run.
+``bapo report`` calls ``write_comparison`` if it is given more than one run. Used by ``page.py``.
 """
 
 from __future__ import annotations

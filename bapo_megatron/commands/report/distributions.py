@@ -1,7 +1,7 @@
 """Distribution plots of a report: probability and entropy by importance ratio, and the entropy's change.
 
 The first two are the paper's Figs. 5 and 10, the last is Eq. 6: the predicted change against the measured
-one. ``draw_distribution`` draws into axes that the caller makes.
+one. ``draw_distribution`` draws into axes that the caller makes. Used in this folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Header of a report: a run's algorithm, bounds, staleness, held-out score, baseline, and main settings.
 
-Texts made from the run's stored configuration and metrics; "not recorded" where they say nothing.
+Texts made from the run's stored configuration and metrics; "not recorded" where they say nothing. Used by
+``comparison.py``, ``page.py`` and ``readings.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HTML report of a run: ``report/index.html``, one self-contained page, and its plots as PNG.
 
 ``report_command`` is ``bapo report``. Importing this module does not import matplotlib: the end of a training
-run uses its ``headline``.
+run uses its ``headline``. Used by ``commands/finish.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Table of a report by source of training data: prompts, reward, length, entropy, gradient share, clipping.
 
-Its cells are text, from the run's metrics named ``source/NAME/...``.
+Its cells are text, from the run's metrics named ``source/NAME/...``. Used by ``page.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Comparison of two parallel layouts on one batch: one row for each quantity, in the order of computation.
 
 The first row that differs is nearest to the cause; later ones may follow from it. Rank 0 compares, on arrays
-in memory.
+in memory. Used by ``check.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Layout reference (``--save``, ``--certificate``): a batch, and the outputs of one parallel layout on it.
 
 The file is an npz archive. It holds the inputs themselves (token ids, rollout log-probs, advantages), not
-only their seed, so a comparison never depends on how a later version draws them.
+only their seed, so a comparison never depends on how a later version draws them. Used by ``check.py``,
+``comparison.py`` and ``measure.py``.
 """
 
 from __future__ import annotations

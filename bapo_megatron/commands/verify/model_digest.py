@@ -1,7 +1,7 @@
 """Model fingerprints: SHA-256 of config.json, and of samples of the weight files.
 
 A second at any size, since most bytes are not read: a small change of weights can be missed. A layout
-reference holds them, so that a comparison notices another model.
+reference holds them, so that a comparison notices another model. Used by ``check.py``.
 """
 
 from __future__ import annotations

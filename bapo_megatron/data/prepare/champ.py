@@ -1,7 +1,8 @@
 """CHAMP dataset source: competition problems in the package champ-dataset.
 
 Only those of its 270 problems whose answer is a number: the other answers are words, or formulas in plain
-text, and the maths reward reads LaTeX. The package's file is read; nothing of it is imported.
+text, and the maths reward reads LaTeX. The package's file is read; nothing of it is imported. Used by
+``sources.py``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ in a few numbers and names, and sharing one of these is no contamination. A ques
 problem is contaminated, however many do.
 
 A problem with fewer than ``OWN`` n-grams ("7 + 9 =") has no reliable share: it must be equal in normal form,
-except for the order of a sum or a product.
+except for the order of a sum or a product. Used by ``filters.py`` and ``pipeline.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``prepare`` is ``bapo data prepare``. The first pass finds repeated questions and templates, the second
 filters and writes. The same sources and options give the same bytes, so the digest of data.jsonl identifies a
-dataset. The folder appears whole, or not at all with a ConfigError.
+dataset. The folder appears whole, or not at all with a ConfigError. Used by ``command.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """reasoning-gym dataset source: problems generated from its tasks, without a network.
 
 A child process generates them (generator.py): some tasks iterate over sets of texts, whose order only a new
-interpreter with a fixed hash seed can fix.
+interpreter with a fixed hash seed can fix. Used by ``options.py`` and ``sources.py``.
 """
 
 from __future__ import annotations

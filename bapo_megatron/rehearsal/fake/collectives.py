@@ -1,7 +1,9 @@
-"""Fake collectives: a recorder of every NCCL call of a rank, with the result that its peers would give.
+"""Fake collectives of a rehearsed rank: each call is recorded, and returns at once.
 
-Buffers keep their shape, so most collectives need no result. Values that a rank decides by are answered as if
-every peer were like this one; so are the message shapes that pipeline stages announce.
+The records are for the deadlock check (``match.py``) and the page of results. Buffers keep their shape, so
+most collectives need no result: their values are unknown from then on. Values that a rank decides by are
+answered as if every peer were like this one; so are the message shapes that pipeline stages announce. Used
+by ``meter.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Patches of torch for programs on fake tensors of any device; they hold for the whole process."""
+"""Patches of torch for programs on fake tensors of any device; they hold for the whole process.
+
+Used by ``rehearsal/rank.py``.
+"""
 
 from __future__ import annotations
 

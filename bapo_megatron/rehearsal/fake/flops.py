@@ -2,7 +2,7 @@
 
 Flash attention does two products for each pair of a query and a key forward and five backward (recomputed
 scores, and the gradients of queries, keys, values and scores): Dao 2023, FlashAttention-2 (arXiv 2307.08691),
-section 3.1. Of a causal chunk only unmasked pairs are counted.
+section 3.1. Of a causal chunk only unmasked pairs are counted. Used by ``meter.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Fused GPU kernels (SwiGLU, RMSNorm) as the memory that they allocate; they compute nothing.
 
-Run eagerly, as on a CPU, they would allocate intermediates that a GPU never has.
+Run eagerly, as on a CPU, they would allocate intermediates that a GPU never has. Used by
+``cuda_device.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Allocation ledger: every allocation and release of a rank's memory in order, and the peak of each phase.
 
 A block is one storage; all views of it are one block. It is released with its storage, as in CUDA's caching
-allocator.
+allocator. Used by ``meter.py``, ``rehearsal/kinds.py`` and ``rehearsal/metering.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Three modes lie between the program and the kernels, outermost first: ``CudaFunctions`` (corrections for the
 fake GPU), the ``Meter``, and torch's FakeTensorMode (shapes, types and devices, no memory or arithmetic).
+Used by ``rehearsal/rank.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fake process groups of a rank: a world of the recipe's size in which only this rank exists.
 
 Object collectives give results as if every peer were like this rank; `Collectives` does so for tensors.
-torch's object collectives stay patched in this process.
+torch's object collectives stay patched in this process. Used by ``rehearsal/rank.py``.
 """
 
 from __future__ import annotations

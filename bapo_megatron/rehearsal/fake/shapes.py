@@ -1,6 +1,6 @@
 """Data-dependent shapes (``nonzero``, boolean masks): exact where values are known, else the largest.
 
-The meter asks for them. NotImplementedError for a form that cannot be bounded.
+The meter asks for them. NotImplementedError for a form that cannot be bounded. Used by ``meter.py``.
 """
 
 from __future__ import annotations

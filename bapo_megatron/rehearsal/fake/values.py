@@ -3,7 +3,7 @@
 The meter calls it after each kernel. A pack's tokens, masks, bounds and positions are known, and everything
 computed from them; hidden states are not. So a data-dependent shape (``nonzero`` of a mask) is exact if the
 program's own data decide it. Results of the model's arithmetic are guessed as ones, which are finite,
-positive and true.
+positive and true. Used in this folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Host waits: synchronization points at which the CPU blocks until the GPU has finished.
 
 Reading a value of a tensor on the GPU waits, and so does every result whose shape depends on values. A copy
-between pageable memory and the GPU waits unless it is asked for with ``non_blocking``.
+between pageable memory and the GPU waits unless it is asked for with ``non_blocking``. Used by
+``collectives.py``, ``meter.py`` and ``rehearsal/metering.py``.
 """
 
 from __future__ import annotations

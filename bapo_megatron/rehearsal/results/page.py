@@ -1,6 +1,6 @@
 """Text page of a rehearsal: memory, FLOPs, collectives and host waits of each rank, and the verdict.
 
-It only formats results.
+It only formats results. Used by ``commands/rehearse.py``.
 """
 
 from __future__ import annotations

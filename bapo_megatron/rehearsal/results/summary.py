@@ -1,6 +1,7 @@
 """JSON summary of a rehearsal: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, ranks.
 
-``bapo rehearse --json`` writes it; ``fits`` decides the command's exit code.
+``bapo rehearse --json`` writes it; ``fits`` decides the command's exit code. Used by
+``commands/rehearse.py`` and ``page.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory verdict of a rehearsal: whether each rank's peaks fit its GPU, and a node's its host memory.
 
 The rehearsed peaks, and what ``bapo plan`` adds for reserve and colocated servers, against
-``memory_fraction``.
+``memory_fraction``. Used by ``commands/cluster/job.py``, ``page.py`` and ``summary.py``.
 """
 
 from __future__ import annotations

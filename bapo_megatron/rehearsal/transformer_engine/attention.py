@@ -4,7 +4,7 @@ The compiled functions take their arguments by position, and their order has cha
 ``_BACKWARD`` name them by how many there are. NotImplementedError for dropout, windows and other layouts.
 
 Shapes: ``_QHD`` [queries, heads, head_dim], ``_KGD`` [keys, KV heads, head_dim], ``_HQK`` [heads, queries,
-keys].
+keys]. Used by ``rehearsal/fake/flops.py`` and ``installation.py``.
 """
 
 from __future__ import annotations

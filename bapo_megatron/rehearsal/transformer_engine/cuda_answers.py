@@ -1,7 +1,7 @@
 """Fake torch.cuda queries for Transformer Engine's Python code on a machine without a GPU: there is one.
 
 ``install`` patches torch for the whole process. Only Transformer Engine's modules hear that there is a GPU;
-megatron-core and this project get the real answer and choose by it.
+megatron-core and this project get the real answer and choose by it. Used by ``installation.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine.
 
-A function without a stand-in raises NotImplementedError when it is called.
+A function without a stand-in raises NotImplementedError when it is called. Used by
+``rehearsal/fake/flops.py``, ``attention.py`` and ``installation.py``.
 """
 
 from __future__ import annotations

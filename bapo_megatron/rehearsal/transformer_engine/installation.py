@@ -1,6 +1,6 @@
 """Import of Transformer Engine's Python package over the stand-in for its compiled part.
 
-Once in a process, before megatron is imported.
+Once in a process, before megatron is imported. Used by ``rehearsal/transformer_engine/``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A kernel allocates the tensors that the compiled one returns or keeps, and no others; then it computes them
 where there are values. Under FakeTensorMode there are none, so that what is allocated there is what a GPU
-would allocate.
+would allocate. Used in ``rehearsal/`` and this folder.
 """
 
 from __future__ import annotations

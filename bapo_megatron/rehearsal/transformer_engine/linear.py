@@ -1,4 +1,7 @@
-"""Linear layer kernels in torch: GEMM and RMSNorm, half precision in and out, float32 inside, no fp8."""
+"""Linear layer kernels in torch: GEMM and RMSNorm, half precision in and out, float32 inside, no fp8.
+
+Used by ``installation.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Multi-tensor optimizer kernels in torch: AdamW, the norm of a gradient, and scaling.
 
-Without values (fake tensors) they only allocate what the compiled ones would.
+Without values (fake tensors) they only allocate what the compiled ones would. Used by ``installation.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rotary position embedding kernels in torch, for packed documents (thd), also under context parallelism.
 
-NotImplementedError for interleaved RoPE, and for inputs that are no packs of documents.
+NotImplementedError for interleaved RoPE, and for inputs that are no packs of documents. Used by
+``installation.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``make te-sources`` downloads them to a place outside of every environment: without the compiled part they
 break the import of megatron-core. Else an installed package of the version is taken; ConfigError if there is
-neither.
+neither. Used by ``rehearsal/layers.py`` and ``rehearsal/transformer_engine/``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""API key of an endpoint: read from an environment variable, never printed."""
+"""API key of an endpoint: read from an environment variable, never printed.
+
+Used by ``client.py``, ``scorer.py`` and ``settings.py``.
+"""
 
 from __future__ import annotations
 

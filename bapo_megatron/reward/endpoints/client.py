@@ -1,7 +1,8 @@
 """HTTP client of a reward endpoint: JSON requests with retries, backoff, concurrency and size limits.
 
-Only http and https, no redirects, replies of at most ``MAX_ANSWER_BYTES``. Proxies come from the environment
-(HTTP_PROXY, HTTPS_PROXY, NO_PROXY); none for this machine itself. Every failure is an EndpointError.
+Only http and https, no redirects, replies of at most ``MAX_ANSWER_BYTES``. Proxies come from the
+environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY); none for this machine itself. Every failure is an
+EndpointError. Used in this folder and ``reward/sandbox/``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Endpoint scorer: scores responses by requests to a judge or reward model, and caches scores.
 
-The reward pool calls it in its own event loop.
+The reward pool calls it in its own event loop. Used by ``reward/pool.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Settings of rewards behind an HTTP endpoint (``reward.settings``), as dataclasses, and their validation.
 
-``read_settings`` makes them before a run and in the scorer; ConfigError for what is wrong.
+``read_settings`` makes them before a run and in the scorer; ConfigError for what is wrong. Used in
+``commands/``, ``reward/`` and this folder.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The reward asks ``is_harmless`` before each verifier. Nine verifiers call ``eval`` on the model's text, or
 sympy's ``parse_expr``, which calls it; five evaluate a text of the problem. Their input is parsed here first,
 and must be a list of values, or arithmetic with a small result. Some other verifiers need unlimited time or
-memory for a large number, or accept ``nan``.
+memory for a large number, or accept ``nan``. Used by ``reward.py``.
 """
 
 from __future__ import annotations

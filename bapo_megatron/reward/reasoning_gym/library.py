@@ -1,7 +1,8 @@
 """Lazy import of the package reasoning-gym, and the registry of its tasks.
 
 The import takes seconds and loads all tasks at once; one of them, zebra_puzzles, needs pycosat, which needs a
-C compiler. The other tasks work without it. ConfigError without the package.
+C compiler. The other tasks work without it. ConfigError without the package. Used by
+``data/prepare/generator.py``, ``reward/functions.py`` and ``reward.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The reward ``reasoning_gym``: an answer is scored by the verifier of its problem's task.
 
-The verifiers are the library's code; a reward worker calls them in its main thread, with a limit of CPU time.
+The verifiers are the library's code; a reward worker calls them in its main thread, with a limit of CPU
+time. Used by ``data/prepare/generator.py`` and ``reward/functions.py``.
 """
 
 from __future__ import annotations

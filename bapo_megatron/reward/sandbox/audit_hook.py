@@ -1,6 +1,7 @@
 """Python audit hook of a tested program: refuses its file changes, processes and sockets (PermissionError).
 
-It is the last layer of isolation, and the only one where the kernel grants none. C code bypasses it.
+It is the last layer of isolation, and the only one where the kernel grants none. C code bypasses it. Used
+by ``isolation.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """File system of a sandbox: a new root (pivot_root) with Python's libraries, one directory, three devices.
 
 ``box`` is that directory. The libraries are read-only views. There is no home, no run directory, no dataset,
-no socket or FIFO of others, and of /proc only the sandbox's own processes.
+no socket or FIFO of others, and of /proc only the sandbox's own processes. Used by ``child.py`` and
+``isolation.py``.
 """
 
 from __future__ import annotations

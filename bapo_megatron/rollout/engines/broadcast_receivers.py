@@ -1,6 +1,7 @@
 """The receivers of a weight broadcast: control calls to all engines in lockstep, and their membership.
 
-In the sampler's process; the sender, on the trainer's rank 0, is ``rollout/weight_sync/broadcast.py``.
+In the sampler's process; the sender, on the trainer's rank 0, is ``rollout/weight_sync/broadcast.py``. Used
+by ``rollout/sampler/process.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The pool of colocated engines, which share GPUs with the policy: sleep, wake-up and weight transfer.
 
-It is in the sampler's process; the GPU hand-over (``trainer/gpu_handover.py``) calls it by ``SamplerClient``.
+It is in the sampler's process; the GPU hand-over (``trainer/gpu_handover.py``) calls it by
+``SamplerClient``. Used by ``registry.py`` and ``rollout/sampler/process.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A digest is a hash of all weights that an engine has loaded; no engine samples before its digest is known to
 be right. The engine pool makes one for each version that engines load from a folder or by memory handles.
+Used in this folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The registry of rollout backends (`rollout.engine`: a name or an import path), and the pool's factory.
 
-Both raise ConfigError for an engine that does not exist, or cannot do what the settings ask.
+Both raise ConfigError for an engine that does not exist, or cannot do what the settings ask. Used in
+``commands/``, ``evaluation/``, ``rollout/sampler/`` and ``trainer/``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Engine slots: one engine's state in the pool, its weights, and the choice by prefix affinity and load.
 
-Synchronous and local to the event loop of ``EnginePool``, which changes the slots.
+Synchronous and local to the event loop of ``EnginePool``, which changes the slots. Used in ``evaluation/``,
+this folder and ``rollout/sampler/``.
 """
 
 from __future__ import annotations

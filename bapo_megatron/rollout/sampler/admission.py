@@ -6,6 +6,8 @@ w: step of the engines' weights; p: last step whose groups the trainer has; outs
 waiting for their step. While the policy trains, p = w + 1: S B groups; when it waits for groups, p = w:
 (S + 1) B. So no group is opened that would have to wait for more than S steps, and S = 0 samples nothing
 during training. (AReaL bounds staleness in the same way, arXiv 2505.24298, with samples for groups.)
+
+Used in this folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The batch builder: selects the finished groups of a training step, and writes the step's file.
 
 With it the metrics of the sampling: rewards, lengths, truncation, and an account of all sampled tokens.
-``GroupSampler.next_batch`` asks it once a step.
+``GroupSampler.next_batch`` asks it once a step. Used by ``group_sampler.py``.
 """
 
 from __future__ import annotations

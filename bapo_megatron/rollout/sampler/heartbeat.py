@@ -1,7 +1,8 @@
 """Heartbeats and watchdog of the sampler process: it sends beats while it works, and is killed without them.
 
 The process uses ``with_heartbeats``, the trainer ``HeartbeatWatchdog``. A process that is stopped, or hangs,
-does not close its pipe: a reader without a timeout would wait for ever.
+does not close its pipe: a reader without a timeout would wait for ever. Used by ``client.py`` and
+``process.py``.
 """
 
 from __future__ import annotations

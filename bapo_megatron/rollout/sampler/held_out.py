@@ -3,7 +3,8 @@
     evaluation/step_000040.jsonl    one line per response
 
 The trainer waits for it. Its requests take at most half of the engines' capacity, beside those for training.
-The file is written atomically at the end; an evaluation that a kill interrupts begins anew.
+The file is written atomically at the end; an evaluation that a kill interrupts begins anew. Used by
+``process.py``.
 """
 
 from __future__ import annotations

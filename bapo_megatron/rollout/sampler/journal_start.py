@@ -1,7 +1,8 @@
 """The first records of a journal that begins at a checkpoint: of a fork, or after the journal was lost.
 
 A checkpoint has the sampler's position in the dataset and the prompts of unfinished groups, without their
-tokens: these prompts are sampled again, first. A fork with another order of prompts starts its dataset anew.
+tokens: these prompts are sampled again, first. A fork with another order of prompts starts its dataset
+anew. Used by ``group_sampler.py`` and ``trainer/resume.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One task wakes up at every change. It writes all queued events and returned segments in one commit, and only
 then applies them. It opens new groups as admission allows (``admission.py``), and sends requests to engines
-(``dispatcher.py``). Complete groups are scored (``scoring.py``).
+(``dispatcher.py``). Complete groups are scored (``scoring.py``). Used by ``group_sampler.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Scoring of complete groups: decode the responses, compute their rewards, check the run's first scores.
 
-``SamplerLoop`` scores a group as soon as its last response is complete, beside the sampling of others.
+``SamplerLoop`` scores a group as soon as its last response is complete, beside the sampling of others. Used
+in ``evaluation/`` and this folder.
 """
 
 from __future__ import annotations

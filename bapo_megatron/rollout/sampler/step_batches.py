@@ -4,7 +4,7 @@
 
 The sampler's process writes them, rank 0 of the trainer reads them. A file holds a JSON header, the
 prompts' ids, and an array for each column of the responses (``types.RESPONSE_COLUMNS``), in numpy's zip
-format: it is bit-exact, and checksums show damage.
+format: it is bit-exact, and checksums show damage. Used in ``commands/``, this folder and ``trainer/``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Every tensor-parallel rank of every engine receives (``rollout/engines/broadcast_receivers.py``). Control
 calls to the engines go another way (the sampler's process, then HTTP): each returns a future that is done
-when all engines have answered. A broadcast that fails is replaced by the sync by disk.
+when all engines have answered. A broadcast that fails is replaced by the sync by disk. Used by
+``trainer/sampling.py`` and ``benchmarks/weight_sync.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Stall detection: whether a run makes progress, from the modification times of its files.
 
-Only reads the run directory: called by the event sender, and by `bapo status` in another process.
+Only reads the run directory: called by the event sender, and by `bapo status` in another process. Used by
+``commands/cluster/status.py`` and ``sender.py``.
 """
 
 from __future__ import annotations

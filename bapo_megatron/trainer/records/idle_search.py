@@ -1,6 +1,7 @@
 """Idle-search notice: says when BAPO's bounds never move, so that the run equals one with fixed bounds.
 
-The recorder of rank 0 asks once a step, and writes the notice as an event, at most once in a run.
+The recorder of rank 0 asks once a step, and writes the notice as an event, at most once in a run. Used by
+``train.py`` and ``recorder.py``.
 """
 
 from __future__ import annotations

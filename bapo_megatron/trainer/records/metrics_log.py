@@ -2,7 +2,7 @@
 
 Written by rank 0 through ``Recorder``, in a rollout-only run through ``RolloutRecord``. The files are the
 record of the run; TensorBoard is written in this process, every other tracker by a process that follows the
-files (``observer/``).
+files (``observer/``). Used in ``trainer/`` and this folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """End event of a run (done, preempted, stopped, failed), and the life of the process that sends events.
 
 Two context managers around a run, on rank 0: ``sending_events`` outside, ``recorded_end`` inside, so that the
-end is sent, too. The sender itself: ``runtime/events/sender.py``.
+end is sent, too. The sender itself: ``runtime/events/sender.py``. Used by ``trainer/build.py`` and
+``trainer/rollout_only.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Positive share of sampled groups: what BAPO's search would see at ratios of 1, before any training.
 
 ``RolloutRecord`` logs it for each step, and says at the end of a rollout-only run whether BAPO can act.
+Used by ``rollouts.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The progress display of a run: live in a terminal, one plain line a step in a log file.
 
-On rank 0, through ``Recorder``. It shows metrics, and reads none from disk.
+On rank 0, through ``Recorder``. It shows metrics, and reads none from disk. Used by ``recorder.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Recorder of a run: metrics, events.jsonl and the progress line; and the engine mismatch check.
 
 ``Recorder`` is on rank 0 alone. The checks are called on every rank, once a step's metrics are written.
+Used in the package's root, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ Kernels and precision make 0.05; weights of another model, or without one of the
 class Recorder:
     """The writer of a run's metrics, events and progress, on rank 0. Steps count from 1.
 
-    Opening it drops the metrics of steps after the checkpoint, and records `start` or `resume`. ``event`` may
-    be called from any thread. RunStopped if the disk does not take a line. Call ``close``. Made by
-    ``trainer/build.py``; the loop calls it.
+    Opening it drops the metrics of steps after the checkpoint, and records `start` or `resume`; where no
+    work is left it says so and records neither. ``event`` may be called from any thread. RunStopped if the
+    disk does not take a line. Call ``close``. Made by ``trainer/build.py``; the loop calls it.
     """
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:

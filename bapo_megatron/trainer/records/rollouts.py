@@ -1,6 +1,6 @@
 """Recorder of a rollout-only run: metrics, a progress line for each step, a summary table at the end.
 
-Used by ``trainer/rollout_only.py``, on rank 0, in place of ``Recorder``.
+In place of ``Recorder``, on rank 0. Used by ``trainer/rollout_only.py``.
 """
 
 from __future__ import annotations

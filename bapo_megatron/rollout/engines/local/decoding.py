@@ -3,7 +3,7 @@
 ``LocalModel`` calls it for each batch.
 
 Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt,
-``_R`` longest response.
+``_R`` longest response. Used by ``model.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The ``local`` engine: the embedded Hugging Face model behind ``interfaces.Engine``, with request batching.
 
 Requests that arrive in one turn of the event loop, while no batch is computed, are one batch. With the rounds
-of ``LocalBackend`` a run without overlap always forms the same batches and samples the same tokens.
+of ``LocalBackend`` a run without overlap always forms the same batches and samples the same tokens. Used by
+``backend.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The model of the embedded engine: ``AutoModelForCausalLM`` with pause, abort and weight replacement.
 
 Any causal language model of transformers works; it is meant for small ones. Sampled tokens depend on the
-request (seed, prefix) and the weights, and on the batch only through the rounding of matrix products.
+request (seed, prefix) and the weights, and on the batch only through the rounding of matrix products. Used
+by ``backend.py`` and ``engine.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 ``Decoding`` calls it once a token.
 
-Shapes: ``_B`` rows of the batch, ``_V`` vocabulary.
+Shapes: ``_B`` rows of the batch, ``_V`` vocabulary. Used by ``decoding.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Authorization at SGLang servers: the run's API key, and the decision which servers may be sent it.
 
-Used in this folder. Used in this folder.
+Used in this folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SGLang's requirements: the install command, and the server flags and settings that a run needs.
 
 No third-party package is imported, because `bapo doctor` runs on a bare machine. Used in
-``commands/doctor/`` and this folder. Used in ``commands/doctor/`` and this folder.
+``commands/doctor/`` and this folder.
 """
 
 from collections.abc import Mapping

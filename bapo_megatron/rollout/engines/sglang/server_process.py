@@ -1,8 +1,7 @@
 """The process of an SGLang server on this machine: its flags, environment, start, readiness and end.
 
 A run's supervisors start servers by ``ServerProcess``; `bapo rollout-server` becomes one by ``serve``. Used
-in ``commands/``, ``commands/doctor/`` and this folder. Used in ``commands/``, ``commands/doctor/`` and this
-folder.
+in ``commands/``, ``commands/doctor/`` and this folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The events of the sampler: one constructor for each kind of record in the write-ahead log.
 
-``SamplerLoop`` commits the records, then ``SamplerState.apply`` changes the state by them.
+``SamplerLoop`` commits the records, then ``SamplerState.apply`` changes the state by them. Used in
+``rollout/sampler/``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     RUN/journal/segments-000001.log  segments-000002.log ...   (and step_000001.npz ..., see step_batches.py)
 
 Every log begins with a snapshot of the sampler's state, so that older logs can be deleted. One process
-writes; a file lock excludes others.
+writes; a file lock excludes others. Used by ``rollout/sampler/group_sampler.py`` and
+``rollout/sampler/loop.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The write-ahead log: an append-only file of checksummed records, with atomic commits, that survives a kill.
 
-A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays end to end, with
-a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a commit
-counts only if it is complete. Recovery: a torn tail is truncated when the file is opened for writing; a
-damaged record is reported with its offset, and reading goes on at the next whole one.
+A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays end to end,
+with a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a
+commit counts only if it is complete. Recovery: a torn tail is truncated when the file is opened for
+writing; a damaged record is reported with its offset, and reading goes on at the next whole one. Used in
+``rollout/sampler/`` and this folder.
 """
 
 from __future__ import annotations

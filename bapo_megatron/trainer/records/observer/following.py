@@ -1,7 +1,8 @@
 """Observer loop: forwards each row of a run's metrics files to one tracker, in order, with retries.
 
 Runs in the observer's own process. Each step is sent once, also over restarts: the tracker, or else the state
-file, says which step it has last. After a kill a tracker that cannot tell may get a row twice.
+file, says which step it has last. After a kill a tracker that cannot tell may get a row twice. Used by
+``__main__.py`` and ``processes.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MLflow tracker: one MLflow run for all starts of a run directory.
 
 In the observer's process; no other module imports mlflow. Errors of the package or its server are raised, and
-the observer tries again.
+the observer tries again. Used by ``__main__.py``.
 """
 
 from __future__ import annotations

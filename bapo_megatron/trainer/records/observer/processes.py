@@ -1,6 +1,7 @@
 """Supervisor of the observer processes, on rank 0: starts, notifies and restarts them, waits at the end.
 
-No call but ``close`` waits for a tracker. Problems of a tracker are events and warnings, never errors.
+No call but ``close`` waits for a tracker. Problems of a tracker are events and warnings, never errors. Used
+by ``trainer/records/metrics_log.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Redaction of secrets (API keys, passwords in URLs) in what a tracker's package prints or raises.
 
 Used in the observers' processes, for their logs, their problems, and the configuration that trackers get.
+Used by ``__main__.py``, ``following.py`` and ``tracker.py``.
 """
 
 from __future__ import annotations

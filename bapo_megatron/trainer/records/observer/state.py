@@ -1,6 +1,7 @@
 """State file of an observer, RUN/trackers/NAME.json: the steps that its tracker has, and its last problem.
 
-Only the observer writes it, atomically; the run reads it. A file that cannot be read counts as none.
+Only the observer writes it, atomically; the run reads it. A file that cannot be read counts as none. Used
+in this folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trackio tracker: one trackio run for all starts of a run directory.
 
-In the observer's process; no other module imports trackio.
+In the observer's process; no other module imports trackio. Used by ``__main__.py``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 For ``WandbTracker`` at a restart. A file has LevelDB's log format (github.com/google/leveldb,
 doc/log_format.md) after a header of seven bytes: blocks of 32 KiB with records of checksum (4 bytes), length
 (2), kind (1: whole, 2: first, 3: middle, 4: last part) and data, here a Record of W&B's protocol. A torn end
-is left out.
+is left out. Used by ``wandb_tracker.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights & Biases tracker: one W&B run for all starts of a run directory.
 
-In the observer's process.
+In the observer's process. Used by ``__main__.py``.
 """
 
 from __future__ import annotations

@@ -52,6 +52,10 @@ class Gathered:
             yield name, tensor
         self.ran_to_its_end = True
 
+    def give_experts(self) -> None:
+        """Of the rank outside of the first replica: it has none to give."""
+        assert self.data_rank != 0
+
 
 class Taken:
     """A sampler that looks at the folder that it is given."""

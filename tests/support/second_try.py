@@ -55,7 +55,9 @@ def main(flags: list[str]) -> int:
     """Run the failed tests again, and say which passed; pytest's exit code."""
     names = failed_tests()
     print("second try, one after the other:", *names, sep="\n  ", flush=True)
-    code = subprocess.call([sys.executable, "-m", "pytest", "-n", "0", "-v", *names, *flags])
+    code = subprocess.call(
+        [sys.executable, "-m", "pytest", "-n", "0", "-v", "--continue-on-collection-errors", *names, *flags]
+    )
     if code == 0:
         print("passed at the second try (a fault of the test, or of the load):", *names, sep="\n  ")
     return code

@@ -86,8 +86,10 @@ def test_observers_are_notified_of_each_row(tmp_path: Path, monkeypatch: pytest.
     told: list[Any] = []
 
     class Told:
-        def __init__(self, names: list[str], paths: RunPaths, resume_step: int, report: Any) -> None:
-            told.append((names, resume_step, len(read_jsonl(paths.metrics)), report))
+        def __init__(
+            self, names: list[str], paths: RunPaths, resume_step: int, report: Any, catch_up_s: float
+        ) -> None:
+            told.append((names, resume_step, len(read_jsonl(paths.metrics)), report, catch_up_s))
 
         def tell(self, step: int) -> None:
             told.append((step, len(read_jsonl(tmp_path / "metrics.jsonl"))))
@@ -97,9 +99,9 @@ def test_observers_are_notified_of_each_row(tmp_path: Path, monkeypatch: pytest.
 
     write_steps(tmp_path, FILES_ONLY, 0, 3, 0.25)
     monkeypatch.setattr(metrics_log, "Observers", Told)
-    logging = config.LoggingConfig(trackers=("wandb", "tensorboard", "mlflow"))
+    logging = config.LoggingConfig(trackers=("wandb", "tensorboard", "mlflow"), catch_up_minutes=3)
     write_steps(tmp_path, logging, 2, 4, 0.75)
-    assert told == [(["wandb", "mlflow"], 2, 2, no_report), (3, 3), (4, 4), "closed"]
+    assert told == [(["wandb", "mlflow"], 2, 2, no_report, 180.0), (3, 3), (4, 4), "closed"]
     assert scalars(tmp_path, "reward/mean") == [(3, 0.75), (4, 0.75)]
 
 

@@ -58,7 +58,7 @@ def rollout(reward: float, mask: list[bool]) -> Rollout:
         np.full(length, 8, np.int32),
         "stop",
         reward,
-        np.array(mask),
+        loss_mask_R=np.array(mask),
     )
 
 

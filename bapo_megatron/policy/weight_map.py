@@ -38,7 +38,7 @@ def stage_of(key: Key, layers: int, stages: int, virtual: int) -> int:
 class WeightMap:
     """The map between the whole model's parameters and this rank's shards.
 
-    ``load`` is local, ``gather`` is collective within a replica, and with EP or ETP among all ranks.
+    ``load`` is local, ``gather`` is collective within a replica, with EP or ETP among all ranks.
     KeyError for a parameter that it does not know. Made by ``MegatronPolicy``: it loads the initial
     weights, and gathers them for weight syncs and exports.
     """

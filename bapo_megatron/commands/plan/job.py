@@ -97,7 +97,8 @@ class Job:
     """Planned job: one recipe and its model's shape on one type of GPU; the input of every estimate.
 
     Immutable. Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions. ConfigError
-    for a model with experts, whose memory and traffic no estimate knows.
+    for a model with experts, whose memory and traffic no estimate knows. Made by ``bapo plan``, ``bapo
+    rehearse`` and ``commands/cluster/job.py``.
     """
 
     run: RunConfig

@@ -1,6 +1,7 @@
 """Text renderer of a plan: summary, memory of each stage, traffic, speed, engines, and advice.
 
-It only formats: all numbers are the plan's. Used by ``command.py`` and ``rehearsal/results/page.py``.
+It formats the plan, and works out a few more numbers, such as activations by mode of recomputation. Used by
+``command.py`` and ``rehearsal/results/page.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Comparison plots of several runs: a PNG of all, and an SVG layer for each run that the page can hide.
+"""Comparison plots of several runs: of each panel a PNG, and as SVG its axes and a layer for each run.
 
 Slow to import (matplotlib): ``comparison.py`` does so only when it draws.
 """

@@ -53,11 +53,11 @@ class EnginesGone(Exception):
 class EnginePool:
     """The engines of a run with their health checks: requests, weight updates and quarantine.
 
-    Make it in a running event loop, which it needs for its health checks. No engine takes requests before it
-    has weights, by ``update`` or a broadcast. For a request: ``reserve``, which never waits (``changed`` is
-    set when an engine may have room), then ``generate``; at its end the caller lowers ``slot.load`` by one
-    and sets ``changed``. An engine has at most ``most`` requests in flight, but for those that are reserved
-    ``over_capacity``. Made by ``registry.open_pool``.
+    Make it in a running event loop, which it needs for its health checks. No engine takes requests before
+    it has weights, by ``update``, a broadcast or, in a ``ColocatedPool``, a wake-up. For a request:
+    ``reserve``, which never waits (``changed`` is set when an engine may have room), then ``generate``; at
+    its end the caller lowers ``slot.load`` by one and sets ``changed``. An engine has at most ``most``
+    requests in flight, but for those that are reserved ``over_capacity``. Made by ``registry.open_pool``.
     """
 
     def __init__(

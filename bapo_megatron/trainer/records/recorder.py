@@ -1,4 +1,4 @@
-"""Recorder of a run: metrics, events.jsonl and the progress line; and the engine mismatch check.
+"""Recorder of a run (metrics, events.jsonl, progress line), and the engine mismatch and one-sign checks.
 
 ``Recorder`` is on rank 0 alone. The checks are called on every rank, once a step's metrics are written.
 Used in the package's root, ``trainer/`` and this folder.

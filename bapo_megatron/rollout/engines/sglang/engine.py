@@ -49,8 +49,9 @@ class Deadlines:
 class SglangEngine:
     """The ``Engine`` of one SGLang server, with all abilities of ``interfaces.py``. Lives in one event loop.
 
-    Where ``interfaces.Engine`` says that a call raises, it is ServerError, which names the server. Calls that
-    pause, load or abort run one at a time; requests run beside them. Made by ``SglangBackend``.
+    Where ``interfaces.Engine`` says that a call raises, it is ServerError, which names the server. Calls
+    that pause, resume, abort or load from a folder run one at a time; requests and buckets of weights run
+    beside them. Made by ``SglangBackend``.
     """
 
     def __init__(

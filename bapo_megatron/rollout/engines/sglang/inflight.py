@@ -1,4 +1,4 @@
-"""The requests in flight at one SGLang server, and the gate that holds unsent requests during a pause.
+"""The requests in flight at one SGLang server, and the gate that holds unsent ones while it pauses or loads.
 
 ``SglangEngine`` has one set for its server; nothing here talks to the server. Used by ``engine.py``.
 """

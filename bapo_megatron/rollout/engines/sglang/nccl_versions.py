@@ -1,9 +1,9 @@
 """The check of NCCL versions: trainer and SGLang servers need the same one for a weight sync by broadcast.
 
-Made before a run starts, by a program in each environment. NCCL compares the versions of a group's ranks when
-it is formed, and refuses unequal ones ("Mismatched NCCL version detected"). torch's wheels name one version
-each: torch 2.13.0 wants 2.29.7, and torch 2.14.1, which SGLang 0.5.23 wants, 2.30.7. Used by
-``backend.py``.
+Made before a run with sync=broadcast on GPUs, by a program in each environment of this machine. NCCL
+compares the versions of a group's ranks when it is formed, and refuses unequal ones ("Mismatched NCCL
+version detected"). torch's wheels name one version each: torch 2.13.0 wants 2.29.7, and torch 2.14.1, which
+SGLang 0.5.23 wants, 2.30.7. Used by ``backend.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Synthetic packs of a rehearsed update: full ones of the recipe's longest sequences, with random token ids.
+"""Synthetic packs of a rehearsed update: the recipe's longest sequences and one that fills the rest, random ids.
 
 Equal at each call. ValueError if the packing gives another number of packs. Used by ``program.py``.
 """

@@ -28,13 +28,13 @@ _FAILED = "cache/lastfailed"
 
 def keep_exit_code(config: pytest.Config, code: int) -> None:
     """Keep the exit code of a session for ``main``; conftest.py calls it at the end of the session."""
-    if config.cache is not None and not hasattr(config, "workerinput"):
+    if getattr(config, "cache", None) is not None and not hasattr(config, "workerinput"):
         config.cache.set(_EXIT, int(code))
 
 
 def forget_exit_code(config: pytest.Config) -> None:
     """Forget that of an earlier session, at a session's start: one that is killed leaves none."""
-    if config.cache is not None and not hasattr(config, "workerinput"):
+    if getattr(config, "cache", None) is not None and not hasattr(config, "workerinput"):
         config.cache.set(_EXIT, None)
 
 

@@ -32,8 +32,8 @@ from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 class ClusterJob:
     """Slurm job of one recipe: the recipe with its flags, the cluster file, and all that follows from both.
 
-    Immutable; its methods compute and read files; ``rehearsal_misfits`` alone starts processes, for minutes. ``check_job`` calls the checks in their
-    order. Made by ``submit``.
+    Immutable; its methods compute and read files; ``rehearsal_misfits`` alone starts processes, for
+    minutes. ``check_job`` calls the checks in their order. Made by ``submit``.
     """
 
     config: RunConfig

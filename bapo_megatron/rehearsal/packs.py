@@ -1,6 +1,7 @@
 """Synthetic packs of a rehearsed update: the recipe's longest sequences, and one that fills the rest.
 
-Random token ids, equal at each call. ValueError if the packing gives another number of packs. Used by ``program.py``.
+Random token ids, equal at each call. ValueError if the packing gives another number of packs. Used by
+``program.py``.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from bapo_megatron.config.validation import (
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Configuration of one RL training run. See recipes/ for complete ones."""
+    """Configuration of one RL training run, made by a recipe. See recipes/ for complete ones."""
 
     name: str
     """Name of the run, and of its directory runs/NAME unless run_dir says otherwise."""

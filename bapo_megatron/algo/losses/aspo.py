@@ -16,6 +16,8 @@ Defaults are those of the authors' scripts; the paper gives no numbers. The pape
 also takes wider bounds, 0.4, for the fifth of the tokens with the highest entropy in a response, and the
 log-prob for the value of a dual-clipped token (the same gradient): neither is in the paper, nor here. The
 paper's mean is within each response first, ``algorithm.loss_mean=sequence``; the code's is over tokens.
+
+``build_loss`` makes the loss for ``algorithm.loss``.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ entropy (unlikely tokens pushed down), ``beta2`` what raises it; with both 0 it 
 defaults are those of the paper's 7B runs (0.5 and 1 at 1.5B), with its symmetric bounds. The paper's mean is
 within each response first, ``algorithm.loss_mean=sequence``; the authors' code has a mean over tokens, and a
 dual clip of 3 for A < 0 which the paper does not have.
+
+``build_loss`` makes the loss for ``algorithm.loss``.
 """
 
 from __future__ import annotations

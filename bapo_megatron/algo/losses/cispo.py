@@ -7,6 +7,8 @@ with ``g = clip(r, ratio_low, ratio_high)``. The paper's bounds are ``1 - eps_lo
 the importance weight; it sets no effective lower bound and does not publish ``eps_high``. The default of 5 is
 from ScaleRL (arXiv 2510.13786), which TRL recommends, too. The mean is over the tokens of the batch:
 ``algorithm.loss_mean=token``.
+
+``build_loss`` makes the loss for ``algorithm.loss``.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ The thresholds are those of Appendix C.1, 0.15 and 0.05 (Appendix E has 0.2 for 
 is the ``C`` of Eq. 23, ``g = M min(r, C)``: none in Appendix C.1, 5 in Appendix E, 20 in the authors' code. A
 masked token stays in the count of tokens that the loss is divided by, as in that code; the paper writes a
 sum over tokens and does not say.
+
+``build_loss`` makes the loss for ``algorithm.loss``.
 """
 
 from __future__ import annotations

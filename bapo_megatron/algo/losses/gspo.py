@@ -4,6 +4,8 @@
 first, which may cost a forward pass (``trainer/update_loss.py``).
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
+
+``build_loss`` makes the loss for ``algorithm.loss``.
 """
 
 from __future__ import annotations

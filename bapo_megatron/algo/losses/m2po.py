@@ -11,6 +11,8 @@ not additive over packs and ranks, a histogram is: the threshold is the lower ed
 0.5 % wide. So the bin in which Algorithm 1 stops is masked whole.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_B`` bins.
+
+``build_loss`` makes the loss for ``algorithm.loss``.
 """
 
 from __future__ import annotations

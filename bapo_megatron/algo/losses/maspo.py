@@ -13,6 +13,8 @@ grows where a token was unlikely, and with the advantage, and shrinks for large 
 is the paper's sigma_base. Formula, clips and defaults are those of the authors' code
 (github.com/FlyTune/MASPO-RL); it recommends ``alpha`` 0.3 to 0.5 and ``beta`` 0.03. The mean is over the
 tokens there: ``algorithm.loss_mean=token``.
+
+``build_loss`` makes the loss for ``algorithm.loss``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 sigmoid(tau (r - 1))`` (Eq. 8): 1 at r = 1, and falling on both sides. The temperature ``tau`` depends on the
 sign of the advantage; the larger one of negative advantages lets their gradient fall faster. Defaults are the
 paper's. The mean is within each response first, then over responses: ``algorithm.loss_mean=sequence``.
+
+``build_loss`` makes the loss for ``algorithm.loss``.
 """
 
 from __future__ import annotations

@@ -45,7 +45,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Response:
-    """A response: its tokens so far, from one or several segments, and its finish reason when complete."""
+    """State of one response that is being sampled: its tokens so far, and its finish reason when complete.
+
+    Held by the open groups of the sampler's state, and by ``whole_response.py`` in evaluations; ``continued``
+    makes the next one.
+    """
 
     so_far: ResponseTokens = field(default_factory=lambda: ResponseTokens.joined([]))
     finish_reason: FinishReason | None = None

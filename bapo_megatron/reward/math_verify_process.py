@@ -11,11 +11,10 @@ import sys
 import threading
 
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path
+from bapo_megatron.workers.process import START_LIMIT_S
 
 COMMAND = (sys.executable, "-m", "bapo_megatron.reward.worker")
-
-START_LIMIT_S = 600.0
-"""Seconds for the imports of a child: on a machine with a load of 50 they have taken more than 120 s."""
+"""The worker program of rewards, which also compares."""
 
 TIME_LIMIT_S = 8.0
 """Seconds for one comparison; then the child is killed."""

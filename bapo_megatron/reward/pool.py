@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from typing import Any, Literal
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.reward.endpoints.scorer import EndpointScorer
 from bapo_megatron.reward.functions import is_built_in, is_endpoint, prompt_fields_of
+from bapo_megatron.reward.math_verify_process import COMMAND
 from bapo_megatron.reward.penalties import overlong_penalty
 from bapo_megatron.types import Prompt
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
 
 Failure = Literal["raised", "time", "died", "not finite", "endpoint"]
-
-COMMAND = (sys.executable, "-m", "bapo_megatron.reward.worker")
 
 _LOG = logging.getLogger(__name__)
 

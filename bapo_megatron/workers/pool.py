@@ -73,11 +73,11 @@ class CallFailed(Exception):
 
 @dataclass(eq=False)
 class _Call:
-    """A call on its way: its question as a line, and its caller's future."""
+    """A call on its way: its question, and its caller's future."""
 
     number: int
     kind: CallKind
-    line: bytes
+    question: Any
     holder: Hashable | None
     future: asyncio.Future[Any]
     crowd: float = math.inf
@@ -92,6 +92,12 @@ class _Call:
         if not self.future.done():
             name = self.kind.function if self.holder is None else f"{self.kind.function} of {self.holder}"
             self.future.set_exception(CallFailed(name, failure, detail, traceback, place))
+
+    def line(self) -> bytes:
+        """Its line for a worker. Written when it is sent: thousands may wait, each with a long response."""
+        kind = self.kind
+        message = {"id": self.number, "function": kind.function, "limit_s": kind.limit_s}
+        return json.dumps({**message, "question": self.question}).encode()
 
     def stop_timer(self) -> None:
         """It is no longer in flight."""
@@ -151,9 +157,8 @@ class WorkerPool:
         if not self._tasks:
             raise RuntimeError("the worker pool is not running: start() it before call(), not after close()")
         number = next(self._numbers)
-        message = {"id": number, "function": kind.function, "question": question, "limit_s": kind.limit_s}
         future = asyncio.get_running_loop().create_future()
-        call = _Call(number, kind, json.dumps(message).encode(), holder, future)
+        call = _Call(number, kind, question, holder, future)
         self.waiting.append(call)
         self.deal()
         try:
@@ -327,13 +332,18 @@ class _Place:
     def take(self, call: _Call) -> None:
         """Send ``call``; its time begins."""
         assert self._process is not None
+        try:
+            line = call.line()
+        except (TypeError, ValueError, RecursionError) as error:  # no JSON: the caller's mistake
+            call.future.set_exception(error)
+            return
         self.in_flight[call.number] = call
         self._pool.note_holder(call, self)
         loop = asyncio.get_running_loop()
         grace_s = call.kind.grace_s if self._process.is_async else 0.0
         call.deadline = loop.time() + call.kind.limit_s + grace_s
         call.timer = loop.call_at(call.deadline, self._process.end, call.late())
-        self._process.send(call.line)
+        self._process.send(line)
 
     def withdraw(self, call: _Call) -> None:
         """Cancel a call that nobody waits for; its place is free when the worker says so."""

@@ -7,6 +7,7 @@ directory of its own, and ends with this one, also after ``kill -9``.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import subprocess
@@ -29,6 +30,9 @@ from bapo_megatron.workers.scratch import Scratch
 
 START_LIMIT_S = 600.0
 """Seconds for the imports of a worker. Generous: at a load of 50 they have taken more than 120 s."""
+
+_PIPE_BYTES = 1 << 20
+"""Size of the pipe of calls: a long response is written at once. Any user may have as much."""
 
 _READS = 64
 """Most reads of a pipe at a time, so that a process that never stops writing does not hold the event loop."""
@@ -63,6 +67,8 @@ class WorkerProcess:
         self._child, self._scratch, self._heard = child, scratch, heard
         self._input, self._output = child.process.stdin.fileno(), child.process.stdout.fileno()
         self._unsent: deque[memoryview] = deque()
+        self._is_blocked = False
+        """The pipe is full; the event loop says when it takes more."""
         self._parts: list[bytes] = []
         self._exit: asyncio.Task[None] | None = None
         self._removal: asyncio.Future[None] | None = None
@@ -73,6 +79,8 @@ class WorkerProcess:
         self.ended: asyncio.Future[str] = self._loop.create_future()
         for descriptor in (self._input, self._output):
             os.set_blocking(descriptor, False)
+        with suppress(OSError):  # the user's pipes have a limit together
+            fcntl.fcntl(self._input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._loop.add_reader(self._output, self._read)
         # A pipe stays open as long as a forked grandchild holds it: the process itself is watched, too.
         self._pid_descriptor: int | None = None
@@ -154,7 +162,9 @@ class WorkerProcess:
             try:
                 sent = os.write(self._input, self._unsent[0])
             except BlockingIOError:
-                self._loop.add_writer(self._input, self._write)
+                if not self._is_blocked:
+                    self._is_blocked = True
+                    self._loop.add_writer(self._input, self._write)
                 return
             except BrokenPipeError:  # it has ended, which is noted elsewhere
                 self._unsent.clear()
@@ -162,7 +172,9 @@ class WorkerProcess:
             self._unsent[0] = self._unsent[0][sent:]
             if not self._unsent[0]:
                 self._unsent.popleft()
-        self._loop.remove_writer(self._input)
+        if self._is_blocked:
+            self._is_blocked = False
+            self._loop.remove_writer(self._input)
 
     def _read(self) -> None:
         for _ in range(_READS):

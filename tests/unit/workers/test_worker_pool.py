@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ import pytest
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import ChildDied, ChildTimeout
 from bapo_megatron.workers import pool as pools
+from bapo_megatron.workers import process
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
 
@@ -325,6 +327,16 @@ def test_an_answer_before_the_end_of_the_worker_counts() -> None:
     assert pooled(act) == ["0", "1", "2", "3", "4"]
 
 
+def test_the_last_answer_is_read_where_the_end_is_seen_first() -> None:
+    async def act(pool: WorkerPool) -> str:
+        worker = pool._workers[0]._process
+        assert worker is not None
+        asyncio.get_running_loop().remove_reader(worker._output)
+        return await pool.call(kind("answer_and_die", repeatable=False), "last")
+
+    assert pooled(act) == "last"
+
+
 def test_no_answer_is_lost_or_given_to_another() -> None:
     """600 calls while a worker is killed now and then: each gets its own answer, and gets it once."""
     answers: list[int] = []
@@ -542,3 +554,33 @@ def test_closing_ends_what_runs_hangs_or_starts(tmp_path: Path, monkeypatch: pyt
     asyncio.run(main())
     assert not any(exists(int(pid)) for pid in starts.read_text().split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "starts"], "no directory of a worker"
+
+
+def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled while the process is being made in a thread, which nothing can stop."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pids: list[int] = []
+    make, is_making = process._make, threading.Event()
+
+    def slow(program: WorkerProgram) -> Any:
+        is_making.set()
+        time.sleep(0.3)
+        made = make(program)
+        pids.append(made[0].pid)
+        return made
+
+    monkeypatch.setattr(process, "_make", slow)
+
+    async def main() -> None:
+        starting = asyncio.create_task(
+            process.WorkerProcess.start(WorkerProgram(COMMAND, {"kind": "async"}), lambda _: None)
+        )
+        await asyncio.to_thread(is_making.wait)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(main())
+    assert len(pids) == 1
+    assert not exists(pids[0])
+    assert not [*tmp_path.iterdir()]

@@ -11,11 +11,10 @@ import sys
 import threading
 
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path
+from bapo_megatron.workers.process import START_LIMIT_S
 
 COMMAND = (sys.executable, "-m", "bapo_megatron.reward.worker")
-
-START_LIMIT_S = 120.0
-"""Seconds for the imports of a child on a busy machine."""
+"""The worker program of rewards, which also compares."""
 
 TIME_LIMIT_S = 8.0
 """Seconds for one comparison; then the child is killed."""
@@ -59,7 +58,8 @@ class MathVerifyProcess:
                 self._child = AnsweringChild(COMMAND, with_import_path(os.environ))
                 self._child.ask(None, START_LIMIT_S)  # it compares, and scores nothing
             try:
-                return bool(self._child.ask({function: arguments}, TIME_LIMIT_S))
+                call = {"id": 0, "function": function, "question": arguments}
+                return bool(self._child.ask(call, TIME_LIMIT_S)["answer"])
             except ChildError:
                 self.failures += 1
                 self._stop()

@@ -2,33 +2,28 @@
 
 Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
 group; after that, or if it died, a new one tries the same response once more, then the reward is
-``reward.failed``. A reward behind an HTTP endpoint needs no worker: the pool's event loop asks the endpoint
-(endpoints/). The prompt's reward function decides which. Used in ``commands/doctor/``, ``evaluation/``,
-this folder and ``rollout/sampler/``.
+``reward.failed`` (workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
+asks the endpoint (endpoints/). The prompt's reward function decides which. Used in ``commands/doctor/``,
+``evaluation/``, this folder and ``rollout/sampler/``.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
-import os
-import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.endpoints.scorer import EndpointScorer
 from bapo_megatron.reward.functions import is_built_in, is_endpoint, prompt_fields_of
-from bapo_megatron.reward.math_verify_process import COMMAND, START_LIMIT_S
+from bapo_megatron.reward.math_verify_process import COMMAND
 from bapo_megatron.reward.penalties import overlong_penalty
-from bapo_megatron.reward.scratch import Scratch, remove_abandoned
-from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, ChildTimeout, with_import_path
 from bapo_megatron.types import Prompt
+from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
+from bapo_megatron.workers.process import WorkerProgram
 
 Failure = Literal["raised", "time", "died", "not finite", "endpoint"]
 
@@ -73,10 +68,10 @@ class RewardPool:
         functions = tuple(functions) or (config.function,)
         in_workers = [function for function in functions if not is_endpoint(function)]
         self._endpoint = EndpointScorer(config) if len(in_workers) < len(functions) else None
-        self._workers = [_Worker(config, in_workers) for _ in range(config.workers)] if in_workers else []
-        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
-        self._jobs: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[RewardResult]]] = asyncio.Queue()
-        self._servers: list[asyncio.Task[None]] = []
+        settings = {"reward": dataclasses.asdict(config), "functions": in_workers}
+        self._workers = WorkerPool(WorkerProgram(COMMAND, settings), config.workers if in_workers else 0)
+        # A score may be computed twice: it changes nothing, and is a function of the response.
+        self._scoring = CallKind("score", config.time_limit_s, repeatable=True)
         self._running = False
         self.failures: Counter[str] = Counter()
 
@@ -86,20 +81,15 @@ class RewardPool:
         Raises ConfigError if the settings do not work, ChildError if a worker dies, RunStopped if there is no
         endpoint.
         """
-        loop = asyncio.get_running_loop()
-        await asyncio.to_thread(remove_abandoned)
         try:
-            notes = await asyncio.gather(
-                *(loop.run_in_executor(self._threads, worker.start) for worker in self._workers)
-            )
+            notes = await self._workers.start()
             if self._endpoint:
                 await self._endpoint.open()
         except BaseException:
             await self.close()
             raise
-        for note in notes[0] if notes else []:  # the workers share a machine
+        for note in notes:
             _LOG.warning("reward sandbox: %s", note)
-        self._servers = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
         self._running = True
 
     async def score(self, prompt: Prompt, response: str, response_tokens: int) -> RewardResult:
@@ -114,10 +104,7 @@ class RewardPool:
         if self._endpoint and is_endpoint(function):
             result = _result(self._config.failed, await self._endpoint.answer(prompt, response))
         else:
-            job: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
-            question = {"function": function, "prompt": _described(prompt, function), "response": response}
-            self._jobs.put_nowait((question, job))
-            result = await job
+            result = await self._score_in_worker(prompt, function, response)
         if result.failure:
             self.failures[result.failure] += 1
             return result
@@ -132,33 +119,17 @@ class RewardPool:
         self._running = False
         if self._endpoint:
             await self._endpoint.close()
-        for server in self._servers:
-            server.cancel()
-        for worker in self._workers:
-            worker.kill_for_good()
-        await asyncio.gather(*self._servers, return_exceptions=True)
-        while not self._jobs.empty():
-            self._jobs.get_nowait()[1].cancel()
-        await asyncio.to_thread(self._threads.shutdown)
-        for worker in self._workers:
-            worker.close()
+        await self._workers.close()
 
-    async def _serve(self, worker: _Worker) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            question, job = await self._jobs.get()
-            if job.done():  # cancelled while it waited
-                continue
-            try:
-                result = await loop.run_in_executor(self._threads, worker.score, question)
-            except BaseException as error:
-                if not job.done():
-                    job.set_exception(error) if isinstance(error, Exception) else job.cancel()
-                if not isinstance(error, Exception):
-                    raise
-                continue
-            if not job.done():
-                job.set_result(result)
+    async def _score_in_worker(self, prompt: Prompt, function: str, response: str) -> RewardResult:
+        question = {"function": function, "prompt": _described(prompt, function), "response": response}
+        config = self._config
+        try:
+            return _result(config.failed, await self._workers.call(self._scoring, question))
+        except CallFailed as error:
+            late = f"twice more than reward.time_limit_s={config.time_limit_s}"
+            detail = late if error.failure == "time" else error.detail
+            return RewardResult(config.failed, error.failure, detail, error.traceback, error.place)
 
 
 def _described(prompt: Prompt, function: str) -> dict[str, Any]:
@@ -171,86 +142,3 @@ def _described(prompt: Prompt, function: str) -> dict[str, Any]:
 def _result(failed: float, answer: dict[str, Any]) -> RewardResult:
     """Result from the reply of a worker or an endpoint."""
     return RewardResult(failed, **answer) if "failure" in answer else RewardResult(**answer)
-
-
-class _Worker:
-    """Handle of one worker process, which it replaces after a death, and its temporary directory."""
-
-    def __init__(self, config: RewardConfig, functions: Sequence[str]) -> None:
-        self._config, self._functions = config, functions
-        self._child: AnsweringChild | None = None
-        self._scratch: Scratch | None = None
-        self._given_up = False
-        self._changing = threading.Lock()
-
-    def start(self) -> list[str]:
-        """Start the process and wait until it can score; its notes. Raises ConfigError or ChildError."""
-        with self._changing:
-            if self._given_up:
-                raise ChildError("the pool was closed")
-            self._scratch = scratch = Scratch()
-            try:
-                self._child = child = AnsweringChild(
-                    COMMAND, with_import_path({**os.environ, "TMPDIR": scratch.path})
-                )
-            except BaseException:
-                self._remove_scratch()
-                raise
-        try:
-            settings = {"reward": dataclasses.asdict(self._config), "functions": self._functions}
-            answer = child.ask(settings, START_LIMIT_S)
-        except BaseException:
-            self.close()
-            raise
-        if "problem" in answer:
-            self.close()
-            raise ConfigError(answer["problem"])
-        notes: list[str] = answer["notes"]
-        return notes
-
-    def score(self, question: dict[str, Any]) -> RewardResult:
-        """Score in the process; after a death or timeout retry once in a new one.
-
-        The out-of-memory killer may have hit the wrong process, and a paused machine loses time.
-        """
-        failed, limit_s = self._config.failed, self._config.time_limit_s
-        try:
-            try:
-                answer = self._ask(question)
-            except ChildError:
-                self.close()
-                answer = self._ask(question)
-        except ChildTimeout:
-            self.close()
-            return RewardResult(failed, "time", f"twice more than reward.time_limit_s={limit_s}")
-        except (ChildError, ConfigError) as error:
-            self.close()
-            return RewardResult(failed, "died", str(error))
-        return _result(failed, answer)
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        if self._child is None:
-            self.start()
-        assert self._child is not None
-        answer: dict[str, Any] = self._child.ask(question, self._config.time_limit_s)
-        return answer
-
-    def kill_for_good(self) -> None:
-        """Kill the process for good, from another thread. A thread that waits for a reply gets ChildDied."""
-        with self._changing:
-            self._given_up = True
-            if self._child is not None:
-                self._child.kill()
-
-    def close(self) -> None:
-        """Kill the process and delete its directory."""
-        with self._changing:
-            if self._child is not None:
-                self._child.close()
-                self._child = None
-            self._remove_scratch()
-
-    def _remove_scratch(self) -> None:
-        if self._scratch is not None:
-            self._scratch.remove()
-            self._scratch = None

@@ -18,7 +18,7 @@ TOOLS = ROOT / "checkpoints_tools"
 # Lower layers first. A module may import from its own layer and from those before it.
 LAYERS = [
     {"types", "tensor_types", "errors", "interfaces"},
-    {"runtime", "algo"},
+    {"runtime", "workers", "algo"},
     {"config", "hf"},
     {"data", "reward", "checkpoints_tools"},
     {"rollout", "policy", "checkpoint"},

@@ -18,8 +18,8 @@ from typing import Any
 
 import bapo_megatron
 from bapo_megatron.reward.sandbox import child
-from bapo_megatron.reward.scratch import remove_tree
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
+from bapo_megatron.workers.scratch import remove_tree
 
 START_LIMIT_S = 20.0
 """Seconds for an interpreter and its isolation on a busy machine."""

@@ -85,7 +85,7 @@ def test_a_judge_is_asked_and_its_verdict_is_the_reward() -> None:
     with judge_server(judged("It agrees.\nScore: 1"), judged("No.\nScore: 0")) as server:
 
         async def act(pool: RewardPool) -> list[RewardResult]:
-            assert pool._workers == []  # processes would idle
+            assert pool._workers._workers == []  # processes would idle
             return [await pool.score(prompt(), text, 10) for text in ("two", "three")]
 
         right, wrong = scored(server, act, {"correct": 2.0, "wrong": -1.0})

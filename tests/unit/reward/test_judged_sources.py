@@ -38,7 +38,7 @@ def scored(config: RunConfig, *rewards: str) -> tuple[list[RewardResult], int]:
                 Prompt(0, np.array([3], np.int32), "2", "", messages=messages, reward=one) for one in rewards
             ]
             calls = [pool.score(prompt, r"\boxed{2}", 1) for prompt in prompts]
-            return list(await asyncio.wait_for(asyncio.gather(*calls), 240)), len(pool._workers)
+            return list(await asyncio.wait_for(asyncio.gather(*calls), 240)), len(pool._workers._workers)
         finally:
             await pool.close()
 

@@ -19,8 +19,8 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import ground_truth_check, load_function
 from bapo_megatron.reward.pool import RewardPool, RewardResult
-from bapo_megatron.reward.worker import TRACEBACK_CHARACTERS, shortened
 from bapo_megatron.types import Prompt
+from bapo_megatron.workers.serving import TRACEBACK_CHARACTERS, shortened
 
 pytestmark = pytest.mark.integration
 
@@ -135,7 +135,7 @@ def test_a_worker_that_is_killed_costs_no_response() -> None:
     async def act(pool: RewardPool) -> list[RewardResult]:
         found = [await pool.score(prompt(), "0.5", 1)]
         for text, wait_s in (("0.25", 0.0), ("wait 1", 0.5)):
-            worker = pool._workers[0]._child
+            worker = pool._workers._workers[0]._process
             assert worker is not None
             asking = asyncio.create_task(pool.score(prompt(), text, 1))
             await asyncio.sleep(wait_s)
@@ -151,7 +151,7 @@ def test_a_worker_that_was_paused_past_its_time_costs_no_response(tmp_path: Path
     """As by SIGSTOP, a suspended machine, a file system that stalls: the next worker scores it."""
 
     async def act(pool: RewardPool) -> RewardResult:
-        worker = pool._workers[0]._child
+        worker = pool._workers._workers[0]._process
         assert worker is not None
         os.kill(worker.pid, signal.SIGSTOP)
         result = await pool.score(prompt(), "0.5", 1)

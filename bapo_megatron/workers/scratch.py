@@ -1,4 +1,4 @@
-"""Temporary directories of reward workers; those of killed workers are removed at the next start.
+"""Temporary directories of workers; those of killed workers are removed at the next start.
 
 A lock (flock) marks a directory as in use, and is valid on its own machine alone. If several machines share
 the place for temporary files, each removes only its own directories, marked by the kernel's boot id. Used
@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = f"bapo_reward_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13]}_"
+_PREFIX = f"bapo_worker_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13]}_"
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -27,7 +27,7 @@ SWEEP_S = 20.0
 
 
 class Scratch:
-    """Temporary directory of one reward worker, with a lock (flock) that its owner holds as long as it lives.
+    """Temporary directory of one worker, with a lock (flock) that its owner holds as long as it lives.
 
     ``remove`` deletes it; after a kill of the owner the next start does. Made in ``pool.py``, one for each
     worker process.

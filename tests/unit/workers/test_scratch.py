@@ -1,7 +1,8 @@
-"""What judges write is gone when they are, and when their owner was killed."""
+"""What workers write is gone when they are, and when their owner was killed."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config import RewardConfig
-from bapo_megatron.reward import pool
-from bapo_megatron.reward.scratch import Scratch, remove_abandoned, remove_tree
+from bapo_megatron.workers import process
+from bapo_megatron.workers.scratch import Scratch, remove_abandoned, remove_tree
 
 OWNER = """
 import os, signal, sys
-from bapo_megatron.reward.scratch import Scratch
+from bapo_megatron.workers.scratch import Scratch
 path = Scratch().path
 open(os.path.join(path, "left"), "w").close()
 print(path, flush=True)
@@ -64,7 +64,7 @@ def test_nothing_else_is_touched(place: Path) -> None:
     Path(f"{prefix}12345678").touch()
     (place / "another").mkdir()
     Path(f"{prefix}87654321").symlink_to(place / "another")
-    (place / "bapo_reward_01234567-89ab_12345678").mkdir()
+    (place / "bapo_worker_01234567-89ab_12345678").mkdir()
     remove_abandoned()
     assert len(list(place.iterdir())) == 4
     Path(f"{prefix}12345678").unlink()
@@ -128,15 +128,15 @@ def test_leftovers_of_other_users_are_theirs(place: Path, monkeypatch: pytest.Mo
 
 
 def test_a_worker_that_cannot_be_started_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*_arguments: object) -> None:
+    def no_room(*_arguments: object, **_named: object) -> None:
         raise OSError("no room for a process")
 
-    monkeypatch.setattr(pool, "AnsweringChild", no_room)
-    worker = pool._Worker(RewardConfig(), ("math",))
+    monkeypatch.setattr(process, "ChildProcess", no_room)
+    program = process.WorkerProgram((sys.executable,), None)
     open_before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(OSError, match="no room"):
-            worker.start()
+            asyncio.run(process.WorkerProcess.start(program, lambda _: None))
     assert list(place.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == open_before
 

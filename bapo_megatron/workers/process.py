@@ -1,0 +1,250 @@
+"""One process of a worker program, for an event loop: lines of JSON each way, none of which waits.
+
+``WorkerPool`` (pool.py) starts one after the other in each of its places. The process has a temporary
+directory of its own, and ends with this one, also after ``kill -9``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import subprocess
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.child_process import (
+    MAX_ANSWER_BYTES,
+    ChildDied,
+    ChildProcess,
+    ChildTimeout,
+    exit_text,
+    with_import_path,
+)
+from bapo_megatron.workers.scratch import Scratch
+
+START_LIMIT_S = 600.0
+"""Seconds for the imports of a worker. Generous: at a load of 50 they have taken more than 120 s."""
+
+_PIPE_BYTES = 1 << 20
+"""Size of the pipe of calls: a long response is written at once. Any user may have as much."""
+
+_READS = 64
+"""Most reads of a pipe at a time, so that a process that never stops writing does not hold the event loop."""
+
+
+@dataclass(frozen=True)
+class WorkerProgram:
+    """How to start a worker: a program whose ``main`` is ``serving.serve``."""
+
+    command: tuple[str, ...]
+    """The lifeline's descriptor is appended."""
+    settings: Any
+    """JSON value for the program's ``prepare``."""
+    environment: Mapping[str, str] | None = None
+    """None: this process's, with its import path."""
+    start_limit_s: float = START_LIMIT_S
+
+
+class WorkerProcess:
+    """Running worker process. ``start`` makes one; ``close`` in any case.
+
+    ``ended`` gets the reason as soon as no more answers come: it has ended, or ``end`` was called.
+    """
+
+    def __init__(
+        self, child: ChildProcess, scratch: Scratch, heard: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """``heard`` is called with each line, as long as ``ended`` has no reason."""
+        assert child.process.stdin is not None
+        assert child.process.stdout is not None
+        self._loop = asyncio.get_running_loop()
+        self._child, self._scratch, self._heard = child, scratch, heard
+        self._input, self._output = child.process.stdin.fileno(), child.process.stdout.fileno()
+        self._unsent: deque[memoryview] = deque()
+        self._is_blocked = False
+        """The pipe is full; the event loop says when it takes more."""
+        self._parts: list[bytes] = []
+        self._exit: asyncio.Task[None] | None = None
+        self._removal: asyncio.Future[None] | None = None
+        self.pid = child.pid
+        self.is_async = False
+        """Whether it takes many calls at a time."""
+        self.notes: list[str] = []
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        for descriptor in (self._input, self._output):
+            os.set_blocking(descriptor, False)
+        with suppress(OSError):  # the user's pipes have a limit together
+            fcntl.fcntl(self._input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._loop.add_reader(self._output, self._read)
+        # A pipe stays open as long as a forked grandchild holds it: the process itself is watched, too.
+        self._pid_descriptor: int | None = None
+        with suppress(OSError):  # a filter of system calls that does not know this one
+            self._pid_descriptor = os.pidfd_open(self.pid)
+            self._loop.add_reader(self._pid_descriptor, self._note_exit)
+
+    @classmethod
+    async def start(cls, program: WorkerProgram, answered: Callable[[dict[str, Any]], None]) -> WorkerProcess:
+        """A process that is ready for calls. ConfigError of its ``prepare``; ChildError or OSError.
+
+        ``answered`` is called with the answer of each call. A cancelled start leaves nothing.
+        """
+        made = asyncio.ensure_future(asyncio.to_thread(_make, program))
+        ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+        def hear(message: dict[str, Any]) -> None:
+            answered(message) if ready.done() else ready.set_result(message)
+
+        try:
+            process = cls(*await asyncio.shield(made), hear)
+        except asyncio.CancelledError:
+            with suppress(OSError):  # then there is nothing to remove
+                await asyncio.to_thread(_remove, *await made)
+            raise
+        try:
+            process.send(json.dumps(program.settings).encode())
+            first = await process._first(ready, program.start_limit_s)
+        except BaseException:
+            await process.close()
+            raise
+        process.is_async, process.notes = first["is_async"], first["notes"]
+        return process
+
+    async def _first(self, ready: asyncio.Future[dict[str, Any]], limit_s: float) -> dict[str, Any]:
+        either: list[asyncio.Future[Any]] = [ready, self.ended]
+        await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            if self.ended.done():
+                raise ChildDied(self.ended.result())
+            raise ChildTimeout(f"it was not ready within {limit_s:g} s")
+        if "problem" in ready.result():
+            raise ConfigError(ready.result()["problem"])
+        return ready.result()
+
+    def send(self, line: bytes) -> None:
+        """Send a line, now or as soon as the pipe takes it; not after its end."""
+        if self.ended.done():
+            return
+        self._unsent.append(memoryview(line + b"\n"))
+        if len(self._unsent) == 1:
+            self._write()
+
+    def end(self, reason: str) -> None:
+        """Kill it; what it has not said by now does not count."""
+        if self.ended.done():  # killed, and perhaps reaped: its number may be another's
+            return
+        self.ended.set_result(reason)
+        self._unwatch()
+        self._child.kill()
+
+    async def close(self) -> None:
+        """Kill it, reap it, and delete its directory."""
+        self.end("it was closed")
+        if self._removal is None:
+            self._removal = asyncio.ensure_future(asyncio.to_thread(_remove, self._child, self._scratch))
+        await asyncio.shield(self._removal)
+
+    def _unwatch(self) -> None:
+        self._unsent.clear()
+        self._loop.remove_reader(self._output)
+        self._loop.remove_writer(self._input)
+        if self._pid_descriptor is not None:
+            self._loop.remove_reader(self._pid_descriptor)
+            os.close(self._pid_descriptor)
+
+    def _write(self) -> None:
+        while self._unsent:
+            try:
+                sent = os.write(self._input, self._unsent[0])
+            except BlockingIOError:
+                if not self._is_blocked:
+                    self._is_blocked = True
+                    self._loop.add_writer(self._input, self._write)
+                return
+            except BrokenPipeError:  # it has ended, which is noted elsewhere
+                self._unsent.clear()
+                break
+            self._unsent[0] = self._unsent[0][sent:]
+            if not self._unsent[0]:
+                self._unsent.popleft()
+        if self._is_blocked:
+            self._is_blocked = False
+            self._loop.remove_writer(self._input)
+
+    def _read(self) -> None:
+        for _ in range(_READS):
+            try:
+                part = os.read(self._output, 1 << 20)
+            except BlockingIOError:
+                return
+            if not part:
+                self._loop.remove_reader(self._output)
+                self._exit = self._loop.create_task(self._note_closed_pipe())
+                return
+            self._take(part)
+            if self.ended.done():
+                return
+
+    def _take(self, part: bytes) -> None:
+        self._parts.append(part)
+        if b"\n" not in part:
+            if sum(map(len, self._parts)) > MAX_ANSWER_BYTES:
+                self.end(f"it answered more than {MAX_ANSWER_BYTES} bytes")
+            return
+        *lines, rest = b"".join(self._parts).split(b"\n")
+        self._parts = [rest] if rest else []
+        for line in lines:
+            message = _message(line)
+            if message is None:
+                self.end(f"it answered no JSON: {line[:200]!r}")
+            if message is None or self.ended.done():
+                return
+            self._heard(message)
+
+    def _note_exit(self) -> None:
+        self._read()  # its last answers are in the pipe
+        self._end_with(self._child.wait_end(0.0))
+
+    async def _note_closed_pipe(self) -> None:
+        with suppress(ChildProcessError):  # it has been closed meanwhile
+            self._end_with(await asyncio.to_thread(self._child.wait_end, 1.0))
+
+    def _end_with(self, code: int | None) -> None:
+        self.end("it closed its pipe" if code is None else exit_text(code))
+
+
+def _message(line: bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def _make(program: WorkerProgram) -> tuple[ChildProcess, Scratch]:
+    """The process, and its temporary directory. OSError."""
+    scratch = Scratch()
+    environment = with_import_path(os.environ) if program.environment is None else program.environment
+    try:
+        child = ChildProcess(
+            program.command,
+            {**environment, "TMPDIR": scratch.path},
+            False,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+    except BaseException:
+        scratch.remove()
+        raise
+    return child, scratch
+
+
+def _remove(child: ChildProcess, scratch: Scratch) -> None:
+    child.close()
+    scratch.remove()

@@ -2,7 +2,7 @@
 
 ``handling`` is the context manager that installs a handler, in the main thread. Only the standard library is
 imported, so that a command handles the signals before it has loaded anything. Used in ``commands/``,
-``reward/``, ``rollout/sampler/`` and this folder.
+``rollout/sampler/``, ``workers/`` and this folder.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class AdmissionController:
         self._state = sampler_state
         self._trainer_step = 0
         """The last step whose groups the trainer has."""
+        self._asked_step = 0
         self._is_open = False
 
     def open(self) -> None:
@@ -41,6 +42,15 @@ class AdmissionController:
     def trainer_has(self, step: int) -> None:
         """Note that the trainer has the groups of ``step``, and none of later steps."""
         self._trainer_step = step
+
+    def trainer_asks(self, step: int) -> None:
+        """Note that the trainer asks for the groups of ``step``."""
+        self._asked_step = step
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the trainer has asked for groups that it was not given yet."""
+        return self._asked_step > self._trainer_step
 
     @property
     def trainer_waits(self) -> bool:

@@ -118,6 +118,7 @@ class GroupSampler:
                 return path
             self._loop.post(steps_rewound(step - 1))
         self._admission.trainer_has(step - 1)
+        self._admission.trainer_asks(step)
         self._loop.drop_stale(self._state.finished.values(), step)
         if not await self._loop.wait_for(lambda: self._choose(step) is not None, wait_s):
             self.check_engines()

@@ -221,7 +221,10 @@ class SamplerLoop:
 
         In ``rounds`` only if no group is open, and the trainer waits: else new weights could come in a round.
         """
-        if self._rounds and (self._is_busy or not self._admission.trainer_waits):
+        # Not as soon as the weights are new: the trainer's checkpoint comes before its question, and a fork
+        # from the middle of a round would form other batches, whose last bits differ.
+        is_asked = self._admission.trainer_waits and self._admission.is_asked
+        if self._rounds and (self._is_busy or not is_asked):
             return
         if count := self._admission.room:
             self._open_groups(self._order.take(self._state.taken, count), self._state.taken + count)

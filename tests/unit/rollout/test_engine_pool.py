@@ -234,11 +234,12 @@ def test_requests_go_to_the_least_loaded_engine_within_its_limit(tmp_path: Path)
             engine.gate.clear()
         world = World(tmp_path, engines)
         async with world.sampling(most=3):
+            asked = asyncio.create_task(world.batch(1))
             await asyncio.sleep(0.1)
             assert [len(engine.asked) for engine in engines] == [3, 3, 3]
             for engine in engines:
                 engine.gate.set()
-            assert len((await world.batch(1)).groups) == 4
+            assert len((await asked).groups) == 4
 
     run(check())
 
@@ -407,13 +408,14 @@ def test_requests_are_sent_in_bursts(tmp_path: Path, monkeypatch: pytest.MonkeyP
         engine.gate.clear()
         world = World(tmp_path / str(rounds), [engine])
         async with world.sampling(rounds=rounds):
+            asked = asyncio.create_task(world.batch(1))
             before = 0
             while len(engine.asked) < 12:  # 4 prompts x 3 responses
                 await asyncio.sleep(0)
                 at_once.append(len(engine.asked) - before)
                 before = len(engine.asked)
             engine.gate.set()
-            assert len((await world.batch(1)).groups) == 4
+            assert len((await asked).groups) == 4
 
     run(check(rounds=False))
     assert 0 < max(at_once) <= 5

@@ -15,6 +15,7 @@ import pytest
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.requests import request_seed, stop_token_ids
+from bapo_megatron.rollout.sampler.journal_start import FORKED, OUTSTANDING
 from bapo_megatron.types import Prompt
 from tests.support.accounts import check_accounts
 from tests.support.sampling import (
@@ -346,6 +347,30 @@ def test_no_round_starts_during_training(tmp_path: Path) -> None:
             await world.weights(1)
             await world.batch(2)
             assert len(engine.asked) > before
+
+    run(check())
+
+
+def test_a_round_starts_when_the_trainer_asks(tmp_path: Path) -> None:
+    """Not when the weights are new: a checkpoint comes between them, and its fork samples whole rounds."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
+        world = World(tmp_path / "run", [engine], prompts=100)
+        async with world.sampling(rounds=True) as sampler:
+            await world.train(1)
+            before = len(engine.asked)
+            await asyncio.sleep(0.1)
+            assert len(engine.asked) == before
+            state = sampler.state()
+            assert state[OUTSTANDING] == []
+            await world.batch(2)
+            rest = [int(request.input_ids[0]) for request in engine.asked[before:]]
+        fork = ScriptedEngine(engine.answer)
+        forked = World(tmp_path / "fork", [fork], prompts=100)
+        async with forked.sampling(2, {**state, FORKED: None}, rounds=True):
+            await forked.batch(2)
+        assert [int(request.input_ids[0]) for request in fork.asked] == rest
 
     run(check())
 

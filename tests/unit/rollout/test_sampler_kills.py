@@ -98,7 +98,7 @@ def test_finished_segments_survive_and_responses_continue_from_them(tmp_path: Pa
         engine.holds = lambda request: request.prefix_tokens >= 4
         engine.gate.clear()
         world = World(tmp_path, [engine], **SETTINGS)
-        async with world.sampling():
+        async with world.sampling(rounds=False):
             await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 4)
             world.kill()
         assert state_of(world).tokens["sampled"] == 3 * 2 * 4
@@ -121,7 +121,7 @@ def test_damage_is_reported_with_its_offset_and_costs_only_its_record(tmp_path: 
         engine.holds = lambda request: request.prefix_tokens >= 6
         engine.gate.clear()
         world = World(tmp_path, [engine], **SETTINGS)
-        async with world.sampling():
+        async with world.sampling(rounds=False):
             await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 6)
             world.kill()
         (path,) = world.journal.glob("segments-*.log")
@@ -263,7 +263,9 @@ def test_a_closed_sampler_keeps_the_tokens_of_requests_in_flight(tmp_path: Path,
         engine.gate.clear()
         world = World(tmp_path, [engine], **{**SETTINGS, "segment_tokens": None})
         async with world.sampling(rounds=rounds):
+            asked = asyncio.create_task(world.batch(1))
             await until(lambda: len(engine.asked) == 3 * 2)
+            asked.cancel()
         assert state_of(world).tokens["sampled"] == (0 if rounds else 3 * 2)  # one token each
         engine.gate.set()
         engine.asked.clear()

@@ -36,6 +36,11 @@ def problems(job: Job) -> list[str]:
     return found
 
 
+def _broken_rules(job: Job) -> list[str]:
+    """``problems`` of a candidate of the search, whose fields have their types: half the time."""
+    return [*layout_problems(job.parallel, job.shape), *job.run.rule_problems()]
+
+
 @dataclass(frozen=True)
 class Change:
     """A change of settings that makes a plan fit in memory, as the flags to add."""
@@ -58,7 +63,7 @@ def smallest_changes(plan: JobPlan) -> list[Change]:
         count = len(flags) - (_OFFLOAD in flags)
         places = [same for same in (False, True) if not same or job.gpus == plan.job.gpus]
         places = [same for same in places if same not in best or count <= best[same][0][0]]
-        if not flags or not places or problems(job):
+        if not flags or not places or _broken_rules(job):
             continue
         other = make_plan(job)
         if any(other.misfits()) or (plan.engines.fits and not other.engines.fits):
@@ -73,7 +78,9 @@ def smallest_changes(plan: JobPlan) -> list[Change]:
 
 def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
     """The ``count`` fastest layouts on the same GPUs that fit, with no communication hidden."""
-    plans = [make_plan(job) for job in _layouts(plan.job) if not problems(job)]
+    if not count:
+        return []
+    plans = [make_plan(job) for job in _layouts(plan.job) if not _broken_rules(job)]
     fitting = [other for other in plans if not any(other.misfits())]
     return sorted(fitting, key=lambda other: other.cost)[:count]
 

@@ -49,6 +49,7 @@ def total_parameters(shape: ModelShape) -> int:
     return stage_parameters(shape, ParallelConfig(), 0).total
 
 
+@lru_cache(maxsize=64)
 def largest_parameter(shape: ModelShape) -> int:
     """Number of entries of the largest parameter, unsharded: a weight sync gathers one at a time."""
     return max(_entries(mapping) for mapping in mapping_table(shape).values())

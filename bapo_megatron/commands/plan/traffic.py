@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from bapo_megatron.commands.plan.hardware import GPUS_PER_NODE
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.sizes import stage_parameters
+from bapo_megatron.config import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,26 @@ def forward_passes(job: Job) -> float:
     With ``old_log_probs`` "trainer", pi_old takes one pass over the tokens of the step, shared by the
     ``reuse_epochs``; so does a frozen reference. The off-policy sequence mask takes one of its own.
     """
-    from bapo_megatron.algo.losses import build_loss  # it needs torch, and `--help` does not need it
-
     algorithm = job.run.algorithm
-    if ":" in algorithm.loss:  # it may be there on the machines of the run alone: the dearer case
-        searched = True
-    else:
-        search = build_loss(algorithm).search
-        searched = search is not None and search.known is None and search.scope == "update"
-    passes = 1.0 if searched and not job.run.batch.hold_forwards else 0.0
+    passes = 1.0 if _searches_update(algorithm) and not job.run.batch.hold_forwards else 0.0
     passes += 0.0 if algorithm.corrections.off_policy_delta is None else 1.0
     of_step = (algorithm.old_log_probs == "trainer") + algorithm.reference_kl.enabled
     return passes + of_step / algorithm.reuse_epochs
+
+
+def _searches_update(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss searches a whole update before its backward passes.
+
+    True for one by a dotted path, the dearer case: it may be there on the machines of the run alone.
+    """
+    if algorithm.loss == "clip":
+        return algorithm.bounds.searches_update
+    if ":" in algorithm.loss:
+        return True
+    from bapo_megatron.algo.losses import build_loss  # with torch, which the default loss does not need here
+
+    search = build_loss(algorithm).search
+    return search is not None and search.known is None and search.scope == "update"
 
 
 def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bapo_megatron.cli import silence_libraries
 from bapo_megatron.commands.recipe_flags import recipe_config
+from bapo_megatron.runtime.device import silence_libraries
 
 if TYPE_CHECKING:
     from bapo_megatron.config import SftConfig

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bapo_megatron.cli import silence_libraries
+from bapo_megatron.runtime.device import silence_libraries
 
 if TYPE_CHECKING:
     from bapo_megatron.checkpoint.fork_record import ForkSource

@@ -2,21 +2,19 @@
 
 ``main`` is the console script. ConfigError, Preempted and RunStopped become one message and an exit code; any
 other error prints its traceback, with exit code 1. A command's module is imported only when it runs. Used
-in ``commands/``, ``commands/verify/`` and ``rehearsal/``.
+by ``commands/study.py``.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
-from bapo_megatron.runtime.device import prepare_device
+from bapo_megatron.runtime.device import prepare_device, silence_libraries
 from bapo_megatron.runtime.exit_codes import exit_process, report_error
 
 COMMANDS = {
@@ -28,7 +26,7 @@ COMMANDS = {
     "logs": "commands.cluster.commands:logs_command",
     "cancel": "commands.cluster.commands:cancel_command",
     "rollout-server": "commands.rollout_server:rollout_server_command",
-    "plan": "commands.plan.command:plan_command",
+    "plan": "commands.plan:plan_command",
     "rehearse": "commands.rehearse:rehearse_command",
     "verify-parallel": "commands.verify.command:verify_command",
     "data": "data.prepare.command:data_command",
@@ -114,18 +112,6 @@ def run(arguments: Sequence[str]) -> int:
             "\nstopped; the same command continues from its last checkpoint, if it has one", file=sys.stderr
         )
         return 130
-
-
-def silence_libraries() -> None:
-    """Suppression of library warnings about what a CPU machine lacks; every process calls it once, at its
-    start."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours
-    for module in ("megatron", "torch", "transformers", "bapo_megatron.policy.device"):
-        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    for module in ("megatron", "torch.multiprocessing.spawn"):  # the latter tells of each process it ends
-        logging.getLogger(module).setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torch import Tensor
-
-from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, PackLayout, StepBatch
 
-NamedTensors = Iterator[tuple[str, Tensor]]
+if TYPE_CHECKING:  # commands that start nothing import this module, too, and torch takes a second
+    from torch import Tensor
+
+    from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
+
+NamedTensors = Iterator[tuple[str, "Tensor"]]
 """An iterator over weights: Hugging Face name and whole tensor."""
 
 Confirm = Callable[[str], Awaitable[None]]

@@ -1,38 +1,18 @@
-"""BAPO (arXiv 2510.18927): contribution sums (Eq. 8, Algorithm 1) and the clipped surrogate (Eq. 4).
+"""Public names of BAPO (arXiv 2510.18927): settings, presets and search, and the functions on tensors.
 
-    r_t = pi_theta / pi_old,    loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)
-
-``pi_old`` is the rollout's policy, or with ``algorithm.old_log_probs=trainer`` the trainer's own at the
-start of the step. ``pi_rollout`` is always the policy that sampled: it is the weight in Eq. 8.
-
-Pure functions on tensors, which ``losses/clip.py`` calls for chunks of a pack (a micro-batch of packed
-sequences). The settings and the search are in ``bounds.py``; this module exports them, too. Sums are
-additive: the policy adds them over packs and all-reduces them over ranks before the search.
-
-A token is clipped by its float64 ``log r`` against ``math.log(bound)``, and a token exactly on a bound is
-clipped. So the search and the loss agree about every token.
-
-Legend: ``_T`` tokens of a pack. Per token: ``log r``, the advantage ``A``, and a mask, which is 0 for tokens
-outside the loss (whatever their other fields hold, nan and inf included) and else the token's weight.
+``bounds.py`` has the former, ``surrogate.py`` the latter, which is imported when one of its names is asked
+for: a recipe takes a preset from here, and without torch a command that only reads the recipe answers at
+once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
-from collections.abc import Sequence
-from typing import NamedTuple, get_args
-
-import torch
-from torch import Tensor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.algo.bounds import (
     Bounds,
     BoundsConfig,
-    Measure,
-    Share,
-    Weight,
     balanced,
     clip_higher,
     describe,
@@ -49,8 +29,19 @@ from bapo_megatron.algo.bounds import (
     search_bounds,
     sum_count,
 )
-from bapo_megatron.algo.sums import candidate_sums, histograms
-from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, unmasked
+
+if TYPE_CHECKING:
+    from bapo_megatron.algo.surrogate import (
+        TokenBounds,
+        all_measures,
+        clipped_tokens,
+        contribution_sums,
+        contributions,
+        gradient_factor,
+        measured_sums,
+        policy_loss,
+    )
+    from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT
 
 __all__ = [
     "LOG_RATIO_LIMIT",
@@ -82,205 +73,8 @@ __all__ = [
 ]
 
 
-@torch.no_grad()
-def contribution_sums(
-    log_ratio_T: Tensor,
-    advantage_T: Tensor,
-    rollout_log_prob_T: Tensor,
-    mask_T: Tensor,
-    config: BoundsConfig,
-) -> Tensor:
-    """Contribution sums (Eq. 8): ``P(c_high) = sum_{A>0} w A min(r, c_high)``, ``N(c_low)``: [H + L].
-
-    At every candidate of both bounds, in one pass. With ``w = mask pi_rollout`` or ``w = mask``
-    (``config.weight``) and ``r = pi_theta / pi_old``, by ``config.measure``:
-
-    - ``surrogate`` (Eq. 8): ``P(c_high) = sum_{A > 0} w A min(r, c_high)`` and
-      ``N(c_low) = sum_{A < 0} w |A| max(r, c_low)``
-    - ``gradient`` (Eq. 5): ``P(c_high) = sum_{A > 0, r < c_high} w A r`` and
-      ``N(c_low) = sum_{A < 0, r > c_low} w |A| r``, or ``w |A| max(r, 1)`` with ``negative_weight``
-      ``first_pass``
-
-    Args:
-        log_ratio_T: ``log r = log pi_theta - log pi_old`` of each token, nats.
-        advantage_T: advantage of each token.
-        rollout_log_prob_T: ``log pi_rollout`` of each token; read if the weight asks for it.
-        mask_T: weight of each token in the loss; 0 for tokens outside it.
-        config: candidates, measure and weight.
-
-    Returns:
-        float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the device of the
-        input. Additive: sums of parts of a batch add up to those of the batch. A nan in a token of the loss
-        makes all of them nan.
-
-    Raises:
-        ValueError: if shapes differ, or the candidates of c_low and c_high overlap.
-    """
-    tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-    return candidate_sums(histograms(*tokens, config, [config.weight], config.negative_weight)[0], config)
-
-
-def all_measures(config: BoundsConfig) -> list[BoundsConfig]:
-    """Readings of Eq. 8: ``config``, then each other combination of measure and weight, without repairs."""
-    variants = [
-        dataclasses.replace(config, measure=measure, weight=weight, negative_weight="present")
-        for measure in get_args(Measure)
-        for weight in get_args(Weight)
-    ]
-    return [config, *(variant for variant in variants if variant != config)]
-
-
-@torch.no_grad()
-def measured_sums(
-    log_ratio_T: Tensor,
-    advantage_T: Tensor,
-    rollout_log_prob_T: Tensor,
-    mask_T: Tensor,
-    config: BoundsConfig,
-    group_T: Tensor | None = None,
-    groups: int = 1,
-) -> Tensor:
-    """Contribution sums under every reading of Eq. 8, ``all_measures(config)``: [groups readings (H + L)].
-
-    The first ``sum_count(config)`` numbers are for ``search_bounds``; the rest is for ``contributions``.
-    Costs little more than ``contribution_sums``. With ``group_T``, the group of each token, there is such a
-    vector for each of the ``groups``, one after the other.
-    """
-    weights: list[Weight] = list(get_args(Weight))
-    tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-    variants = all_measures(config)
-    binned = {
-        kind: histograms(*tokens, config, weights, kind, group_T, groups)
-        for kind in dict.fromkeys(one.negative_weight for one in variants)
-    }
-    rows = [
-        candidate_sums(binned[one.negative_weight][..., weights.index(one.weight), :, :, :], one)
-        for one in variants
-    ]
-    return torch.cat(rows, -1).flatten()
-
-
-def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[str, float]:
-    """Contributions rho of the positive tokens (Eq. 8) at ``bounds``, under all twelve readings.
-
-    Args:
-        sums: the (reduced) vector of ``measured_sums``.
-        bounds: the result of ``search_bounds`` with ``config``.
-        config: the config in use.
-
-    Returns:
-        ``{"contribution/MEASURE_SHARE_WEIGHT": value}`` for all twelve; a value is inf where the
-        denominator alone is zero.
-
-    Raises:
-        ValueError: if the vector or the bounds do not belong to ``config``.
-    """
-    rows = sums.reshape(-1, sum_count(config)).tolist()
-    highs = high_values(config)
-    high, low = highs.index(bounds.high), len(highs) + low_values(config).index(bounds.low)
-    return {
-        f"contribution/{one.measure}_{kind}_{one.weight}": positive_share(row[high], row[low], kind)
-        for one, row in zip(all_measures(config), rows, strict=True)
-        for kind in get_args(Share)
-        if one.negative_weight == "present"
-    }
-
-
-class TokenBounds(NamedTuple):
-    """Per-token clipping bounds, [T] each: plain data for ``policy_loss`` in place of one ``Bounds``.
-
-    Made by ``of`` in ``ClipLoss.terms``, where an update has several search groups (``search_groups.py``)
-    with bounds of their own.
-    """
-
-    low_T: Tensor  # c_low
-    high_T: Tensor  # c_high
-    log_low_T: Tensor
-    """``math.log`` of c_low, float64: log r is compared with it."""
-    log_high_T: Tensor
-    dual_clip: float | None
-
-    @classmethod
-    def of(cls, groups: Sequence[Bounds], group_T: Tensor) -> TokenBounds:
-        """Bounds of each token, from those of each search group and the group of each token."""
-        values = [(one.low, one.high, math.log(one.low), math.log(one.high)) for one in groups]
-        table = constant_on(group_T.device, tuple(itertools.chain.from_iterable(values))).reshape(-1, 4)
-        low_T, high_T, log_low_T, log_high_T = table[group_T].unbind(-1)
-        return cls(low_T, high_T, log_low_T, log_high_T, groups[0].dual_clip)
-
-
-def policy_loss(
-    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
-) -> Tensor:
-    """PPO-clip loss (Eq. 4): ``-sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``, a scalar from [T].
-
-    With ``r = pi_theta / pi_old``. With a dual clip ``c`` a token with ``A < 0`` and ``r > c`` has the value
-    ``c A``.
-
-    Args:
-        log_ratio_T: ``log r = log pi_theta - log pi_old``; the loss is differentiable in it.
-        advantage_T: advantage of each token.
-        mask_T: 0, or the weight of the token in the loss.
-        bounds: the clipping bounds, of all tokens or of each.
-
-    Returns:
-        float64 scalar. The gradient is exactly zero at tokens that are clipped, masked or beyond
-        ``LOG_RATIO_LIMIT``.
-
-    Raises:
-        ValueError: if shapes differ.
-    """
-    check_shapes(log_ratio_T, advantage_T, mask_T)
-    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
-    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    ratio_T = ratio(log_ratio_T)
-    low, high = bounds[:2] if isinstance(bounds, TokenBounds) else (bounds.low, bounds.high)
-    ratio_T = torch.where(above_T, high, ratio_T)
-    ratio_T = torch.where(below_T, low, ratio_T)
-    if bounds.dual_clip is not None:
-        beyond_T = (advantage_T < 0) & (log_ratio_T > math.log(bounds.dual_clip))
-        ratio_T = torch.where(beyond_T, bounds.dual_clip, ratio_T)
-    return -(mask_T.double() * advantage_T * ratio_T).sum()
-
-
-@torch.no_grad()
-def clipped_tokens(
-    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
-) -> Tensor:
-    """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip.
-
-    Raises:
-        ValueError: if shapes differ.
-    """
-    check_shapes(log_ratio_T, advantage_T, mask_T)
-    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
-    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    return above_T | below_T
-
-
-@torch.no_grad()
-def gradient_factor(
-    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
-) -> Tensor:
-    """Gradient factor ``g = r X`` of each token (Eq. 7), [T]: ``d loss / d log pi = -mask A g``.
-
-    ``X`` is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
-
-    Returns:
-        float64 [T].
-    """
-    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
-    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    alive_T = ~(above_T | below_T) & (log_ratio_T.abs() <= LOG_RATIO_LIMIT)
-    if bounds.dual_clip is not None:
-        alive_T &= (advantage_T >= 0) | (log_ratio_T <= math.log(bounds.dual_clip))
-    return ratio(log_ratio_T) * alive_T
-
-
-def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds | TokenBounds) -> tuple[Tensor, Tensor]:
-    """Masks of the tokens clipped above (A > 0) and below (A < 0); nan is in neither and reaches the loss."""
-    if isinstance(bounds, TokenBounds):
-        above_T, below_T = log_ratio_T >= bounds.log_high_T, log_ratio_T <= bounds.log_low_T
-    else:
-        above_T, below_T = log_ratio_T >= math.log(bounds.high), log_ratio_T <= math.log(bounds.low)
-    return (advantage_T > 0) & above_T, (advantage_T < 0) & below_T
+def __getattr__(name: str) -> Any:
+    """Name of ``surrogate.py``. AttributeError for one that is not public."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("bapo_megatron.algo.surrogate"), name)

@@ -1,7 +1,7 @@
 """Clipping bounds of BAPO: settings (``BoundsConfig``), presets, and the search of Algorithm 1.
 
 The search is a pure function of one sum for each candidate of a bound, 53 with the paper's ranges;
-``bapo.py`` computes the sums. Called with the same sums on every rank, it finds the same bounds there.
+``surrogate.py`` computes the sums. Called with the same sums on every rank, it finds the same bounds there.
 Imports no torch. Invalid settings: ``BoundsConfig.problems``. Sums that are not finite: ValueError.
 """
 
@@ -93,6 +93,12 @@ class BoundsConfig:
     def sums_over(self) -> Literal["update", "lagged", "micro_batch"]:
         """Scope of the sums behind the search: search groups need those of the whole update."""
         return "update" if self.grouped else self.scope
+
+    @property
+    def searches_update(self) -> bool:
+        """Whether the loss needs the sums of a whole update before its backward passes: not where bounds are
+        fixed, of the update before, or of each micro-batch."""
+        return sum_count(self) > 2 and self.sums_over == "update"
 
     def problems(self) -> Iterator[str]:
         """Invalid fields, each as ``field=value`` with the fix; nothing for a valid config."""

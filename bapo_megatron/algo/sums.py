@@ -1,6 +1,6 @@
 """Contribution sums of Algorithm 1 by histograms of log r, whose bin edges are the candidates of the bounds.
 
-Cumulative sums over the bins give the sum at every candidate. ``bapo.py`` calls this for the tokens of a
+Cumulative sums over the bins give the sum at every candidate. ``surrogate.py`` calls this for the tokens of a
 pack, or of a chunk of it; legend and conventions are there. ValueError for shapes that differ, or
 candidates of c_low and c_high that overlap.
 """

@@ -67,11 +67,15 @@ def check_names(config: RunConfig) -> None:
     """
     from bapo_megatron.reward.endpoints.settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.registry import engine_backend
-    from bapo_megatron.trainer.update_loss import checked_loss
 
     if ":" not in config.rollout.engine:
         engine_backend(config.rollout.engine)
-    if ":" not in config.algorithm.loss:
+    loss = config.algorithm.loss
+    # The default loss has no settings, and then nothing to check; all others are defined with torch.
+    unset = loss == "clip" and not config.algorithm.loss_settings and not config.batch.hold_forwards
+    if ":" not in loss and not unset:
+        from bapo_megatron.trainer.update_loss import checked_loss
+
         checked_loss(config)
     if config.reward.function in KINDS:
         read_settings(config.reward.function, config.reward.settings, here=False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bapo_megatron.cli import silence_libraries
 from bapo_megatron.commands.recipe_flags import recipe_config
+from bapo_megatron.runtime.device import silence_libraries
 
 if TYPE_CHECKING:
     from bapo_megatron.config import SftConfig
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 def sft_command(arguments: Sequence[str]) -> None:
     """Check the configuration, then train: as this rank under a launcher, else in ranks that it starts."""
     from bapo_megatron.config import SftConfig
+
+    config = recipe_config("sft", SftConfig, arguments)
+
+    # After the flags: torch and megatron take seconds, and a wrong flag or --help needs neither.
     from bapo_megatron.policy.layout import data_parallel_size
     from bapo_megatron.runtime.distributed import launched_world_size, run_processes
     from bapo_megatron.trainer.preflight import check_sft
 
-    config = recipe_config("sft", SftConfig, arguments)
     launched = launched_world_size()
     data = data_parallel_size(config.parallel, launched)
     check_sft(config)

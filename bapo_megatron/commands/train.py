@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bapo_megatron.cli import silence_libraries
+from bapo_megatron.runtime.device import silence_libraries
 
 if TYPE_CHECKING:
     from bapo_megatron.checkpoint.fork_record import ForkSource
@@ -35,14 +35,17 @@ def train_command(arguments: Sequence[str]) -> int | None:
 
 
 def _train(arguments: Sequence[str]) -> int | None:
-    from bapo_megatron.checkpoint.run_directory import check_writable
     from bapo_megatron.commands.train_flags import train_flags
+
+    config, samples_only, fork = train_flags("train", arguments)
+
+    # After the flags: torch and megatron take seconds, and a wrong flag or --help needs neither.
+    from bapo_megatron.checkpoint.run_directory import check_writable
     from bapo_megatron.policy.layout import data_parallel_size
     from bapo_megatron.runtime.distributed import launched_world_size, run_processes
     from bapo_megatron.trainer.preflight import check_rollout_only, check_run
 
     process: Callable[..., None]
-    config, samples_only, fork = train_flags("train", arguments)
     launched = launched_world_size()
     first = launched is None or os.environ["RANK"] == "0"
     if samples_only:

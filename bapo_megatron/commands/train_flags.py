@@ -23,7 +23,6 @@ from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.sampler.step_batches import step_path
 from bapo_megatron.runtime.run_paths import RunPaths
 
 
@@ -128,6 +127,10 @@ def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
 
 def _stored_steps(run_dir: Path) -> int:
     """Number of steps with stored rollouts, counted from step 1 without a gap."""
+    from bapo_megatron.rollout.sampler.step_batches import (
+        step_path,  # with numpy, which the flags do not need
+    )
+
     journal, steps = RunPaths(run_dir).journal, 0
     while step_path(journal, steps + 1).is_file():
         steps += 1

@@ -128,9 +128,10 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
-        raise_problems(list(wrong_types(self)) or list(self._problems()))
+        raise_problems(list(wrong_types(self)) or list(self.rule_problems()))
 
-    def _problems(self) -> Iterator[str]:
+    def rule_problems(self) -> Iterator[str]:
+        """Mistakes that the fields show by themselves, where each has a value of its type."""
         yield from out_of_range(self)
         yield from parallel_problems(self.parallel)
         yield from pack_problems(self.batch, self.parallel, self.longest_sequence)

@@ -9,6 +9,7 @@ looked at.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any, get_type_hints
@@ -63,12 +64,19 @@ def out_of_range(config: object) -> Iterator[str]:
 
 def _fields(config: object, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Dotted name, value and annotation of every field of nested dataclasses, outer ones first."""
-    annotations = get_type_hints(type(config), include_extras=True)
+    annotations = _annotations(type(config))  # type: ignore[arg-type]  # a class is hashable
     for item in dataclasses.fields(config):  # type: ignore[arg-type]
         value, path = getattr(config, item.name), f"{prefix}{item.name}"
         yield path, value, annotations[item.name]
         if dataclasses.is_dataclass(value):
             yield from _fields(value, f"{path}.")
+
+
+@functools.cache
+def _annotations(kind: type) -> dict[str, Any]:
+    """Resolved annotations of a dataclass, cached: the layout search of ``bapo plan`` checks thousands of
+    configurations."""
+    return get_type_hints(kind, include_extras=True)
 
 
 def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bapo_megatron.algo.bapo import contribution_sums
 from bapo_megatron.algo.bounds import BoundsConfig, Share, high_values, low_values, search_path
+from bapo_megatron.algo.surrogate import contribution_sums
 from bapo_megatron.data.packing import Sample
 
 _SPREAD = 0.6

@@ -1,7 +1,7 @@
 """Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
 
 ConfigError for a folder or file that cannot be read; no link may lead out of the folder. The policy loads
-its initial weights by it. Used in ``policy/``, ``rehearsal/``, ``rollout/engines/sglang/`` and
+its initial weights by it. Used in ``policy/``, ``planning/rehearsal/``, ``rollout/engines/sglang/`` and
 ``trainer/``.
 """
 

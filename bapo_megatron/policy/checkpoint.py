@@ -6,7 +6,7 @@ apex) megatron's loading needs three repairs, made here on the instance.
 
 Checkpoints of Transformer Engine's and torch's layers differ only in ``_extra_state`` (fp8 scales, empty for
 these models), so each kind of layers loads the other's. Used by ``megatron.py``,
-``rehearsal/checkpoints.py`` and ``benchmarks/checkpoint_io.py``.
+``planning/rehearsal/checkpoints.py`` and ``benchmarks/checkpoint_io.py``.
 """
 
 from __future__ import annotations

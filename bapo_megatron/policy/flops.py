@@ -2,7 +2,7 @@
 
 For the speeds of `bapo plan`, and the cost by which packs are balanced. Matrix products (Chowdhery et al.
 2022, PaLM, appendix B) and causal attention are counted; a multiply-add is two FLOPs. A backward pass costs
-twice the forward pass. Used in ``commands/plan/`` and this folder.
+twice the forward pass. Used in ``planning/`` and this folder.
 """
 
 from __future__ import annotations

@@ -8,9 +8,11 @@ of torch; the functions here import it themselves, so that a help text needs non
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -180,3 +182,15 @@ def choose_vector_kernels() -> None:
     values = torch.linspace(0.1, 1.0, 64)  # too few to be split between threads
     for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh):
         function(values)
+
+
+def silence_libraries() -> None:
+    """Suppression of library warnings about what a CPU machine lacks; every process calls it once, at its
+    start."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours
+    for module in ("megatron", "torch", "transformers", "bapo_megatron.policy.device"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+    for module in ("megatron", "torch.multiprocessing.spawn"):  # the latter tells of each process it ends
+        logging.getLogger(module).setLevel(logging.ERROR)

@@ -12,7 +12,7 @@ cheap to expensive:
 
 The other losses of ``algorithm.loss`` that search something do the same. With PAPO the search and the loss
 see the reweighted advantages. Those need entropies, so on-policy data saves no forward pass then. Used in
-``commands/``, ``rehearsal/`` and this folder.
+``commands/``, ``planning/rehearsal/`` and this folder.
 """
 
 from __future__ import annotations

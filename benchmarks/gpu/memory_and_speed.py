@@ -10,9 +10,6 @@ import numpy as np
 import torch
 
 from bapo_megatron.algo.bapo import eq8_literal
-from bapo_megatron.commands.plan.hardware import GB, GPUS
-from bapo_megatron.commands.plan.job import Job, PlanOptions
-from bapo_megatron.commands.plan.memory import stage_memory
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -25,6 +22,9 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.planning.hardware import GB, GPUS
+from bapo_megatron.planning.job import Job, PlanOptions
+from bapo_megatron.planning.memory import stage_memory
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.update_loss import UpdateLoss

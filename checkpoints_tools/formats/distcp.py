@@ -2,7 +2,7 @@
 
 ``.metadata`` lists global tensors by key, each with its chunks (rectangles), and for each chunk a range of
 a ``.distcp`` file that is one archive of torch.save. No pickle is executed; CheckpointError for damaged
-files. Used in ``checkpoints_tools/``, this folder, ``policy/state/`` and ``rehearsal/``.
+files. Used in ``checkpoints_tools/``, this folder, ``policy/state/`` and ``planning/rehearsal/``.
 """
 
 from __future__ import annotations

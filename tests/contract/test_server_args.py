@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.commands.plan.job import shape_folder
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.planning.job import shape_folder
 from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, NO_PREFILL_GRAPH, prefill_graph
 from bapo_megatron.rollout.engines.sglang.server_process import (
     server_command,

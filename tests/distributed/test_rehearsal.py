@@ -9,11 +9,11 @@ import pytest
 
 from bapo_megatron.config import ParallelConfig, ReferenceKlConfig
 from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.planning.records import Call, RankRequest, RankResult
+from bapo_megatron.planning.rehearsal.match import collective_mismatches
+from bapo_megatron.planning.rehearsal.processes import rehearse
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.policy.state import offload
-from bapo_megatron.rehearsal.match import collective_mismatches
-from bapo_megatron.rehearsal.processes import rehearse
-from bapo_megatron.rehearsal.records import Call, RankRequest, RankResult
 from tests.support.planted import Mistake, rehearse_with
 from tests.support.rehearsals import TOKENS, RealRank, colocated, real_ranks, small_run
 from tests.support.tiers import slow_but

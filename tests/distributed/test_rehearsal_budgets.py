@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.commands.plan.activations import activation_bytes_per_token
-from bapo_megatron.commands.plan.job import Job, PlanOptions, shape_folder
-from bapo_megatron.commands.plan.memory import FIXED, host_bytes, offloaded_bytes, stage_memory
-from bapo_megatron.commands.rehearse import RehearseOptions, packs_of, ranks_of
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.rehearsal.processes import rehearse
-from bapo_megatron.rehearsal.records import RankRequest
-from bapo_megatron.rehearsal.results.summary import as_dict
+from bapo_megatron.planning.activations import activation_bytes_per_token
+from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
+from bapo_megatron.planning.json_summary import rehearsal_dict
+from bapo_megatron.planning.memory import FIXED, host_bytes, offloaded_bytes, stage_memory
+from bapo_megatron.planning.records import RankRequest
+from bapo_megatron.planning.rehearsal.job import RehearseOptions, packs_of, ranks_of
+from bapo_megatron.planning.rehearsal.processes import rehearse
 from tests.support.cluster_recipes import cluster_recipe
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -110,7 +110,7 @@ def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]
     for one in everything.values():
         ranks, results = results[: len(one.requests())], results[len(one.requests()) :]
         assert [rank.error for rank in ranks] == [None] * len(ranks)
-        one.found = as_dict(ranks, one.job)
+        one.found = rehearsal_dict(ranks, one.job)
     return everything
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.config import BatchConfig, ParallelConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.planning.hardware import GB
 from bapo_megatron.policy.host_optimizer import _Copies
 from benchmarks import gpu_check as program
 from benchmarks.gpu import handles, host_streams, offload, phases, server

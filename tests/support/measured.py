@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bapo_megatron.commands.plan.job import Job, PlanOptions
-from bapo_megatron.commands.plan.memory import stage_memory
 from bapo_megatron.config import (
     BatchConfig,
     DataConfig,
@@ -23,6 +21,8 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.planning.job import Job, PlanOptions
+from bapo_megatron.planning.memory import stage_memory
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.models import _LLAMA_ROPE

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.rehearsal.records import RankRequest, RankResult
+from bapo_megatron.planning.records import RankRequest, RankResult
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ def _child(mistake: Mistake, request: RankRequest, sender: Connection) -> None:
     sys.dont_write_bytecode = True
     for name in [name for name in sys.modules if name.partition(".")[0] == "bapo_megatron"]:
         del sys.modules[name]
-    from bapo_megatron.rehearsal.metering import rehearse_rank
+    from bapo_megatron.planning.rehearsal.rank import rehearse_rank
 
     sender.send(rehearse_rank(request, "torch"))
 

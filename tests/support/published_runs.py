@@ -15,13 +15,6 @@ from typing import Any
 
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
-from bapo_megatron.commands.plan.activations import activation_bytes_per_token
-from bapo_megatron.commands.plan.hardware import GB
-from bapo_megatron.commands.plan.job import Job, PlanOptions
-from bapo_megatron.commands.plan.memory import FIXED, FRAGMENTATION
-from bapo_megatron.commands.plan.plan import JobPlan, make_plan
-from bapo_megatron.commands.plan.sizes import total_parameters
-from bapo_megatron.commands.plan.sync import BROADCAST_RATE
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -34,6 +27,13 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.planning.activations import activation_bytes_per_token
+from bapo_megatron.planning.hardware import GB
+from bapo_megatron.planning.job import Job, PlanOptions
+from bapo_megatron.planning.memory import FIXED, FRAGMENTATION
+from bapo_megatron.planning.plan import JobPlan, make_plan
+from bapo_megatron.planning.sizes import total_parameters
+from bapo_megatron.planning.traffic import BROADCAST_RATE
 
 MILES = "[miles](https://github.com/radixark/miles/blob/main/docs/models/qwen/qwen3-8.md)"
 VERL = "[verl 7060](https://github.com/verl-project/verl/issues/7060)"

@@ -11,8 +11,8 @@ import pytest
 
 from bapo_megatron.data.packing import Sample
 from bapo_megatron.hf import parameter_map
+from bapo_megatron.planning.rehearsal.transformer_engine.sources import VERSIONS
 from bapo_megatron.policy.attention import context_parallel, core
-from bapo_megatron.rehearsal.transformer_engine import VERSIONS
 from tests.distributed.test_layouts import LAYOUTS, Answer, answer, check_agreement, layout
 from tests.support.models import FAMILIES, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess

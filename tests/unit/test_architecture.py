@@ -24,7 +24,9 @@ LAYERS = [
     {"rollout", "policy", "checkpoint"},
     {"evaluation"},
     {"trainer"},
-    {"train", "commands", "rehearsal", "cli"},
+    {"train"},  # here the core ends, which trains: it never imports what estimates and rehearses it
+    {"planning"},
+    {"commands", "cli"},
 ]
 SIBLINGS = {"rollout", "policy", "checkpoint"}
 """They never import each other: what one needs of another comes through ``interfaces``, from ``trainer``."""
@@ -87,6 +89,17 @@ def test_imports_run_one_way() -> None:
                 assert room(name) == room(other), f"{name} imports {other}, of a sibling room"
 
 
+def test_the_core_knows_no_planning_and_a_plan_no_rehearsal() -> None:
+    """What trains is neither estimated nor rehearsed by itself; arithmetic needs no dry run."""
+    core = set().union(*LAYERS[: LAYERS.index({"planning"})])
+    assert {"config", "data", "rollout", "policy", "checkpoint", "trainer", "train"} <= core
+    for name, path in modules().items():
+        found = {one for one in imports(path) if f"{one}.".startswith("bapo_megatron.planning.")}
+        assert room(name) not in core or not found, f"{name} imports {found}"
+        if name.startswith("bapo_megatron.planning") and "rehearsal" not in name.split("."):
+            assert not {one for one in found if "rehearsal" in one.split(".")}, name
+
+
 def test_no_two_modules_import_each_other() -> None:
     order = [*TopologicalSorter({name: imported_modules(name) for name in modules()}).static_order()]
     assert set(order) == set(modules())  # a circle has raised, with its modules
@@ -107,7 +120,7 @@ def test_heavy_packages_stay_where_they_belong() -> None:
         if path.parent.name not in ("sglang_cpu", "sglang_launch"):  # they run in SGLang's own environment
             assert "sglang" not in roots, name
         assert "nemo_run" not in roots, name
-        assert room(name) in ("policy", "rehearsal") or "megatron" not in roots, name
+        assert room(name) in ("policy", "planning") or "megatron" not in roots, name
         if room(name) == "algo":
             assert not {one for one in imports(path) if one.startswith("torch.distributed")}, name
 
@@ -135,7 +148,7 @@ def test_the_tools_for_checkpoints_stand_alone() -> None:
 MAY_UNPICKLE = {
     "bapo_megatron.runtime.child_process",
     "bapo_megatron.policy.background_save",
-    "bapo_megatron.rehearsal.processes",
+    "bapo_megatron.planning.rehearsal.processes",
 }
 LOADERS = {"load", "loads", "Unpickler", "unsafe_load", "full_load", "load_all"}
 UNSAFE_MODULES = {

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 from annotated_types import Gt, Lt
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def is_outside(log_ratio_N: np.ndarray, config: CorrectionsConfig) -> bool:
     """
     if not len(log_ratio_N):
         return False
-    log_ratio_N = log_ratio_N.astype(np.float64)
+    log_ratio_N = log_ratio_N.astype("float64")
     mean = float(log_ratio_N.mean())
     return not (
         _within(mean, config.geometric_min, config.geometric_max)

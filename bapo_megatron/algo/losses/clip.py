@@ -20,15 +20,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.bapo import (
-    TokenBounds,
-    all_measures,
-    clipped_tokens,
-    contributions,
-    gradient_factor,
-    measured_sums,
-    policy_loss,
-)
 from bapo_megatron.algo.bounds import (
     Bounds,
     BoundsConfig,
@@ -41,6 +32,15 @@ from bapo_megatron.algo.bounds import (
 from bapo_megatron.algo.losses import Loss, LossTerms, Search
 from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums
 from bapo_megatron.algo.search_groups import group_count, group_of_tokens
+from bapo_megatron.algo.surrogate import (
+    TokenBounds,
+    all_measures,
+    clipped_tokens,
+    contributions,
+    gradient_factor,
+    measured_sums,
+    policy_loss,
+)
 from bapo_megatron.algo.tokens import constant_on
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 from bapo_megatron.types import Metrics

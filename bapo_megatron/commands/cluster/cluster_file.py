@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from bapo_megatron.algo.ranges import type_problem
-from bapo_megatron.commands.plan.hardware import GPUS
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.planning.hardware import GPUS
 
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}|\d+")
 _EXAMPLES = {"time": ', in quotes: "24:00:00" is 24 hours, and Slurm takes "24" for 24 minutes'}

@@ -16,15 +16,15 @@ from typing import Any
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile
 from bapo_megatron.commands.cluster.paths import absent_inputs, missing_mounts, without_run_dir
-from bapo_megatron.commands.plan.hardware import GB
-from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, shape_folder
-from bapo_megatron.commands.plan.plan import make_plan
-from bapo_megatron.commands.plan.sizes import run_folder_bytes
-from bapo_megatron.commands.plan.summary import nodes_text, summary
-from bapo_megatron.commands.rehearse import RehearseOptions, rehearse_job
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rehearsal.results.verdict import misfits as rehearsal_misfits
+from bapo_megatron.planning.hardware import GB
+from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
+from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
+from bapo_megatron.planning.sizes import run_folder_bytes
+from bapo_megatron.planning.summary import nodes_text, summary
+from bapo_megatron.planning.verdict import rehearsal_verdict
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 
@@ -193,14 +193,13 @@ class ClusterJob:
         if self.cluster.gpu is None or self._has_experts():
             return []
         plan = make_plan(self.planned())
-        engines = plan.engine_misfit() if self.rollout_nodes else None
-        return [*plan.misfits(), *([engines] if engines else [])]
+        return plan.verdict.problems if self.rollout_nodes else list(plan.verdict.memory)
 
     def rehearsal_misfits(self) -> list[str]:
         """Reasons why the recipe does not run or fit, by a rehearsal of one rank of each kind (minutes)."""
         planned = self.planned()
         folder = shape_folder(self.recipe, self.config.model.hf_path)
-        return list(rehearsal_misfits(rehearse_job(planned, folder, RehearseOptions()), planned))
+        return rehearsal_verdict(rehearse_job(planned, folder, RehearseOptions()), planned).problems
 
     def planned(self) -> Job:
         """The job as `bapo plan` sees it. ConfigError if the cluster file does not name its GPUs."""

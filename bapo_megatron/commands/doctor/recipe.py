@@ -213,8 +213,8 @@ def _forgeable_rows(config: RunConfig) -> int:
 
 def _disk_gb(config: RunConfig) -> float | None:
     """Disk need of the run directory in GB; None if the model's shape cannot be read."""
-    from bapo_megatron.commands.plan.sizes import run_folder_bytes
     from bapo_megatron.hf.config import read_model_shape
+    from bapo_megatron.planning.sizes import run_folder_bytes
 
     try:
         return run_folder_bytes(config, read_model_shape(config.model.hf_path)) / 1e9

@@ -14,8 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from bapo_megatron.algo.measurements.diagnostics import RATIO_BINS, RATIO_EDGES
-from bapo_megatron.algo.measurements.staleness import BUCKETS
+from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
 from bapo_megatron.commands.report.data import RunRecord, Series, headline, known_values, mean
 from bapo_megatron.runtime.jsonl_log import Row
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bapo_megatron.cli import silence_libraries
 from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
+from bapo_megatron.runtime.device import silence_libraries
 
 if TYPE_CHECKING:
     from bapo_megatron.commands.verify.check import VerifyConfig

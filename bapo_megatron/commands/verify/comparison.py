@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from bapo_megatron.algo.bapo import all_measures
 from bapo_megatron.algo.bounds import (
     Bounds,
     BoundsConfig,
@@ -24,6 +23,7 @@ from bapo_megatron.algo.bounds import (
     search_bounds,
     sum_count,
 )
+from bapo_megatron.algo.surrogate import all_measures
 from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenOutputs, Totals
 from bapo_megatron.data.packing import Sample
 

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from bapo_megatron.algo.bapo import Bounds, contributions
+from bapo_megatron.algo.bounds import Bounds
 from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
+from bapo_megatron.algo.surrogate import contributions
 from bapo_megatron.commands.verify.layout_reference import TokenOutputs, Totals
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.packing import Sample, pack_samples

@@ -4,7 +4,7 @@ Their own readers unpickle ``.metadata``, ``common.pt`` and every stored object,
 function. The reader of ``bapo-ckpt`` replaces them (``checkpoints_tools/archives/``): it decodes only plain
 values and tensor places, imports nothing, and reads no file outside the folder. What is damaged or refers to
 code is a CheckpointError. Writing is megatron's. Used by ``policy/checkpoint.py`` and
-``rehearsal/checkpoints.py``.
+``planning/rehearsal/checkpoints.py``.
 """
 
 from __future__ import annotations

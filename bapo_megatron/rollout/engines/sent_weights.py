@@ -12,11 +12,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILE_NAME = "sent_digests.json"
 """The file of the digests in a folder of weights."""

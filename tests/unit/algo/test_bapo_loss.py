@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo import bapo
+from bapo_megatron.algo import bapo, surrogate
 from bapo_megatron.algo.bounds import Bounds, BoundsConfig, search_bounds, sum_count
 from bapo_megatron.algo.measurements.clipping import clip_fractions
 from tests.support.bapo_objective import clip_sums
@@ -388,3 +388,11 @@ def test_cuda_agrees_with_cpu() -> None:
     torch.testing.assert_close(
         got, bapo.measured_sums(**fields, config=bapo.eq8_literal()), rtol=1e-12, atol=0
     )
+
+
+def test_the_public_names_of_bapo_are_all_there() -> None:
+    """Recipes and users import them from ``algo.bapo``; those on tensors are served on demand."""
+    assert {name for name in bapo.__all__ if getattr(bapo, name) is None} == set()
+    assert bapo.policy_loss is surrogate.policy_loss
+    with pytest.raises(AttributeError, match=r"'bapo_megatron.algo.bapo' has no attribute '_clipped'"):
+        _ = bapo._clipped

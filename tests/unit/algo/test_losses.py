@@ -66,6 +66,20 @@ def test_the_factor_of_each_token_is_that_of_the_gradient(settings: AlgorithmCon
     assert derivative(loss, stats, batch, found).tolist() == pytest.approx(said_T.tolist(), rel=1e-5)
 
 
+@pytest.mark.parametrize("scope", ["update", "lagged", "micro_batch"])
+@pytest.mark.parametrize("tokens", [None, 4096])
+@pytest.mark.parametrize("preset", [balanced(), clip_higher()])
+def test_the_bounds_say_without_torch_whether_an_update_is_searched(
+    preset: BoundsConfig, tokens: int | None, scope: Any
+) -> None:
+    bounds = dataclasses.replace(
+        preset, scope=scope, bounds_tokens=tokens if scope == "micro_batch" else None
+    )
+    search = build_loss(algorithm("clip", bounds)).search
+    assert search is not None
+    assert bounds.searches_update == (search.known is None and search.scope == "update")
+
+
 def test_metrics_follow_the_loss() -> None:
     """Ratios 2, 1/2 and 1 at bounds (0.8, 1.2): factors 1.2, 0.8 and 1 (BAPO's: 0, 0 and 1).
 

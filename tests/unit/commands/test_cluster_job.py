@@ -14,7 +14,7 @@ from bapo_megatron.commands.cluster.submit import SubmitCommand, launch, nemo_ru
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rehearsal.records import Peak, RankResult
+from bapo_megatron.planning.records import Peak, RankResult
 
 ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "recipes/bp_math_32b_64k.py"

@@ -335,7 +335,7 @@ def test_facts(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
 
 def test_the_disk_that_a_run_needs(demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     """A billion parameters in bfloat16, two checkpoints kept, SGLang: 14 x 3 + 2 x 3 bytes for each."""
-    monkeypatch.setattr("bapo_megatron.commands.plan.sizes.total_parameters", lambda _shape: 10**9)
+    monkeypatch.setattr("bapo_megatron.planning.sizes.total_parameters", lambda _shape: 10**9)
     config = demo()
     large = demo(
         model=dataclasses.replace(config.model, dtype="bfloat16"),

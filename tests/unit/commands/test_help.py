@@ -14,6 +14,8 @@ from bapo_megatron.cli import COMMANDS, USAGE, run
 from bapo_megatron.commands import study
 from bapo_megatron.errors import ConfigError, refuse_arguments
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.mark.parametrize("command", [["report"], ["status"], ["logs"], ["cancel"], ["eval", "compare"]])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -45,6 +47,40 @@ def test_the_help_of_all_commands_imports_nothing_but_the_standard_library() -> 
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stderr == "{'bapo_megatron'}\n"
     assert found.stdout == USAGE
+
+
+RECIPE = "recipes/qwen3_8b_16k.py"  # it takes a preset from algo.bapo, and its engines are SGLang's
+HEAVY = {"torch", "megatron", "transformers", "safetensors", "sympy", "pandas", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"train {RECIPE} --help",
+        f"train {RECIPE} --steps none",  # a wrong flag is refused as fast
+        "sft recipes/demo_cpu.py --help",
+        f"plan {RECIPE}",
+        f"plan {RECIPE} --memory-fraction 0.3",  # it does not fit: the search for a change
+        f"plan {RECIPE} --compare 3",
+        "plan recipes/demo_cpu.py --json",
+        "report --help",
+        "status runs/none",
+        "logs runs/none",
+    ],
+)
+def test_what_starts_nothing_answers_without_the_heavy_packages(command: str) -> None:
+    """torch, megatron and transformers take seconds, so that it is slow if one of them is imported."""
+    script = (
+        "import sys; from bapo_megatron.cli import run\n"
+        "try: run(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        f"print(sorted({HEAVY} & set(sys.modules)), file=sys.stderr)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script, *command.split()], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert answer.stderr.splitlines()[-1] == "[]", answer.stderr
+    assert answer.stdout or len(answer.stderr.splitlines()) > 1
 
 
 def test_the_study_says_what_it_needs(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from bapo_megatron.algo.measurements.diagnostics import RATIO_BINS
+from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.checkpoint.run_directory import FORMAT
 from bapo_megatron.commands.report.data import moving_mean, read_run
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from bapo_megatron.algo.measurements.diagnostics import RATIO_BINS
+from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.commands.report.comparison_plots import COLOURS
 from bapo_megatron.commands.report.data import RunRecord, Series
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, draw_distribution

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.algo.measurements.diagnostics import RATIO_BINS
+from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.series import (
     RATIO_CENTRES,

@@ -9,7 +9,7 @@ from typing import Annotated
 import pytest
 import tyro
 
-from bapo_megatron.commands.plan.command import PlanCommand
+from bapo_megatron.commands.plan import PlanCommand
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.flags import in_tyros_form, parse_options
 from bapo_megatron.config.recipe import load_recipe

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from bapo_megatron import cli
+from bapo_megatron.algo.bounds import grpo
 from bapo_megatron.checkpoint.run_directory import changed_settings, check_same_run, store_config
 from bapo_megatron.commands.recipe_flags import check_names, parse_flags
-from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
+from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
 from bapo_megatron.errors import ConfigError
 
 RUN = RunConfig("run", ModelConfig(Path("model")), DataConfig(Path("data.jsonl")))
@@ -76,6 +77,11 @@ def test_planning_refuses_what_a_registered_loss_does_not_take(
 ) -> None:
     with pytest.raises(ConfigError, match="algorithm.loss=sapo has no such setting"):
         check_names(with_settings(RUN, temperature=2.0))
+    fixed_held = dataclasses.replace(
+        RUN, algorithm=AlgorithmConfig(grpo()), batch=BatchConfig(hold_forwards=True)
+    )
+    with pytest.raises(ConfigError, match="algorithm.loss=clip with fixed bounds makes none"):
+        check_names(fixed_held)
     elsewhere = AlgorithmConfig(loss="lab.on_the_cluster:Loss", loss_settings={"width": 2.0})
     check_names(dataclasses.replace(RUN, algorithm=elsewhere))
     monkeypatch.chdir(ROOT)

@@ -14,11 +14,11 @@ import pytest
 from bapo_megatron.algo.bapo import balanced, clip_higher, fixed, grpo
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.cli import run as bapo
-from bapo_megatron.commands.plan.job import find_shape
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.planning.job import find_shape
 from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.trainer import preflight
 from tests.support.cluster_recipes import CLUSTER_RECIPES, cluster_recipe

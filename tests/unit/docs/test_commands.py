@@ -13,7 +13,7 @@ import tyro
 from bapo_megatron.commands.cluster.commands import _run_and_switches
 from bapo_megatron.commands.cluster.submit import SubmitCommand
 from bapo_megatron.commands.doctor.doctor import DoctorArguments
-from bapo_megatron.commands.plan.command import PlanCommand
+from bapo_megatron.commands.plan import PlanCommand
 from bapo_megatron.commands.recipe_flags import check_names, parse_flags, recipe_config, recipe_path
 from bapo_megatron.commands.rehearse import RehearseCommand
 from bapo_megatron.commands.train_flags import TrainCommand

@@ -1,4 +1,8 @@
-"""The ``sglang`` backend: SGLang servers, started by the run or running already, and their HTTP clients."""
+"""The ``sglang`` backend: SGLang servers, started by the run or running already, and their HTTP clients.
+
+It imports what needs torch where it is called: ``bapo plan`` asks for the backend by its name, and must
+answer at once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from pathlib import Path
 
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent
 from bapo_megatron.rollout.engines.requests import limits_of
@@ -20,7 +23,6 @@ from bapo_megatron.rollout.engines.sglang.authorization import (
     known_key,
 )
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.engines.sglang.fused_weights import fused_digests
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.engines.sglang.nccl_versions import check_nccl
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
@@ -49,6 +51,8 @@ class SglangBackend(EngineBackend):
 
     def check_weights(self, hf_path: Path) -> None:
         """Refuse fused experts (ConfigError): SGLang passes over tensors whose names it does not know."""
+        from bapo_megatron.hf.reader import HfReader
+
         if fused := HfReader(hf_path).fused_experts:
             raise ConfigError(
                 f"model.hf_path={hf_path} holds fused experts ({fused[0]}), which SGLang would leave random: "
@@ -70,6 +74,8 @@ class SglangBackend(EngineBackend):
         sglang = rollout.sglang
         if not sglang.compare_digests:
             return partial(UnknownDigests, "rollout.sglang.compare_digests is false")
+        from bapo_megatron.rollout.engines.sglang.fused_weights import fused_digests
+
         return partial(fused_digests, hf_path, sglang.tensor, device, sglang.flags)
 
     async def open(

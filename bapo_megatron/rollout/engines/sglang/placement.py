@@ -1,7 +1,7 @@
 """GPU placement of the SGLang servers that a run starts: the check of `bapo plan` and `bapo train`.
 
 It returns the problem as text, and starts nothing. Used by ``commands/cluster/job.py``,
-``commands/plan/job.py`` and ``backend.py``.
+``planning/job.py`` and ``backend.py``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_flags,
     sglang_python,
 )
-from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"
@@ -126,6 +125,8 @@ class ServerSupervisor:
 
     def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: OnEvent) -> None:
         """Prepare the server on this machine, with its log in the run directory."""
+        from bapo_megatron.runtime.distributed import free_port  # with torch
+
         port = free_port()
         self.url = f"http://{_HOST}:{port}"
         sglang = config.rollout.sglang

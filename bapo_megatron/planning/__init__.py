@@ -1,0 +1,5 @@
+"""Planning: whether a job fits and how fast it is, by arithmetic (a plan) or by a dry run (a rehearsal).
+
+Both are of a ``Job``, and have one page, one JSON and one ``Verdict``. The modules here need no torch: ``bapo
+plan`` answers at once. ``rehearsal/`` imports them, and never the other way round.
+"""

@@ -1,0 +1,182 @@
+"""Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
+
+It tries up to some thousand candidates by arithmetic; nothing is run. Used by ``page.py``,
+``commands/plan.py`` and ``commands/rehearse.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.config.validation import flat
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.memory import stage_memory
+from bapo_megatron.planning.plan import JobPlan, make_plan
+from bapo_megatron.policy.layout import layout_problems
+
+_MODES = ("none", "selective", "full")
+_MOST_TENSOR = 8  # beyond a node its traffic would leave NVLink
+_OFFLOAD = "--parallel.offload"
+_FRACTION_STEP = 0.05
+"""Step by which the memory fraction of colocated servers is lowered."""
+
+
+def problems(job: Job) -> list[str]:
+    """Problems of the layout other than memory; each makes it invalid."""
+    found = list(layout_problems(job.parallel, job.shape))
+    try:
+        job.run.check()
+    except ConfigError as error:
+        found += str(error).splitlines()
+    return found
+
+
+def _broken_rules(job: Job) -> list[str]:
+    """``problems`` of a candidate of the search, whose fields have their types: half the time."""
+    return [*layout_problems(job.parallel, job.shape), *job.run.rule_problems()]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of settings that makes a plan fit in memory, as the flags to add."""
+
+    flags: list[str]
+    gpus: int
+    """Training GPUs after the change."""
+
+
+def smallest_changes(plan: JobPlan) -> list[Change]:
+    """The smallest change that makes training fit; and the smallest on the same GPUs, if it is another one.
+
+    Order: fewest flags, then fewest GPUs, then least GPU time for each token (``JobPlan.cost``).
+    ``parallel.offload`` is not counted as a flag: it belongs to colocated servers. Empty if none was found.
+    """
+    best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
+    before = flat(plan.job.run)
+    for job in _neighbours(plan.job):
+        flags = _difference(before, flat(job.run))
+        count = len(flags) - (_OFFLOAD in flags)
+        places = [same for same in (False, True) if not same or job.gpus == plan.job.gpus]
+        places = [same for same in places if same not in best or count <= best[same][0][0]]
+        if not flags or not places or _broken_rules(job):
+            continue
+        other = make_plan(job)
+        if other.verdict.memory or (plan.engines.fits and not other.engines.fits):
+            continue
+        rank = (count, job.gpus, other.cost)
+        for same in places:
+            if same not in best or rank < best[same][0]:
+                best[same] = rank, Change(flags, job.gpus)
+    changes = [best[same][1] for same in (False, True) if same in best]
+    return changes[:1] if len(changes) == 2 and changes[0] == changes[1] else changes
+
+
+def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
+    """The ``count`` fastest layouts on the same GPUs that fit, with no communication hidden."""
+    if not count:
+        return []
+    plans = [make_plan(job) for job in _layouts(plan.job) if not _broken_rules(job)]
+    fitting = [other for other in plans if not other.verdict.memory]
+    return sorted(fitting, key=lambda other: other.cost)[:count]
+
+
+def _neighbours(job: Job) -> Iterator[Job]:
+    """Neighbours of the job in the search: settings with less memory, CP and DP in both directions."""
+    # Colocated servers first get less memory, in small steps: that keeps the training layout as it is.
+    if not job.colocated:
+        yield from _memory_saving(job)
+        return
+    yield _offloaded(job)
+    for less in _with_smaller_engines(job):
+        yield less
+        yield _offloaded(less)
+    yield from _memory_saving(_with_fitting_engines(job))
+
+
+def _with_smaller_engines(job: Job) -> Iterator[Job]:
+    """The job with ever lower ``memory_fraction`` of its colocated servers."""
+    sglang = job.run.rollout.sglang
+    for step in range(1, int(sglang.memory_fraction / _FRACTION_STEP)):
+        less = replace(sglang, memory_fraction=round(sglang.memory_fraction - step * _FRACTION_STEP, 2))
+        yield replace(job, run=replace(job.run, rollout=replace(job.run.rollout, sglang=less)))
+
+
+def _with_fitting_engines(job: Job) -> Job:
+    """The job with the policy offloaded while it samples, and the largest ``memory_fraction`` that fits."""
+    budget = job.options.memory_fraction * job.gpu.memory
+    stages = range(job.parallel.pipeline)
+    for other in (_offloaded(one) for one in (job, *_with_smaller_engines(job))):
+        parts = [stage_memory(other, stage) for stage in stages]
+        if all(max(part.sampling, part.handover) <= budget for part in parts):
+            return other
+    return _offloaded(job)
+
+
+def _offloaded(job: Job) -> Job:
+    return replace(job, run=replace(job.run, parallel=replace(job.parallel, offload=True)))
+
+
+def _memory_saving(job: Job) -> Iterator[Job]:
+    """Variants with less memory: recompute modes, layouts, shorter packs, or the optimizer on the host."""
+    p, batch = job.parallel, job.run.batch
+    modes = _MODES[_MODES.index(batch.recompute) :]
+    on_host = replace(job, run=replace(job.run, optimizer=replace(job.run.optimizer, device="cpu")))
+    for mode in modes:
+        yield _with(on_host, p, False, recompute=mode)
+    tensors = [n for n in (p.tensor, 2 * p.tensor, 4 * p.tensor, 8 * p.tensor) if n <= _MOST_TENSOR]
+    for mode, tensor, sequence, context, pipeline, data, chunk, shortest in product(
+        modes,
+        tensors or [p.tensor],
+        {p.sequence, True},
+        [n for n in (p.context // 4, p.context // 2, *(p.context << k for k in range(4))) if n],
+        (p.pipeline, 2 * p.pipeline, 4 * p.pipeline),
+        [n for n in (job.replicas // 2, job.replicas, 2 * job.replicas, 4 * job.replicas) if n],
+        dict.fromkeys((batch.logprob_chunk_tokens, min(1024, batch.chunk_tokens(gpu=True)))),
+        (False, True),
+    ):
+        data_or_none = p.data if data == job.replicas else data
+        layout = replace(
+            p, tensor=tensor, sequence=sequence, context=context, pipeline=pipeline, data=data_or_none
+        )
+        yield _with(job, layout, shortest, recompute=mode, logprob_chunk_tokens=chunk)
+
+
+def _layouts(job: Job) -> Iterator[Job]:
+    """Every TP x PP x CP x DP layout of the job on its GPUs, in each recomputation mode."""
+    powers = [2**n for n in range(job.gpus.bit_length())]
+    for tensor, pipeline, context in product([n for n in powers if n <= _MOST_TENSOR], powers, powers):
+        data, rest = divmod(job.gpus, tensor * pipeline * context)
+        if rest or not data:
+            continue
+        layout = replace(
+            job.parallel,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            data=data,
+            virtual=1,
+            sequence=tensor > 1,
+        )
+        for mode in _MODES:
+            yield _with(job, layout, False, recompute=mode)
+
+
+def _with(job: Job, layout: ParallelConfig, shortest: bool, **batch: Any) -> Job:
+    run = replace(job.run, parallel=layout, batch=replace(job.run.batch, **batch))
+    if shortest:
+        least = run.parallel.pack_tokens_for(run.longest_sequence)
+        run = replace(run, batch=replace(run.batch, pack_tokens=min(least, run.batch.pack_tokens)))
+    return replace(job, run=run)
+
+
+def _difference(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in after.items()
+        if value != before[name]
+    ]

@@ -1,0 +1,305 @@
+"""Planned job of ``bapo plan``: the recipe, the model's shape and the flags, and the sizes that follow.
+
+The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
+``schedules.py``. ConfigError if there is no config.json to read the model's shape from. Used in
+``commands/``, ``commands/cluster/``, this folder and ``planning/rehearsal/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from annotated_types import Ge, Gt, Le
+
+from bapo_megatron.algo.bounds import sum_count
+from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.config.validation import out_of_range, raise_problems
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.planning.hardware import GPUS, GPUS_PER_NODE, Gpu
+from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
+from bapo_megatron.rollout.engines.sglang.placement import placement_problem
+
+_BYTES = {"bfloat16": 2, "float32": 4}
+# Prompts of competition mathematics have 100 to 300 tokens, a limit of 2048 is for the rare long one.
+_MEAN_PROMPT = 1 / 8
+_MEAN_RESPONSE = 1 / 4
+
+
+@dataclass(frozen=True)
+class GpuOptions:
+    """The flags for the machines of a run, of ``bapo plan`` and ``bapo rehearse``."""
+
+    gpu: Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb"] = "h100-80gb"
+    """Type of the GPUs that train and sample; eight make a node."""
+    memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
+    """Share of a GPU's and of a node's memory that a plan may use."""
+
+    def check(self) -> None:
+        """Raise ConfigError for a value out of its range."""
+        raise_problems(list(out_of_range(self)))
+
+
+@dataclass(frozen=True)
+class PlanOptions(GpuOptions):
+    """The flags of ``bapo plan`` beside the recipe's: the machines, and every assumption of the estimates."""
+
+    mfu: Annotated[float, Gt(0), Le(1)] = 0.3
+    """Model FLOPs utilization in matrix products, with the communication and the gaps between packs of a real
+    run. Recomputation and the pipeline bubble come on top."""
+    attention_mfu: Annotated[float, Gt(0), Le(1)] = 0.5
+    """The same in attention. Long sequences reach more, since more of a pass is in its kernels."""
+    mean_response_tokens: Annotated[int | None, Ge(1)] = None
+    """Mean length of a response. None: a quarter of the longest."""
+    length_spread: Annotated[float, Gt(0)] = 1.5
+    """Standard deviation of the logarithm of the responses' lengths: 1.5 cuts 8 % of them where the mean is a
+    quarter of the longest, 1.0 4 %."""
+    engine_gpus: Annotated[int | None, Ge(1)] = None
+    """GPUs that run engines. None: those of the recipe's servers where they have room on its first node, else
+    as many as train."""
+    engine_memory_fraction: Annotated[float | None, Gt(0), Le(1)] = None
+    """Share of a GPU's memory for an engine's weights and KV cache. None: rollout.sglang.memory_fraction."""
+    engine_bandwidth: Annotated[float, Gt(0), Le(1)] = 0.6
+    """Share of the memory bandwidth that decoding reaches."""
+    engine_imbalance: Annotated[float, Ge(1)] = 1.0
+    """Responses of the busiest engine, as a multiple of the mean. 1: the sampler's own choice, the least
+    loaded engine; more behind a router that deals by prefix."""
+    compare: int = 0
+    """List this many of the fastest layouts that fit on as many GPUs."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+    """Print everything as one JSON object."""
+
+
+def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
+    """The model's shape, from its folder, or else from ``shapes/NAME/config.json`` of the recipes."""
+    return read_model_shape(shape_folder(recipe, hf_path))
+
+
+def shape_folder(recipe: Path, hf_path: Path) -> Path:
+    """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe, or
+    beside the recipe's folder. ConfigError if none has one."""
+    beside = recipe.parent / "shapes" / hf_path.name
+    for folder in (hf_path, beside, recipe.absolute().parent.parent / "shapes" / hf_path.name):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ConfigError(
+        f"model.hf_path={hf_path} has no config.json, and {beside} has none either: "
+        f"put the model's config.json into one of them (this needs no weights)"
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """Planned job: one recipe and its model's shape on one type of GPU; the input of every estimate.
+
+    Immutable. Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions. ConfigError
+    for a model with experts, whose memory and traffic no estimate knows. Made by ``bapo plan``, ``bapo
+    rehearse`` and ``commands/cluster/job.py``.
+    """
+
+    run: RunConfig
+    shape: ModelShape
+    options: PlanOptions
+
+    def __post_init__(self) -> None:
+        if self.shape.experts is not None:
+            raise ConfigError(
+                f"model.hf_path={self.run.model.hf_path}: `bapo plan` and `bapo rehearse` know no models "
+                "with experts yet; the model trains without them (docs/parallelism.md#experts)"
+            )
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU type."""
+        return GPUS[self.options.gpu]
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a GPU's memory that the run may use."""
+        return self.options.memory_fraction * self.gpu.memory
+
+    @property
+    def host_budget(self) -> float:
+        """Bytes of a node's host memory that the run may use."""
+        return self.options.memory_fraction * self.gpu.host_memory
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The parallel layout."""
+        return self.run.parallel
+
+    @property
+    def replicas(self) -> int:
+        """Data parallel size."""
+        return self.parallel.data or 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that train."""
+        return self.parallel.model_size * self.replicas
+
+    @property
+    def servers_problem(self) -> str | None:
+        """Problem of placing the run's servers on its first node, as `bapo train` reports it; None if they
+        fit, run already, or the engine has no servers."""
+        if self.run.rollout.engine != "sglang":
+            return None
+        return placement_problem(self.run.rollout, GPUS_PER_NODE, self.gpus)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the run's servers are colocated: they and the policy use the same GPUs in turns."""
+        return self.run.rollout.engine == "sglang" and self.run.rollout.sglang.colocated
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the policy is in host memory while engines sample."""
+        return self.colocated and self.parallel.offload
+
+    @property
+    def weights_by_ipc(self) -> bool:
+        """Whether colocated servers read the weights from the policy's GPU memory (``sync=ipc``)."""
+        return self.colocated and self.run.rollout.sglang.sync == "ipc"
+
+    @property
+    def engine_fraction(self) -> float:
+        """Share of a GPU's memory for an engine's weights and KV cache."""
+        return self.options.engine_memory_fraction or self.run.rollout.sglang.memory_fraction
+
+    def has_servers(self, stage: int) -> bool:
+        """Whether a GPU of pipeline stage ``stage`` has a colocated server. They are on rank 0's node, where
+        GPU i has rank i."""
+        sglang, per_stage = self.run.rollout.sglang, self.gpus // self.parallel.pipeline
+        ranks = range(stage * per_stage, (stage + 1) * per_stage)
+        servers = range(sglang.first_gpu, sglang.first_gpu + sglang.servers * sglang.tensor)
+        return self.colocated and max(ranks.start, servers.start) < min(ranks.stop, servers.stop)
+
+    @property
+    def gpus_on_node(self) -> int:
+        """GPUs of a node that this job uses."""
+        return min(GPUS_PER_NODE, self.gpus)
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Ranks that share the optimizer state of a model shard: DP x CP."""
+        return self.replicas * self.parallel.context
+
+    @property
+    def host_optimizer(self) -> bool:
+        """Whether the optimizer's state is in host memory."""
+        return self.run.optimizer.device == "cpu"
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight or an activation."""
+        return _BYTES[self.run.model.dtype]
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a pack on one CP rank."""
+        return self.run.batch.pack_tokens / self.parallel.context
+
+    @property
+    def norm_split(self) -> int:
+        """Ranks that norms and residuals are split over."""
+        return self.parallel.tensor if self.parallel.sequence else 1
+
+    @property
+    def mean_response(self) -> float:
+        """Assumed mean length of a response."""
+        longest = self.run.rollout.max_response_tokens
+        return min(longest, self.options.mean_response_tokens or max(1, longest * _MEAN_RESPONSE))
+
+    @property
+    def lengths(self) -> ResponseLengths:
+        """Assumed distribution of the responses' lengths."""
+        longest = self.run.rollout.max_response_tokens
+        return response_lengths(self.mean_response, self.options.length_spread, longest)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Limit of concurrent requests of an engine."""
+        rollout = self.run.rollout
+        return rollout.sglang.max_in_flight if rollout.engine == "sglang" else rollout.max_batch
+
+    @property
+    def partial_rollout(self) -> bool:
+        """Whether unfinished responses continue in the next step (partial rollout)."""
+        return self.run.rollout.max_staleness > 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines sample while the policy trains."""
+        return self.partial_rollout and self.run.rollout.overlap and not self.colocated
+
+    @property
+    def mean_prompt(self) -> float:
+        """Assumed mean length of a prompt."""
+        return max(1.0, self.run.data.max_prompt_tokens * _MEAN_PROMPT)
+
+    @property
+    def responses(self) -> int:
+        """Responses of a step: prompts x group size."""
+        return self.run.rollout.prompts_per_step * self.run.rollout.group_size
+
+    @property
+    def updates(self) -> int:
+        """Updates of a step: reuse epochs x updates in each."""
+        return self.run.algorithm.reuse_epochs * self.run.algorithm.updates_per_epoch
+
+    @property
+    def tokens_per_update(self) -> float:
+        """Tokens, prompts included, that an update trains on."""
+        tokens = self.responses * (self.mean_prompt + self.mean_response)
+        return tokens / self.run.algorithm.updates_per_epoch
+
+    @property
+    def responses_per_search(self) -> float | None:
+        """Mean number of responses in one search of the clipping bounds; None if none is made."""
+        algorithm, bounds = self.run.algorithm, self.run.algorithm.bounds
+        if algorithm.loss != "clip" or sum_count(bounds) == 2:
+            return None
+        most = self.responses / algorithm.updates_per_epoch
+        if bounds.bounds_tokens and bounds.grouped:
+            return min(most, max(1.0, bounds.bounds_tokens / self.mean_response))
+        if bounds.scope == "micro_batch":
+            packed = self.run.batch.pack_tokens * self.replicas / (self.mean_prompt + self.mean_response)
+            return min(most, max(1.0, packed))
+        return most
+
+    @property
+    def micro_batches(self) -> int:
+        """Packs that a replica runs in an update; the interleaved schedule wants a multiple of PP."""
+        multiple = self.parallel.pipeline if self.parallel.virtual > 1 else 1
+        per_pack = self.run.batch.pack_tokens * self.replicas * multiple
+        return multiple * max(1, -int(-self.tokens_per_update // per_pack))
+
+    @property
+    def typical_length(self) -> float:
+        """Token-weighted mean sequence length, sum n^2 / sum n; twice the mean for exponential lengths."""
+        return min(self.run.longest_sequence, 2 * (self.mean_prompt + self.mean_response))
+
+
+def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
+    """Largest number of forward passes in flight on ``stage``, of one model chunk each.
+
+    1F1B: those of the warm-up, PP - stage - 1, and the one that runs. Interleaved: the warm-up has
+    2 (PP - stage - 1) + (virtual - 1) PP chunks, each 1 / virtual of the stage's layers.
+    """
+    behind = parallel.pipeline - stage - 1
+    warm_up = behind
+    if parallel.virtual > 1:
+        warm_up = 2 * behind + (parallel.virtual - 1) * parallel.pipeline
+    return min(warm_up + 1, micro_batches * parallel.virtual)
+
+
+def slots(parallel: ParallelConfig, micro_batches: int) -> float:
+    """Duration of a pipeline pass, M + (PP - 1) / virtual, in units of a stage's time for one micro-batch.
+
+    M micro-batches; each other stage adds one chunk while the pipeline fills and drains.
+    """
+    return micro_batches + (parallel.pipeline - 1) / parallel.virtual

@@ -1,0 +1,264 @@
+"""Memory estimate of ``bapo plan``: GPU memory of each pipeline stage and host memory of a node, in bytes.
+
+Weights, gradients, optimizer states and activations are counted; fields that are estimates say so. Used in
+this folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapo_megatron.planning.activations import Spec, activation_bytes_per_token
+from bapo_megatron.planning.hardware import GB
+from bapo_megatron.planning.job import Job, in_flight
+from bapo_megatron.planning.sizes import (
+    StageParameters,
+    largest_parameter,
+    stage_parameters,
+    total_parameters,
+)
+
+_FP32 = 4
+# Estimate: CUDA context and kernels 1 GB, cuBLAS and Transformer Engine workspaces 0.5 GB, NCCL's channel
+# buffers for some six process groups 1.5 GB.
+FIXED = 3 * GB
+# Estimate: what the caching allocator loses to fragments of blocks that come and go.
+FRAGMENTATION = 0.05
+_SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
+_BUCKET = 1 << 26  # policy/host_optimizer.py
+_HOST_BLOCK = 1 << 28  # policy/state/offload.py
+PACK_COLUMNS = 4 * 8 + 6 * 4 + 4
+"""Bytes of a token's columns on the device (``tensor_types.COLUMNS``): four int64, six float32, one int32."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """GPU memory of one pipeline stage, in bytes, by what uses it; plain data, made by ``stage_memory``.
+
+    A peak is a sum over what is there at the same time: in an update, a save, a sync, a hand-over, while
+    engines sample.
+    """
+
+    stage: int
+    parameters: StageParameters
+    in_flight: int
+    """Micro-batches (model chunks, if virtual) whose activations are alive."""
+    weights: float
+    gradients: float
+    """The float32 buffer of all gradients."""
+    optimizer: float
+    """This rank's shard of the master weights and of Adam's moments; 0 with ``optimizer.device=cpu``."""
+    activations: float
+    """Activations saved for the backward passes in flight, and those of the one layer that is recomputed."""
+    workspace: float
+    """Estimate of the backward workspace: gradients of one layer's activations, and its gathered input."""
+    head: float
+    """Output layer: one chunk of logits, the hidden states with their gradient, the matrix's gradient."""
+    buffers: float
+    """Estimate: pipeline messages, the ring of context parallelism, and the update's packs."""
+    reserve: float
+    """Estimate: CUDA context, NCCL buffers, and fragmentation of the caching allocator."""
+    saving: float
+    """Peak while a checkpoint is gathered; nothing of a pass is alive then."""
+    syncing: float
+    """Peak while weights are gathered for the engines, one parameter at a time."""
+    resting: float
+    """The policy's memory while engines sample; if offloaded, the CUDA context and NCCL's buffers."""
+    kept: float
+    """Memory that a colocated server never releases: ``rollout.sglang.kept_gb``; 0 without one."""
+    serving: float
+    """A colocated server's weights and KV cache, while it samples; 0 without one."""
+    handing: float
+    """The policy's memory during the weight hand-over to a colocated server (``sync=ipc``), else 0."""
+    reading: float
+    """The server's weights during the hand-over, else 0."""
+
+    @property
+    def training(self) -> float:
+        """Peak memory of an update. The output layer is done before a layer's backward pass begins."""
+        passing = self.activations + max(self.workspace, self.head) + self.buffers
+        return self.weights + self.gradients + self.optimizer + passing + self.reserve
+
+    @property
+    def policy_peak(self) -> float:
+        """The largest of the policy's own peaks: an update, saving, syncing."""
+        return max(self.training, self.saving, self.syncing)
+
+    @property
+    def sampling(self) -> float:
+        """Memory of a GPU while a colocated server samples on it; 0 without one."""
+        return self.resting + self.kept + self.serving if self.serving else 0.0
+
+    @property
+    def handover(self) -> float:
+        """Memory of a GPU during the weight hand-over to a colocated server; 0 without one."""
+        return self.handing + self.kept + self.reading if self.handing else 0.0
+
+    @property
+    def peak(self) -> float:
+        """Peak memory of a GPU, the colocated server's included."""
+        return max(self.policy_peak + self.kept, self.handover, self.sampling)
+
+
+def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
+    """The memory of one GPU of pipeline stage ``stage``."""
+    parameters = stage_parameters(job.shape, job.parallel, stage)
+    weights, gradients = parameters.total * job.element, parameters.total * _FP32
+    optimizer = 0.0 if job.host_optimizer else optimizer_bytes(job, parameters.total)
+    flight = _forwards_in_flight(job, stage)
+    activations = activation_bytes(job, stage, spec)
+    workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job)
+    steady = weights + gradients + optimizer + FIXED
+    shared = job.has_servers(stage)
+    reads = shared and job.weights_by_ipc
+    return StageMemory(
+        stage=stage,
+        parameters=parameters,
+        in_flight=flight,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        workspace=workspace,
+        head=head,
+        buffers=buffers,
+        reserve=FIXED + FRAGMENTATION * (activations + max(workspace, head)),
+        saving=steady + _save_buffers(job),
+        syncing=steady + sync_bytes(job),
+        resting=FIXED if job.offloads else steady,
+        kept=job.run.rollout.sglang.kept_gb * GB if shared else 0.0,
+        serving=job.engine_fraction * job.gpu.memory if shared else 0.0,
+        handing=handover_bytes(job, weights + FIXED if job.offloads else steady) if reads else 0.0,
+        reading=server_weights(job) if reads else 0.0,
+    )
+
+
+def optimizer_bytes(job: Job, parameters: int) -> float:
+    """Optimizer states of one rank: float32 moments of Adam, and master weights if weights are bfloat16 or
+    the states are on the host."""
+    copies = 2 if job.element == _FP32 and not job.host_optimizer else 3
+    return copies * _FP32 * parameters / job.optimizer_shards
+
+
+def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
+    """Peak activation memory of a stage: saved by all passes in flight, and the transient of one layer.
+
+    The transient is one recomputed layer, or the final norm, which is freed before the first layer is
+    recomputed. Every model chunk but the very last also holds its output.
+    """
+    part = activation_bytes_per_token(job.shape, job.parallel, job.element, job.run.batch.recompute, spec)
+    layers = job.shape.layers // (job.parallel.pipeline * job.parallel.virtual)
+    chunks = _forwards_in_flight(job, stage)
+    last = stage == job.parallel.pipeline - 1
+    on_top = max(part.transient, part.final_norm * last)
+    return job.tokens * (chunks * layers * part.layer + (chunks - last) * part.boundary + on_top)
+
+
+def _forwards_in_flight(job: Job, stage: int) -> int:
+    """Forward passes in flight: those of the pipeline schedule, or all under ``batch.hold_forwards``."""
+    held = job.run.batch.hold_forwards
+    return job.micro_batches if held else in_flight(job.parallel, stage, job.micro_batches)
+
+
+def sync_bytes(job: Job) -> float:
+    """Weight sync buffers: 2 x the largest parameter, gathered and in shards."""
+    return 2.0 * largest_parameter(job.shape) * job.element
+
+
+def handover_bytes(job: Job, resting: float) -> float:
+    """The policy's peak during the weight hand-over: ``resting`` + two buckets + 2 x the largest parameter.
+
+    Too much by the buckets for a tied model, whose embedding is gathered before there are any.
+    """
+    return resting + sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
+
+
+def server_weights(job: Job) -> float:
+    """Bytes of a server's weights on one of its GPUs."""
+    return total_parameters(job.shape) * job.element / job.run.rollout.sglang.tensor
+
+
+def host_bytes(job: Job) -> float:
+    """Host memory of a node during a checkpoint save: (12 + b) bytes a parameter / (DP x CP), and more.
+
+    Master weight, moments and weight are split over DP x CP (``policy/state/optimizer_state.py``). Parameters
+    are written whole, so a rank may write one more than its share, at most the largest. A host optimizer is
+    there all the time, and once more during a save (the writer's copy-on-write pages) or a load, which holds
+    one more state. The buffers of an offloaded policy stay allocated, and so does a frozen reference.
+    """
+    largest = max(
+        stage_parameters(job.shape, job.parallel, stage).total for stage in range(job.parallel.pipeline)
+    )
+    share = (3 * _FP32 + job.element) * largest / job.optimizer_shards
+    rank = share + 3 * _largest_state(job)
+    if job.host_optimizer:
+        bucket = max(_BUCKET, largest_parameter(job.shape) / job.parallel.tensor)
+        buffers = 2 * (_FP32 + job.element) * min(bucket, largest / job.optimizer_shards)
+        rank += optimizer_bytes(job, largest) + _FP32 * largest / job.optimizer_shards + buffers
+    if job.offloads:
+        rank += -(-offloaded_bytes(job) // _HOST_BLOCK) * _HOST_BLOCK
+    rank += reference_bytes(job)
+    return rank * job.gpus_on_node
+
+
+def reference_bytes(job: Job) -> float:
+    """Host memory of the frozen reference on a rank of the largest stage, in whole blocks; 0 without one."""
+    if not job.run.algorithm.reference_kl.enabled:
+        return 0.0
+    stages = (stage_parameters(job.shape, job.parallel, stage) for stage in range(job.parallel.pipeline))
+    weights = max(stage.total for stage in stages) * job.element
+    return -(-weights // _HOST_BLOCK) * _HOST_BLOCK
+
+
+def offloaded_bytes(job: Job) -> float:
+    """Bytes that a rank of the largest stage offloads to the host: weights, and the GPU optimizer; else 0."""
+    if not job.offloads:
+        return 0.0
+    stages = (stage_memory(job, stage) for stage in range(job.parallel.pipeline))
+    return max(stage.weights + stage.optimizer for stage in stages)
+
+
+def _workspace(job: Job) -> float:
+    """Backward workspace of one layer: gradients of gate, up and their product (3 x ffn) and of the hidden
+    state, and the input gathered over the TP ranks."""
+    entries = 3 * job.shape.ffn / job.parallel.tensor + 2 * job.shape.hidden
+    return job.tokens * job.element * entries
+
+
+def _head(job: Job, stage: int) -> float:
+    """Memory of the output layer on the last stage; 0 on others.
+
+    One chunk of logits in float32, and beside it the softmax of a block of them in float32, or later their
+    gradient in the model's type; all hidden states and their gradient; the gradient of the output matrix in
+    float32, and its copy in the model's type.
+    """
+    if stage != job.parallel.pipeline - 1:
+        return 0.0
+    vocabulary = job.shape.vocab / job.parallel.tensor
+    entries = min(job.run.batch.chunk_tokens(gpu=True), job.tokens) * vocabulary
+    gradient = entries * job.element if job.element < _FP32 else 0.0  # in place of the logits otherwise
+    logits = entries * _FP32 + max(min(entries, _SOFTMAX_LOGITS) * _FP32, gradient)
+    hidden = 2 * job.tokens * job.shape.hidden * job.element
+    return logits + hidden + vocabulary * job.shape.hidden * (_FP32 + job.element)
+
+
+def _buffers(job: Job) -> float:
+    """Pipeline messages, the key-value ring of context parallelism, and the columns of the update's packs."""
+    message = job.tokens * job.shape.hidden * job.element / job.norm_split
+    pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
+    kv = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
+    ring = 4 * job.tokens * kv * job.element if job.parallel.context > 1 else 0.0
+    return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS
+
+
+def _save_buffers(job: Job) -> float:
+    """Buffers of the optimizer save: shards of one float32 state, sent to and received by the owners of their
+    parameters; at most the largest parameter each."""
+    return 2 * _largest_state(job)
+
+
+def _largest_state(job: Job) -> float:
+    """Bytes of a float32 state of the largest parameter on a rank; 0 if DP x CP splits nothing."""
+    if job.optimizer_shards == 1:
+        return 0.0
+    return _FP32 * largest_parameter(job.shape) / job.parallel.tensor

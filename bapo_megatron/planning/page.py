@@ -1,0 +1,414 @@
+"""Text pages of a plan and of a rehearsal, each with its verdict.
+
+A plan: summary, memory of each stage, traffic, speed, engines, advice, and a few more numbers, such as
+activations by mode of recomputation. A rehearsal: memory, FLOPs, collectives and host waits of each rank.
+Used by ``commands/plan.py`` and ``commands/rehearse.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from bapo_megatron.algo.bounds import describe, low_values
+from bapo_megatron.planning.activations import Recompute
+from bapo_megatron.planning.advice import Change
+from bapo_megatron.planning.hardware import GB
+from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.json_summary import collectives, model_flops
+from bapo_megatron.planning.memory import (
+    activation_bytes,
+    optimizer_bytes,
+    reference_bytes,
+    sync_bytes,
+)
+from bapo_megatron.planning.plan import JobPlan
+from bapo_megatron.planning.records import OFFLOADED, SAMPLE, UPDATE, RankResult
+from bapo_megatron.planning.sizes import total_parameters
+from bapo_megatron.planning.speed import Handover, reference_seconds
+from bapo_megatron.planning.summary import summary
+from bapo_megatron.planning.traffic import DISK_RATE
+from bapo_megatron.planning.verdict import needed, node_bytes, rehearsal_verdict, server_bytes
+from bapo_megatron.rollout.engines.timeouts import read_seconds
+
+_FEW_RESPONSES = 4
+"""Responses below which a search often sees one sign alone: of four with probability 1/8."""
+_COLUMNS = (
+    ("weights", "weights"),
+    ("gradients", "grads"),
+    ("optimizer", "optim"),
+    ("activations", "activ"),
+    ("workspace", "work"),
+    ("head", "logits"),
+    ("buffers", "comm"),
+    ("reserve", "reserve"),
+    ("training", "UPDATE"),
+    ("saving", "SAVE"),
+    ("syncing", "SYNC"),
+)
+
+_KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "passing")
+_MOST_LINES = 40
+
+
+def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]) -> str:
+    """The whole text of a plan."""
+    sections = [
+        _title(plan),
+        summary(plan),
+        _bounds(plan.job),
+        _memory(plan),
+        _colocated_memory(plan),
+        _recomputation(plan),
+        _host_and_sync(plan),
+        _traffic(plan),
+        _speed(plan),
+        _engines(plan),
+        *([_comparison(plan, others)] if others else []),
+        _verdict(plan, advice),
+    ]
+    return "\n\n".join(filter(None, ("\n".join(section) for section in sections))) + "\n"
+
+
+def layout_name(job: Job) -> str:
+    """A parallel layout in one short line."""
+    p = job.parallel
+    virtual = f" x {p.virtual}" if p.virtual > 1 else ""
+    sequence = " + SP" if p.sequence else ""
+    return f"TP {p.tensor}{sequence}, PP {p.pipeline}{virtual}, CP {p.context}, DP {job.replicas}"
+
+
+def _title(plan: JobPlan) -> Iterator[str]:
+    job, batch = plan.job, plan.job.run.batch
+    nodes = plan.trainer_nodes
+    parameters = total_parameters(job.shape)
+    size = f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+    machines = f"{nodes} node{'s' * (nodes > 1)}"
+    yield f"{job.run.name}: {size} parameters, {job.gpus} x {job.gpu.name} ({machines})"
+    yield (
+        f"{layout_name(job)}; packs of {batch.pack_tokens:,} tokens, {job.tokens:,.0f} a GPU; "
+        f"recompute {batch.recompute}"
+    )
+
+
+def _bounds(job: Job) -> Iterator[str]:
+    """Section of the clipping bounds: their search, with a warning if it has too few responses."""
+    seen, bounds = job.responses_per_search, job.run.algorithm.bounds
+    if seen is None:
+        return
+    yield f"Clipping bounds: {describe(bounds)}"
+    yield f"  one search sees about {seen:,.1f} responses, if they have {job.mean_response:,.0f} tokens"
+    if seen < _FEW_RESPONSES:
+        yield (
+            f"  WARNING: if half of them are rewarded, {2 ** (1 - seen):.0%} of the searches see one sign "
+            f"alone and balance nothing: they"
+        )
+        yield (
+            f"  clip as fixed bounds of {low_values(bounds)[-1]:g} and {bounds.high_start:g} do. Raise "
+            f"algorithm.bounds.bounds_tokens, or set algorithm.bounds.scope=update"
+        )
+
+
+def _memory(plan: JobPlan) -> Iterator[str]:
+    memory = plan.job.gpu.memory / GB
+    yield f"GB on a GPU of each pipeline stage; it may use {plan.job.budget / GB:.1f} of {memory:.0f}"
+    header = ["stage", "layers", "in flight", "params B", *(title for _, title in _COLUMNS), ""]
+    rows = [header]
+    for stage in plan.stages:
+        values = [getattr(stage, name) / GB for name, _ in _COLUMNS]
+        shape = [str(stage.stage), str(stage.parameters.layers), str(stage.in_flight)]
+        verdict = "fits" if stage.policy_peak + stage.kept <= plan.job.budget else "OVER"
+        rows.append([*shape, f"{stage.parameters.total / 1e9:.3f}", *(f"{v:.1f}" for v in values), verdict])
+    rows.append(_model_row(plan))
+    yield from _aligned(rows)
+    yield "UPDATE, SAVE and SYNC are peaks at different times; work, comm and reserve are estimates."
+
+
+def _colocated_memory(plan: JobPlan) -> Iterator[str]:
+    """Section of GPU memory by phase with colocated servers: training, hand-over, sampling."""
+    if plan.handover is None:
+        return
+    free = plan.job.gpu.memory - plan.job.budget
+    yield f"GB on a GPU while the policy trains, and while servers sample; {free / GB:.1f} must stay free"
+    rows = [["stage", "turn", "policy", "servers", "total", "free", ""]]
+    for stage in plan.stages:
+        both = [("train", stage.policy_peak, stage.kept)]
+        if stage.handing:
+            both.append(("hand over", stage.handing, stage.kept + stage.reading))
+        if stage.serving:
+            both.append(("sample", stage.resting, stage.kept + stage.serving))
+        for turn, policy, servers in both:
+            total = policy + servers
+            left = plan.job.gpu.memory - total
+            values = [f"{value / GB:.1f}" for value in (policy, servers, total, left)]
+            rows.append([str(stage.stage), turn, *values, "fits" if total <= plan.job.budget else "OVER"])
+    yield from _aligned(rows, left=2)
+    yield _handover(plan.handover)
+    yield _cores(plan.job)
+
+
+def _handover(handover: Handover) -> str:
+    """Line of the GPU hand-over between training and sampling."""
+    policy = (
+        f"{handover.moved / GB:.1f} GB a GPU to the host and back, {handover.moving_seconds:,.1f} s"
+        if handover.moved
+        else "the policy stays (parallel.offload is off)"
+    )
+    reading = (
+        f"from the policy's memory: copies {handover.reading_seconds:,.1f} s, expected "
+        f"{handover.expected_reading_seconds:,.1f} s (measured with miles)"
+        if handover.by_handles
+        else f"from the disk: {handover.reading_seconds:,.1f} s at {DISK_RATE / GB:.0f} GB/s"
+    )
+    return f"Changes of a step: {policy}; servers read {handover.read / GB:.1f} GB of weights {reading}"
+
+
+def _cores(job: Job) -> str:
+    """Line of the CPU cores that a node needs. The scheduler of a paused server busy-waits on one."""
+    sglang, workers = job.run.rollout.sglang, job.run.reward.workers
+    servers = sglang.servers * sglang.tensor
+    return (
+        f"Cores of a node: {job.gpus_on_node + servers + workers} or more, for {job.gpus_on_node} ranks, "
+        f"{servers} server processes (a paused one keeps its core busy) and {workers} scorers"
+    )
+
+
+def _model_row(plan: JobPlan) -> list[str]:
+    """Row of the whole model: one copy of its weights, gradients and optimizer state."""
+    job = plan.job
+    parameters = total_parameters(job.shape)
+    copies = (job.element, 4, optimizer_bytes(job, 1) * job.optimizer_shards)
+    whole = [f"{parameters * size / GB:.1f}" for size in copies]
+    blank = [""] * (len(_COLUMNS) - len(whole) + 1)
+    return ["model", str(job.shape.layers), "", f"{parameters / 1e9:.3f}", *whole, *blank]
+
+
+def _recomputation(plan: JobPlan) -> Iterator[str]:
+    yield f"Activations in GB by recomputation, at {plan.job.tokens:,.0f} tokens a GPU (* as planned)"
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    chosen = plan.job.run.batch.recompute
+    rows = [["stage", *(f"{mode}*" if mode == chosen else mode for mode in modes)]]
+    for stage in plan.stages:
+        values = []
+        for mode in modes:
+            batch = replace(plan.job.run.batch, recompute=mode)
+            job = replace(plan.job, run=replace(plan.job.run, batch=batch))
+            values.append(f"{activation_bytes(job, stage.stage, 'te') / GB:.1f}")
+        rows.append([str(stage.stage), *values])
+    yield from _aligned(rows)
+
+
+def _host_and_sync(plan: JobPlan) -> Iterator[str]:
+    checkpoint = total_parameters(plan.job.shape) * (plan.job.element + 12)
+    yield (
+        f"Host memory of a node while it saves: {plan.host / GB:,.0f} GB of "
+        f"{plan.job.host_budget / GB:,.0f}; the checkpoint has {checkpoint / GB:,.0f} GB"
+    )
+    way = (
+        "see the changes of a step"
+        if plan.job.weights_by_ipc
+        else f"wire {plan.sync.seconds:.1f} s at one network port, expected "
+        f"{plan.sync.expected_seconds:.1f} s ({plan.sync.basis})"
+    )
+    yield (
+        f"Weight sync: {plan.sync.sent / GB:.1f} GB through buffers of "
+        f"{sync_bytes(plan.job) / GB:.1f} GB a GPU, {way}"
+    )
+    engine, writers = plan.job.run.rollout.engine_config, plan.job.parallel.model_size
+    if engine.sync == "disk":
+        minutes = engine.update_minutes + read_seconds(plan.sync.sent) / 60
+        yield (
+            f"  from disk: {writers} ranks write {plan.sync.sent / writers / GB:.1f} GB each; "
+            f"a server that takes longer than {minutes:.0f} minutes to load them counts as hung"
+        )
+
+
+def _traffic(plan: JobPlan) -> Iterator[str]:
+    yield "Communication of one update: sent by the busiest GPU, and seconds at the link's stated rate"
+    if not plan.traffic:
+        yield "  none"
+        return
+    rows = [["", "GB", "s", "over"]]
+    rows += [[t.name, f"{t.sent / GB:,.1f}", f"{t.seconds:,.1f}", t.link] for t in plan.traffic]
+    yield from _aligned(rows)
+
+
+def _speed(plan: JobPlan) -> Iterator[str]:
+    job, s = plan.job, plan.speed
+    yield (
+        f"FLOPs per token: {s.flops_per_token / 1e9:,.1f} G for a training pass in sequences of "
+        f"{job.typical_length:,.0f} tokens ({s.flops_per_token_longest / 1e9:,.1f} G at "
+        f"{job.run.longest_sequence:,}); {s.executed_per_token / 1e9:,.1f} G executed"
+    )
+    yield (
+        f"At {job.options.mfu:.0%} of {job.gpu.peak / 1e12:,.0f} TFLOP/s in matrices, "
+        f"{job.options.attention_mfu:.0%} in attention: "
+        f"{s.tokens_per_second:,.0f} tokens/s/GPU, {s.idle:.0%} idle, {s.model_utilization:.0%} model FLOPs"
+    )
+    yield (
+        f"An update of {s.micro_batches} packs a replica: {s.update_seconds:,.0f} s, of which "
+        f"{s.forward_seconds:,.0f} s forward only; {job.updates} a step: {plan.train_seconds:,.0f} s"
+    )
+    if host := plan.host_update:
+        yield (
+            f"  and {host.seconds:,.1f} s to step {host.elements / 1e9:,.2f} B elements a GPU on the host: "
+            f"AdamW {host.step_seconds:,.1f} s, beside it gradients {host.fetch_seconds:,.1f} s and weights "
+            f"{host.send_seconds:,.1f} s over PCIe"
+        )
+    if swapping := reference_seconds(job):
+        yield (
+            f"  of it {swapping:,.1f} s in which the frozen reference and the policy swap places; the "
+            f"reference takes {reference_bytes(job) / GB:,.1f} GB of host memory a GPU"
+        )
+
+
+def _engines(plan: JobPlan) -> Iterator[str]:
+    e, size = plan.engines, plan.job.run.rollout.sglang.tensor
+    longest = plan.job.run.longest_sequence
+    yield (
+        f"Engines: {e.count} of {size} GPUs; a GPU holds {e.weights / GB:.1f} GB of weights "
+        f"and {e.cache / GB:.1f} GB of KV cache"
+    )
+    yield (
+        f"  {e.cache_per_token / 1024:,.0f} KiB a token: an engine holds {e.longest_sequences} sequences of "
+        f"{longest:,} tokens, or runs {e.running:,.0f} at the assumed lengths"
+    )
+    yield (
+        f"Estimate of sampling: {e.tokens_per_second:,.0f} tokens/s at full batches, {e.step_seconds:,.0f} s "
+        f"for {plan.job.responses} responses of {plan.job.mean_response:,.0f} tokens"
+    )
+    yield (
+        f"  until the last one ends {e.rollout_seconds:,.0f} s ({e.cut_share:.0%} reach "
+        f"{plan.job.run.rollout.max_response_tokens:,} tokens); one alone takes {e.longest_seconds:,.0f} s"
+    )
+
+
+def _comparison(plan: JobPlan, others: Sequence[JobPlan]) -> Iterator[str]:
+    yield f"Fastest layouts of {plan.job.gpus} GPUs that fit, by tokens/s/GPU with no communication hidden"
+    rows = [["layout", "recompute", "UPDATE", "SAVE", "idle", "tokens/s/GPU", "links s", "not hidden"]]
+    for other in others:
+        peaks = [max(getattr(m, name) for m in other.stages) / GB for name in ("training", "saving")]
+        s = other.speed
+        rows.append(
+            [
+                layout_name(other.job),
+                other.job.run.batch.recompute,
+                *(f"{peak:.1f}" for peak in peaks),
+                f"{s.idle:.0%}",
+                f"{s.tokens_per_second:,.0f}",
+                f"{s.link_seconds:,.1f}",
+                f"{1 / other.cost:,.0f}",
+            ]
+        )
+    yield from _aligned(rows, left=2)
+
+
+def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
+    if plan.verdict.fits:
+        return
+    yield "DOES NOT FIT"
+    yield from (f"  {line}" for line in plan.verdict.problems)
+    for change in advice:
+        same = change.gpus == plan.job.gpus
+        title = f"Smallest change on these {change.gpus} GPUs" if same else "Smallest change"
+        yield f"{title}: {' '.join(change.flags)}" + ("" if same else f"  (takes {change.gpus} GPUs)")
+    if plan.verdict.memory and not advice:
+        yield "No change of layout, recomputation or pack length within reach fits; use larger GPUs."
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
+    """Columns padded to their widest cell; the first ``left`` ones flush left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def rehearsal_text(results: Sequence[RankResult], job: Job, notes: Sequence[str] = ()) -> str:
+    """The whole page of a rehearsal. ``notes`` are lines of the verdict beside the limits of memory."""
+    first = results[0]
+    title = (
+        f"{job.run.name}: {layout_name(job)}, {job.gpus} GPUs ({job.gpu.name}), layers: {first.layers}, "
+        f"{first.packs} pack{'s' * (first.packs > 1)} of {job.run.batch.pack_tokens:,} tokens an update"
+    )
+    sections = [[title], *(_rank(result, job) for result in results), _rehearsal_verdict(results, job, notes)]
+    return "\n\n".join("\n".join(section) for section in sections) + "\n"
+
+
+def _rank(result: RankResult, job: Job) -> list[str]:
+    place = ", ".join(f"{name} {number}" for name, number in result.place.items())
+    seconds = sum(result.seconds.values())
+    head = f"== rank {result.rank} of {job.gpus}: {place} ({result.kernels:,} kernels in {seconds:.0f} s)"
+    if result.error:
+        return [head, f"FAILS in {result.error}"]
+    blocks = [
+        _rank_memory(result, job),
+        _largest(result),
+        _flops(result, job),
+        _collectives(result),
+        _waits(result),
+    ]
+    return [head, *(line for block in blocks for line in ("", *block))]
+
+
+def _rank_memory(result: RankResult, job: Job) -> Iterator[str]:
+    header = "".join(f"{kind:>14}" for kind in _KINDS)
+    yield f"{'peak memory of the GPU, GB':28}{'total':>9}{'+ reserve':>11}{header}{'host':>9}"
+    for phase, peak in result.gpu.items():
+        kinds = "".join(f"{peak.kinds.get(kind, 0) / GB:14.2f}" for kind in _KINDS)
+        host = result.host[phase].size / GB
+        need = needed(result, phase, job) / GB
+        yield (f"  {phase:26}{peak.size / GB:9.2f}{need:11.2f}{kinds}{host:9.2f}")
+    if SAMPLE in result.gpu:
+        stage = result.place["stage"]
+        kept, all_of_it = (server_bytes(job, stage, phase) / GB for phase in (UPDATE, SAMPLE))
+        copies = result.host[SAMPLE].kinds.get(OFFLOADED, 0) / GB
+        yield (
+            f"while engines sample {result.gpu[SAMPLE].size / GB:.2f} GB of the policy stay on the GPU, and "
+            f"{copies:.2f} GB are in host memory; the column + reserve has"
+        )
+        yield f"{kept:.2f} GB more that colocated servers keep, in their own turn {all_of_it:.2f} GB"
+
+
+def _largest(result: RankResult) -> Iterator[str]:
+    yield f"the largest tensors at the peak, in {result.peak_phase}"
+    for one in result.largest:
+        count = f"{one.count} x " if one.count > 1 else ""
+        shape = f"{count}{list(one.shape)} {one.dtype}"
+        yield f"  {one.size / GB:8.2f} GB  {shape:42} {one.kind:14} {one.module or '-'}  {one.line}"
+
+
+def _flops(result: RankResult, job: Job) -> Iterator[str]:
+    model = model_flops(result, job)
+    yield f"FLOPs; 6 N D is {model / 1e12:.1f} TFLOP a GPU"
+    for phase, flops in result.flops.items():
+        yield f"  {phase:26}{flops / 1e12:9.1f} TFLOP  {flops / model:6.2f} of 6 N D"
+
+
+def _collectives(result: RankResult) -> Iterator[str]:
+    yield "collectives by phase and group: calls, bytes of the whole message"
+    for row in collectives(result):
+        if row["ranks"] > 1 and not row["phase"].endswith(" 1"):  # the second update is like the first
+            group = f"{row['group']} of {row['ranks']}"
+            yield f"  {row['phase']:20}{group:16}{row['op']:16}{row['count']:8,}{row['gb']:12.3f} GB"
+
+
+def _waits(result: RankResult) -> Iterator[str]:
+    found = Counter[tuple[str, str]]()
+    for wait, count in result.update_waits().items():
+        found[wait.line, wait.what] += count
+    yield f"the host waits for the GPU {found.total():,} times in an update with its search"
+    for (line, what), count in found.most_common(_MOST_LINES):
+        yield f"  {count:8,}  {what:20}{line}"
+    if len(found) > _MOST_LINES:
+        yield f"  and {len(found) - _MOST_LINES} more lines (--json has them)"
+
+
+def _rehearsal_verdict(results: Sequence[RankResult], job: Job, notes: Sequence[str]) -> list[str]:
+    host = f"a node's host: {node_bytes(results, job) / GB:.0f} GB at most, in a save or a load"
+    problems = rehearsal_verdict(results, job, notes).problems
+    return [host, *(f"DOES NOT FIT: {line}" for line in problems)] if problems else [host, "FITS"]

@@ -1,0 +1,160 @@
+"""Checkpoint save and load of a rehearsal: the save up to the fork of its writer, the load without files.
+
+They patch the policy's and megatron's checkpoint modules for the whole process.
+
+Which shards this rank writes depends on its DP x CP peers. They hold the same weights, and each the optimizer
+state of the parameters that it owns. Megatron gathers the list of each rank's shards and assigns each shard
+to one of its holders. The lists follow from the placement of the parameters, which every rank knows. Used by
+``rank.py``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.default_planner as planner
+from megatron.core.dist_checkpointing import validation
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+from bapo_megatron.policy import checkpoint
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.state import optimizer_state
+from bapo_megatron.policy.state.optimizer_state import (
+    STATES,
+    placements,
+    shard_of_state,
+    shards_of_parameters,
+)
+from bapo_megatron.policy.state.stored_checkpoint import StoredCheckpoint
+from checkpoints_tools.formats.distcp import Metadata
+
+
+class _StagedSave:
+    """Stand-in for ``BackgroundSave``: the copies to the host that precede the fork, and no fork."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.staged = request.preload_fn() if request.preload_fn is not None else None
+
+
+def rehearse_save(policy: MegatronPolicy) -> Any:
+    """Save of a rehearsed rank: ``staged_save`` on fake process groups, where no peers check or share the
+    work."""
+    # Rank 0 checks the plans of all ranks against each other; its peers' are copies of its own here.
+    for check in ("_validate_sharding_for_key", "_validate_objects_for_key"):
+        setattr(validation, check, lambda *_args, **_kwargs: None)
+    planner._validate_global_plan = lambda *_args, **_kwargs: []
+    with peer_shard_lists():
+        return staged_save(policy)
+
+
+def staged_save(policy: MegatronPolicy) -> Any:
+    """``policy.save`` up to the fork of its writer. Returns the host copies that the writer would hold."""
+    module: Any = checkpoint
+    module.BackgroundSave = _StagedSave
+    with tempfile.TemporaryDirectory() as folder:
+        return policy.save(Path(folder))
+
+
+def rehearse_load(policy: MegatronPolicy) -> None:
+    """``policy.load`` from an imaginary checkpoint that has every requested tensor."""
+    module: Any = checkpoint
+    module.dist_checkpointing.load = _return_placeholders
+    module._opened = lambda path: StoredCheckpoint(path, Metadata({}, {}), {})
+    policy.load(Path("/nowhere"), version=2)
+
+
+def _return_placeholders(state: Any, *_: Any, strict: Any = None, **__: Any) -> Any:
+    """Stand-in for ``dist_checkpointing.load``: the state dict with each placeholder replaced by its target.
+
+    With ``strict`` also the missing and the unexpected keys: none.
+    """
+    factories, _rest = extract_matching_values(
+        state, lambda one: isinstance(one, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    apply_factories(state)
+    dict_list_map_inplace(_target_tensor, state)
+    found = apply_factory_merges(state, factories)
+    return found if strict is None else (found, set(), set())
+
+
+def _target_tensor(value: Any) -> Any:
+    if isinstance(value, LocalNonpersistentObject):
+        return value.unwrap()
+    return value.data if isinstance(value, ShardedTensor | ShardedObject) else value
+
+
+@contextmanager
+def peer_shard_lists() -> Iterator[None]:
+    """Context manager under which a save is distributed over DP x CP as in a run with all ranks."""
+    owned: dict[int, list[ShardedTensor]] = defaultdict(list)
+    own_state, determine, gather = (
+        optimizer_state._sharded_state,
+        fully_parallel.determine_main_replica_uniform_distribution,
+        dist.all_gather_object,
+    )
+
+    def sharded_state(optimizer: Any, model_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        for owner, shards in _states_by_owner(optimizer, model_state).items():
+            owned[owner] += shards
+        return own_state(optimizer, model_state, *args, **kwargs)
+
+    def gather_lists(object_list: Any, obj: Any, group: Any = None) -> Any:
+        weights = [shard for shard in obj if not shard.key.startswith("optimizer.state.")]
+        for rank in range(len(object_list)):
+            object_list[rank] = [replace(one, replica_id=(*one.replica_id[:-1], rank)) for one in weights]
+            object_list[rank] += owned[rank]
+        object_list[group.rank()] = obj
+
+    def with_peers(*args: Any, **kwargs: Any) -> Any:
+        dist.all_gather_object = gather_lists
+        try:
+            return determine(*args, **kwargs)
+        finally:
+            dist.all_gather_object = gather
+
+    optimizer_state._sharded_state = sharded_state
+    fully_parallel.determine_main_replica_uniform_distribution = with_peers
+    try:
+        yield
+    finally:
+        optimizer_state._sharded_state = own_state
+        fully_parallel.determine_main_replica_uniform_distribution = determine
+
+
+def _states_by_owner(optimizer: Any, model_state: dict[str, Any]) -> dict[int, list[ShardedTensor]]:
+    """Optimizer shards by owner, a rank of DP x CP; without values."""
+    shards = shards_of_parameters(model_state)
+    found: dict[int, dict[str, Any]] = defaultdict(dict)
+    for placement in placements(optimizer):
+        nothing = torch.empty(()).expand(placement.parameter.shape)
+        for name in STATES:
+            shard = shard_of_state(shards[placement.parameter], name, nothing, 0)
+            found[placement.owner][f"{placement.number} {name}"] = shard
+    for state in found.values():
+        apply_factories(state)
+    return {
+        owner: [one.without_data() for one in nested_values(state) if isinstance(one, ShardedTensor)]
+        for owner, state in found.items()
+    }

@@ -1,0 +1,254 @@
+"""Fake CUDA device: torch behaves as on a GPU, on a machine without one and with a CPU build of torch.
+
+torch's FakeTensorMode makes tensors on ``cuda`` and finds mixed devices without CUDA, but autograd asks C++
+for a CUDA device guard, which a CPU build lacks. So Python sees ``cuda``, and C++ sees ``meta``, which has
+one. What C++ decides wrongly for that reason is repaired by ``CudaFunctions``; what it wants to make on
+``meta`` is made on ``cuda`` (``Meter``). ``install`` changes torch for the whole process: call it in a
+process that does nothing else. Used by ``meter.py``, ``planning/rehearsal/layers.py`` and
+``planning/rehearsal/rank.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+META, CUDA = torch.device("meta"), torch.device("cuda", 0)
+_GPUS_PER_NODE = 8
+_HOPPER = (9, 0)
+_TYPES = {
+    torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half", torch.float64: "Double",
+    torch.int64: "Long", torch.int32: "Int", torch.uint8: "Byte", torch.bool: "Bool",
+}  # fmt: skip
+
+
+def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
+    """Pretend that this process has a GPU. Returns the function mode under which the program must run.
+
+    ``on_synchronize`` is called where the program waits for the device or a stream by name.
+    """
+    answer_queries(on_synchronize)
+    _show_cuda_to_python()
+    _install_swiglu()
+    functions = CudaFunctions()
+    _enter_in_backward(functions)
+    return functions
+
+
+def answer_queries(on_synchronize: Callable[[], None]) -> None:
+    """Replace torch.cuda's queries by those of one fake GPU; ``on_synchronize`` as in ``install``."""
+
+    def wait(*_: Any) -> None:
+        on_synchronize()
+
+    class Stream(_Stream):
+        synchronize = staticmethod(wait)
+
+    class Event(_Event):
+        synchronize = staticmethod(wait)
+
+    stream = Stream()
+    properties = SimpleNamespace(
+        name="fake H100", major=9, minor=0, total_memory=80 * 10**9, multi_processor_count=132
+    )
+    answers: dict[str, Any] = {
+        "is_available": True, "is_initialized": True, "device_count": _GPUS_PER_NODE,
+        "current_device": 0, "set_device": None, "current_stream": stream, "default_stream": stream,
+        "set_stream": None, "empty_cache": None, "memory_allocated": 0, "max_memory_allocated": 0,
+        "memory_reserved": 0, "reset_peak_memory_stats": None, "get_device_capability": _HOPPER,
+        "get_device_name": properties.name, "get_device_properties": properties, "is_bf16_supported": True,
+        "set_rng_state": None, "manual_seed": None, "manual_seed_all": None, "_lazy_init": None,
+        "_lazy_call": None, "is_current_stream_capturing": False,
+    }  # fmt: skip
+    cuda: Any = torch.cuda
+    for name, answer in answers.items():
+        setattr(cuda, name, lambda *_args, _answer=answer, **_kwargs: _answer)
+    cuda.get_rng_state = lambda *_args, **_kwargs: torch.empty(0, dtype=torch.uint8)
+    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.synchronize, cuda.Stream, cuda.Event = wait, Stream, Event
+    for name in ("stream", "device"):
+        setattr(cuda, name, lambda *_args, **_kwargs: contextlib.nullcontext())
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_args: 0
+
+
+class _Stream:
+    """Fake CUDA stream, on which nothing runs."""
+
+    cuda_stream = 0
+    device = CUDA
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Event:
+        return torch.cuda.Event()  # type: ignore[return-value]
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class _Event:
+    """Fake CUDA event, which is complete at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _other: Any) -> float:
+        return 1.0
+
+
+def _show_cuda_to_python() -> None:
+    """Device of a fake GPU tensor: ``meta`` for C++, ``cuda`` for Python."""
+    handlers: dict[Any, Any] = fake_tensor._DISPATCH_META_HANDLERS
+    plain = handlers[torch.ops.prim.device.default]
+
+    def device(args: Any) -> torch.device:
+        found: torch.device = plain(args)
+        return META if found.type == "cuda" else found
+
+    handlers[torch.ops.prim.device.default] = device
+    cls: Any = FakeTensor
+    cls.is_cuda = property(lambda self: self.fake_device.type == "cuda")
+    cls.is_cpu = property(lambda self: self.fake_device.type == "cpu")
+    cls.is_meta = property(lambda self: self.fake_mode.in_kernel_invocation)
+    # torch.cuda.is_available() says yes; torch must not try to copy constants to a device.
+    mode: Any = fake_tensor.FakeTensorMode
+    mode.avoid_device_init = property(lambda _self: True)
+
+
+def _enter_in_backward(functions: CudaFunctions) -> None:
+    """Keep the function mode active in backward passes: torch disables it for them."""
+    autograd: Any = torch.autograd
+    plain = autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with functions:
+            return plain(*args, **kwargs)
+
+    autograd._engine_run_backward = run
+
+
+class CudaFunctions(TorchFunctionMode):
+    """Function mode that corrects what C++ would get wrong for a tensor on the fake GPU.
+
+    ``install`` makes it; the rank's program runs under it.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if _is_index(named.get("device")):
+            named["device"] = torch.device("cuda", named["device"])
+        if named.get("pin_memory"):
+            named["pin_memory"] = False
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.cuda:
+            return _to(args[0], CUDA, non_blocking=bool(named.get("non_blocking")))
+        if func is torch.Tensor.to:
+            return _to_anywhere(args[0], *args[1:], **named)
+        if func is torch.Tensor.type and len(args) == 1 and not named:
+            return f"torch.{'cuda.' if args[0].is_cuda else ''}{_TYPES[args[0].dtype]}Tensor"
+        if func in (torch.rms_norm, torch.nn.functional.rms_norm):
+            return _rms_norm(func, *args, **named)
+        return func(*args, **named)
+
+
+def _is_index(device: Any) -> bool:
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _to_anywhere(tensor: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """``Tensor.to`` in all its signatures, by ``_to``."""
+    device, dtype = named.pop("device", None), named.pop("dtype", None)
+    flags = ["non_blocking", "copy"]
+    for value in rest:
+        if isinstance(value, Tensor):
+            device, dtype = value.device, value.dtype
+        elif isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, bool):
+            named[flags.pop(0)] = value
+        elif value is not None:
+            device = torch.device("cuda", value) if _is_index(value) else value
+    return _to(tensor, device, dtype, **named)
+
+
+def _to(tensor: Tensor, device: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """``Tensor.to``, where C++ would copy a tensor to the device that it is on already."""
+    target = torch.device(device) if device is not None else tensor.device
+    if target.type == "cuda":
+        target = CUDA
+    dtype = dtype or tensor.dtype
+    if target == tensor.device and dtype == tensor.dtype and not options.get("copy"):
+        return tensor
+    copied: Tensor = torch.ops.aten._to_copy.default(
+        tensor,
+        dtype=dtype,
+        device=target,
+        non_blocking=bool(options.get("non_blocking")),
+        memory_format=options.get("memory_format"),
+    )
+    return copied
+
+
+def _install_swiglu() -> None:
+    """Replace megatron's compiled SwiGLU, forward and backward, by the allocation of its outputs.
+
+    Run eagerly, as on a CPU, it and RMSNorm would allocate intermediates that a GPU never has.
+    """
+    # Not before Transformer Engine is installed, which megatron looks for when it is imported.
+    import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
+
+    megatron_swiglu.swiglu = lambda y: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+    megatron_swiglu.swiglu_back = lambda _gradient, y: torch.empty_like(y)
+
+
+def _rms_norm(
+    func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    """torch's fused RMSNorm on CUDA: it saves its input and one number a row."""
+    if not x.is_cuda or weight is None:
+        return func(x, shape, weight, eps)
+    return _FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        if x.device != weight.device:
+            raise RuntimeError(f"rms_norm: tensors on {x.device} and {weight.device}")
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

@@ -1,0 +1,153 @@
+"""Allocation ledger: every allocation and release of a rank's memory in order, and the peak of each phase.
+
+A block is one storage; all views of it are one block. It is released with its storage, as in CUDA's caching
+allocator. Used by ``meter.py``, ``planning/rehearsal/kinds.py`` and ``planning/rehearsal/rank.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+_SMALLEST = 512
+"""Bytes that CUDA's caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One allocated storage (block): its size in bytes, its origin in the program, and its kind of memory."""
+
+    size: int
+    device: str
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    """The kernel that made it."""
+    module: str
+    """The class of the innermost module whose forward pass, or node whose backward pass, was running."""
+    line: str
+    """Line of the program that called the kernel; of large blocks only."""
+    phase: str
+    kind: str = ""
+    """weights, gradients, optimizer; empty for temporary memory."""
+    saved: bool = False
+    """Whether autograd has kept it for a backward pass."""
+    communicated: bool = False
+    """Whether a collective has written or sent it."""
+
+
+class Ledger:
+    """Log of allocations and releases of storages, filled by the meter; ``peak`` replays it for one phase.
+
+    Releases are seen by weak references, so a garbage collection decides when memory of a cycle is free.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.windows: dict[str, tuple[int, int]] = {}
+        """First event of each phase, and the one after its last."""
+        self._events: list[int] = []  # number + 1 of a block that appears, minus that of one that dies
+        self._numbers: dict[int, int] = {}  # address of a StorageImpl to its block
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._emptied: set[int] = set()
+        """Numbers of the blocks whose storage has no memory just now."""
+
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        """The block that ``tensor`` is a view of, if it is known."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if number is None else self.blocks[number]
+
+    def add(self, tensor: torch.Tensor, op: str, module: str, line: str, phase: str) -> Block:
+        """Record the allocation of a tensor's storage; a known storage is left as it is."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._numbers:
+            return self.blocks[self._numbers[address]]
+        number = len(self.blocks)
+        device = tensor.device.type
+        unit = _SMALLEST if device == "cuda" else 1
+        size = -(-storage.nbytes() // unit) * unit
+        block = Block(size, device, tuple(tensor.shape), str(tensor.dtype)[6:], op, module, line, phase)
+        self.blocks.append(block)
+        self._numbers[address] = number
+        self._events.append(number + 1)
+
+        def died(_: object) -> None:
+            if self._numbers.get(address) == number:
+                del self._numbers[address]
+            del self._references[number]
+            if number not in self._emptied:
+                self._events.append(-number - 1)
+
+        self._references[number] = weakref.ref(storage, died)
+        return block
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record the release or the re-allocation of a storage's memory by ``resize_``."""
+        number = self._numbers.get(storage._cdata)
+        if number is None or (storage.nbytes() == 0) == (number in self._emptied):
+            return
+        if storage.nbytes() == 0:
+            self._emptied.add(number)
+            self._events.append(-number - 1)
+        else:
+            self._emptied.remove(number)
+            self._events.append(number + 1)
+
+    @contextmanager
+    def window(self, name: str) -> Iterator[None]:
+        """Context manager of the phase ``name``."""
+        start = len(self._events)
+        try:
+            yield
+        finally:
+            self.windows[name] = (start, len(self._events))
+
+    def peak(self, phase: str, device: str) -> tuple[int, list[Block]]:
+        """Peak bytes of a device in ``phase``, and the blocks that were allocated then."""
+        start, end = self.windows[phase]
+        alive = self._replay(start)
+        live = best = sum(self.blocks[number].size for number in alive if self._is_on(number, device))
+        at = start
+        for index in range(start, end):
+            number = abs(self._events[index]) - 1
+            if self._is_on(number, device):
+                live += self.blocks[number].size if self._events[index] > 0 else -self.blocks[number].size
+                if live > best:
+                    best, at = live, index + 1
+        return best, [self.blocks[number] for number in self._replay(at) if self._is_on(number, device)]
+
+    def _is_on(self, number: int, device: str) -> bool:
+        return self.blocks[number].device == device
+
+    def _replay(self, events: int) -> set[int]:
+        """Numbers of the blocks that are allocated after the first ``events`` events."""
+        alive: set[int] = set()
+        for event in self._events[:events]:
+            if event > 0:
+                alive.add(event - 1)
+            else:
+                alive.remove(-event - 1)
+        return alive
+
+
+def sizes_by_kind(blocks: list[Block]) -> Counter[str]:
+    """Bytes of blocks by kind: weights, gradients, optimizer, activations, communication, temporary."""
+    found: Counter[str] = Counter()
+    for block in blocks:
+        found[kind_of(block)] += block.size
+    return found
+
+
+def kind_of(block: Block) -> str:
+    """Kind of memory of a block; "passing" is temporary memory."""
+    if block.kind:
+        return block.kind
+    if block.saved:
+        return "activations"
+    return "communication" if block.communicated else "passing"

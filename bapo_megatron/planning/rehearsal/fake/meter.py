@@ -1,0 +1,239 @@
+"""Dispatch-mode meter: records storages, FLOPs, collectives and host waits of every kernel call of a rank.
+
+Three modes lie between the program and the kernels, outermost first: ``CudaFunctions`` (corrections for the
+fake GPU), the ``Meter``, and torch's FakeTensorMode (shapes, types and devices, no memory or arithmetic).
+Used by ``planning/rehearsal/rank.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    _DISPATCH_META_HANDLERS,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bapo_megatron.planning.rehearsal.fake.collectives import Collectives
+from bapo_megatron.planning.rehearsal.fake.cuda_device import CUDA, META
+from bapo_megatron.planning.rehearsal.fake.flops import FlopMeter
+from bapo_megatron.planning.rehearsal.fake.ledger import Ledger
+from bapo_megatron.planning.rehearsal.fake.shapes import ShapesFromValues
+from bapo_megatron.planning.rehearsal.fake.values import guess, known, propagate
+from bapo_megatron.planning.rehearsal.fake.waits import HostWaits, program_line
+
+aten = torch.ops.aten
+_LARGE = 1 << 20
+"""Least bytes of a block for which its line in the program is recorded."""
+_CHECKED = {"aten", "prims", "prim"}
+"""Namespaces whose fake kernels find mixed devices by themselves."""
+_COPIES = {aten._to_copy.default, aten.copy_.default}
+_PRODUCTS = {aten.mm, aten.addmm}
+_OUTPUT_LAYER = "bapo_megatron/policy/output_head.py"
+
+
+class Meter(TorchDispatchMode):
+    """The meter of one rank: a dispatch mode (context manager) that sees every kernel call of the rank's
+    program.
+
+    ``cuda`` says whether the rank's device is the fake GPU. RuntimeError for tensors on mixed devices, as on
+    a GPU.
+    """
+
+    def __init__(self, fake: FakeTensorMode, group_names: Mapping[str, str], cuda: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger, self.flops, self.waits = Ledger(), FlopMeter(), HostWaits()
+        self.collectives = Collectives(group_names, lambda tensor, op: self._book(tensor, op))
+        self.flops_of: Counter[str] = Counter()
+        """FLOPs of each phase."""
+        self.kernels = 0
+        self.phase = ""
+        self.modules: list[str] = []
+        """Classes of the modules whose forward pass is running."""
+        self.vocabulary = 0
+        """Columns of this rank's logits."""
+        self._fake, self._cuda = fake, cuda
+        self._shapes = ShapesFromValues(self._read_shape)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be wrapped for torch.compile, which a rehearsal turns off: that costs a call in ten."""
+        return False
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Context manager of a phase; phases may be nested."""
+        outer, self.phase = self.phase, phase
+        with self.ledger.window(phase):
+            try:
+                yield
+            finally:
+                self.phase = outer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.kernels += 1
+        # A question of C++ about a tensor (half of all calls: its device) is answered as the fake mode would.
+        handler = _DISPATCH_META_HANDLERS.get(func)
+        if handler is not None:
+            return handler(args)  # type: ignore[no-untyped-call]
+        named = dict(kwargs or {})
+        if func.namespace == "c10d":
+            out = self.collectives.answer(func, args, self.phase)
+            self._mark_communicated(args)
+            return out
+        if self._cuda and named.get("device") == META:
+            named["device"] = CUDA  # C++ saw a meta tensor and asked for another
+        if named.get("pin_memory"):
+            named["pin_memory"] = False
+        if func.namespace not in _CHECKED:
+            _check_devices(func.name(), args, named)
+        if func is aten._local_scalar_dense.default:
+            value = self.value_of(args[0], "item")
+            with unset_fake_temporarily():
+                return value.item()
+        if func is aten.equal.default:
+            return self._equal(args[0], args[1])
+        if func is aten.is_pinned.default:
+            return False
+        if func is aten._pin_memory.default:
+            return args[0]
+        out = self._shapes.answer(func, args, named)
+        if out is None:
+            out = func(*args, **named)
+            propagate(func, args, named, out)
+        self._count(func, args, named, out)
+        return out
+
+    def value_of(self, tensor: Tensor, what: str) -> Tensor:
+        """Values that the host reads from a tensor, known or guessed. A read from the GPU is a wait."""
+        if tensor.device.type == "cuda":
+            self.waits.wait(self.phase, what)
+        value = known(tensor)
+        if value is None:
+            self.waits.guess(self.phase, what)
+            value = guess(tensor)
+        with unset_fake_temporarily():
+            return value.detach()
+
+    def see_te_kernel(self, name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
+        """Record a call of Transformer Engine's compiled part, which bypasses torch's dispatcher."""
+        _check_devices(name, args, named)
+        flops = self.flops.count_te(name, args)
+        if flops:
+            self.flops_of[self.phase] += flops
+
+    def _count(self, func: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
+        if func in _COPIES:
+            self._copy(func, args, named, out)
+        if func._overloadpacket in _PRODUCTS:
+            self._check_logits(out)
+        flops = self.flops.count(func, args, named, out)
+        if flops:
+            self.flops_of[self.phase] += flops
+        for leaf in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(leaf, Tensor):
+                self._book(leaf, func.name())
+            elif isinstance(leaf, list):
+                for tensor in leaf:
+                    self._book(tensor, func.name())
+
+    def _book(self, tensor: Tensor, op: str) -> None:
+        if tensor.layout is not torch.strided or self.ledger.block(tensor) is not None:
+            return
+        line = program_line() if tensor.untyped_storage().nbytes() >= _LARGE else ""
+        self.ledger.add(tensor, op, self._module(), line, self.phase)
+
+    def _module(self) -> str:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            return f"backward of {node.name().removesuffix('Backward').removesuffix('Backward0')}"
+        return self.modules[-1] if self.modules else ""
+
+    def _check_logits(self, product: Tensor) -> None:
+        """Check that logits are float32 from the matmul on, as the servers' are; else RuntimeError."""
+        is_logits = product.size(-1) == self.vocabulary and program_line().startswith(_OUTPUT_LAYER)
+        if is_logits and product.dtype != torch.float32:
+            raise RuntimeError(f"the output layer's matmul gives logits of {product.dtype}, not float32")
+
+    def _copy(self, func: Any, args: Sequence[Any], named: Mapping[str, Any], out: Tensor) -> None:
+        """Count the host wait of a blocking copy between the host and the GPU."""
+        source, target = (args[0], out) if func is aten._to_copy.default else (args[1], args[0])
+        waits = not (named.get("non_blocking") or (len(args) > 2 and args[2]))
+        if waits and source.device.type != target.device.type:
+            self.waits.wait(
+                self.phase, "copy to the host" if target.device.type == "cpu" else "copy to the GPU"
+            )
+
+    def _mark_communicated(self, args: Sequence[Any]) -> None:
+        for leaf in tree_leaves(list(args[:2])):
+            if isinstance(leaf, Tensor):
+                self._book(leaf, "collective")
+                block = self.ledger.block(leaf)
+                if block is not None:
+                    block.communicated = True
+
+    def _read_shape(self, tensor: Tensor, what: str) -> None:
+        if tensor.device.type == "cuda":
+            self.waits.wait(self.phase, what)
+        if known(tensor) is None:
+            self.waits.guess(self.phase, what)
+
+    def _equal(self, left: Tensor, right: Tensor) -> bool:
+        on_gpu = left if left.device.type == "cuda" else right
+        self._read_shape(on_gpu, "equal")
+        a, b = known(left), known(right)
+        if a is None or b is None:
+            return True
+        with unset_fake_temporarily():
+            return bool(torch.equal(a, b))
+
+
+def answer_reads(meter: Meter) -> None:
+    """Patch ``tolist`` and ``numpy`` of fake tensors: each is one read of all values."""
+
+    def read(tensor: Tensor, what: str) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return meter.value_of(tensor, what)
+
+    def numpy(tensor: Tensor, **_: Any) -> Any:
+        if tensor.device.type == "cuda":
+            raise TypeError(f"numpy: a tensor of shape {list(tensor.shape)} is on the GPU; use .cpu() first")
+        with unset_fake_temporarily():
+            return read(tensor, "numpy").numpy()
+
+    def tolist(tensor: Tensor) -> Any:
+        with unset_fake_temporarily():
+            return read(tensor, "tolist").tolist()
+
+    cls: Any = FakeTensor
+    cls.tolist, cls.numpy = tolist, numpy
+
+
+def watch_sizes(meter: Meter) -> None:
+    """Patch ``UntypedStorage.resize_``: the ledger learns of storages that are released or re-allocated."""
+    storages: Any = torch.UntypedStorage
+    plain = storages.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        plain(storage, size)
+        meter.ledger.resized(storage)
+        return storage
+
+    storages.resize_ = resize
+
+
+def _check_devices(name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
+    devices = {leaf.device for leaf in tree_leaves((list(args), named)) if isinstance(leaf, Tensor)}
+    if len(devices) > 1:
+        raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(map(str, devices)))}")

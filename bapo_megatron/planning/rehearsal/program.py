@@ -1,0 +1,175 @@
+"""Program of one rank, a method for each phase: build, update, weight sync, save, sampling, load.
+
+The caller orders and measures the phases. The rehearsal runs them on fake tensors; on a real device they give
+the figures that test the rehearsal. Packs are synthetic: the recipe's longest sequences, and one that fills
+the rest, of random token ids that are equal at each call. Used by ``rank.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import numpy as np
+import torch.distributed as dist
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.reader import TensorReader
+from bapo_megatron.planning.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.rollout.weight_sync.buckets import Buckets
+from bapo_megatron.rollout.weight_sync.handles import shareable
+from bapo_megatron.tensor_types import MicroBatch
+from bapo_megatron.trainer.build import build_policy
+from bapo_megatron.trainer.update_loss import UpdateLoss
+from bapo_megatron.types import PackLayout
+
+_SHORTEST = 256
+"""Tokens below which the rest of a pack gets no sequence of its own."""
+
+
+class RankProgram:
+    """Phases of one rank, as methods, of which ``build`` comes first; process groups must exist.
+
+    ``phase`` makes the context manager of a phase from its name, in which the caller measures.
+    """
+
+    def __init__(self, config: RunConfig, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._config, self._phase = config, phase
+        self.policy: MegatronPolicy
+
+    def build(self, reader: TensorReader) -> None:
+        """Build the policy with the weights of ``reader``, and the frozen reference of the same shape."""
+        with self._phase("build"):
+            self.policy = build_policy(self._config, reader)
+        if self._config.algorithm.reference_kl.enabled:
+            with self._phase("load reference"):
+                self.policy.load_reference(self._config.model.hf_path, reader)
+
+    def packs(self, number: int) -> list[MicroBatch]:
+        """The packs of an update, on the host."""
+        vocabulary = read_model_shape(self._config.model.hf_path).vocab
+        return full_packs(self._config, self.policy.pack_layout, vocabulary, number)
+
+    def update(self, packs: list[MicroBatch], number: int) -> None:
+        """Run update ``number``: log-probs of pi_old and of the reference (once), search, optimizer step."""
+        algorithm = self._config.algorithm
+        update_loss = UpdateLoss(algorithm, self._config.batch.hold_forwards, self._config.data.source_names)
+        if algorithm.old_log_probs == "trainer" and number == 1:
+            with self._phase("old log-probs"):
+                self.policy.log_probs(packs, trained_only=True)
+        if algorithm.reference_kl.enabled and number == 1:
+            with self._phase("reference log-probs"):
+                self.policy.reference_log_probs(packs)
+        with self._phase(f"{SEARCH} {number}"):
+            loss, _ = update_loss.loss(self.policy, packs, on_policy=False)
+        with self._phase(f"{UPDATE} {number}"):
+            self.policy.update(packs, loss)
+        gc.collect()
+
+    def weight_sync(self) -> None:
+        """Weight sync: weights gathered within the first replica; on rank 0 the buckets of a broadcast."""
+        if self.policy.data_rank != 0:
+            self.policy.give_experts()
+            return
+        engine = self._config.rollout.engine_config
+        sends = dist.get_rank() == 0 and engine.sync == "broadcast"
+        with self._phase("weight sync"):
+            if not sends:
+                for _name, tensor in self.policy.hf_weights():
+                    del tensor
+                return
+            buckets = Buckets(int(engine.bucket_mb * 2**20), self.policy.device)
+            for bucket in buckets.cut(self.policy.hf_weights()):
+                del bucket
+            buckets.release()
+
+    def save(self, save: Callable[[MegatronPolicy], object]) -> object:
+        """Save a checkpoint by ``save``; its result."""
+        with self._phase("save"):
+            held = save(self.policy)
+        gc.collect()
+        return held
+
+    def sample(self) -> None:
+        """Colocated sampling: weight hand-over, offload of the policy, and its reload; else nothing."""
+        engine, offload = self._config.rollout.engine_config, self._config.parallel.offload
+        if not engine.colocated:
+            return
+        if engine.sync == "ipc":
+            self._hand_over_weights(int(engine.bucket_mb * 2**20), offload)
+        if offload:
+            with self._phase("offload"):
+                self.policy.offload()
+        with self._phase(SAMPLE):
+            pass
+        if offload:
+            with self._phase("reload"):
+                self.policy.reload()
+
+    def _hand_over_weights(self, bucket: int, offload: bool) -> None:
+        """Weight hand-over by IPC: buckets that colocated engines read, with all other state offloaded."""
+        if offload:
+            with self._phase("set aside"):
+                self.policy.offload(keep_weights=True)
+        device = self.policy.device
+        with self._phase(HAND_OVER):
+            buckets = Buckets(bucket, device, partial(shareable, device=device))
+            before = None
+            for one in buckets.cut(self.policy.hf_weights()):
+                before = one  # a server may still read it while the next one is made
+            del before, one
+            buckets.release()
+
+    def load(self, load: Callable[[MegatronPolicy], None]) -> None:
+        """Load a checkpoint by ``load``."""
+        with self._phase("load"):
+            load(self.policy)
+
+
+def message_shape(config: RunConfig, tokens: int, hidden: int) -> tuple[int, int, int]:
+    """Shape [tokens / CP / SP, 1, hidden] of a pipeline stage's message for a pack of ``tokens``."""
+    p = config.parallel
+    return (tokens // p.context // (p.tensor if p.sequence else 1), 1, hidden)
+
+
+def full_packs(config: RunConfig, layout: PackLayout, vocabulary: int, packs: int) -> list[MicroBatch]:
+    """``packs`` full packs of this rank: sequences of the longest length, and one that fills the rest.
+
+    All replicas have equal packs. Half of the advantages are negative. ValueError if the packing gives
+    another number of packs.
+    """
+    lengths = sequence_lengths(config, layout.document_multiple)
+    rng = np.random.default_rng(0)
+    samples = [
+        _sample(rng, length, config.data.max_prompt_tokens, vocabulary, sign=1.0 if number % 2 else -1.0)
+        for number in range(packs * layout.data_size)
+        for length in lengths
+    ]
+    found = pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, layout)
+    if len(found) != packs:
+        raise ValueError(f"{packs} packs of {lengths} tokens became {len(found)}")
+    return found
+
+
+def sequence_lengths(config: RunConfig, multiple: int) -> list[int]:
+    """Positions of each sequence of a full pack of ``batch.pack_tokens``."""
+    tokens = config.batch.pack_tokens
+    longest = min(config.longest_sequence, tokens) // multiple * multiple
+    number, rest = divmod(tokens, longest)
+    return [longest] * number + ([rest] if rest >= max(_SHORTEST, multiple) else [])
+
+
+def _sample(rng: np.random.Generator, length: int, most: int, vocabulary: int, sign: float) -> Sample:
+    prompt = max(1, min(most // 8, length // 2))
+    response = length + 1 - prompt
+    return Sample(
+        token_ids=rng.integers(0, vocabulary, length + 1).astype(np.int32),
+        log_probs_R=np.full(response, -0.5, dtype=np.float32),
+        versions_R=np.zeros(response, dtype=np.int32),
+        advantage=sign,
+    )

@@ -1,0 +1,232 @@
+"""Rehearsal of one rank: set-up of the fake backend and the meter, then the rank's program under them.
+
+The rank's process must do nothing else: torch stays patched in it. The meter's records become a
+``RankResult``; an error of the program is its error, one of the set-up is raised. Used by ``layers.py`` and
+``processes.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.planning.records import LargeTensor, Peak, RankRequest, RankResult
+from bapo_megatron.planning.rehearsal.checkpoints import rehearse_load, rehearse_save
+from bapo_megatron.planning.rehearsal.fake.cuda_device import install
+from bapo_megatron.planning.rehearsal.fake.fake_tensors import ListsOfTensors, repair_torch
+from bapo_megatron.planning.rehearsal.fake.ledger import Block, Ledger, kind_of, sizes_by_kind
+from bapo_megatron.planning.rehearsal.fake.meter import Meter, answer_reads, watch_sizes
+from bapo_megatron.planning.rehearsal.fake.process_group import fake_world
+from bapo_megatron.planning.rehearsal.fake.waits import is_of_program, short_path
+from bapo_megatron.planning.rehearsal.kinds import (
+    ModuleNames,
+    label_model_state,
+    label_offloaded_state,
+    marking_saved_activations,
+)
+from bapo_megatron.planning.rehearsal.program import RankProgram, message_shape
+from bapo_megatron.planning.rehearsal.transformer_engine import kernel
+from bapo_megatron.policy.attention.context_parallel import document_chunks
+from bapo_megatron.policy.device import cpu_mode
+from bapo_megatron.tensor_types import MicroBatch
+
+_LARGEST = 10
+
+
+class FakeWeights:
+    """Weight reader (``TensorReader``) that gives tensors of the model's shapes without values."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._shapes = hf_tensors(read_model_shape(config.model.hf_path))
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """One tensor on the host, or a slice of it; only the slice is allocated."""
+        cuts = zip(self._shapes[name], (rows, columns), strict=False)
+        shape = [len(range(*cut.indices(size))) for size, cut in cuts]
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+
+class RankRehearsal:
+    """Rehearsal of one rank: sets up the fake backend, and runs the rank's program under the meter.
+
+    Made by ``rehearse_rank`` in the rank's own process, which calls ``run`` once and makes a ``RankResult``
+    of ``meter`` and ``seconds``. After an error of the program they hold what was recorded until then.
+    """
+
+    def __init__(self, request: RankRequest) -> None:
+        self.request, self.config = request, request.config
+        self.seconds: dict[str, float] = {}
+        self.failed_in = "start"
+        """Phase in which the program raised an error."""
+        self.meter: Meter
+        self.program = RankProgram(self.config, self._phase)
+
+    def run(self, phases: Callable[[RankRehearsal], None] | None = None) -> None:
+        """Rehearse ``phases``, None: all. Errors of the program propagate; the meter's records stay."""
+        request = self.request
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        os.environ["LOCAL_RANK"] = "0"
+        torch.set_num_threads(1)
+        # The order of the set-up: patches of torch; the fake device, which process groups ask for; the
+        # groups, whose names the meter needs; the modes last, since the set-up itself is not metered.
+        with ExitStack() as stack:
+            repair_torch()
+            cuda_functions: Any = nullcontext()
+            if request.device == "cuda":
+                cuda_functions = install(lambda: self.meter.waits.wait(self.meter.phase, "synchronize"))
+            else:
+                cpu_mode()
+            kinds = stack.enter_context(fake_world(request.rank, request.world_size, self.config.parallel))
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            self.meter = Meter(fake, kinds, request.device == "cuda")
+            vocabulary = read_model_shape(self.config.model.hf_path).vocab
+            self.meter.vocabulary = vocabulary // self.config.parallel.tensor
+            answer_reads(self.meter)
+            watch_sizes(self.meter)
+            kernel.observers.append(self.meter.see_te_kernel)
+            self._names = ModuleNames(self.meter.modules)
+            self._names.watch()
+            gc.collect()
+            gc.disable()  # cycles are collected between phases, not at random places of the program
+            # The mode entered last is called first: the meter sees a call before the fake mode answers it.
+            for mode in (
+                ListsOfTensors(),
+                cuda_functions,
+                fake,
+                self.meter,
+                marking_saved_activations(self.meter.ledger),
+            ):
+                stack.enter_context(mode)
+            torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+            (phases or RankRehearsal.all_phases)(self)
+
+    def all_phases(self) -> None:
+        """All phases in a run's order: build, two updates, weight sync, save, colocated sampling, load."""
+        self.build()
+        packs = self.packs()
+        for number in (1, 2):  # twice: only the second update has Adam's moments from its beginning
+            self.program.update(packs, number)
+            label_model_state(self.meter.ledger, self.program.policy)
+        del packs
+        self.program.weight_sync()
+        held = self.program.save(rehearse_save)  # kept over the sampling: a run's writer may still be at work
+        self.program.sample()
+        label_offloaded_state(self.meter.ledger, self.program.policy)
+        del held
+        gc.collect()
+        self.program.load(rehearse_load)
+
+    def build(self) -> None:
+        """Build the policy with weights that have no values."""
+        self.program.build(FakeWeights(self.config))
+        label_model_state(self.meter.ledger, self.program.policy)
+        self._names.learn(self.program.policy._model)
+
+    def packs(self) -> list[MicroBatch]:
+        """The packs of an update, real tensors on the host."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            packs = self.program.packs(self.request.packs)
+        bounds = packs[0].cu_seqlens
+        size, rank = self.config.parallel.context, self.request.place["context"]
+        chunks = document_chunks(bounds, size, rank)
+        self.meter.flops.chunks = [(one.queries, one.last_key - one.first_key) for one in chunks]
+        hidden = read_model_shape(self.config.model.hf_path).hidden
+        self.meter.collectives.message_shape = message_shape(self.config, bounds[-1], hidden)
+        return packs
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with self.meter.during(name):
+            try:
+                yield
+            except BaseException:
+                self.failed_in = name
+                raise
+        self.seconds[name] = time.perf_counter() - start
+
+
+def rehearse_rank(request: RankRequest, layers: str) -> RankResult:
+    """Rehearse one rank in this process, which must do nothing else afterwards."""
+    rehearsal = RankRehearsal(request)
+    error = None
+    try:
+        rehearsal.run()
+    except BaseException as found:
+        if not hasattr(rehearsal, "meter"):
+            raise  # the rehearsal itself cannot be set up
+        error = describe(found, rehearsal.failed_in)
+    return result_of(rehearsal, layers, error)
+
+
+def result_of(rehearsal: RankRehearsal, layers: str, error: str | None) -> RankResult:
+    """The result of a rehearsal, from its meter."""
+    request, meter = rehearsal.request, rehearsal.meter
+    gpu, highest = _peaks(meter.ledger, request.device)
+    return RankResult(
+        rank=request.rank,
+        place=request.place,
+        layers=layers,
+        packs=request.packs,
+        gpu=gpu,
+        host=_peaks(meter.ledger, "cpu")[0],
+        largest=_largest(highest),
+        flops=dict(meter.flops_of),
+        calls=meter.collectives.calls,
+        waits=dict(meter.waits.waits),
+        guesses=dict(meter.waits.guesses),
+        seconds=rehearsal.seconds,
+        kernels=meter.kernels,
+        error=error,
+    )
+
+
+def describe(error: BaseException, phase: str) -> str:
+    """Error text of a failed rank: phase, innermost line of the project and of its libraries, error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [
+        f"{short_path(frame.filename)}:{frame.lineno}"
+        for frame in frames
+        if is_of_program(frame.filename, frame.name)
+    ]
+    own = [line for line in lines if line.startswith("bapo_megatron/")] or lines or ["?"]
+    below = f" (below it {lines[-1]})" if lines and lines[-1] != own[-1] else ""
+    message = " ".join(str(error).split())[:400]
+    return f"{phase}: {own[-1]}{below}: {type(error).__name__}: {message}"
+
+
+def _peaks(ledger: Ledger, device: str) -> tuple[dict[str, Peak], list[Block]]:
+    """Peak memory by phase, and the blocks that were allocated at the highest."""
+    peaks: dict[str, Peak] = {}
+    highest: list[Block] = []
+    best = -1
+    for phase in ledger.windows:
+        size, blocks = ledger.peak(phase, device)
+        peaks[phase] = Peak(size, dict(sizes_by_kind(blocks)))
+        if size > best:
+            best, highest = size, blocks
+    return peaks, highest
+
+
+def _largest(blocks: list[Block]) -> list[LargeTensor]:
+    sizes: Counter[tuple[tuple[int, ...], str, str, str, str]] = Counter()
+    counts: Counter[tuple[tuple[int, ...], str, str, str, str]] = Counter()
+    for block in blocks:
+        key = (block.shape, block.dtype, kind_of(block), block.module, block.line)
+        sizes[key] += block.size
+        counts[key] += 1
+    return [LargeTensor(size, counts[key], *key) for key, size in sizes.most_common(_LARGEST)]

@@ -1,0 +1,159 @@
+"""Fused attention kernels in torch, for packed documents (thd); and the query for cuDNN's backend.
+
+The compiled functions take their arguments by position, and their order has changed; ``_FORWARD`` and
+``_BACKWARD`` name them by how many there are. NotImplementedError for dropout, windows and other layouts.
+
+Shapes: ``_QHD`` [queries, heads, head_dim], ``_KGD`` [keys, KV heads, head_dim], ``_HQK`` [heads, queries,
+keys]. Used by ``planning/rehearsal/fake/flops.py`` and ``installation.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.planning.rehearsal.transformer_engine.extension import MaskType
+from bapo_megatron.planning.rehearsal.transformer_engine.kernel import has_values, kernel
+
+_FORWARD = {
+    29: "max_q max_kv training scale dropout zero layout bias mask softmax window cu_q cu_kv q k v type "
+    "cu_q_padded cu_kv_padded",  # 2.11
+    32: "max_q max_kv training scale dropout zero layout o_format scale_format bias mask softmax window "
+    "bottom_right cu_q cu_kv q k v type cu_q_padded cu_kv_padded",  # 2.20
+}
+_BACKWARD = {
+    27: "max_q max_kv scale dropout zero layout bias mask softmax window deterministic cu_q cu_kv q k v out "
+    "grad type grad_type saved cu_q_padded cu_kv_padded",  # 2.11
+    32: "max_q max_kv scale dropout zero layout o_format do_format grad_layout scale_format do_scale_format "
+    "bias mask softmax window bottom_right deterministic cu_q cu_kv q k v out grad type saved cu_q_padded "
+    "cu_kv_padded",  # 2.20
+}
+
+
+def named_arguments(kernel_name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments of ``fused_attn_fwd`` or ``fused_attn_bwd`` by their names."""
+    names = (_FORWARD if kernel_name == "fused_attn_fwd" else _BACKWARD)[len(arguments)].split()
+    return dict(zip(names, arguments, strict=False))
+
+
+@kernel
+def get_fused_attn_backend(*arguments: Any) -> Any:
+    """cuDNN's fused attention backend for packs: on sm90 and newer, none on sm80 and sm89.
+
+    2.11 passes 18 arguments and takes the backend; later versions pass one object and take a reason, too.
+    """
+    backends = sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend
+    if torch.cuda.get_device_capability() >= (9, 0):
+        found, reason = backends.NVTE_F16_arbitrary_seqlen, ""
+    else:
+        found, reason = backends.NVTE_No_Backend, "thd takes sm90 or newer"
+    return found if len(arguments) > 1 else (found, reason)
+
+
+@kernel
+def fused_attn_fwd(*arguments: Any) -> list[Tensor]:
+    """The output [tokens, heads, head_dim], log-sum-exps [tokens, heads, 1], the generator's state [2]."""
+    call = _Call(dict(zip(_FORWARD[len(arguments)].split(), arguments, strict=False)))
+    q, v = call.q, call.v
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(*q.shape[:2], 1, dtype=torch.float32, device=q.device)
+    rng_state = torch.empty(2, dtype=torch.int64, device=q.device)
+    if has_values(q):
+        for x in (out, lse, rng_state):
+            x.zero_()  # rows between documents
+        for document in call.documents():
+            scores_HQK = call.scores(document)
+            lse_HQ = scores_HQK.logsumexp(-1)
+            p_HQK = (scores_HQK - lse_HQ[..., None]).exp()
+            values = call.repeated(v, document.keys)
+            out[document.queries] = torch.einsum("hqk,khd->qhd", p_HQK, values).to(out.dtype)
+            lse[document.queries, :, 0] = lse_HQ.T
+    return [out, lse, rng_state]
+
+
+@kernel
+def fused_attn_bwd(*arguments: Any) -> list[Tensor | None]:
+    """The gradients of queries, keys and values, of no bias and of no softmax offset."""
+    named = dict(zip(_BACKWARD[len(arguments)].split(), arguments, strict=False))
+    out, grad, (lse, *_) = named["out"], named["grad"], named["saved"]
+    call = _Call(named)
+    q, k, v = call.q, call.k, call.v
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    if has_values(q):
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        for document in call.documents():
+            rows, keys = document.queries, document.keys
+            lse_HQ = lse[rows, :, 0].T
+            p_HQK = (call.scores(document) - lse_HQ[..., None]).exp()
+            grad_QHD, out_QHD = grad[rows].float(), out[rows].float()
+            dp_HQK = torch.einsum("qhd,khd->hqk", grad_QHD, call.repeated(v, keys))
+            delta_HQ = (grad_QHD * out_QHD).sum(-1).T
+            ds_HQK = p_HQK * (dp_HQK - delta_HQ[..., None]) * call.scale
+            dq[rows] = torch.einsum("hqk,khd->qhd", ds_HQK, call.repeated(k, keys))
+            dk[keys] = call.summed(torch.einsum("hqk,qhd->khd", ds_HQK, q[rows].float()))
+            dv[keys] = call.summed(torch.einsum("hqk,qhd->khd", p_HQK, grad_QHD))
+        for result, value in zip(grads, (dq, dk, dv), strict=True):
+            result.copy_(value)
+    return [*grads, None, None]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """Rows of a document's queries and of its keys."""
+
+    queries: slice
+    keys: slice
+
+
+class _Call:
+    """Named arguments of one call, and the operations that its forward and backward pass share."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.q: Tensor = arguments["q"]
+        self.k: Tensor = arguments["k"]
+        self.v: Tensor = arguments["v"]
+        self.scale: float = arguments["scale"]
+        self._arguments = arguments
+        if arguments["dropout"] or self.q.dim() != 3 or arguments["window"][0] != -1:
+            raise NotImplementedError("attention with dropout, a sliding window, or another layout than thd")
+
+    def documents(self) -> Iterator[_Document]:
+        """The documents that have queries and keys; padding follows each, up to the start of the next."""
+        lengths, starts = [], []
+        for side in ("q", "kv"):
+            bounds = self._arguments[f"cu_{side}"]
+            padded = self._arguments[f"cu_{side}_padded"]
+            lengths.append([end - start for start, end in pairwise(bounds.tolist())])
+            starts.append((bounds if padded is None else padded).tolist())
+        for queries, keys, first_q, first_k in zip(*lengths, *starts, strict=False):
+            if queries and keys:
+                yield _Document(slice(first_q, first_q + queries), slice(first_k, first_k + keys))
+
+    def scores(self, document: _Document) -> Tensor:
+        """Attention scores [heads, queries, keys], -inf where masked."""
+        keys = self.repeated(self.k, document.keys)
+        scores_HQK = torch.einsum("qhd,khd->hqk", self.q[document.queries].float(), keys) * self.scale
+        if "CAUSAL" not in self._mask():
+            return scores_HQK
+        queries, count = scores_HQK.shape[1:]
+        shift = count - queries if "BOTTOM_RIGHT" in self._mask() else 0
+        seen = torch.ones(queries, count, dtype=torch.bool).tril(shift)
+        return scores_HQK.masked_fill(~seen, float("-inf"))
+
+    def repeated(self, x_KGD: Tensor, rows: slice) -> Tensor:
+        """Rows of keys or values in float32, one for each query head."""
+        return x_KGD[rows].float().repeat_interleave(self.q.shape[1] // x_KGD.shape[1], 1)
+
+    def summed(self, grad_KHD: Tensor) -> Tensor:
+        """A gradient of repeated keys or values, summed over the query heads that share them."""
+        summed: Tensor = grad_KHD.unflatten(1, (self.k.shape[1], -1)).sum(2)
+        return summed
+
+    def _mask(self) -> str:
+        return MaskType(self._arguments["mask"]).name

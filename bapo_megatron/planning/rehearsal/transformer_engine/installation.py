@@ -1,0 +1,108 @@
+"""Import of Transformer Engine's Python package over the stand-in for its compiled part.
+
+Once in a process, before megatron is imported. Used by ``planning/rehearsal/layers.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.planning.rehearsal.transformer_engine import (  # noqa: F401  each enters its kernels in the table
+    attention,
+    linear,
+    optimizer,
+    ring,
+    rope,
+)
+from bapo_megatron.planning.rehearsal.transformer_engine.cuda_answers import (
+    answer_queries,
+    wait_once_for_messages,
+)
+from bapo_megatron.planning.rehearsal.transformer_engine.extension import make_extension
+from bapo_megatron.planning.rehearsal.transformer_engine.kernel import KERNELS
+
+_NOT_IMPORTABLE = (
+    "onnx_extensions",
+    "triton",
+    *(f"triton.{name}" for name in ("cross_entropy", "grouped_dbias_dscales", "mhc", "pad", "permutation")),
+)
+"""Modules of transformer_engine.pytorch that need onnxscript or triton, and serve export and experts."""
+
+
+def install(
+    folder: Path,
+    *,
+    architecture: tuple[int, int] = (9, 0),
+    kernels: Mapping[str, Callable[..., Any]] = KERNELS,
+    answer_cuda: bool = True,
+) -> types.ModuleType:
+    """Import Transformer Engine from ``folder``; returns the stand-in for its compiled part.
+
+    It must come before megatron is imported, once in a process. ``architecture`` is the compute capability
+    of the GPU that Transformer Engine sees. With ``answer_cuda`` its modules hear of a GPU while tensors
+    are on the CPU; a caller that makes fake CUDA tensors leaves it out and answers torch.cuda's questions
+    itself.
+    """
+    if "megatron.core.extensions.transformer_engine" in sys.modules:
+        raise RuntimeError("megatron is imported already, and has found no Transformer Engine")
+    extension = make_extension(kernels)
+    sys.path.insert(0, str(folder))
+    sys.modules["transformer_engine_torch"] = extension
+    for name in _NOT_IMPORTABLE:
+        full_name = f"transformer_engine.pytorch.{name}"
+        sys.modules[full_name] = _Placeholder(full_name)
+    if answer_cuda:
+        answer_queries(architecture)
+    common = _import_common(folder)
+    package = importlib.import_module("transformer_engine")
+    package.common = common  # type: ignore[attr-defined]
+    importlib.import_module("transformer_engine.pytorch")  # the package itself passes over why this fails
+    copied = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+    copied.__getattr__ = lambda name: getattr(extension, name)  # type: ignore[method-assign]
+    if answer_cuda:
+        wait_once_for_messages()
+    return extension
+
+
+def _import_common(folder: Path) -> types.ModuleType:
+    """Import ``transformer_engine.common`` as in a build: otherwise it would load CUDA's libraries."""
+    name = "transformer_engine.common"
+    path = folder / "transformer_engine/common"
+    spec = importlib.util.spec_from_file_location(
+        name, path / "__init__.py", submodule_search_locations=[str(path)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    common = importlib.util.module_from_spec(spec)
+    sys.modules[name] = common
+    before = os.environ.get("NVTE_PROJECT_BUILDING")
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"
+    try:
+        spec.loader.exec_module(common)
+    finally:
+        if before is None:
+            del os.environ["NVTE_PROJECT_BUILDING"]
+        else:
+            os.environ["NVTE_PROJECT_BUILDING"] = before
+    common.load_framework_extension = lambda _framework: None  # type: ignore[attr-defined]
+    return common
+
+
+class _Placeholder(types.ModuleType):
+    """Module in which every name is a function that raises when it is called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*_arguments: Any, **_named: Any) -> Any:
+            raise NotImplementedError(f"{self.__name__}.{name} needs onnxscript or triton")
+
+        return call

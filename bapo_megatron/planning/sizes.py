@@ -1,0 +1,91 @@
+"""Parameter counts of each pipeline stage, and disk size of a run, from the table of HF parameter names.
+
+Used in ``commands/cluster/``, ``commands/doctor/`` and this folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.hf.parameter_map import Mapping, mapping_table
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """Number of parameters on one GPU of a pipeline stage, after the cut by tensor parallelism."""
+
+    layers: int
+    body: int
+    """Parameters of the stage's layers, and of the final norm on the last stage."""
+    embedding: int
+    output: int
+    """Parameters of the output layer on the last stage: with tied embeddings a copy, or 0 if the stage has
+    the embedding itself."""
+
+    @property
+    def total(self) -> int:
+        """Parameters of the GPU."""
+        return self.body + self.embedding + self.output
+
+
+def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) -> StageParameters:
+    """Parameters on one GPU of pipeline stage ``stage``: TP splits the matrices, PP the layers, evenly."""
+    per_layer, embedding, norm = _pieces(shape, parallel.tensor)
+    layers = shape.layers // parallel.pipeline
+    last = stage == parallel.pipeline - 1
+    output = embedding if last and not (shape.tied and stage == 0) else 0
+    return StageParameters(layers, layers * per_layer + norm * last, embedding * (stage == 0), output)
+
+
+def total_parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model, tied embeddings counted once."""
+    return stage_parameters(shape, ParallelConfig(), 0).total
+
+
+@lru_cache(maxsize=64)
+def largest_parameter(shape: ModelShape) -> int:
+    """Number of entries of the largest parameter, unsharded: a weight sync gathers one at a time."""
+    return max(_entries(mapping) for mapping in mapping_table(shape).values())
+
+
+def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
+    """Disk size of a run directory at most, without rollouts and logs.
+
+    A checkpoint has 12 bytes a parameter (master weight and two moments) and, in bfloat16, 2 more. There are
+    the kept ones, and one more during a save. In addition the exports (one at the run's end), and the weights
+    for SGLang: two versions with ``sync=disk``, one with ``sync=ipc``, which is read at a server's start.
+    """
+    kept, sglang = run.checkpoint, run.rollout.engine == "sglang"
+    checkpoints = kept.keep_last or -(-run.steps // kept.every)
+    checkpoints += kept.keep_best + (run.steps // kept.keep_every if kept.keep_every else 0)
+    exports = 1 + (run.steps // kept.export_every if kept.export_every else 0)
+    copies = exports + sglang * {"disk": 2, "ipc": 1}.get(run.rollout.engine_config.sync, 0)
+    weight = 4 if run.model.dtype == "float32" else 2
+    state = 12 if run.model.dtype == "float32" else 14
+    return float(total_parameters(shape) * (state * (checkpoints + 1) + weight * copies))
+
+
+@lru_cache(maxsize=64)
+def _pieces(shape: ModelShape, tensor: int) -> tuple[int, int, int]:
+    """Parameters on one TP rank: of a layer, of the embedding, and of the final norm."""
+    layer = embedding = norm = 0
+    for name, mapping in mapping_table(shape).items():
+        entries = _entries(mapping) // (1 if mapping.tp_dim is None else tensor)
+        if "{layer}" in name:
+            layer += entries
+        elif name == _EMBEDDING:
+            embedding = entries
+        elif name != _OUTPUT:
+            norm += entries
+    return layer, embedding, norm
+
+
+def _entries(mapping: Mapping) -> int:
+    return sum(prod(shape) for shape in mapping.hf_shapes)

@@ -1,0 +1,161 @@
+"""Communication estimate of ``bapo plan``: an update's collectives, and the weight sync to the engines.
+
+A collective over n ranks on a message of M bytes (whole) sends (n - 1) / n M from each rank for an
+all-gather or a reduce-scatter, and twice that for an all-reduce (ring algorithms).
+
+In a weight sync the wire is the smaller part: weights are gathered parameter by parameter, copied into
+buckets, announced to every server and loaded there. In verl's 72B sync the sender spends 23.5 of its 24 s on
+buckets. So it has a time at rates that were measured elsewhere, too. Used in this folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
+from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.sizes import stage_parameters, total_parameters
+
+DISK_RATE = 2 * GB
+"""Assumed rate at which a node writes or reads its file system, in bytes a second."""
+BROADCAST_RATE = 65.5 * GB / 14.2
+"""Measured rate of weights by NCCL broadcast: verl, a dense 32B on H100 nodes in 14.2 s (verl issue 7060)."""
+IPC_RATE = 53 * GB / 2.5
+"""Measured rate of weights from the trainer's memory on the same GPUs, CUDA IPC: miles, Qwen3.8-27B on eight
+H200 in 2.5 s (miles, docs/models/qwen/qwen3-8.md)."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Volume and duration of one kind of communication on its link; the base class of ``Sync``."""
+
+    name: str
+    sent: float
+    """Bytes that the busiest GPU sends in an update."""
+    seconds: float
+    """Seconds at the link's stated rate; how much of it hides behind computation is not modelled."""
+    link: str
+
+
+def update_traffic(job: Job) -> list[Traffic]:
+    """Communication of an update by kind of parallelism: TP, CP, PP and DP, where the layout has them."""
+    p = job.parallel
+    reach = {"TP": p.tensor, "CP": p.tensor * p.context}
+    reach["DP"] = reach["CP"] * job.replicas
+    reach["PP"] = reach["DP"] * p.pipeline
+    volumes = {"TP": _tensor(job), "CP": _context(job), "PP": _pipeline(job), "DP": _data(job)}
+    return [_on_link(job, name, sent, reach[name]) for name, sent in volumes.items() if sent]
+
+
+def forward_passes(job: Job) -> float:
+    """Number of forward-only passes of an update, a fraction where several updates share one.
+
+    A loss that must know something of a whole update (clipping bounds, the ratios of responses) takes one,
+    unless that is known, as fixed bounds are, or ``batch.hold_forwards`` keeps the training forward passes.
+    Of a loss by a dotted path one is counted.
+    The first update of a step may need none, since its ratios are known; the plan counts the dearer updates.
+    With ``old_log_probs`` "trainer", pi_old takes one pass over the tokens of the step, shared by the
+    ``reuse_epochs``; so does a frozen reference. The off-policy sequence mask takes one of its own.
+    """
+    algorithm = job.run.algorithm
+    passes = 1.0 if _searches_update(algorithm) and not job.run.batch.hold_forwards else 0.0
+    passes += 0.0 if algorithm.corrections.off_policy_delta is None else 1.0
+    of_step = (algorithm.old_log_probs == "trainer") + algorithm.reference_kl.enabled
+    return passes + of_step / algorithm.reuse_epochs
+
+
+def _searches_update(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss searches a whole update before its backward passes.
+
+    True for one by a dotted path, the dearer case: it may be there on the machines of the run alone.
+    """
+    if algorithm.loss == "clip":
+        return algorithm.bounds.searches_update
+    if ":" in algorithm.loss:
+        return True
+    from bapo_megatron.algo.losses import build_loss  # with torch, which the default loss does not need here
+
+    search = build_loss(algorithm).search
+    return search is not None and search.known is None and search.scope == "update"
+
+
+def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
+    """The traffic of a group: on NVLink if its ``ranks`` lie in one node, else on the network.
+
+    Megatron numbers ranks TP first, then CP, DP, PP; ``ranks`` counts those of the group's kind and before.
+    """
+    inside = ranks <= GPUS_PER_NODE
+    rate = job.gpu.nvlink if inside else job.gpu.network
+    return Traffic(name, sent, sent / rate, "NVLink" if inside else "network")
+
+
+def _per_update(job: Job) -> float:
+    """Tokens of a rank over all micro-batches of an update."""
+    return job.tokens * job.micro_batches
+
+
+def _tensor(job: Job) -> float:
+    """Bytes of TP: four collectives of a layer forward, four backward.
+
+    The four are two all-reduces, or under SP two pairs of an all-gather and a reduce-scatter. Under SP the
+    backward pass also gathers both matrices' inputs again.
+    """
+    size = job.parallel.tensor
+    message = _per_update(job) * job.shape.hidden * job.element * (size - 1) / size
+    backward = 6 if job.parallel.sequence else 4
+    again = {"none": 0, "selective": 2, "full": 4}[job.run.batch.recompute]
+    layers = job.shape.layers / job.parallel.pipeline
+    body = layers * (4 + backward + again + 4 * forward_passes(job))
+    return message * (body + 2)  # and the output layer's input and gradient
+
+
+def _context(job: Job) -> float:
+    """Bytes of CP: keys and values go round the ring once forward, and with their gradients backward."""
+    size = job.parallel.context
+    width = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
+    again = 0 if job.run.batch.recompute == "none" else 1
+    layers = job.shape.layers / job.parallel.pipeline
+    return layers * _per_update(job) * width * job.element * (size - 1) * (3 + again + forward_passes(job))
+
+
+def _pipeline(job: Job) -> float:
+    """Bytes of PP: hidden states to the next stage and their gradients back, for each model chunk."""
+    if job.parallel.pipeline == 1:
+        return 0.0
+    message = _per_update(job) * job.shape.hidden * job.element / job.norm_split
+    return message * job.parallel.virtual * (2 + forward_passes(job))
+
+
+def _data(job: Job) -> float:
+    """Bytes of DP: float32 gradients are reduce-scattered and weights all-gathered over DP x CP."""
+    ranks = job.optimizer_shards
+    parameters = stage_parameters(job.shape, job.parallel, 0).total
+    return parameters * (4 + job.element) * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class Sync(Traffic):
+    """Weight sync of a step to the engines; ``seconds`` is the time on the wire alone."""
+
+    expected_seconds: float
+    """Seconds of a sync at the measured or assumed rate."""
+    basis: str
+    """Source of the expected time."""
+
+
+def sync_traffic(job: Job) -> Sync:
+    """The weight sync of a step: the whole model leaves one trainer GPU by its network port. With
+    ``sync=ipc`` it is part of the GPU hand-over."""
+    sent = float(total_parameters(job.shape) * job.element)
+    if job.weights_by_ipc:
+        return Sync("sync", sent, 0.0, "GPU memory", 0.0, "see turns")
+    wire, way = sent / job.gpu.network, job.run.rollout.engine_config.sync
+    if way == "broadcast":
+        return Sync("sync", sent, wire, "network", max(wire, sent / BROADCAST_RATE), "measured with verl")
+    # All nodes write at the same time; each node of servers reads everything, colocated ones in their turn.
+    writing = sent / DISK_RATE / -(-job.gpus // GPUS_PER_NODE)
+    reading = 0.0 if job.colocated else sent / DISK_RATE
+    return Sync(
+        "sync", sent, wire, "network", writing + reading, f"at {DISK_RATE / GB:.0f} GB/s a node, assumed"
+    )

@@ -1,0 +1,49 @@
+"""Commands in the documentation that give a cluster recipe a layout: it fits the GPUs by `bapo plan`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tyro
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.planning.advice import problems
+from bapo_megatron.planning.job import Job, PlanOptions, find_shape
+from bapo_megatron.planning.plan import make_plan
+
+ROOT = Path(__file__).parents[3]
+_PREFIXES = ("--parallel.", "--batch.")
+
+
+def documented() -> Iterator[tuple[str, Path, tuple[str, ...]]]:
+    """Page, recipe, and flags of layout and recomputation, of every such command in a block of code."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), flags=re.S | re.M):
+            for line in block.replace("\\\n", " ").splitlines():
+                if recipe := re.search(r"recipes/[\w/]*\d+b\w*\.py", line):
+                    words = shlex.split(line[recipe.end() :], comments=True)
+                    pairs = itertools.pairwise(words)
+                    flags = [word for pair in pairs if pair[0].startswith(_PREFIXES) for word in pair]
+                    if flags:
+                        yield page.name, ROOT / recipe.group(), tuple(flags)
+
+
+COMMANDS = list(documented())
+
+
+def test_the_documentation_has_such_commands() -> None:
+    assert {"doctor.md", "slurm.md"} <= {page for page, _, _ in COMMANDS}
+
+
+@pytest.mark.parametrize(("page", "recipe", "flags"), COMMANDS)
+def test_documented_layouts_fit_on_their_gpus(page: str, recipe: Path, flags: tuple[str, ...]) -> None:
+    run = tyro.cli(RunConfig, default=load_recipe(recipe, RunConfig), args=list(flags))
+    job = Job(run, find_shape(recipe, run.model.hf_path), PlanOptions())
+    assert not problems(job)
+    assert not make_plan(job).verdict.memory

@@ -1,0 +1,826 @@
+"""``bapo plan``: FLOPs, memory and time by hand on a small shape, and published sizes of models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper
+from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
+from bapo_megatron.cli import run as bapo
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReferenceKlConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.planning import memory as plan_memory
+from bapo_megatron.planning.activations import activation_bytes_per_token
+from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
+from bapo_megatron.planning.engines import cache_bytes_per_token, engines
+from bapo_megatron.planning.job import Job, PlanOptions, find_shape, in_flight, slots
+from bapo_megatron.planning.memory import (
+    host_bytes,
+    offloaded_bytes,
+    optimizer_bytes,
+    reference_bytes,
+    stage_memory,
+)
+from bapo_megatron.planning.page import plan_text
+from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.sizes import (
+    largest_parameter,
+    run_folder_bytes,
+    stage_parameters,
+    total_parameters,
+)
+from bapo_megatron.planning.speed import handover_estimate, host_update, reference_seconds, speed
+from bapo_megatron.planning.summary import duration, nodes_text, summary
+from bapo_megatron.planning.traffic import Sync, forward_passes, update_traffic
+from bapo_megatron.policy import output_head
+from bapo_megatron.policy.flops import attention_flops, attention_weight, linear_flops_per_token
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPE = RECIPES / "bp_math_32b_64k.py"
+SHAPES = RECIPES / "shapes"
+
+# One layer: 8 x (8 + 4 + 4) qkv + 16 bias + 8 x 8 projection + 3 x 8 x 16 MLP + 2 x 8 norms = 608.
+SMALL = ModelShape(
+    family="qwen2",
+    layers=4,
+    hidden=8,
+    heads=4,
+    kv_heads=2,
+    head_dim=2,
+    ffn=16,
+    vocab=32,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tied=False,
+    qkv_bias=True,
+    qk_norm=False,
+)
+ONE = ParallelConfig()
+BIG = read_model_shape(SHAPES / "DeepSeek-R1-Distill-Qwen-32B")
+
+
+def job(parallel: ParallelConfig = ONE, shape: ModelShape = SMALL, **batch: object) -> Job:
+    """Eight responses of 14 tokens, each with a prompt of 2: 128 tokens, 8 packs of 16."""
+    run = RunConfig(
+        "small",
+        ModelConfig(Path("model")),
+        DataConfig(Path("data"), max_prompt_tokens=16),
+        parallel=parallel,
+        rollout=RolloutConfig(
+            prompts_per_step=2, group_size=4, max_response_tokens=14, sglang=SglangConfig(tensor=4)
+        ),
+        batch=BatchConfig(**{"pack_tokens": 16, **batch}),
+    )
+    return Job(run, shape, PlanOptions(mean_response_tokens=14))
+
+
+def planned(*flags: str, **options: object) -> Job:
+    """The 32B recipe with changes to its layout, ``name=value``, and to the options."""
+    run = load_recipe(RECIPE, RunConfig)
+    changes = {name: int(value) for name, value in (flag.split("=") for flag in flags)}
+    run = replace(run, parallel=replace(run.parallel, **changes))
+    return Job(run, BIG, PlanOptions(**options))
+
+
+def test_parameters_by_hand() -> None:
+    """608 a layer; embedding and output 32 x 8 = 256 each; final norm 8."""
+    assert stage_parameters(SMALL, ONE, 0).total == 4 * 608 + 2 * 256 + 8
+    two = ParallelConfig(tensor=2, pipeline=2)
+    # TP halves all but the norms: (608 - 16) / 2 + 16 = 312.
+    assert stage_parameters(SMALL, two, 0).total == 2 * 312 + 128
+    assert stage_parameters(SMALL, two, 1).total == 2 * 312 + 128 + 8
+    tied = replace(SMALL, tied=True)
+    assert stage_parameters(tied, ONE, 0).total == 4 * 608 + 256 + 8
+    assert stage_parameters(tied, ParallelConfig(pipeline=2), 1).total == 2 * 608 + 256 + 8
+    assert largest_parameter(SMALL) == 2 * 16 * 8  # gate and up, as large as the embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [  # the Hugging Face model cards
+        ("DeepSeek-R1-Distill-Qwen-32B", 32.76),
+        ("DeepSeek-R1-Distill-Qwen-7B", 7.62),
+        ("Qwen3-4B-Instruct-2507", 4.02),
+        ("Qwen3-8B", 8.19),
+        ("Qwen3-32B", 32.76),
+        ("Llama-3.2-3B", 3.21),
+    ],
+)
+def test_shipped_shapes_have_the_published_sizes(name: str, billions: float) -> None:
+    assert round(total_parameters(read_model_shape(SHAPES / name)) / 1e9, 2) == billions
+
+
+def test_flops_by_hand() -> None:
+    """Matrices of a layer: 8 x 16 + 8 x 8 + 3 x 8 x 16 = 576; of the head: 256."""
+    assert linear_flops_per_token(SMALL) == 2 * (4 * 576 + 256)
+    # 4 layers x 4 heads x 2 wide x 2 products x 2 FLOPs x 10 x 10 / 2 causal pairs
+    assert attention_flops(SMALL, 10) == 4 * 4 * 2 * 2 * 2 * 50
+    assert attention_weight(SMALL) == pytest.approx(64 / 5120)
+
+
+def test_flops_of_the_32b_model_at_64k() -> None:
+    """Three forward passes of a token in a 65,536-token sequence: about 6 x 32 B + attention = 321 GFLOP."""
+    forward = linear_flops_per_token(BIG) + attention_flops(BIG, 65536) / 65536
+    assert 3 * forward == pytest.approx(6 * 31.98e9 + 3 * 4 * 64 * 5120 * 32768, rel=1e-3)
+    assert attention_weight(BIG) == pytest.approx(1.02e-5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "stage", "expected"),
+    [
+        (ONE, 0, 1),
+        (ParallelConfig(pipeline=4), 0, 4),
+        (ParallelConfig(pipeline=4), 3, 1),
+        (ParallelConfig(pipeline=16), 0, 8),  # no more than there are
+        (ParallelConfig(pipeline=2, virtual=2), 0, 5),  # warm-up 2 x 1 + 1 x 2, and the one that runs
+        (ParallelConfig(pipeline=2, virtual=2), 1, 3),
+    ],
+)
+def test_micro_batches_in_flight(parallel: ParallelConfig, stage: int, expected: int) -> None:
+    assert in_flight(parallel, stage, 8) == expected
+
+
+def test_pipeline_idles_less_when_interleaved() -> None:
+    assert slots(ONE, 8) == 8
+    assert slots(ParallelConfig(pipeline=4), 8) == 11
+    assert slots(ParallelConfig(pipeline=4, virtual=3), 8) == 9
+
+
+def test_memory_by_hand() -> None:
+    """2952 parameters: 2 B weights, 4 B gradients, 12 B optimizer over DP x CP."""
+    memory = stage_memory(job(ParallelConfig(data=3)), 0)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * 2952, 4 * 2952, 4 * 2952)
+    whole = replace(job(), run=replace(job().run, model=ModelConfig(Path("model"), "float32")))
+    assert optimizer_bytes(whole, 2952) == 8 * 2952  # the weights are their own masters
+    # Logits of 16 tokens and their softmax: 32 x (4 + 4) B; hidden states and their gradient; the matrix's.
+    assert memory.head == 16 * 32 * 8 + 2 * 16 * 8 * 2 + 32 * 8 * (4 + 2)
+    assert host_bytes(job()) == 14 * 2952
+    # Two ranks on a node share it; each may write the largest parameter (256) beyond its half.
+    assert host_bytes(job(ParallelConfig(data=2))) == 14 * 2952 + 2 * 12 * 256
+
+
+def test_an_optimizer_on_the_host_by_hand() -> None:
+    """No state on the GPU. On the host 12 B for good; while a checkpoint is written or read 12 + 2 B more,
+    and a state of 4 B; two pinned buffers of gradients and of weights, here of the whole rank."""
+    one = job()
+    host = replace(one, run=replace(one.run, optimizer=OptimizerConfig(device="cpu")))
+    memory, before = stage_memory(host, 0), stage_memory(one, 0)
+    assert memory.optimizer == 0
+    assert before.training - memory.training == before.saving - memory.saving == 12 * 2952
+    assert host_bytes(host) == (12 + 14 + 4 + 2 * (4 + 2)) * 2952
+    float32 = replace(host, run=replace(host.run, model=ModelConfig(Path("model"), "float32")))
+    assert optimizer_bytes(float32, 2952) == 12 * 2952  # weights on the GPU are not the host's masters
+
+
+def test_the_time_of_a_step_on_the_host_by_hand() -> None:
+    """40 B an element at half of 614 GB/s, shared by a node's ranks; 4 and 2 B at half of 64 GB/s."""
+    shared = job(ParallelConfig(data=2))
+    assert host_update(shared) is None
+    host = replace(shared, run=replace(shared.run, optimizer=OptimizerConfig(device="cpu")))
+    found = host_update(host)
+    assert found is not None
+    assert found.elements == 2952 / 2
+    assert found.step_seconds == pytest.approx(40 * 2952 / 307e9)
+    assert (found.fetch_seconds, found.send_seconds) == pytest.approx((2 * 2952 / 32e9, 2952 / 32e9))
+    assert found.seconds == found.step_seconds
+    plan, without = make_plan(host), make_plan(shared)
+    assert plan.train_seconds - without.train_seconds == pytest.approx(host.updates * found.seconds)
+    assert "to step 0.00 B elements a GPU on the host" in plan_text(plan, [], [])
+
+
+def test_chunks_of_logits_by_hand() -> None:
+    """4,096 tokens of 50,000 entries: 4 B each, and 4 B for the softmax of 2^27; the gradient, 2 B, is less.
+
+    With 100,000 entries it is more.
+    """
+    assert plan_memory._SOFTMAX_LOGITS == output_head._SOFTMAX_LOGITS == 2**27
+    for vocab, beside in ((50_000, 4 * 2**27), (100_000, 2 * 4096 * 100_000)):
+        long = job(shape=replace(SMALL, vocab=vocab), pack_tokens=10_000)
+        rest = 2 * 10_000 * 8 * 2 + vocab * 8 * (4 + 2)
+        assert stage_memory(long, 0).head == 4 * 4096 * vocab + beside + rest
+
+
+def test_peaks_by_hand() -> None:
+    """Saving: a state of the largest parameter (256), sent and received; syncing: that parameter twice."""
+    memory = stage_memory(job(ParallelConfig(data=3)), 0)
+    steady = (2 + 4 + 4) * 2952 + 3e9
+    assert memory.saving == pytest.approx(steady + 2 * 4 * 256, abs=1e-3)
+    assert stage_memory(job(), 0).saving == pytest.approx((2 + 4 + 12) * 2952 + 3e9, abs=1e-3)
+    assert memory.syncing == steady + 2 * 256 * 2
+    assert memory.workspace == 16 * 2 * (3 * 16 + 2 * 8)
+    parts = memory.activations + max(memory.workspace, memory.head)  # one after the other
+    assert memory.training == pytest.approx(steady + 1.05 * parts + memory.buffers, abs=1e-3)
+    assert memory.buffers == 3 * 16 * 60  # the columns of three packs
+    message = 2 * 16 * 8 * 2  # sent and received
+    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 60
+
+
+def test_activations_by_hand() -> None:
+    """Transformer Engine, bytes for each token: h 8, q 8, kv 4, f 16, d 2, 4 heads."""
+    attention = (16 + 4) + 16 + 16  # norm, its output, the projection's input; RoPE is fused
+    core, arguments = 2 * (8 + 2 * 4), 2 * (8 + 4) + 2 * (8 + 2 * 4)
+    mlp = (16 + 4) + 16 + 3 * 2 * 16  # norm, its output; gate, up and their product: SwiGLU is fused
+    none = activation_bytes_per_token(SMALL, ONE, 2, "none", "te")
+    assert none.layer == attention + core + 16 + mlp
+    assert activation_bytes_per_token(SMALL, ONE, 2, "selective", "te").layer == attention + arguments + 16
+    full = activation_bytes_per_token(SMALL, ONE, 2, "full", "te")
+    assert (full.layer, full.transient) == (16, none.layer - 16)
+    # Sequence parallelism cuts the norms as well; a norm's number a row stays.
+    halved = activation_bytes_per_token(SMALL, ParallelConfig(tensor=2, sequence=True), 2, "none", "te")
+    assert halved.layer == (none.layer - 8) / 2 + 8
+
+
+def test_norms_of_queries_and_keys_keep_copies() -> None:
+    """Norms of queries and keys keep copies of their inputs, which lie scattered in the fused output."""
+    normed = replace(SMALL, qk_norm=True)
+    extra = (
+        activation_bytes_per_token(normed, ONE, 2, "none", "te").layer
+        - activation_bytes_per_token(SMALL, ONE, 2, "none", "te").layer
+    )
+    assert extra == 2 * (8 + 4) + 4 * (4 + 2)
+    two = ParallelConfig(tensor=2)  # one group on a rank
+    extra = (
+        activation_bytes_per_token(normed, two, 2, "none", "te").layer
+        - activation_bytes_per_token(SMALL, two, 2, "none", "te").layer
+    )
+    assert extra == 2 * (4 + 2) + 4 * (2 + 1)
+
+
+def test_traffic_by_hand() -> None:
+    """16 tokens x 8 wide x 2 B = 256 B a message, 8 packs."""
+    kinds = {t.name: t for t in update_traffic(job(ParallelConfig(tensor=2, sequence=True)))}
+    assert kinds["TP"].sent == 256 / 2 * 8 * (4 * (4 + 6 + 4) + 2)
+    kinds = {t.name: t for t in update_traffic(job(ParallelConfig(pipeline=2)))}
+    assert kinds["PP"].sent == 256 * 8 * 3
+    kinds = {t.name: t for t in update_traffic(job(ParallelConfig(data=2)))}
+    assert kinds["DP"].sent == 6 * 2952 / 2
+    # Half of a pack on each rank: 8 tokens x 2 x 4 wide x 2 B, once round a ring of two, 4 layers, 8 packs.
+    kinds = {t.name: t for t in update_traffic(job(ParallelConfig(context=2)))}
+    assert kinds["CP"].sent == 8 * 8 * 2 * 4 * 8 * (3 + 1)
+
+
+def test_traffic_takes_the_network_once_a_group_leaves_the_node() -> None:
+    links = {t.name: t.link for t in update_traffic(planned())}
+    assert links == {"TP": "NVLink", "CP": "network", "DP": "network"}
+    links = {t.name: t.link for t in update_traffic(planned("tensor=4", "context=2"))}
+    assert links == {"TP": "NVLink", "CP": "NVLink", "DP": "NVLink"}
+
+
+def test_speed_adds_up() -> None:
+    """No pipeline: time is executed FLOPs over the stated rates, and full recompute adds the layers once."""
+    attention = attention_flops(SMALL, 30) / 30  # 2 x mean 16, but at most 16 + 14
+    body, head = 2 * 4 * 576, 512
+    # "selective" recomputes the MLP, 2 x 4 x 3 x 8 x 16, and the attention.
+    for mode, again, scores in (("none", 0, 0), ("selective", 3072, 1), ("full", body, 1)):
+        found = speed(job(recompute=mode))
+        # The search's pass comes on top. Flash attention makes seven products, of which a forward pass has
+        # two, so 3.5 forward passes, not 3.
+        matrices = 4 * body + again + 4 * head
+        scored = (4.5 + scores) * attention
+        assert found.executed_per_token == pytest.approx(matrices + scored)
+        seconds = 128 * (matrices / 0.3 + scored / 0.5) / 989e12
+        assert found.update_seconds == pytest.approx(seconds)
+        assert found.idle == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "passes"),
+    [
+        (AlgorithmConfig(balanced()), 1),
+        (AlgorithmConfig(grpo()), 0),
+        (AlgorithmConfig(balanced(), old_log_probs="trainer"), 2),
+        (AlgorithmConfig(grpo(), old_log_probs="trainer", reuse_epochs=4, updates_per_epoch=3), 0.25),
+        (AlgorithmConfig(grpo(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 1),
+        (AlgorithmConfig(balanced(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 2),
+        (AlgorithmConfig(loss="sapo"), 0),
+        (AlgorithmConfig(loss="gspo"), 1),
+        (AlgorithmConfig(loss="not_on_this_machine:Loss"), 1),
+        (AlgorithmConfig(replace(paper(), bounds_tokens=None)), 0),
+    ],
+)
+def test_forward_only_passes_of_an_update(algorithm: AlgorithmConfig, passes: float) -> None:
+    """pi_old takes a pass over the step's tokens, which four epochs train on: a quarter for each."""
+    one = job()
+    one = replace(one, run=replace(one.run, algorithm=algorithm))
+    assert forward_passes(one) == passes
+
+
+def test_pipeline_speed() -> None:
+    """Two stages, 8 packs: 9 slots of the last stage, which has the output layer."""
+    found = speed(job(ParallelConfig(pipeline=2)))
+    attention = attention_flops(SMALL, 30) / 30 / 2
+    body = 2 * 4 * 576 / 2
+    slot = 16 * ((body * 4 + 4 * 512) / 0.3 + attention * 4.5 / 0.5) / 989e12
+    assert found.update_seconds == pytest.approx(9 * slot)
+
+
+def test_cache_by_hand() -> None:
+    assert cache_bytes_per_token(SMALL) == 2 * 4 * 2 * 2 * 2
+    assert cache_bytes_per_token(BIG) == 256 * 1024
+    found = engines(planned(engine_gpus=64))
+    # 0.85 x 80 GB less a quarter of the weights, on four GPUs, over 17.7 GB a sequence.
+    assert found.longest_sequences == int((0.85 * 80e9 * 4 - 65.5e9) / (67584 * 256 * 1024)) == 11
+    assert engines(planned(engine_gpus=2)).count == 0
+    alone = planned()
+    rollout = replace(alone.run.rollout, sglang=replace(alone.run.rollout.sglang, tensor=1))
+    assert not engines(replace(alone, run=replace(alone.run, rollout=rollout))).fits
+
+
+def test_decoding_by_hand() -> None:
+    """One engine of 4 GPUs, 8 responses: a step reads all weights and 8 caches of 2 + 14 / 2 tokens."""
+    found = engines(replace(job(), options=PlanOptions(mean_response_tokens=14, engine_gpus=4)))
+    step = (2952 * 2 + 8 * 9 * 64) / 4 / (0.6 * 3350e9)
+    assert found.running == 8
+    assert found.tokens_per_second == pytest.approx(8 / step)
+    assert found.step_seconds == pytest.approx(14 * step)
+    assert found.longest_seconds == pytest.approx(14 * (2952 * 2 + 7 * 64) / 4 / (0.6 * 3350e9))
+    # All have the longest length, so nothing is left for a tail: the prompts' 2 tokens come on top.
+    assert found.prefill_seconds == pytest.approx(8 * 2 * (2 * 4 * 576 + 512) / 4 / (0.3 * 989e12))
+    assert found.rollout_seconds == pytest.approx(found.step_seconds + found.prefill_seconds)
+    assert found.cut_share == 1
+
+
+def test_the_tail_of_a_rollout_by_hand() -> None:
+    """Two engines, eight responses of 7 tokens in the mean: each has four, one of them of 14."""
+    options = PlanOptions(mean_response_tokens=7, engine_gpus=8, length_spread=1e-6)
+    even = engines(replace(job(), options=options))
+    bandwidth = 0.6 * 3350e9
+    weights, token = 2952 * 2 / 4 / bandwidth, 64 / 4 / bandwidth
+    seconds = 7 * weights + 4 * 7 * (2 + 3.5) * token
+    assert even.rollout_seconds - even.prefill_seconds == pytest.approx(seconds)
+    assert even.cut_share == pytest.approx(0)
+    spread = engines(replace(job(), options=replace(options, length_spread=3.0)))
+    assert spread.rollout_seconds > 1.9 * even.rollout_seconds  # 14 steps, not 7
+    uneven = engines(replace(job(), options=replace(options, engine_imbalance=2.0)))
+    seconds = 7 * weights + 8 * 7 * (2 + 3.5) * token
+    assert uneven.rollout_seconds - uneven.prefill_seconds == pytest.approx(seconds)
+    few = replace(job().run.rollout, max_batch=2)
+    queued = engines(Job(replace(job().run, rollout=few), SMALL, options))
+    assert queued.running == 2
+    seconds = 14 * weights + 4 * 7 * (2 + 3.5) * token  # two after two
+    assert queued.rollout_seconds - queued.prefill_seconds == pytest.approx(seconds)
+
+
+def test_a_step_that_continues_responses_waits_for_no_tail() -> None:
+    """With staleness of 1 unfinished responses go on in the next step; they overlap unless that is off."""
+    one = replace(job(), options=PlanOptions(mean_response_tokens=7, length_spread=3.0))
+    waits = make_plan(one)
+    assert waits.sampling_seconds == waits.engines.rollout_seconds > waits.engines.step_seconds
+    rollout = replace(one.run.rollout, max_staleness=1)
+    beside = make_plan(replace(one, run=replace(one.run, rollout=rollout)))
+    sync = beside.sync.expected_seconds
+    assert beside.sampling_seconds == beside.engines.step_seconds
+    assert beside.step_seconds - sync == pytest.approx(max(beside.sampling_seconds, beside.train_seconds))
+    assert " s beside it, sync " in list(summary(beside))[2]
+    turns = replace(one.run, rollout=replace(rollout, overlap=False))
+    behind = make_plan(replace(one, run=turns))
+    assert behind.step_seconds - sync == pytest.approx(behind.sampling_seconds + behind.train_seconds)
+
+
+def test_weight_syncs_by_hand() -> None:
+    """5,904 bytes: 50 GB/s on the wire; 4.61 GB/s by NCCL; 2 GB/s to the disk, and again from it."""
+
+    def sync(**changes: object) -> Sync:
+        sglang = SglangConfig(**{"urls": ("http://n1:30000",), **changes})  # type: ignore[arg-type]
+        rollout = replace(job().run.rollout, engine="sglang", sglang=sglang)
+        return make_plan(replace(job(), run=replace(job().run, rollout=rollout))).sync
+
+    assert sync(sync="broadcast").seconds == sync().seconds == pytest.approx(5904 / 50e9)
+    assert sync(sync="broadcast").expected_seconds == pytest.approx(5904 * 14.2 / 65.5e9)
+    assert sync().expected_seconds == pytest.approx(2 * 5904 / 2e9)
+    assert make_plan(colocated()).sync.expected_seconds == pytest.approx(5904 / 2e9)  # reading is a turn's
+    nodes = make_plan(planned())  # eight nodes write, each node of servers reads all
+    assert nodes.sync.expected_seconds == pytest.approx(nodes.sync.sent * (1 / 8 + 1) / 2e9)
+
+
+def test_activations_of_transformer_engines_layer_by_hand() -> None:
+    """The 32B model at TP 8 with SP: h 640, q 640, kv 128, f 3456, 5 heads and one KV head a rank, 2 bytes.
+
+    Two norms keep 1,280 + 4 and two matrices after them 1,280; attention its output of 1,280, queries of
+    1,280, keys and values of 256, and 5 log-sums of 4; the MLP 6 x 3,456.
+    """
+    tp8 = ParallelConfig(tensor=8, sequence=True)
+    layer = 2 * (1284 + 1280) + 1280 + 1280 + 2 * 256 + 20 + 6 * 3456
+    assert activation_bytes_per_token(BIG, tp8, 2, "none", "te").layer == layer
+    assert activation_bytes_per_token(BIG, replace(tp8, context=2), 2, "none", "te").layer == layer
+
+
+sizes = st.sampled_from([1, 2, 4, 8])
+
+
+@given(sizes, sizes, sizes, sizes, st.sampled_from(["none", "selective", "full"]))
+def test_more_ranks_never_need_more_memory(
+    tensor: int, pipeline: int, context: int, data: int, mode: str
+) -> None:
+    """Doubling TP, CP or DP never makes a part of any stage larger; doubling PP none of the model's parts."""
+    base = planned(f"tensor={tensor}", f"pipeline={pipeline}", f"context={context}", f"data={data}")
+    base = replace(base, run=replace(base.run, batch=replace(base.run.batch, recompute=mode)))
+    before = stage_memory(base, 0)
+    for axis in ("tensor", "context", "data", "pipeline"):
+        wider = replace(base.parallel, **{axis: 2 * getattr(base.parallel, axis)})
+        after = stage_memory(replace(base, run=replace(base.run, parallel=wider)), 0)
+        for part in ("weights", "gradients", "optimizer"):
+            assert getattr(after, part) <= getattr(before, part)
+        if axis != "pipeline" and not (axis == "context" and context == 1):  # a ring has buffers
+            assert after.activations <= before.activations
+
+
+@given(sizes, sizes, st.sampled_from([1, 2, 4]))
+def test_recomputation_orders_memory_and_time(tensor: int, context: int, pipeline: int) -> None:
+    base = planned(f"tensor={tensor}", f"pipeline={pipeline}", f"context={context}", "data=1")
+    jobs = [
+        replace(base, run=replace(base.run, batch=replace(base.run.batch, recompute=mode)))
+        for mode in ("none", "selective", "full")
+    ]
+    used = [stage_memory(one, 0).activations for one in jobs]
+    rates = [speed(one).tokens_per_second for one in jobs]
+    assert used == sorted(used, reverse=True)
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_the_32b_recipe_fits_on_80_gb_gpus() -> None:
+    plan = make_plan(planned())
+    assert not plan.verdict.memory
+    assert not plan.verdict.others
+    assert not problems(plan.job)
+    assert plan.job.gpus == 64
+
+
+def test_advice_fits_and_is_small() -> None:
+    """Without context parallelism the activations do not fit; recomputing them is enough, on these GPUs."""
+    plan = make_plan(planned("context=1", "data=8"))
+    assert plan.verdict.memory
+    [change] = smallest_changes(plan)
+    assert change.flags == ["--batch.recompute full"]
+    assert change.gpus == 64
+    plan = make_plan(planned("tensor=4", "context=4"))
+    bigger, same = smallest_changes(plan)
+    assert bigger.flags == ["--parallel.context 32"]
+    assert (bigger.gpus, same.gpus) == (128, 16)
+    assert len(same.flags) > 1
+
+
+def test_the_optimizer_on_the_host_is_advised() -> None:
+    """Two nodes at CP 2, recomputed: 74 GB of 72, with the optimizer's state on the host 50."""
+    plan = planned("context=2")
+    run = replace(plan.run, batch=replace(plan.run.batch, recompute="selective"))
+    over = make_plan(replace(plan, run=run))
+    assert over.verdict.memory
+    [change] = smallest_changes(over)
+    assert (change.flags, change.gpus) == (["--optimizer.device cpu"], 16)
+
+
+def test_comparison_is_sorted_and_fits() -> None:
+    plans = fastest_layouts(make_plan(planned()), 5)
+    assert len(plans) == 5
+    assert [p.cost for p in plans] == sorted(p.cost for p in plans)
+    assert not any(p.verdict.memory for p in plans)
+    assert {p.job.gpus for p in plans} == {64}
+    # Only layouts that communicate less are ahead of the recipe's, and they leave less room in an update.
+    ahead = list(takewhile(lambda plan: plan.job.parallel != planned().parallel, plans))
+    assert len(ahead) < 5
+    ours = make_plan(planned())
+    assert all(plan.speed.link_seconds < ours.speed.link_seconds for plan in ahead)
+    [memory] = ours.stages
+    assert all(max(stage.training for stage in plan.stages) > memory.training for plan in ahead)
+
+
+def test_a_shape_is_found_or_asked_for(tmp_path: Path) -> None:
+    assert find_shape(RECIPE, Path("anywhere/DeepSeek-R1-Distill-Qwen-32B")) == BIG
+    with pytest.raises(ConfigError, match="needs no weights"):
+        find_shape(RECIPE, tmp_path / "unknown")
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bapo(["plan", str(RECIPE), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["stages"][0]["parameters"] == stage_parameters(BIG, planned().parallel, 0).total
+    assert bapo(["plan", str(RECIPE), "--parallel.tensor", "4", "--parallel.context", "4"]) == 1
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT" in text
+    assert "Smallest change: --parallel.context 32  (takes 128 GPUs)" in text
+
+
+def test_nodes_time_and_disk_of_the_whole_run() -> None:
+    """500 steps, a checkpoint every 10 of them, two kept: three checkpoints of 14 bytes a parameter while one
+    is written, the final export, and two versions of the weights for SGLang."""
+    plan = make_plan(planned())
+    assert (plan.trainer_nodes, plan.server_nodes) == (8, 8)
+    assert plan.run_seconds == 500 * plan.step_seconds
+    assert plan.checkpoint_seconds == 10 * plan.step_seconds
+    parameters = total_parameters(BIG)
+    assert plan.disk == parameters * (3 * 14 + 3 * 2)
+    lines = plan_text(plan, [], []).splitlines()[3:8]
+    assert lines == list(summary(plan))
+    peak = max(stage.peak for stage in plan.stages) / 1e9
+    assert lines[0].startswith(f"FITS: at most {peak:.1f} GB of a GPU's 80 (h100-80gb), ")
+    assert lines[1].startswith("Nodes: 8 nodes train + 8 nodes sample = 16 nodes; servers need nodes")
+    assert lines[2].endswith(f"; 500 steps take {plan.run_seconds / 86400:.1f} days (estimates)")
+    assert lines[3] == f"First checkpoint: step 10, after {plan.checkpoint_seconds / 3600:.1f} h"
+    assert lines[4].startswith(f"Disk:  {plan.disk / 1e9:,.0f} GB")
+    run = replace(planned().run, steps=4)
+    short = make_plan(replace(planned(), run=run))
+    assert short.checkpoint_seconds == short.run_seconds == 4 * short.step_seconds
+    assert nodes_text(1, 0) == "1 node trains"
+    assert [duration(s) for s in (90, 7199, 7200, 172800)] == ["90 s", "120 minutes", "2.0 h", "2.0 days"]
+
+
+def test_node_count_in_the_summary() -> None:
+    """A split of one node, servers that run already, and the nodes of a cluster file."""
+    split = load_recipe(RECIPES / "partial_rollout_7b.py", RunConfig)
+    shape = find_shape(RECIPE, split.model.hf_path)
+
+    def nodes(run: RunConfig, *given: str) -> str:
+        return list(summary(make_plan(Job(run, shape, PlanOptions())), *given))[1]
+
+    assert nodes(split) == "Nodes: 1, of whose GPUs 4 train and 4 sample"
+    sglang = replace(split.rollout.sglang, urls=("http://n1:30000",))
+    assert nodes(replace(split, rollout=replace(split.rollout, sglang=sglang))) == "Nodes: 1 node trains"
+    assert nodes(split, "3 nodes train") == "Nodes: 3 nodes train"
+    shared = load_recipe(RECIPES / "r1_distill_qwen_7b_8k.py", RunConfig)
+    assert nodes(shared) == "Nodes: 1, where 8 GPUs train and 8 sample, in turns"
+    two = replace(shared, parallel=replace(shared.parallel, data=4))
+    assert nodes(two) == "Nodes: 2, where 16 GPUs train and 8 of the first sample, in turns"
+
+
+def colocated(offload: bool = True, **changes: object) -> Job:
+    """Eight responses on two pipeline stages of one rank; the first has a server, which keeps 1 GB."""
+    one = job(ParallelConfig(pipeline=2, offload=offload))
+    sglang = SglangConfig(**{"colocated": True, "memory_fraction": 0.5, "kept_gb": 1.0, **changes})  # type: ignore[arg-type]
+    rollout = replace(one.run.rollout, engine="sglang", sglang=sglang)
+    return replace(one, run=replace(one.run, rollout=rollout))
+
+
+def test_memory_of_colocated_trainer_and_engine_by_hand() -> None:
+    """A server has half of 80 GB while it samples, and 1 GB all the time; the policy 3 GB, or all it has."""
+    alone = stage_memory(job(ParallelConfig(pipeline=2)), 0)
+    first, second = (stage_memory(colocated(), stage) for stage in (0, 1))
+    assert (alone.kept, alone.serving, alone.sampling) == (0, 0, 0)
+    assert (first.kept, first.serving, first.resting) == (1e9, 40e9, 3e9)
+    assert first.sampling == 44e9
+    assert first.policy_peak == alone.peak
+    assert first.peak == first.sampling
+    assert stage_memory(colocated(memory_fraction=1e-9), 0).peak == alone.peak + 1e9
+    assert (second.kept, second.sampling) == (0, 0)  # its GPU has no server
+    both = [stage_memory(colocated(servers=servers), 1) for servers in (1, 2)]
+    assert [one.kept for one in both] == [0, 1e9]
+    assert stage_memory(colocated(first_gpu=1), 0).kept == 0
+    stays = stage_memory(colocated(offload=False), 0)
+    assert stays.resting == 3e9 + (2 + 4 + 12) * first.parameters.total
+
+
+def test_a_hand_over_by_hand() -> None:
+    """During a weight sync by IPC: weights of trainer and engine, two buckets and one gathered tensor."""
+    largest = 32 * 8  # the embedding
+    by_disk, by_ipc = (stage_memory(colocated(servers=2, sync=sync), 0) for sync in ("disk", "ipc"))
+    assert (by_disk.handing, by_disk.reading, by_disk.handover) == (0, 0, 0)
+    assert by_ipc.handing == 3e9 + 2 * by_ipc.parameters.total + 2 * 2 * largest + 2 * 512 * 2**20
+    assert by_ipc.reading == 2 * 2952
+    assert by_ipc.handover == by_ipc.handing + 1e9 + by_ipc.reading
+    assert by_ipc.peak == by_disk.peak == by_ipc.sampling
+    assert stage_memory(colocated(sync="ipc", memory_fraction=1e-9), 0).peak == by_ipc.handover
+    small = stage_memory(colocated(servers=2, sync="ipc", bucket_mb=1), 0)
+    assert small.handing == by_ipc.handing - 2 * 511 * 2**20
+    stays = stage_memory(colocated(offload=False, sync="ipc"), 0)
+    assert stays.handing == by_ipc.handing + (4 + 12) * stays.parameters.total
+    assert stage_memory(colocated(tensor=2, sync="ipc"), 0).reading == 2952
+    assert stage_memory(colocated(sync="ipc"), 1).handover == 0  # its GPU has no server
+
+
+def test_the_seconds_of_a_hand_over_by_hand() -> None:
+    """Gathered over NVLink at 450 GB/s; two copies, each read and written, at half of 3.35 TB/s."""
+    found = handover_estimate(colocated(sync="ipc"))
+    assert found is not None
+    assert found.by_handles
+    assert found.reading_seconds == pytest.approx(2 * 2952 * (1 / 450e9 + 4 / (0.5 * 3.35e12)))
+    assert found.expected_reading_seconds == pytest.approx(2 * 2952 * 2.5 / 53e9)  # as miles measured
+    assert found.seconds == found.moving_seconds + found.expected_reading_seconds
+    sync = make_plan(colocated(sync="ipc")).sync
+    assert sync.seconds == sync.expected_seconds == 0
+
+
+def test_a_handover_that_does_not_fit_is_reported() -> None:
+    big = colocated(sync="ipc", bucket_mb=80e3, memory_fraction=0.1)
+    told = make_plan(big).verdict.memory
+    assert len(told) == 1
+    assert "while servers read the weights, 1.0 of them a server's" in told[0]
+
+
+def test_the_copies_of_an_offloaded_policy_by_hand() -> None:
+    """Weights and optimizer of the largest stage, in blocks of 2^28 bytes, on each of two ranks; with the
+    optimizer on the host weights alone. Nothing where the policy stays, or where no server takes turns."""
+    both = colocated()
+    largest = max(stage_parameters(SMALL, both.parallel, stage).total for stage in (0, 1))
+    assert offloaded_bytes(both) == (2 + 12) * largest
+    assert host_bytes(both) - host_bytes(colocated(offload=False)) == 2 * 2**28
+    assert offloaded_bytes(colocated(offload=False)) == 0
+    assert offloaded_bytes(job(ParallelConfig(offload=True))) == 0
+    host = replace(both, run=replace(both.run, optimizer=OptimizerConfig(device="cpu")))
+    assert offloaded_bytes(host) == 2 * largest
+    found = handover_estimate(both)
+    assert found is not None
+    assert found.moving_seconds == pytest.approx(2 * 14 * largest / 32e9)  # half of PCIe's rate, both ways
+    assert found.reading_seconds == pytest.approx(2 * 2952 / 2e9)
+    assert handover_estimate(job()) is None
+    plan = make_plan(both)
+    parts = (plan.sampling_seconds, plan.train_seconds, plan.sync.expected_seconds, found.seconds)
+    assert plan.step_seconds == pytest.approx(sum(parts))
+
+
+def test_a_frozen_reference_by_hand() -> None:
+    """2952 parameters in bfloat16, in one block of 2^28 bytes; they cross half of PCIe's rate four times. A
+    forward pass a step, which the passes over a batch share."""
+
+    def with_reference(coefficient: float, epochs: int = 1) -> Job:
+        run = job().run
+        algorithm = AlgorithmConfig(
+            grpo(), reference_kl=ReferenceKlConfig(coefficient), reuse_epochs=epochs, updates_per_epoch=3
+        )
+        return replace(job(), run=replace(run, algorithm=algorithm))
+
+    off, on = with_reference(0.0), with_reference(0.1)
+    assert (reference_bytes(off), reference_bytes(on)) == (0, 2**28)
+    assert host_bytes(on) - host_bytes(off) == 2**28
+    assert reference_seconds(off) == 0
+    assert reference_seconds(on) == pytest.approx(4 * 2 * 2952 / 32e9)
+    assert [forward_passes(one) for one in (off, on, with_reference(0.1, epochs=4))] == [0, 1, 0.25]
+    plan = make_plan(on)
+    assert plan.train_seconds == pytest.approx(3 * plan.speed.update_seconds + reference_seconds(on))
+    assert "in which the frozen reference and the policy swap places" in plan_text(plan, [], [])
+    assert "reference" not in plan_text(make_plan(off), [], [])
+
+
+def test_a_server_has_the_memory_of_the_recipe() -> None:
+    half, given = colocated(), replace(colocated(), options=PlanOptions(engine_memory_fraction=0.25))
+    assert engines(half).cache == 40e9 - engines(half).weights
+    assert engines(given).cache == 20e9 - engines(given).weights
+    assert stage_memory(given, 0).serving == 20e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "told", "advice"),
+    [
+        ({"parallel.offload": False}, "while engines sample", ["--parallel.offload"]),
+        (
+            {"rollout.sglang.memory_fraction": 0.85},
+            "stage 0 needs 77.0 GB while engines sample, 3.0 of them the policy's; a GPU may use 72.0",
+            ["--rollout.sglang.memory-fraction 0.75"],
+        ),
+        (
+            {"parallel.offload": False, "rollout.sglang.memory_fraction": 0.85},
+            "while engines sample",
+            ["--parallel.offload", "--rollout.sglang.memory-fraction 0.75"],
+        ),
+        (
+            {
+                "parallel.tensor": 2,
+                "parallel.data": 4,
+                "rollout.sglang.kept_gb": 12.0,
+                "rollout.sglang.memory_fraction": 0.6,
+            },
+            "GB in an update, 12.0 of them a server's; a GPU may use 72.0",
+            ["--optimizer.device cpu"],
+        ),
+    ],
+)
+def test_a_misfit_names_its_phase_and_the_smallest_change(
+    changes: dict[str, object], told: str, advice: list[str]
+) -> None:
+    path = RECIPES / "r1_distill_qwen_7b_8k.py"
+    run: RunConfig = load_recipe(path, RunConfig)
+    for name, value in changes.items():
+        run = changed(run, name, value)
+    over = make_plan(Job(run, find_shape(path, run.model.hf_path), PlanOptions()))
+    assert any(told in line for line in over.verdict.memory)
+    found = smallest_changes(over)
+    assert found[-1].flags == advice
+    text = plan_text(over, found, [])
+    assert "OVER" in text
+    assert "DOES NOT FIT" in text
+
+
+def changed(section: Any, name: str, value: object) -> Any:
+    """The configuration with one field of another value."""
+    first, _, rest = name.partition(".")
+    return replace(section, **{first: changed(getattr(section, first), rest, value) if rest else value})
+
+
+def test_the_text_of_a_plan_shows_both_turns() -> None:
+    path = RECIPES / "r1_distill_qwen_7b_8k.py"
+    run = load_recipe(path, RunConfig)
+    text = plan_text(make_plan(Job(run, find_shape(path, run.model.hf_path), PlanOptions())), [], [])
+    assert "FITS: at most 46.1 GB (training) and 69.0 GB (sampling) of a GPU's 80 (h100-80gb)" in text
+    assert "  0      train        40.1      6.0   46.1  33.9  fits" in text
+    assert "  0      hand over    10.1     21.2   31.3  48.7  fits" in text
+    assert "  0      sample        3.0     66.0   69.0  11.0  fits" in text
+    assert "servers read 15.2 GB of weights from the policy's memory: copies 0.1 s, expected 0.7 s" in text
+    assert "Cores of a node: 18 or more, for 8 ranks, 8 server processes (a paused one keeps its" in text
+    disk = changed(run, "rollout.sglang.sync", "disk")
+    text = plan_text(make_plan(Job(disk, find_shape(path, run.model.hf_path), PlanOptions())), [], [])
+    assert "servers read 15.2 GB of weights from the disk: 7.6 s at 2 GB/s" in text
+    assert "hand over" not in text
+    stays = changed(changed(run, "parallel.offload", False), "rollout.sglang.memory_fraction", 0.5)
+    assert "the policy stays (parallel.offload is off)" in plan_text(
+        make_plan(Job(stays, find_shape(path, run.model.hf_path), PlanOptions())), [], []
+    )
+
+
+def test_engines_that_cannot_sample_have_no_step_time() -> None:
+    run = planned().run
+    small = replace(run, rollout=replace(run.rollout, sglang=replace(run.rollout.sglang, tensor=1)))
+    lines = list(summary(make_plan(replace(planned(), run=small))))
+    assert lines[0].startswith("DOES NOT FIT")
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("bounds", "responses", "says"),
+    [
+        (balanced(), 8.0, "balanced (gradient, absolute, uniform, high_first, update, target 0.4)"),
+        (
+            replace(balanced(), scope="micro_batch"),
+            1.0,
+            "100% of the searches see one sign alone and",
+        ),  # 16 / 16
+        (replace(balanced(), scope="micro_batch", bounds_tokens=28), 2.0, "50% of the searches see one sign"),
+        (replace(balanced(), scope="micro_batch", bounds_tokens=28), 2.0, "fixed bounds of 0.9 and 1.2 do."),
+        (replace(balanced(), scope="micro_batch", bounds_tokens=7), 1.0, "micro_batch of about 7 tokens"),
+        (paper(), 8.0, "Clipping bounds: paper (gradient, "),
+        (grpo(), None, ""),
+    ],
+)
+def test_a_search_over_few_responses_is_noted(bounds: BoundsConfig, responses: float, says: str) -> None:
+    """Eight responses of 14 tokens; a pack holds one and its prompt."""
+    plan = replace(job(), run=replace(job().run, algorithm=AlgorithmConfig(bounds=bounds)))
+    assert plan.responses_per_search == responses
+    text = plan_text(make_plan(plan), [], [])
+    assert says in text
+    assert ("WARNING" in text) == (responses is not None and responses < 4)
+    assert ("Clipping bounds" in text) == (responses is not None)
+
+
+def test_the_disk_of_a_run_by_hand() -> None:
+    """One parameter in float32 takes 12 bytes of a checkpoint and 4 of an export."""
+    run, count = job().run, total_parameters(SMALL)
+    local = replace(run, steps=40, model=replace(run.model, dtype="float32"))
+    local = replace(local, rollout=replace(local.rollout, engine="local"))
+    for checkpoint, expected in [
+        (CheckpointConfig(every=10, keep_last=2), 3 * 12 + 4),
+        (CheckpointConfig(every=10, keep_last=0), 5 * 12 + 4),  # all four
+        (CheckpointConfig(every=10, keep_last=1, keep_every=20), 4 * 12 + 4),
+        (CheckpointConfig(every=10, keep_last=1, export_every=20), 2 * 12 + 3 * 4),
+    ]:
+        assert run_folder_bytes(replace(local, checkpoint=checkpoint), SMALL) == count * expected
+
+
+def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Paste the output of `bapo plan recipes/bp_math_32b_64k.py` into docs/planning.md when it changes."""
+    bapo(["plan", str(RECIPE)])
+    assert capsys.readouterr().out in (RECIPES.parent / "docs/planning.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mfu", "1.5"], "mfu=1.5 must be above 0 and at most 1"),
+        (["--parallel.tensor", "3"], "parallel.tensor=3 does not divide"),
+        (["--engine-gpus", "0"], "engine_gpus=0 must be at least 1"),
+        (["--length-spread", "0"], "length_spread=0.0 must be above 0"),
+        (["--engine-imbalance", "0.5"], "engine_imbalance=0.5 must be at least 1"),
+    ],
+)
+def test_bad_input_is_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bapo(["plan", str(RECIPE), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bapo(["plan", "recipes/demo_cpu.py", "--rollout.engine", "sgalng"]) == 2
+    assert "rollout.engine='sgalng' is unknown: give local, sglang" in capsys.readouterr().err
+    assert bapo(["plan", "recipes/demo_cpu.py", "--algorithm.loss", "ppo"]) == 2
+    assert "algorithm.loss='ppo' is unknown: give aspo, " in capsys.readouterr().err

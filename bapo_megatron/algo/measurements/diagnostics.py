@@ -16,19 +16,19 @@ mean zero. Derivation: docs/off_policy.md. Effects above 0 expand the entropy, t
 
 Legend: ``_T`` tokens of a pack, ``_B`` buckets of staleness, ``_C`` classes of tokens, ``_V`` values.
 
-Used by ``algo/objective.py``, ``commands/report/series.py`` and ``benchmarks/diagnostics.py``.
+Used by ``algo/objective.py`` and ``benchmarks/diagnostics.py``.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
 from bapo_megatron.algo.measurements import Measurement, PackView
-from bapo_megatron.algo.measurements.staleness import BUCKETS, bucket_of
+from bapo_megatron.algo.measurements.staleness import bucket_of
 from bapo_megatron.algo.tokens import constant_on, likely, unmasked
 from bapo_megatron.types import Metrics
 
@@ -36,16 +36,6 @@ QUADRANTS = ("negative_low", "negative_high", "positive_low", "positive_high")
 """Sign of the advantage, and probability. The second and the third expand the entropy."""
 
 EXPANDING = ("negative_high", "positive_low")
-
-RATIO_EDGES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.98, 1.02, 1.1, 1.2, 1.5, 2.0, 3.0)
-"""Edges of the ratio bins of Figs. 5 and 10; a bin holds its lower edge. None is at 1, where rounding
-would decide."""
-
-RATIO_BINS = (
-    f"below_{RATIO_EDGES[0]}",
-    *(f"{low}-{high}" for low, high in pairwise(RATIO_EDGES)),
-    f"from_{RATIO_EDGES[-1]}",
-)
 
 _CLASSES = (*QUADRANTS, "no_advantage")
 _VALUES = ("tokens", "clipped", "mass", "effect", "log_prob", "advantage", "product")

@@ -24,12 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bapo_megatron.algo.bins import BUCKETS
 from bapo_megatron.algo.measurements import Measurement, PackView
 from bapo_megatron.algo.tokens import constant_on
 from bapo_megatron.types import Metrics
-
-BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
-"""Buckets of total staleness, in updates. Widths double: one more update matters less to an old token."""
 
 _STARTS = (1, 2, 4, 8, 16)
 _VALUES = ("tokens", "clipped", "ratio_gap", "entropy")

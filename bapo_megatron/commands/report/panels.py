@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bapo_megatron.algo.measurements.staleness import BUCKETS
+from bapo_megatron.algo.bins import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord
 
 NEUTRAL = "#30343b"

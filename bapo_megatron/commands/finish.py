@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from time import sleep
 
-from bapo_megatron.commands.report.page import headline
+from bapo_megatron.commands.report.data import headline
+from bapo_megatron.commands.report.metric_table import read_metrics
 from bapo_megatron.hf.export import export_hf, keep_others
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
-from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import bring_policy_back
@@ -60,11 +60,10 @@ def wait_for_exports(run: Run) -> None:
 
 def _summary(run: Run) -> str:
     paths = RunPaths(run.config.directory)
-    rows = read_jsonl(paths.metrics)
-    figures = headline(rows)
+    figures = headline(read_metrics(paths.metrics))
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
     return (
-        f"reward {first} -> {last} in {len(rows)} steps, "
+        f"reward {first} -> {last} in {figures['steps']} steps, "
         f"{run.policy.version} updates\n"
         f"Hugging Face model: {paths.export}\n"
         f"plots: bapo report {paths.root}"

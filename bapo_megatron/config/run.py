@@ -14,6 +14,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
+from bapo_megatron.algo.settings import out_of_range, wrong_types
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
@@ -33,7 +34,6 @@ from bapo_megatron.config.validation import (
     hold_problems,
     hook_problems,
     mismatch_problems,
-    out_of_range,
     pack_problems,
     parallel_problems,
     profile_problems,
@@ -42,7 +42,6 @@ from bapo_megatron.config.validation import (
     reward_problems,
     source_reward_problems,
     staleness_problems,
-    wrong_types,
 )
 
 

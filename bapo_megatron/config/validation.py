@@ -1,21 +1,19 @@
-"""Validation of a configuration: types and ranges of each field, and the rules between fields.
+"""Rules between the fields of a configuration; types and ranges of each field are ``algo/settings.py``'s.
 
-``RunConfig.check`` and ``SftConfig.check`` call the functions that yield errors (``*_problems``,
-``wrong_types``, ``out_of_range``), each error one line with the field and the fix; ``raise_problems`` then
-raises one ConfigError. ``flat`` and ``settings_of_scores`` are for others, too. No file, GPU or network is
-looked at.
+``RunConfig.check`` and ``SftConfig.check`` call the functions that yield errors (``*_problems``), each error
+one line with the field and the fix; ``raise_problems`` then raises one ConfigError. ``flat`` and
+``settings_of_scores`` are for others, too. No file, GPU or network is looked at.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Iterator
-from typing import Any, get_type_hints
+from typing import Any
 
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.algo.ranges import range_problem, type_problem
+from bapo_megatron.algo.settings import fields_of
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.sections import (
@@ -39,53 +37,15 @@ _COMPARED = ("version", "weights", "optimizer", "canary", "learning_rate", "samp
 
 def flat(config: object, prefix: str = "") -> dict[str, object]:
     """Leaf values of nested dataclasses by dotted names, e.g. ``optimizer.lr``."""
-    return {path: value for path, value, _ in _fields(config, prefix) if not dataclasses.is_dataclass(value)}
+    return {
+        path: value for path, value, _ in fields_of(config, prefix) if not dataclasses.is_dataclass(value)
+    }
 
 
 def raise_problems(problems: list[str]) -> None:
     """Raise one ConfigError with all problems, if there are any."""
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def wrong_types(config: object) -> Iterator[str]:
-    """Type errors: fields whose value does not have the annotated type, as a recipe may set it."""
-    for path, value, annotation in _checked(config):
-        if problem := type_problem(value, annotation):
-            yield f"{path}={value!r} {problem}"
-
-
-def out_of_range(config: object) -> Iterator[str]:
-    """Range errors: numbers that are not finite, or outside the annotated range of their field."""
-    for path, value, annotation in _checked(config):
-        if problem := range_problem(value, annotation):
-            yield f"{path}={value} {problem}"
-
-
-def _fields(config: object, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, value and annotation of every field of nested dataclasses, outer ones first."""
-    annotations = _annotations(type(config))  # type: ignore[arg-type]  # a class is hashable
-    for item in dataclasses.fields(config):  # type: ignore[arg-type]
-        value, path = getattr(config, item.name), f"{prefix}{item.name}"
-        yield path, value, annotations[item.name]
-        if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{path}.")
-
-
-@functools.cache
-def _annotations(kind: type) -> dict[str, Any]:
-    """Resolved annotations of a dataclass, cached: the layout search of ``bapo plan`` checks thousands of
-    configurations."""
-    return get_type_hints(kind, include_extras=True)
-
-
-def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:
-    """``_fields``, and those of the dataclasses in lists, such as ``data.sources[0].weight``."""
-    for path, value, annotation in _fields(config):
-        yield path, value, annotation
-        for number, one in enumerate(value if isinstance(value, tuple) else ()):
-            if dataclasses.is_dataclass(one):
-                yield from _fields(one, f"{path}[{number}].")
 
 
 def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from annotated_types import Ge, Gt
 
+from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.config.sections import Settings
 from bapo_megatron.config.validation import REWARD_ENDPOINTS, raise_problems, sandbox_problems
@@ -38,24 +40,24 @@ class EvalOptions:
     """Which checkpoint of a run."""
     hf_reference: Path | None = None
     """Hugging Face folder of the model, for a checkpoint that carries no config and tokenizer."""
-    samples: int = 16
+    samples: Annotated[int, Ge(1)] = 16
     """Responses to each problem: n of avg@n. May change when an evaluation is continued."""
     pass_at: tuple[int, ...] = (1, 4, 16)
     """Each k of pass@k, up to `samples`; larger ones are left out."""
-    temperature: float = 0.6
+    temperature: Annotated[float, Ge(0)] = 0.6
     """Sampling temperature; 0 takes the most probable token."""
-    max_response_tokens: int = 32768
+    max_response_tokens: Annotated[int, Ge(1)] = 32768
     """Responses are cut here, and count as truncated."""
-    max_prompt_tokens: int = 2048
+    max_prompt_tokens: Annotated[int, Ge(1)] = 2048
     """A suite with a longer prompt is refused."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0)] = 0
     """Seed of sampling (local engine) and of the bootstrap."""
     engine: str = "local"
     """`local`: in this process. `sglang`: servers, see `sglang`. Or `package.module:Name`, as
     `rollout.engine` of a run."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the model's weights."""
-    max_batch: int = 64
+    max_batch: Annotated[int, Ge(1)] = 64
     """Requests that the local engine decodes at a time."""
     reward: str | None = None
     """`package.module:function`, a reward of your own, `reasoning_gym`, `llm_judge` or `reward_model`
@@ -64,9 +66,9 @@ class EvalOptions:
     """Settings of `reward`, as `reward.settings` of a run: one JSON object."""
     reward_correct: float = 1.0
     """Lowest reward of a right response, for `reward`."""
-    judges: int = 2
+    judges: Annotated[int, Ge(1)] = 2
     """Processes that judge responses."""
-    judge_limit_s: float = 30.0
+    judge_limit_s: Annotated[float, Gt(0)] = 30.0
     """Longest judgement of a response; then it counts as wrong, and as unjudged."""
     allow_weak_sandbox: bool = False
     """Run programs even where the kernel lacks a wall of the sandbox (docs/rewards.md#the-sandbox)."""
@@ -105,16 +107,8 @@ class EvalOptions:
             yield "suite names nothing; give e.g. --suite aime24,math500"
         if len(set(self.names)) < len(self.names):
             yield f"suite={self.suite} names a suite twice"
-        counts = {
-            name: getattr(self, name)
-            for name in ("samples", "max_response_tokens", "max_prompt_tokens", "max_batch", "judges")
-        }
-        yield from (f"{name}={value} must be at least 1" for name, value in counts.items() if value < 1)
+        yield from out_of_range(self)
         yield from (f"pass_at={k} must be at least 1" for k in self.pass_at if k < 1)
-        if self.seed < 0:
-            yield f"seed={self.seed} must not be negative"
-        if not 0 <= self.temperature < float("inf"):
-            yield f"temperature={self.temperature} must be 0 (greedy) or a positive number"
         if self.temperature == 0 and self.samples > 1:
             yield f"temperature=0 gives the same response each time: set samples=1, not {self.samples}"
         names = ("reasoning_gym", *REWARD_ENDPOINTS)
@@ -127,8 +121,6 @@ class EvalOptions:
         if self.reward_settings and self.reward in (None, "reasoning_gym"):
             yield f"reward_settings needs reward: name whose settings they are; {self.reward} takes none"
         yield from sandbox_problems("sandbox_url", self.sandbox_url)
-        if not self.judge_limit_s > 0:
-            yield f"judge_limit_s={self.judge_limit_s} must be above 0"
 
     def run_config(self, model: Path, output: Path, longest_prompt: int, programs: bool = True) -> RunConfig:
         """Run configuration for the engines, the pool and the sandbox of this evaluation.
@@ -177,12 +169,11 @@ class CompareOptions:
     """Another of the same suites; differences are B - A."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the comparison as a list of one object a suite."""
-    examples: int = 0
+    examples: Annotated[int, Ge(0)] = 0
     """Problems of each suite to print with the first response of each evaluation: the suite's first ones."""
 
     def check(self) -> None:
         """ConfigError for options that do not go together."""
-        if self.examples < 0:
-            raise ConfigError(f"examples={self.examples} must not be negative")
+        raise_problems(list(out_of_range(self)))
         if self.examples and self.json:
             raise ConfigError("--examples are text: leave --json out")

@@ -16,8 +16,9 @@ import tyro
 from annotated_types import Ge, Gt, Le
 
 from bapo_megatron.algo.bounds import sum_count
+from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.config import ParallelConfig, RunConfig
-from bapo_megatron.config.validation import out_of_range, raise_problems
+from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.planning.hardware import GPUS, GPUS_PER_NODE, Gpu

@@ -57,7 +57,7 @@ class JsonlLog:
 
         ConfigError for a line that is no JSON, or has no step.
         """
-        lines = _whole_lines(self.path)
+        lines = list(whole_lines(self.path))
         kept = [line for number, line in enumerate(lines, 1) if _step_of(line, self.path, number) <= step]
         if len(kept) == len(lines):
             return
@@ -97,7 +97,7 @@ def read_jsonl(path: Path) -> list[Row]:
 
     ConfigError for any other bad line, and for a log that is no plain file.
     """
-    return [_parse(line, path, number) for number, line in enumerate(_whole_lines(path), 1)]
+    return [parse_line(line, path, number) for number, line in enumerate(whole_lines(path), 1)]
 
 
 def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -159,18 +159,23 @@ def _appending(path: Path) -> FileIO:
     return FileIO(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    lines: list[bytes] = []
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a log, one at a time in memory, without their newlines; a torn last one is skipped.
+
+    ConfigError for a line above ``MOST_LINE_BYTES``, and for a log that is no plain file.
+    """
+    number = 0
     with read_plain(path) as file:
         while (line := file.readline(MOST_LINE_BYTES + 1)).endswith(b"\n"):
-            lines.append(line[:-1])
+            number += 1
+            yield line[:-1]
     if len(line) > MOST_LINE_BYTES:
         most = f"{MOST_LINE_BYTES >> 20} MB"
-        raise ConfigError(f"{path}, line {len(lines) + 1} is longer than {most}; mend or delete the line")
-    return lines
+        raise ConfigError(f"{path}, line {number + 1} is longer than {most}; mend or delete the line")
 
 
-def _parse(line: bytes, path: Path, number: int) -> Row:
+def parse_line(line: bytes, path: Path, number: int) -> Row:
+    """The row of line ``number`` of a log. ConfigError, with file and line, if it is no JSON object."""
     try:
         return parse_row(line)
     except ValueError as error:
@@ -196,7 +201,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _step_of(line: bytes, path: Path, number: int) -> int:
-    step = _parse(line, path, number).get("step")
+    step = parse_line(line, path, number).get("step")
     if not isinstance(step, int):
         raise ConfigError(f"{path}, line {number} has no whole number as its step; mend or delete the line")
     return step

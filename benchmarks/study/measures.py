@@ -78,7 +78,7 @@ def first_entropy(run: RunRecord) -> float:
 
     Where a batch is used again, the mean of its step is that of a policy that has already changed.
     """
-    rows = [row for row in run.updates if row["step"] == 1 and not row.get("epoch")]
+    rows = [row for row in run.updates.rows() if row["step"] == 1 and not row.get("epoch")]
     return update_mean(rows, "policy/entropy")
 
 
@@ -123,7 +123,7 @@ def spike_rate(run: RunRecord) -> float:
     """Spikes for every hundred updates; NaN if no norm was measured."""
     at_place: dict[int, list[float]] = {}
     made: Counter[int] = Counter()
-    for row in run.updates:
+    for row in run.updates.rows():
         norm = row.get("policy/grad_norm")
         at_place.setdefault(made[row["step"]], []).append(np.nan if norm is None else norm)
         made[row["step"]] += 1
@@ -135,7 +135,8 @@ def spike_rate(run: RunRecord) -> float:
 
 def stale_updates(run: RunRecord) -> list[Row]:
     """The updates after the first pass over their batch; all of them if there is one pass."""
-    return [row for row in run.updates if row.get("epoch")] or run.updates
+    rows = run.updates.rows()
+    return [row for row in rows if row.get("epoch")] or rows
 
 
 def clipped(row: Row) -> float:
@@ -197,10 +198,10 @@ def curves_of(run: RunRecord) -> dict[str, np.ndarray]:
         "entropy": run.by_step("policy/entropy").value,
         "grad_norm": run.by_step("policy/grad_norm").value,
     }
-    by_step: dict[int, list[Row]] = {int(row["step"]): [] for row in run.steps}
+    by_step: dict[int, list[Row]] = {int(step): [] for step in run.step_numbers}
     for row in stale_updates(run):
         by_step.setdefault(int(row["step"]), []).append(row)
-    rows = [by_step[int(row["step"])] for row in run.steps]
+    rows = [by_step[int(step)] for step in run.step_numbers]
     curves["clipped"] = np.array([_mean(np.array([clipped(one) for one in step], float)) for step in rows])
     curves["positive_share"] = np.array(
         [_mean(np.array([positive_share(one) for one in step], float)) for step in rows]

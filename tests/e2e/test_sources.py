@@ -71,7 +71,7 @@ def test_both_are_trained_on_by_their_own_rewards(mixed: Path) -> None:
     for row in results(mixed, "updates.jsonl"):
         tokens = sum(row[f"source/{name}/policy/tokens"] for name in ("long", "short"))
         assert tokens == row["policy/tokens"]
-    page = write_report(mixed).read_text()
+    page = write_report([mixed]).read_text()
     assert "By source" in page
     assert "short.jsonl, weight 1, tests.support.reward_functions:shorter" in page
 

@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
-from bapo_megatron.algo.ranges import type_problem
+from annotated_types import Ge
+
+from bapo_megatron.algo.settings import out_of_range, table_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.hardware import GPUS
 
@@ -32,10 +33,10 @@ class Budgets:
     ``ClusterFile``.
     """
 
-    crash: int = 5
-    preemption: int = 100
-    time_limit: int = 500
-    node_failure: int = 20
+    crash: Annotated[int, Ge(0)] = 5
+    preemption: Annotated[int, Ge(0)] = 100
+    time_limit: Annotated[int, Ge(0)] = 500
+    node_failure: Annotated[int, Ge(0)] = 20
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Health:
     disk_gb: float = 1.0
     clock_s: float = 5.0
     """Largest difference between the nodes' clocks, seconds."""
-    wait_s: int = 600
+    wait_s: Annotated[int, Ge(0)] = 600
     """Longest wait for the whole probe, in which each node unpacks its image, seconds."""
 
 
@@ -66,20 +67,20 @@ class ClusterFile:
     partition: str
     time: str
     """Time limit, as `sbatch --time` takes it."""
-    gpus_per_node: int
+    gpus_per_node: Annotated[int, Ge(0)]
     gpu: str | None = None
     """Kind of GPU for the verdict of `bapo plan`; None: no verdict."""
     qos: str | None = None
     constraint: str | None = None
-    trainer_nodes: int | None = None
+    trainer_nodes: Annotated[int | None, Ge(1)] = None
     """Nodes that train. None: as many as the recipe's layout needs."""
-    rollout_nodes: int = 0
+    rollout_nodes: Annotated[int, Ge(0)] = 0
     """Nodes of SGLang servers beside the trainer's; 0: the recipe's own servers, or none."""
-    tasks_per_node: int | None = None
+    tasks_per_node: Annotated[int | None, Ge(1)] = None
     """Trainer processes on a node. None: one for each GPU."""
-    servers_per_node: int | None = None
+    servers_per_node: Annotated[int | None, Ge(1)] = None
     """SGLang servers on a rollout node. None: `gpus_per_node` / `rollout.sglang.tensor`."""
-    cpus_per_task: int | None = None
+    cpus_per_task: Annotated[int | None, Ge(1)] = None
     mem: str | None = None
     """Memory of a node, as `sbatch --mem` takes it."""
     exclusive: bool = False
@@ -93,17 +94,17 @@ class ClusterFile:
     """Interpreter with bapo-megatron on the nodes, inside the container if there is one."""
     sglang_python: str | None = None
     """Interpreter of SGLang's environment on the nodes."""
-    lead_s: int = 600
+    lead_s: Annotated[int, Ge(1)] = 600
     """Time before the limit at which the ranks are told to save and stop."""
-    margin_s: int = 30
+    margin_s: Annotated[int, Ge(0)] = 30
     """Time before the limit at which ranks that still save are killed."""
-    wait_s: int = 900
+    wait_s: Annotated[int, Ge(1)] = 900
     """Longest wait for the other ranks, once the first has ended."""
-    crash_wait_s: int = 60
+    crash_wait_s: Annotated[int, Ge(1)] = 60
     """Longest wait for the other ranks, once one has failed. They would wait in a collective for hours."""
-    engines_wait_s: int = 1200
+    engines_wait_s: Annotated[int, Ge(1)] = 1200
     """Longest wait for the rollout servers; then the run starts with those that are ready."""
-    look_s: int = 10
+    look_s: Annotated[int, Ge(1)] = 10
     """Interval between two health checks of the rollout servers."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of every task."""
@@ -121,7 +122,10 @@ def load_cluster(path: Path) -> ClusterFile:
         raise ConfigError(f"cluster file {path} does not exist; slurm/clusters/ has examples") from None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cluster file {path} cannot be read: {error}") from None
-    problems = list(_problems(ClusterFile, found, ""))
+    wrong = table_problems(ClusterFile, found)
+    problems = [
+        f"{name}{problem}{_EXAMPLES.get(name, '') if name in found else ''}" for name, problem in wrong
+    ]
     if not problems:
         cluster = _build(found)
         problems = list(_invalid_values(cluster))
@@ -138,30 +142,6 @@ def _build(found: Mapping[str, Any]) -> ClusterFile:
     for name in ("mounts", "modules"):
         values[name] = tuple(values.get(name, ()))
     return ClusterFile(**values)
-
-
-def _problems(kind: type, found: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Schema errors below ``prefix``: unknown names, missing names, values of a wrong type."""
-    hints = get_type_hints(kind)
-    fields = {item.name: item for item in dataclasses.fields(kind)}
-    for name, value in found.items():
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1, 0.5)
-            known = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(fields)}"
-            yield f"{prefix}{name} is unknown; {known}"
-        elif dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
-            yield from _problems(hints[name], value, f"{prefix}{name}.")
-        else:
-            yield from _wrong_type(f"{prefix}{name}", value, hints[name])
-    for name, item in fields.items():
-        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        if required and name not in found:
-            yield f"{prefix}{name} is missing"
-
-
-def _wrong_type(name: str, value: Any, hint: Any) -> Iterator[str]:
-    if problem := type_problem(tuple(value) if isinstance(value, list) else value, hint):
-        yield f"{name} = {value!r} {problem}{_EXAMPLES.get(name, '')}"
 
 
 def _seconds(time: str) -> int:
@@ -186,13 +166,7 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
         near = difflib.get_close_matches(cluster.gpu, GPUS, 1, 0.3)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(GPUS)}"
         yield f"gpu = {cluster.gpu!r} is unknown; {hint}"
-    for name, least in _MINIMUMS.items():
-        value = getattr(cluster, name)
-        if value is not None and value < least:
-            yield f"{name} = {value} must be at least {least}"
-    for name, value in (*vars(cluster.budgets).items(), ("wait_s", cluster.health.wait_s)):
-        if value < 0:
-            yield f"{'health' if name == 'wait_s' else 'budgets'}.{name} = {value} must be at least 0"
+    yield from out_of_range(cluster, " = ")
     if cluster.margin_s >= cluster.lead_s:
         yield f"margin_s = {cluster.margin_s} must be below lead_s = {cluster.lead_s}, the time to save"
     if cluster.health.probe not in ("on", "off"):
@@ -205,10 +179,3 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
     for name in cluster.environment:
         if not _NAME.fullmatch(name):
             yield f"environment.{name}: NeMo-Run writes names of variables in capitals; write it so"
-
-
-_MINIMUMS = {
-    "gpus_per_node": 0, "trainer_nodes": 1, "rollout_nodes": 0, "tasks_per_node": 1, "servers_per_node": 1,
-    "cpus_per_task": 1, "lead_s": 1, "margin_s": 0, "wait_s": 1, "crash_wait_s": 1, "engines_wait_s": 1,
-    "look_s": 1,
-}  # fmt: skip

@@ -15,10 +15,9 @@ from bapo_megatron.commands.doctor.machine import Disk, machine_rows
 from bapo_megatron.commands.doctor.namespaces import sandbox_rows
 from bapo_megatron.commands.doctor.packages import package_rows
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, check_recipe
-from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
+from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, lines, one_line, summary_line
 from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.commands.doctor.sglang import sglang_rows
-from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.errors import ConfigError
 
 USAGE = """\

@@ -4,31 +4,37 @@
 
 The child prints one JSON object on its standard output: `problems`; `facts` for the other sections, None if
 the recipe could not be loaded; `rewards`, for each source of data whether its reward scored a response, and
-the score or the error. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py``,
-``server_keys.py`` and ``servers.py``.
+the score or the error. A reward is tried as in a run, with one worker and one response to one row; one that
+fails is a result, no exception. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py`` and
+``servers.py``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.child_process import run_module
+from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.runtime.child_process import ChildError, run_module
 
 if TYPE_CHECKING:
-    from bapo_megatron.config import RunConfig
+    from bapo_megatron.config import RewardConfig, RunConfig
+    from bapo_megatron.reward.pool import RewardResult
+    from bapo_megatron.types import Prompt
 
 SECTION = "recipe"
 DEADLINE_S = 600.0
 """Seconds for the check, in which the dataset is read and its answers are parsed."""
+ENDPOINT_DEADLINE_S = 20.0
+"""Seconds within which a reward endpoint must answer."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +127,56 @@ def main(arguments: Sequence[str]) -> None:
 
 def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[tuple[bool, str]]:
     """Trial calls of each source's reward on its first row; none if the data could not be read."""
-    from bapo_megatron.commands.doctor.reward import try_reward
     from bapo_megatron.data.prompts import PromptSet
 
     data = next((found for found in passed if isinstance(found, PromptSet)), None)
     firsts = {prompt.source: prompt for prompt in reversed(data.prompts)} if data else {}
     return [try_reward(config, prompt) for prompt in reversed(firsts.values())]
+
+
+def try_reward(config: RunConfig, prompt: Prompt) -> tuple[bool, str]:
+    """Whether the reward can score a response to ``prompt``; and its score, or the error with traceback."""
+    response, what = _response(prompt.ground_truth)
+    try:
+        result = asyncio.run(_scored(config, prompt, response))
+    except (ConfigError, ChildError, RunStopped) as error:
+        return False, str(error)
+    of_source = f" of source {prompt.source}" if prompt.source else ""
+    where = f"row {prompt.prompt_id}{of_source} with {what}"
+    if result.failure is None:
+        return True, f"score {result.score:g} for {where}"
+    return False, f"no score for {where}: {result.failure}: {result.detail}\n{result.traceback}".strip()
+
+
+def _response(ground_truth: str) -> tuple[str, str]:
+    """A plausible response to score, and its description."""
+    from bapo_megatron.reward.code_tests import is_tests
+
+    if is_tests(ground_truth):
+        return "```python\npass\n```", "an empty program as the response"
+    return f"\\boxed{{{ground_truth}}}", "its ground truth in a box as the response"
+
+
+def _with_short_deadline(reward: RewardConfig) -> RewardConfig:
+    """The reward's settings with one worker, and with a short deadline for an endpoint."""
+    from bapo_megatron.reward.functions import is_endpoint
+
+    deadline = {"give_up_s": min(ENDPOINT_DEADLINE_S, reward.settings.get("give_up_s", ENDPOINT_DEADLINE_S))}
+    settings = reward.settings | (deadline if is_endpoint(reward.function) else {})
+    return replace(reward, workers=1, settings=settings)
+
+
+async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardResult:
+    from bapo_megatron.reward.functions import settings_for
+    from bapo_megatron.reward.pool import RewardPool
+
+    reward = settings_for(config.reward, prompt.reward or config.reward.function)
+    pool = RewardPool(_with_short_deadline(reward), config.rollout.max_response_tokens)
+    await pool.start()
+    try:
+        return await pool.score(prompt, response, 1)
+    finally:
+        await pool.close()
 
 
 def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterator[str]:

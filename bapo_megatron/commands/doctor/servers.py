@@ -1,20 +1,22 @@
 """SGLang server checks of ``bapo doctor``: whether the recipe's servers answer and match the recipe.
 
 They read the endpoints of SGLang 0.5.23, `/ready`, `/model_info`, `/server_info`, and change nothing there. A
-server that does not answer becomes a row. Used by ``doctor.py``.
+server that does not answer becomes a row. As in a run, the run's own API key is sent only to a server that
+has proved that it has the same one. Used by ``doctor.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
-from bapo_megatron.commands.doctor.http import Answer, get
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, read_model_config
-from bapo_megatron.commands.doctor.rows import DoctorRow, State
-from bapo_megatron.commands.doctor.server_keys import key_check
+from bapo_megatron.commands.doctor.rows import DoctorRow, State, one_line
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.rollout.engines.sglang.requirements import (
     FP32_HEAD,
@@ -25,8 +27,20 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
     install_command,
     prefill_graph,
 )
+from bapo_megatron.rollout.engines.sglang_launch.api_key import (
+    VARIABLE,
+    ApiKey,
+    ask_proof,
+    is_loopback,
+    read_key_file,
+)
+from bapo_megatron.runtime.child_process import within
+from bapo_megatron.runtime.http import Answer, ask
+from bapo_megatron.runtime.run_paths import RunPaths
 
 SECTION = "servers"
+DEADLINE_S = 10.0
+"""Seconds for one answer."""
 _SAME_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """Fields of `config.json` that are equal where two folders hold versions of one model."""
 _INPUT_RESERVE = 6
@@ -36,6 +50,10 @@ _IN_PLACE = {
     "disable_radix_cache": "no prefix cache, which would hold keys and values of old weights,",
     "disable_overlap_schedule": "no overlap, under which a token of old weights counts to the new ones,",
 }
+
+_KEY_NEEDED = "a server that asks for the run's API key"
+_KEY_SERVE = "start it with bapo rollout-server RECIPE --host HOST --port PORT"
+_KEY_FILE = f"name its file with rollout.sglang.api_key_file or {VARIABLE}"
 
 
 def server_rows(facts: RecipeFacts) -> Iterator[DoctorRow]:
@@ -58,7 +76,9 @@ def rows_of(url: str, facts: RecipeFacts) -> tuple[list[DoctorRow], str | None]:
     ready = get(f"{url}/ready")
     if ready.status is None:
         fix = "start it (bapo rollout-server RECIPE --host HOST --port PORT), or correct rollout.sglang.urls"
-        return [DoctorRow(SECTION, url, "problem", f"no answer: {ready.body}", "an SGLang server", fix)], None
+        return [
+            DoctorRow(SECTION, url, "problem", f"no answer: {ready.reason}", "an SGLang server", fix)
+        ], None
     if ready.status == 404:
         return [_other_program(url)], None
     rows = [_ready_row(url, ready)]
@@ -78,6 +98,62 @@ def rows_of(url: str, facts: RecipeFacts) -> tuple[list[DoctorRow], str | None]:
         *_setting_rows(url, server.fields, facts),
     ]
     return rows, version
+
+
+def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] | None = None) -> Answer:
+    """The response of ``url``, within ``deadline_s`` for all of it. Never raises: errors are its reason."""
+    try:
+        return within(deadline_s, lambda: ask(url, headers=headers, timeout_s=deadline_s))
+    except URLError as error:
+        return Answer(None, one_line(error.reason))
+    except Exception as error:  # a server that does not speak HTTP raises all kinds of errors
+        return Answer(None, one_line(error))
+
+
+# --- API keys ------------------------------------------------------------------------------------
+
+
+def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, DoctorRow]:
+    """Request headers for the server at ``url``, None if no known key opens it; and the row of its key."""
+    named = facts.api_key_file or os.environ.get(VARIABLE)
+    path = Path(named) if named else RunPaths(Path(facts.directory)).api_key
+    try:
+        key = read_key_file(path) if named or os.path.lexists(path) else None
+    except ValueError as error:
+        return None, _key_row(url, "problem", str(error), "correct the file, " + _KEY_FILE)
+    if get(f"{url}/model_info").status != 401:
+        must = facts.require_api_key or not is_loopback(url)
+        found = "asks for no API key: who reaches it can sample and replace its weights"
+        return {}, _key_row(url, "problem" if must else "optional", found, _KEY_SERVE)
+    if key is None:
+        return None, _key_row(url, "problem", "asks for an API key, and none is known here", _KEY_FILE)
+    # As in a run: the run's own key goes only to a server that has proved that it has the same key.
+    if not named and (reason := _key_proof_problem(url, key)):
+        return None, _key_row(url, "problem", reason, f"{_KEY_SERVE} and the run's --run-dir; or {_KEY_FILE}")
+    headers = {"Authorization": f"Bearer {key.value}"}
+    if get(f"{url}/model_info", headers=headers).status == 401:
+        found = f"asks for another API key than that in {key.path}"
+        return None, _key_row(url, "problem", found, f"start it with that file, or {_KEY_FILE}")
+    return headers, _key_row(url, "ok", f"asks for the API key in {key.path}", "")
+
+
+def _key_proof_problem(url: str, key: ApiKey) -> str | None:
+    """Problem of the server's proof that it has the run's key; None if the proof is right."""
+    try:
+        proof = asyncio.run(ask_proof(url, key.value, DEADLINE_S))
+    except OSError as error:
+        return f"does not answer whether it has the API key in {key.path}: {error}"
+    if proof == "proved":
+        return None
+    kind = "has another API key than" if proof == "wrong" else "does not prove that it has"
+    return f"{kind} the run's, {key.path}"
+
+
+def _key_row(url: str, state: State, found: str, fix: str) -> DoctorRow:
+    return DoctorRow(SECTION, url, state, found, _KEY_NEEDED, fix)
+
+
+# --- rows ----------------------------------------------------------------------------------------
 
 
 def weight_version_row(url: str, version: str | None) -> DoctorRow:

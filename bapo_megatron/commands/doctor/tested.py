@@ -51,15 +51,15 @@ class Permitted:
 
 def permitted(distribution: str = "bapo-megatron") -> dict[str, Permitted]:
     """Permitted versions by package, from the requirements of ``distribution`` without extras; empty if it is
-    not installed."""
+    not installed, or the packaging library is not."""
     try:
-        requirements = metadata.requires(distribution) or []
-    except metadata.PackageNotFoundError:
+        from packaging.requirements import Requirement
+
+        requirements = [Requirement(text) for text in metadata.requires(distribution) or []]
+    except (ImportError, metadata.PackageNotFoundError):  # packaging has a row of its own
         return {}
-    found = {}
-    for requirement in requirements:
-        stated, _, marker = requirement.partition(";")
-        parts = re.match(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^)]*)\)?", stated)
-        if parts and "extra" not in marker:
-            found[canonical(parts[1])] = Permitted(parts[2].strip())
-    return found
+    return {
+        canonical(requirement.name): Permitted(str(requirement.specifier))
+        for requirement in requirements
+        if "extra" not in str(requirement.marker)
+    }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -17,6 +16,7 @@ import numpy as np
 
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
+from bapo_megatron.commands.report.metric_table import MetricTable, read_metrics
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.jsonl_log import Row, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -58,12 +58,12 @@ class RunRecord:
     """The logs of one run directory, read once by ``read_run``, with their series by step and by update."""
 
     run_dir: Path
-    steps: list[Row]
-    updates: list[Row]
+    steps: MetricTable
+    updates: MetricTable
     events: list[Row]
     config: dict[str, Any]
     """The resolved configuration by dotted names; empty if it was not stored."""
-    evaluations: list[Row] = field(default_factory=list)
+    evaluations: MetricTable = field(default_factory=lambda: MetricTable([]))
     """Metrics on held-out problems, at the steps that were evaluated."""
     forked: str | None = None
     """The run and step that it was forked from, as text."""
@@ -82,27 +82,26 @@ class RunRecord:
     @property
     def step_numbers(self) -> np.ndarray:
         """The numbers of the steps that have metrics."""
-        return np.array([row["step"] for row in self.steps], dtype=float)
+        return self.steps.column("step")
 
     @property
     def first_step(self) -> int:
         """The first step that can be drawn: 0 if the initial weights were evaluated."""
-        return min(int(row["step"]) for row in (*self.steps, *self.evaluations))
+        return int(min(table.column("step").min() for table in (self.steps, self.evaluations) if table))
 
     def by_step(self, metric: str) -> Series:
         """The values of a metric by step; those of an ``eval/`` metric at the evaluated steps."""
         if metric.startswith("eval/") and self.evaluations:
-            steps = np.array([row["step"] for row in self.evaluations], dtype=float)
-            return Series(steps, _values(self.evaluations, metric))
-        return Series(self.step_numbers, _values(self.steps, metric))
+            return Series(self.evaluations.column("step"), self.evaluations.column(metric))
+        return Series(self.step_numbers, self.steps.column(metric))
 
     def by_update(self, metric: str) -> Series:
         """The values of a metric by update; the updates of step ``s`` lie evenly in (s - 1, s]."""
-        steps = np.array([row["step"] for row in self.updates], dtype=float)
+        steps = self.updates.column("step")
         _, first, count = np.unique(steps, return_index=True, return_counts=True)
         place = np.arange(len(steps)) - np.repeat(first, count)
         position = steps - 1 + (place + 1) / np.repeat(count, count)
-        return Series(position, _values(self.updates, metric))
+        return Series(position, self.updates.column(metric))
 
 
 def read_run(run_dir: Path) -> RunRecord:
@@ -113,40 +112,40 @@ def read_run(run_dir: Path) -> RunRecord:
         raise ConfigError(
             f"{path} does not exist: {run_dir} is not a run directory, or its run never started"
         )
-    steps = _metrics(path)
+    steps = read_metrics(path)
     if not steps:
         raise ConfigError(f"{path} has no steps yet: there is nothing to report")
     return RunRecord(
         run_dir,
         steps,
-        _metrics(paths.updates),
-        _read_optional(paths.events),
+        read_metrics(paths.updates),
+        read_jsonl(paths.events) if paths.events.exists() else [],
         read_config(run_dir) or {},
-        _metrics(paths.evaluations),
+        read_metrics(paths.evaluations),
         lineage_text(run_dir),
     )
 
 
-def headline(rows: list[Row]) -> Headline:
-    """The headline numbers of the rows of a metrics.jsonl; ``window`` is a tenth of the steps, between 1 and
-    5."""
-    rewards = known_values(rows, "reward/mean")
-    window = min(max(len(rows) // 10, 1), 5)
-    seconds = [row.get("time/step_s") or 0.0 for row in rows]
-    tokens_per_s = [row.get("time/tokens_per_s") or 0.0 for row in rows]
+def headline(steps: MetricTable) -> Headline:
+    """The headline numbers of a metrics.jsonl; ``window`` is a tenth of the steps, between 1 and 5."""
+    rewards = steps.known("reward/mean")
+    window = min(max(len(steps) // 10, 1), 5)
+    seconds, tokens_per_s = (
+        np.nan_to_num(steps.column(f"time/{name}")) for name in ("step_s", "tokens_per_s")
+    )
     return Headline(
         reward_first=mean(rewards[:window]),
         reward_last=mean(rewards[-window:]),
         window=window,
-        steps=len(rows),
-        tokens=sum(speed * time for speed, time in zip(tokens_per_s, seconds, strict=True)),
-        time_s=sum(seconds),
+        steps=len(steps),
+        tokens=float(tokens_per_s @ seconds),
+        time_s=float(seconds.sum()),
     )
 
 
-def mean(values: list[float]) -> float | None:
+def mean(values: np.ndarray) -> float | None:
     """The mean of ``values``; None if there are none."""
-    return sum(values) / len(values) if values else None
+    return float(values.mean()) if len(values) else None
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -158,37 +157,6 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     means = np.full_like(sums, np.nan)
     np.divide(sums, counts, out=means, where=counts > 0)
     return means
-
-
-def known_values(rows: list[Row], metric: str) -> list[float]:
-    """The values of a metric in the rows that have one."""
-    return [row[metric] for row in rows if row.get(metric) is not None]
-
-
-def _values(rows: list[Row], metric: str) -> np.ndarray:
-    return np.array([row.get(metric) for row in rows], dtype=float)  # None becomes NaN
-
-
-def _metrics(path: Path) -> list[Row]:
-    """The rows of a log of metrics. ConfigError for a row without a step, and a metric that is no number."""
-    rows = _read_optional(path)
-    for number, row in enumerate(rows, 1):
-        if not _is_number(row.get("step")) or row["step"] != int(row["step"]):
-            raise ConfigError(
-                f"{path}, line {number} has no whole number as its step; mend or delete the line"
-            )
-        for name, value in row.items():
-            if value is not None and not _is_number(value):
-                raise ConfigError(
-                    f"{path}, line {number}: {name[:80]!a} is {str(value)[:80]!a}, no number; mend or delete "
-                    "the line"
-                )
-    return rows
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value fits a double."""
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def make_report_folder(folder: Path) -> None:
@@ -213,7 +181,3 @@ def _is_report(page: Path) -> bool:
         return False
     with page.open("rb") as file:
         return _TITLE.search(file.read(1 << 16)) is not None
-
-
-def _read_optional(path: Path) -> list[Row]:
-    return read_jsonl(path) if path.exists() else []

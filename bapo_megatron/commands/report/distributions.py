@@ -27,6 +27,8 @@ _TICKS = {RATIO_CENTRES[0]: "<0.5", 0.7: "0.7", 1.0: "1", 1.4: "1.4", 2.0: "2", 
 _FEW = f" Hollow and pale: fewer than {FEW_TOKENS} tokens, so mostly chance."
 _MANY = 200
 """Number of points above which they are drawn small."""
+_MOST = 2000
+"""Number of points above which every second, third, ... is drawn."""
 
 DISTRIBUTIONS = (
     Panel(
@@ -105,9 +107,12 @@ def _scatter(axes: Any, run: RunRecord, colour: str) -> list[Any]:
     found = prediction(run)
     if not len(found.predicted):
         return []
-    count = len(found.predicted)
+    count, every = len(found.predicted), 1 + len(found.predicted) // _MOST
     label = "" if found.correlation is None else f"correlation {found.correlation:.2f} of {count} points"
+    if label and every > 1:
+        label += f", of {every} one drawn"
     size = 9 if count > _MANY else 26
-    points = axes.scatter(found.predicted, found.measured, s=size, color=colour, alpha=0.45, linewidths=0)
+    drawn = (values[::every] for values in (found.predicted, found.measured))
+    points = axes.scatter(*drawn, s=size, color=colour, alpha=0.45, linewidths=0)
     points.set_label(label)
     return [points]

@@ -1,7 +1,7 @@
 """Header of a report: a run's algorithm, bounds, staleness, held-out score, baseline, and main settings.
 
 Texts made from the run's stored configuration and metrics; "not recorded" where they say nothing. Used by
-``comparison.py``, ``page.py`` and ``readings.py``.
+``page.py`` and ``readings.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from bapo_megatron.algo.bounds import BoundsConfig, describe, preset_name, sum_count
-from bapo_megatron.commands.report.data import RunRecord, headline, known_values, mean
+from bapo_megatron.commands.report.data import RunRecord, headline, mean
 from bapo_megatron.commands.report.text import number, percent
 from bapo_megatron.runtime.jsonl_log import Row
 
@@ -44,13 +44,13 @@ def bounds_of(run: RunRecord) -> BoundsConfig | None:
 def search_outcome(run: RunRecord) -> SearchOutcome | None:
     """Outcome of a run's bounds searches; None for fixed bounds, another loss, or logs without them."""
     bounds = bounds_of(run)
-    rows = run.updates or run.steps
-    moves, reached = known_values(rows, "bapo/rounds"), mean(known_values(rows, "bapo/reached"))
-    if not _is_searched(run, bounds) or not moves or reached is None:
+    table = run.updates or run.steps
+    moved, reached = mean(table.known("bapo/rounds") > 0), mean(table.known("bapo/reached"))
+    if not _is_searched(run, bounds) or moved is None or reached is None:
         return None
-    if stale := known_values(rows, "bapo/bounds_moved"):
-        return SearchOutcome(sum(stale) / len(stale), reached, "stale updates")
-    return SearchOutcome(sum(count > 0 for count in moves) / len(moves), reached)
+    if (stale := mean(table.known("bapo/bounds_moved"))) is not None:
+        return SearchOutcome(stale, reached, "stale updates")
+    return SearchOutcome(moved, reached)
 
 
 def _is_searched(run: RunRecord, bounds: BoundsConfig | None) -> bool:
@@ -136,12 +136,9 @@ def _staleness(run: RunRecord) -> str:
     behind = run.config.get("rollout.max_staleness")
     if behind:
         parts.append(f"sampled up to {_count(behind, 'step')} before")
-    average, oldest = (
-        mean(known_values(run.steps, "staleness/mean")),
-        known_values(run.steps, "staleness/max"),
-    )
+    average, oldest = mean(run.steps.known("staleness/mean")), run.steps.known("staleness/max")
     if average is not None:
-        most = f", {max(oldest):g} at most" if oldest else ""
+        most = f", {oldest.max():g} at most" if len(oldest) else ""
         parts.append(f"a token is {average:.3g} updates old in the mean{most}")
     return "; ".join(parts) or NOT_RECORDED
 
@@ -152,13 +149,14 @@ def _held_out(run: RunRecord) -> str:
         return "not evaluated"
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
-        return f"{_score(first)} at step {first['step']}"
-    return f"{_score(first)} → {_score(last)}{_interval(last)}, steps {first['step']} and {last['step']}"
+        return f"{_score(first)} at step {first['step']:.0f}"
+    steps = f"steps {first['step']:.0f} and {last['step']:.0f}"
+    return f"{_score(first)} → {_score(last)}{_interval(last)}, {steps}"
 
 
 def _baseline(run: RunRecord) -> str:
     """Baseline of the results: the run's own start."""
-    begun = int(run.steps[0]["step"]) - 1
+    begun = int(run.step_numbers[0]) - 1
     rows = [row for row in _evaluated(run) if row["step"] == begun]
     policy = f"the policy after step {begun}" if begun else "the policy before training"
     said = f"{policy}, reward {number(headline(run.steps)['reward_first'])}"
@@ -166,7 +164,7 @@ def _baseline(run: RunRecord) -> str:
 
 
 def _evaluated(run: RunRecord) -> list[Row]:
-    return [row for row in run.evaluations if row.get("eval/mean") is not None]
+    return [row for row in run.evaluations.rows() if row.get("eval/mean") is not None]
 
 
 def _score(row: Row) -> str:

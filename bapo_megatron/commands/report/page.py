@@ -1,56 +1,90 @@
-"""HTML report of a run: ``report/index.html``, one self-contained page, and its plots as PNG.
+"""HTML report of one run or several: ``index.html``, one self-contained page, and its plots as PNG.
 
-``report_command`` is ``bapo report``. Importing this module does not import matplotlib: the end of a training
-run uses its ``headline``. Used by ``commands/finish.py``.
+``report_command`` is ``bapo report``. Several runs are compared: shared plots, results, and the settings that
+differ. matplotlib is imported when the page is drawn.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from bapo_megatron.commands.report.comparison import write_comparison
+from bapo_megatron.checkpoint.run_directory import NOT_SETTINGS
 from bapo_megatron.commands.report.data import (
     PAGE,
-    Headline,
     RunRecord,
     headline,
-    known_values,
     make_report_folder,
     mean,
     read_run,
 )
 from bapo_megatron.commands.report.header import facts, main_settings
+from bapo_megatron.commands.report.lines import smoothing_window
 from bapo_megatron.commands.report.panels import PANELS, Panel
-from bapo_megatron.commands.report.readings import readings
-from bapo_megatron.commands.report.series import FEW_TOKENS, event_marks
-from bapo_megatron.commands.report.sources import SOURCE_COLUMNS, source_cells
+from bapo_megatron.commands.report.readings import comparison_readings, readings
+from bapo_megatron.commands.report.series import FEW_TOKENS, LOSS_EVENTS, event_marks, final_results
 from bapo_megatron.commands.report.text import (
+    NO_VALUE,
+    SOURCE_COLUMNS,
     event_cells,
     number,
     render,
     setting_lines,
     short_count,
+    source_cells,
     staleness_cells,
     svg_uri,
 )
-from bapo_megatron.errors import refuse_arguments
+from bapo_megatron.errors import ConfigError, refuse_arguments
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import check_no_links
 from bapo_megatron.runtime.run_paths import RunPaths
 
-__all__ = ["Headline", "headline", "write_report"]
+Cells = tuple[str, list[str]]
+"""A row of a table: its name, and a text for each run."""
+
+_OUR_PREFIXES = (
+    *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
+    *("source", "corrections", "polarity", "tokens", "raised", "entropy_rule", "quadrant", "ratio"),
+)
+"""First parts of the names of metrics that every run may have."""
+_COMPARED_EVENTS = (
+    *("start", "resume", "forked", "resume_mismatch_accepted", "config_changed"),
+    *LOSS_EVENTS,
+)
+"""Kinds of events that a comparison shows; the page of one run shows all."""
+
+
+@dataclass(frozen=True)
+class RunCells:
+    """Texts of one run on the page, for the template."""
+
+    name: str
+    colour: str
+    folder: str
+    settings: list[str]
+    """The resolved configuration, one setting a line."""
+    staleness: list[Cells]
+    events: list[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot of the page: its panel, and the image as a data URI."""
+    """A plot of the page: its panel, and data URIs of the axes and of a layer for each run.
+
+    The axes of a single run hold its curves, and there is no layer.
+    """
 
     panel: Panel
-    data_uri: str
+    lines: str
+    """The key to the line styles of a comparison."""
+    axes_uri: str
+    run_uris: list[str]
 
 
 @dataclass(frozen=True)
@@ -63,74 +97,175 @@ class MetricRow:
     final: str
 
 
-def write_report(run_dir: Path, folder: Path | None = None) -> Path:
-    """Write the report of a run into ``folder``, by default its ``report/``; returns the page.
+def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
+    """Write the page of one run, or of several compared, into ``folder``; returns the page.
 
-    The run may still be training.
+    By default the folder is ``report/`` of a single run, and ``comparison/`` beside several. Runs may still
+    be training.
 
     Raises:
-        ConfigError: there are no metrics, or a log is damaged.
+        ConfigError: too many runs, one twice, one without metrics, or a damaged log.
     """
-    # Imported here: matplotlib is slow to import, and a training run needs only `headline`.
+    # Imported here: matplotlib is slow to import.
     from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
-    from bapo_megatron.commands.report.plots import draw_overview, draw_panels, smoothing_window
+    from bapo_megatron.commands.report.plots import COLOURS, curves_of, draw_overview, draw_panel
 
-    run = read_run(run_dir)
-    if folder is None:
-        check_no_links(run_dir)
-    folder = folder or RunPaths(run_dir).report
+    _check_runs(run_dirs, len(COLOURS))
+    runs = with_unique_names([read_run(run_dir) for run_dir in run_dirs])
+    single = len(runs) == 1
+    if folder is None and single:
+        check_no_links(run_dirs[0])
+        folder = RunPaths(run_dirs[0]).report
+    folder = folder or common_folder(run_dirs) / "comparison"
     make_report_folder(folder)
-    svgs = draw_panels(run, folder)
-    draw_overview(run, folder / "overview.png")
-    pictures = [Picture(panel, svg_uri(svgs[panel.file])) for panel in (*PANELS, *DISTRIBUTIONS)]
+    pictures = []
+    for panel in (*PANELS, *DISTRIBUTIONS):
+        if single or panel.compared != ():
+            layers = draw_panel(panel, runs, folder)
+            lines = "" if single else _line_names([curve.label or "" for curve in curves_of(panel, runs)])
+            pictures.append(
+                Picture(panel, lines, svg_uri(layers.axes), [svg_uri(layer) for layer in layers.runs])
+            )
+    if single:
+        draw_overview(runs[0], folder / "overview.png")
     page = folder / PAGE
-    write_atomically(page, _render(run, pictures, smoothing_window(len(run.steps))))
+    write_atomically(page, _render(runs, pictures, COLOURS))
     return page
 
 
-def _render(run: RunRecord, pictures: list[Picture], window: int) -> str:
-    figures = headline(run.steps)
-    return render(
-        "page.html",
-        run=run,
-        reward=f"{number(figures['reward_first'])} → {number(figures['reward_last'])}",
-        window=figures["window"],
-        numbers=_numbers(run, figures),
-        facts=facts(run),
-        readings=readings(run),
-        main_settings=main_settings(run.config),
-        pictures=pictures,
-        smoothing=window,
-        metrics=list(_metric_rows(run, figures["window"])),
-        settings=setting_lines(run.config),
-        few=FEW_TOKENS,
-        losses=any(mark.loss for mark in event_marks(run)),
-        staleness=staleness_cells(run),
-        sources=source_cells(run, figures["window"]),
-        source_columns=SOURCE_COLUMNS,
-        events=[event_cells(event) for event in run.events],
-    )
+def common_folder(runs: Sequence[Path]) -> Path:
+    """The deepest folder that holds all runs."""
+    return Path(os.path.commonpath([run.resolve().parent for run in runs]))
 
 
-def _numbers(run: RunRecord, figures: Headline) -> list[tuple[str, str]]:
-    """The headline numbers besides the reward, as (text, name)."""
+def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs with unique names: the folder's name is appended to a name that several runs have."""
+    names = [run.name for run in runs]
     return [
-        (f"{figures['steps']:,}", "steps"),
-        (f"{len(run.updates):,}", "updates"),
-        (short_count(figures["tokens"]), "tokens"),
-        (str(timedelta(seconds=round(figures["time_s"]))), "training time"),
+        replace(run, config=run.config | {"name": f"{run.name} ({run.run_dir.resolve().name})"})
+        if names.count(run.name) > 1
+        else run
+        for run in runs
     ]
 
 
-def _metric_rows(run: RunRecord, window: int) -> Iterator[MetricRow]:
-    for name in sorted({name for row in run.steps for name in row} - {"step"}):
-        values = known_values(run.steps, name)
-        yield MetricRow(
-            name,
-            number(mean(values[:window])),
-            number(mean(values[-window:])),
-            number(run.steps[-1].get(name)),
-        )
+def _check_runs(run_dirs: Sequence[Path], most: int) -> None:
+    if len(run_dirs) > most:
+        raise ConfigError(f"{len(run_dirs)} runs are too many for one page: give at most {most}")
+    places = [run_dir.resolve() for run_dir in run_dirs]
+    for run_dir, place in zip(run_dirs, places, strict=True):
+        if places.count(place) > 1:
+            raise ConfigError(f"{run_dir} is given twice: name each run once")
+
+
+# --- the template's values -------------------------------------------------------------------------
+
+
+def _render(runs: Sequence[RunRecord], pictures: list[Picture], colours: Sequence[str]) -> str:
+    said = comparison_readings(runs) if len(runs) > 1 else readings(runs[0])
+    return render(
+        "page.html",
+        runs=[_run_cells(run, colour, len(runs) > 1) for run, colour in zip(runs, colours, strict=False)],
+        facts=_facts(runs),
+        readings=said,
+        pictures=pictures,
+        few=FEW_TOKENS,
+        results=_results(runs) if len(runs) > 1 else [],
+        differences=setting_differences([run.config for run in runs]),
+        **(_details(runs[0]) if len(runs) == 1 else {}),
+    )
+
+
+def _details(run: RunRecord) -> dict[str, Any]:
+    """What only the page of one run shows."""
+    figures = headline(run.steps)
+    window = figures["window"]
+    return {
+        "window": window,
+        "model": run.config.get("model.hf_path"),
+        "resumed": run.resumed_at,
+        "losses": any(mark.loss for mark in event_marks(run)),
+        "main_settings": main_settings(run.config),
+        "smoothing": smoothing_window(len(run.steps)),
+        "sources": source_cells(run, window),
+        "source_columns": SOURCE_COLUMNS,
+        "metrics": _metric_rows(run, window),
+        "numbers": [
+            (_reward(run), f"reward, mean of the first and last {window} step{'' if window == 1 else 's'}"),
+            (f"{figures['steps']:,}", "steps"),
+            (f"{len(run.updates):,}", "updates"),
+            (short_count(figures["tokens"]), "tokens"),
+            (str(timedelta(seconds=round(figures["time_s"]))), "training time"),
+        ],
+    }
+
+
+def _run_cells(run: RunRecord, colour: str, compared: bool) -> RunCells:
+    events = [event for event in run.events if not compared or event.get("kind") in _COMPARED_EVENTS]
+    cells = [event_cells(event) for event in events]
+    return RunCells(
+        run.name, colour, str(run.run_dir), setting_lines(run.config), staleness_cells(run), cells
+    )
+
+
+def _facts(runs: Sequence[RunRecord]) -> list[Cells]:
+    """The facts of all runs; the reward of a single one is its headline."""
+    columns = [dict(facts(run)) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, [column.get(name, NO_VALUE) for column in columns]) for name in names]
+    return rows if len(runs) == 1 else [*rows, ("reward", [_reward(run) for run in runs])]
+
+
+def _reward(run: RunRecord) -> str:
+    figures = headline(run.steps)
+    return f"{number(figures['reward_first'])} → {number(figures['reward_last'])}"
+
+
+def _results(runs: Sequence[RunRecord]) -> list[Cells]:
+    columns = [final_results(run) for run in runs]
+    rows = [(name, [number(column[name]) for column in columns]) for name in columns[0]]
+    return rows + [(f"{name}, last step", values) for name, values in own_metrics(runs)]
+
+
+def own_metrics(runs: Sequence[RunRecord]) -> list[Cells]:
+    """User-defined metrics (of the user's losses and measurements), which no panel draws: last values."""
+    last = [run.steps.last for run in runs]
+    names = dict.fromkeys(name for row in last for name in row if "/" in name)
+    own = [name for name in names if name.partition("/")[0] not in _OUR_PREFIXES]
+    return [(name, [number(row.get(name)) for row in last]) for name in own]
+
+
+def setting_differences(configs: Sequence[dict[str, Any]]) -> list[Cells]:
+    """The settings that differ between runs, with every run's value; without names and directories."""
+    names = dict.fromkeys(name for config in configs for name in config)
+    rows = []
+    for name in sorted(set(names) - set(NOT_SETTINGS)):
+        values = [
+            json.dumps(config[name], ensure_ascii=False) if name in config else NO_VALUE for config in configs
+        ]
+        if len(set(values)) > 1:
+            rows.append((name, values))
+    return rows
+
+
+def _metric_rows(run: RunRecord, window: int) -> list[MetricRow]:
+    rows = []
+    for name in sorted(set(run.steps.names) - {"step"}):
+        values = run.steps.known(name)
+        first, last = mean(values[:window]), mean(values[-window:])
+        rows.append(MetricRow(name, number(first), number(last), number(run.steps.last.get(name))))
+    return rows
+
+
+def _line_names(labels: Sequence[str]) -> str:
+    """The key to line styles, e.g. "Solid: upper; dashed: lower."; empty for a plot of one curve."""
+    if len(labels) < 2:
+        return f"Shown: {labels[0]}." if labels and labels[0] else ""
+    lines = zip(("solid", "dashed", "dotted"), labels, strict=False)
+    return "; ".join(f"{line}: {label}" for line, label in lines).capitalize() + "."
+
+
+# --- the command -----------------------------------------------------------------------------------
 
 
 def report_command(arguments: Sequence[str]) -> None:
@@ -144,12 +279,4 @@ def report_command(arguments: Sequence[str]) -> None:
         runs, output = runs[:place] + runs[place + 2 :], runs[place + 1]
     if not runs or any(str(run).startswith("-") for run in runs):
         refuse_arguments(arguments, usage)
-    if len(runs) == 1:
-        print(write_report(runs[0], output))
-    else:
-        print(write_comparison(runs, output or common_folder(runs) / "comparison"))
-
-
-def common_folder(runs: Sequence[Path]) -> Path:
-    """The deepest folder that holds all runs."""
-    return Path(os.path.commonpath([run.resolve().parent for run in runs]))
+    print(write_report(runs, output))

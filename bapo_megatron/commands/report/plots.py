@@ -1,12 +1,14 @@
 """Matplotlib plots of a report: one for each panel, and the overview image, written atomically as PNG.
 
-Slow to import: ``page.py`` does so only when it draws.
+A single run's curves have the colours of their panel. Of several each run has a colour, each curve a line
+style, and each run a layer, which the page can hide. Slow to import (matplotlib): ``page.py`` does so only
+when it draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,23 +16,24 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from bapo_megatron.commands.report.data import RunRecord, Series, moving_mean
+from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, draw_distribution
+from bapo_megatron.commands.report.lines import Line, draw_line, line_of, mark_cut_offs
 from bapo_megatron.commands.report.panels import (
     NEGATIVE,
     NEUTRAL,
     OVERVIEW,
-    PANELS,
+    REFERENCE,
     Band,
     Curve,
     Panel,
     bands,
 )
-from bapo_megatron.commands.report.series import FEW_TOKENS, event_marks, tokens_averaged
+from bapo_megatron.commands.report.series import event_marks
 from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.jsonl_log import Row
 
 _INK = "#2b2f36"
 _PALE_INK = "#6b7280"
@@ -58,13 +61,13 @@ STYLE = {
     "figure.constrained_layout.h_pad": 0.1,
     "svg.hashsalt": "report",  # Same run, same bytes.
 }
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
+"""The colours of compared runs, distinct with any kind of colour vision (Okabe and Ito)."""
+LINES: tuple[Any, ...] = ("-", (0, (3, 1.2)), (0, (1, 1.2)))
+"""The line styles of the curves of a compared plot: solid, dashed, dotted."""
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold"}
 _SPIKE_RATIO = 20
 """The ratio of maximum to median above which the axis is logarithmic."""
-MOST_UPDATES = 2000
-"""The number of updates above which the thin line follows the steps, as updates would make a solid block."""
-_FEW_POINTS = 8
-"""The number of points below which a curve shows each; a line of one cannot be seen without."""
 _RATIO_TICKS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10)
 _PLAIN_TITLE_PAD, _LEGEND_TITLE_PAD = 10, 25
 """Points between a title and its axes, without and with a legend between them."""
@@ -78,9 +81,44 @@ def _title_pad(panel: Panel) -> int:
     return _LEGEND_TITLE_PAD if len(panel.curves) > 1 else _PLAIN_TITLE_PAD
 
 
-def draw_panels(run: RunRecord, folder: Path) -> dict[str, bytes]:
-    """Draw each panel as a PNG into ``folder``; returns the SVGs for the page by file name."""
-    return {panel.file: _save_panel(panel, run, folder) for panel in (*PANELS, *DISTRIBUTIONS)}
+@dataclass(frozen=True)
+class Layers:
+    """A plot for the page as transparent SVGs of one size: its axes, and a layer of the curves of each run.
+
+    The page lays them over each other. The axes of a single run hold its curves; it has no layer.
+    """
+
+    axes: bytes
+    runs: list[bytes]
+
+
+def draw_panel(panel: Panel, runs: Sequence[RunRecord], folder: Path) -> Layers:
+    """Draw a panel as a PNG into ``folder``, with a legend; returns its layers for the page."""
+    with matplotlib.rc_context(STYLE):
+        if len(runs) == 1:
+            figure, axes = _new_figure()
+            _draw(axes, panel, runs[0])
+            write_png(figure, folder / f"{panel.file}.png", 200)
+            return Layers(_svg(figure), [])
+        figure, axes = _new_figure()
+        _draw_compared(axes, panel, runs)
+        axes.legend(
+            handles=[*_run_handles(runs), *_line_handles(panel, runs)],
+            fontsize=8.5,
+            loc="upper left",
+            bbox_to_anchor=(0, -0.2),
+            ncols=2,
+            borderpad=0,
+        )
+        write_png(figure, folder / f"{panel.file}.png", 200)
+        figure, axes = _new_figure()  # without the legend, which the page has; it would take room
+        return _layers(figure, axes, _draw_compared(axes, panel, runs))
+
+
+def curves_of(panel: Panel, runs: Sequence[RunRecord]) -> list[Curve]:
+    """The curves of a panel that are drawn for ``runs``."""
+    every = panel.compared is None or len(runs) == 1
+    return [curve for place, curve in enumerate(panel.curves) if every or place in (panel.compared or ())]
 
 
 def draw_overview(run: RunRecord, path: Path) -> None:
@@ -100,161 +138,137 @@ def write_png(figure: Figure, path: Path, dpi: int) -> None:
     write_atomically(path, picture.getvalue())
 
 
-def smoothing_window(steps: int) -> int:
-    """The window of the moving mean, in steps: odd, about a twelfth of the run, at most 25."""
-    return 2 * min(steps // 24, 12) + 1
+def _new_figure() -> tuple[Figure, Any]:
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    return figure, figure.subplots()
 
 
-def _save_panel(panel: Panel, run: RunRecord, folder: Path) -> bytes:
+def _svg(figure: Figure) -> bytes:
     vector = BytesIO()
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5, 3.2), layout="constrained")
-        (_draw_distribution if panel in DISTRIBUTIONS else _draw)(figure.subplots(), panel, run)
-        write_png(figure, folder / f"{panel.file}.png", 200)
-        figure.savefig(vector, format="svg", metadata={"Date": None}, transparent=True)
+    figure.savefig(vector, format="svg", metadata={"Date": None}, transparent=True)
     return vector.getvalue()
 
 
-def _draw_distribution(axes: Any, panel: Panel, run: RunRecord) -> None:
-    axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
-    axes.set_ylabel(panel.y_label)
-    [artists] = draw_distribution(axes, panel, [(run, NEUTRAL)])
-    if not artists:
-        nothing_measured(axes)
-    elif panel.file == "entropy_prediction" and artists[0].get_label():
-        axes.legend(loc="best", handlelength=0.5)
+# --- one run -------------------------------------------------------------------------------------
 
 
 def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
+    axes.set_title(panel.title, pad=_title_pad(panel), **TITLE)
+    axes.set_ylabel(panel.y_label)
+    if panel in DISTRIBUTIONS:
+        [artists] = draw_distribution(axes, panel, [(run, NEUTRAL)])
+        if not artists:
+            nothing_measured(axes)
+        elif panel.file == "entropy_prediction" and artists[0].get_label():
+            axes.legend(loc="best", handlelength=0.5)
+        return
     lines = [(curve, line_of(run, curve, panel)) for curve in panel.curves]
     for curve, line in lines:
         draw_line(axes, line, curve.colour, (0, (3, 1.2)) if curve.dashed else "-", curve.label)
-    values = np.concatenate([line.shown for _, line in lines])
-    axes.set_title(panel.title, pad=_title_pad(panel), **TITLE)
     axes.set_xlabel("step")
-    axes.set_ylabel(panel.y_label)
-    frame_steps(axes, [run])
-    if len(values):
-        shaded = bands(panel, run)
-        frame_values(axes, panel, values, shaded)
+    shaded = bands(panel, run)
+    if _frame(axes, panel, [run], [line for _, line in lines], shaded):
         for curve, line in lines:
             mark_cut_offs(axes, line, curve.colour)
         _annotate(axes, panel, run, shaded)
+
+
+def _frame(
+    axes: Any, panel: Panel, runs: Sequence[RunRecord], lines: Sequence[Line], shaded: list[Band]
+) -> bool:
+    """Set both axes for what was drawn; False, and said in the axes, if nothing was measured."""
+    frame_steps(axes, runs)
+    values = np.concatenate([line.shown for line in lines])
+    if len(values):
+        frame_values(axes, panel, values, shaded)
     else:
         nothing_measured(axes)
+    return bool(len(values))
 
 
-@dataclass(frozen=True)
-class Line:
-    """A curve of a run as it is drawn: thin single values, and their moving mean."""
-
-    thin: Series
-    """Single updates, or single steps."""
-    thick: Series
-    """The moving mean by step, NaN where it is of few tokens."""
-    pale: Series
-    """The rest of the moving mean, and the points where it meets the thick line."""
-    shown: np.ndarray
-    """The values that the axis must show."""
+# --- several runs --------------------------------------------------------------------------------
 
 
-def line_of(run: RunRecord, curve: Curve, panel: Panel) -> Line:
-    """The values of a metric by update, and their moving mean by step.
-
-    By step too where there are no values by update, or too many.
-    """
-    mean, raw = run.by_step(curve.metric), run.by_update(curve.metric)
-    window = smoothing_window(len(mean.value))
-    if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
-        raw = mean
-    smooth, few = Series(mean.step, moving_mean(mean.value, window)), np.zeros(len(mean.value), dtype=bool)
-    rows = run.updates or run.steps
-    tokens = tokens_averaged(rows, curve.share) if curve.share else None
-    if tokens is not None:
-        values = run.by_update(curve.metric).value if run.updates else mean.value
-        smooth, few = _weighted(mean.step, rows, values, tokens, window)
-        if raw is mean:
-            by_step, of_few = _weighted(mean.step, rows, values, tokens, 1)
-            raw = Series(mean.step, np.where(of_few, np.nan, by_step.value))
-        else:
-            raw = Series(raw.step, np.where(tokens >= FEW_TOKENS, values, np.nan))
-    thick = np.where(few, np.nan, smooth.value)
-    beside = few | np.append(few[1:], False) | np.insert(few[:-1], 0, False)
-    pale = np.where(beside, smooth.value, np.nan)
-    firm, ends = raw.value[np.isfinite(raw.value)], thick[np.isfinite(thick)]
-    if not len(ends):
-        ends = smooth.value[np.isfinite(smooth.value)]
-    shown = firm if panel.y_scale == "spikes" else _without_outliers(firm)
-    if not panel.thin:
-        raw, shown = Series(np.zeros(0), np.zeros(0)), np.zeros(0)
-    return Line(raw, Series(smooth.step, thick), Series(smooth.step, pale), np.concatenate([shown, ends]))
+def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> list[list[Any]]:
+    """Draw several runs; returns the artists of each."""
+    axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
+    axes.set_ylabel(panel.y_label)
+    drawn = list(zip(runs, COLOURS, strict=False))
+    if panel in DISTRIBUTIONS:
+        artists = draw_distribution(axes, panel, drawn)
+        if not any(artists):
+            nothing_measured(axes)
+        return artists
+    axes.set_xlabel("step")
+    found = [_draw_run(axes, panel, runs, place) for place in range(len(runs))]
+    shaded = common_bands(panel, runs)
+    if _frame(axes, panel, runs, [line for _, lines in found for line in lines], shaded):
+        for band in shaded:
+            draw_band(axes, band)
+        for (artists, lines), (_, colour) in zip(found, drawn, strict=True):
+            artists += [mark for line in lines for mark in mark_cut_offs(axes, line, colour)]
+    return [artists for artists, _ in found]
 
 
-def _weighted(
-    steps: np.ndarray, rows: Sequence[Row], values: np.ndarray, tokens: np.ndarray, window: int
-) -> tuple[Series, np.ndarray]:
-    """The moving mean over all tokens of its steps, and where these are few."""
-    place = {step: index for index, step in enumerate(steps)}
-    sums, counts = np.zeros(len(steps)), np.zeros(len(steps))
-    for row, value, count in zip(rows, values, tokens, strict=True):
-        if row["step"] in place and np.isfinite(value):
-            sums[place[row["step"]]] += count * value
-            counts[place[row["step"]]] += count
-    box = np.ones(window)
-    sums, counts = (np.convolve(found, box)[window // 2 :][: len(steps)] for found in (sums, counts))
-    means = np.full(len(steps), np.nan)
-    np.divide(sums, counts, out=means, where=counts > 0)
-    return Series(steps, means), (counts > 0) & (counts < FEW_TOKENS)
+def _draw_run(axes: Any, panel: Panel, runs: Sequence[RunRecord], place: int) -> tuple[list[Any], list[Line]]:
+    """Draw the curves of the run at ``place``; returns their artists and lines."""
+    run, colour = runs[place], COLOURS[place]
+    artists: list[Any] = []
+    lines = [line_of(run, curve, panel) for curve in curves_of(panel, runs)]
+    for line, style in zip(lines, LINES, strict=False):
+        artists += draw_line(axes, line, colour, style)
+    for mark in event_marks(run):
+        dashes = (0, (1, 2)) if mark.loss else (0, (4, 3))
+        artists.append(axes.axvline(mark.position, color=colour, linewidth=0.9, linestyle=dashes, alpha=0.7))
+    return artists, lines
 
 
-def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None = None) -> list[Any]:
-    """Draw a thin line of the measured values, and a thick one of their moving mean, pale where it is of few
-    tokens; returns the artists."""
-    marker = "o" if len(line.thick.step) < _FEW_POINTS else None
-    known = np.isfinite(line.thick.value).any() or np.isfinite(line.pale.value).any()
+def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
+    """The bands of a plot (ranges and target), if they are equal for all runs that have any."""
+    found = [of_run for of_run in (bands(panel, run) for run in runs) if of_run]
+    if not found or any(of_run != found[0] for of_run in found):
+        return []
+    return [replace(band, colour=REFERENCE) for band in found[0]]
+
+
+def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
     return [
-        *axes.plot(line.thin.step, line.thin.value, color=colour, linewidth=0.8, alpha=0.3),
-        *axes.plot(
-            line.pale.step,
-            line.pale.value,
-            color=colour,
-            linewidth=1.2,
-            alpha=0.4,
-            linestyle=style,
-            marker=marker,
-        ),
-        *axes.plot(
-            line.thick.step,
-            line.thick.value,
-            color=colour,
-            label=label if known else None,
-            linewidth=2,
-            linestyle=style,
-            marker=marker,
-        ),
+        Line2D([], [], color=colour, linewidth=2, label=run.name)
+        for run, colour in zip(runs, COLOURS, strict=False)
     ]
 
 
-def mark_cut_offs(axes: Any, line: Line, colour: str) -> list[Any]:
-    """Mark with triangles at the edge where a line leaves the axes; returns the artists."""
-    low, high = axes.get_ylim()
-    artists: list[Any] = []
-    for series in (line.thin, line.pale):
-        for beyond, edge, shape in ((series.value > high, 1, "^"), (series.value < low, 0, "v")):
-            if beyond.any():
-                artists += axes.plot(
-                    series.step[beyond],
-                    np.full(beyond.sum(), edge),
-                    linestyle="none",
-                    marker=shape,
-                    markersize=4,
-                    color=colour,
-                    alpha=0.8,
-                    markeredgewidth=0,
-                    transform=axes.get_xaxis_transform(),
-                    clip_on=False,
-                )
-    return artists
+def _line_handles(panel: Panel, runs: Sequence[RunRecord]) -> list[Line2D]:
+    """Legend entries for the line styles, if there is more than one."""
+    curves = curves_of(panel, runs)
+    if len(curves) < 2:
+        return []
+    return [
+        Line2D([], [], color="#9aa1ab", linewidth=2, linestyle=line, label=curve.label)
+        for curve, line in zip(curves, LINES, strict=False)
+    ]
+
+
+def _layers(figure: Figure, axes: Any, artists: list[list[Any]]) -> Layers:
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # The same place for the axes in every layer.
+    for artist in (artist for of_run in artists for artist in of_run):
+        artist.set_visible(False)
+    base = _svg(figure)
+    axes.set_axis_off()
+    for of_all in (axes.title, axes._left_title, *axes.texts, *axes.patches, *axes.lines):
+        of_all.set_visible(False)
+    layers = []
+    for of_run in artists:
+        for artist in of_run:
+            artist.set_visible(True)
+        layers.append(_svg(figure))
+        for artist in of_run:
+            artist.set_visible(False)
+    return Layers(base, layers)
+
+
+# --- axes ---------------------------------------------------------------------------------------
 
 
 def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> None:
@@ -339,15 +353,6 @@ def _frame_ratios(axes: Any, low: float, high: float) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(_plain))
     axes.set_ylim(low / 1.12, high * 1.15)
-
-
-def _without_outliers(values: np.ndarray) -> np.ndarray:
-    """The values without the outermost 1%, so that one outlier does not flatten a whole curve."""
-    if len(values) < 100:
-        return values
-    low, high = np.percentile(values, [0.5, 99.5])
-    ordinary: np.ndarray = values[(values >= low) & (values <= high)]
-    return ordinary
 
 
 def _plain(value: float, _position: int | None = None) -> str:

@@ -1,6 +1,6 @@
 """Interpretation of a report: sentences on what its runs show, and on what they cannot show.
 
-The rules are fixed thresholds on logged metrics. Used by ``comparison.py`` and ``page.py``.
+The rules are fixed thresholds on logged metrics. Used by ``page.py``.
 """
 
 from __future__ import annotations

@@ -6,16 +6,15 @@ an older log lacks give NaN or None. Used in this folder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
-from bapo_megatron.commands.report.data import RunRecord, Series, headline, known_values, mean
+from bapo_megatron.commands.report.data import RunRecord, Series, headline, mean
+from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.runtime.jsonl_log import Row
 
 LOSS_EVENTS = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
@@ -58,31 +57,29 @@ class Prediction:
 
 def ratio_profile(run: RunRecord, what: Literal["probability", "entropy"]) -> Series:
     """Mean probability or entropy (``what``) of the tokens in each bin of the ratio, over the whole run."""
-    rows = run.updates or run.steps
+    table = run.updates or run.steps
     values = []
     for name in RATIO_BINS:
-        pairs = [(row.get(f"ratio/{name}/tokens"), row.get(f"ratio/{name}/{what}"), row) for row in rows]
-        known = [(share * _tokens(row), value) for share, value, row in pairs if share and value is not None]
-        total = sum(tokens for tokens, _ in known)
-        values.append(sum(tokens * value for tokens, value in known) / total if total else np.nan)
+        shares, found = (table.column(f"ratio/{name}/{part}") for part in ("tokens", what))
+        known = (np.nan_to_num(shares) != 0) & ~np.isnan(found)
+        tokens = (shares * _tokens(table))[known]
+        values.append(tokens @ found[known] / tokens.sum() if tokens.sum() else np.nan)
     return Series(RATIO_CENTRES, np.array(values))
 
 
 def ratio_tokens(run: RunRecord) -> np.ndarray | None:
     """The number of tokens in each bin of the ratio, over the whole run; None if they were not counted."""
-    rows = [row for row in run.updates or run.steps if row.get("policy/tokens") is not None]
-    if not rows:
+    table = run.updates or run.steps
+    tokens = table.column("policy/tokens")
+    if np.isnan(tokens).all():
         return None
-    shares = ((row, [row.get(f"ratio/{name}/tokens") or 0.0 for name in RATIO_BINS]) for row in rows)
-    counts: np.ndarray = np.sum([_tokens(row) * np.array(found) for row, found in shares], axis=0)
-    return counts
+    return np.array([np.nansum(tokens * table.column(f"ratio/{name}/tokens")) for name in RATIO_BINS])
 
 
-def tokens_averaged(rows: Sequence[Row], share: str) -> np.ndarray | None:
+def tokens_averaged(table: MetricTable, share: str) -> np.ndarray | None:
     """The number of tokens behind a mean in each row, with the metric ``share``; None if not counted."""
-    if not any(row.get("policy/tokens") is not None and row.get(share) is not None for row in rows):
-        return None
-    return np.array([(row.get("policy/tokens") or 0) * (row.get(share) or 0.0) for row in rows], dtype=float)
+    tokens: np.ndarray = table.column("policy/tokens") * table.column(share)
+    return None if np.isnan(tokens).all() else np.nan_to_num(tokens)
 
 
 Reading = Literal["covariance", "effect"]
@@ -95,62 +92,66 @@ def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "co
     If batches are reused, from each pass over a batch to the next, which has the same tokens; else from each
     update to the next, which has others.
     """
-    passes = _passes(run.updates)
-    pairs = [
-        (sum(_predicted(row, bucket, reading) for row in now), _entropy(after) - _entropy(now))
-        for now, after in passes
-    ]
-    known = np.array([pair for pair in pairs if np.isfinite(pair).all()]).reshape(-1, 2)
+    table = run.updates
+    if not table:
+        return Prediction(np.zeros(0), np.zeros(0), None)
+    group, follows = _passes(table)
+    predicted = np.bincount(group, _predicted(table, bucket, reading))
+    entropy = _entropy(table, group)
+    pairs = np.stack([predicted[:-1], np.diff(entropy)], axis=1)[follows]
+    known = pairs[np.isfinite(pairs).all(axis=1)]
     return Prediction(known[:, 0], known[:, 1], _correlation(known[:, 0], known[:, 1]))
 
 
-def _passes(rows: Sequence[Row]) -> list[tuple[list[Row], list[Row]]]:
-    """Pairs of updates to compare: an epoch and the next over the same tokens, or two updates in a row."""
-    if not any(row.get("epoch") for row in rows):
-        return [([now], [after]) for now, after in pairwise(rows)]
-    groups: dict[tuple[int, int], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["step"], row.get("epoch", 0)), []).append(row)
-    return [
-        (group, groups[step, epoch + 1])
-        for (step, epoch), group in groups.items()
-        if (step, epoch + 1) in groups
-    ]
+def _passes(table: MetricTable) -> tuple[np.ndarray, np.ndarray]:
+    """The pass over a batch that each update belongs to, by number, and which passes have a successor.
+
+    The second says of each pass but the last whether the next is the next epoch over the same tokens. Without
+    reuse each update is a pass, and the next one its successor.
+    """
+    epochs = np.nan_to_num(table.column("epoch"))
+    if not epochs.any():
+        return np.arange(len(table)), np.ones(len(table) - 1, dtype=bool)
+    keys, group = np.unique(np.stack([table.column("step"), epochs], axis=1), axis=0, return_inverse=True)
+    return group.reshape(-1), (np.diff(keys, axis=0) == (0, 1)).all(axis=1)
 
 
-def _predicted(row: Row, bucket: str | None, reading: Reading) -> float:
-    """The entropy change that Eq. 6 predicts from the tokens of a bucket, or from all; nan if not logged."""
-    rate, value, share = row.get("policy/lr"), row.get(f"entropy_rule/{reading}"), 1.0
+def _predicted(table: MetricTable, bucket: str | None, reading: Reading) -> np.ndarray:
+    """The entropy change that Eq. 6 predicts from the tokens of a bucket, or from all, for each update.
+
+    NaN if not logged.
+    """
+    rate, value = table.column("policy/lr"), table.column(f"entropy_rule/{reading}")
     if bucket:
-        share = row.get(f"staleness/{bucket}/tokens") or 0.0
-        value = row.get(f"staleness/{bucket}/{reading}") if share else 0.0
-    sign = -1.0 if reading == "covariance" else 1.0
-    return np.nan if rate is None or value is None else float(sign * rate * share * value)
+        share = np.nan_to_num(table.column(f"staleness/{bucket}/tokens"))
+        value = np.where(share != 0, share * table.column(f"staleness/{bucket}/{reading}"), 0.0)
+    return -rate * value if reading == "covariance" else rate * value
 
 
-def _entropy(rows: Sequence[Row]) -> float:
-    """The mean entropy over the tokens of some updates; nan if not logged."""
-    known = [(_tokens(row), row["policy/entropy"]) for row in rows if row.get("policy/entropy") is not None]
-    total = sum(tokens for tokens, _ in known)
-    return float(sum(tokens * value for tokens, value in known) / total) if total else np.nan
+def _entropy(table: MetricTable, group: np.ndarray) -> np.ndarray:
+    """The mean entropy over the tokens of each group of updates; NaN if not logged."""
+    value = table.column("policy/entropy")
+    tokens = np.where(np.isnan(value), 0.0, _tokens(table))
+    totals, sums = np.bincount(group, tokens), np.bincount(group, tokens * np.nan_to_num(value))
+    return np.divide(sums, totals, out=np.full(len(sums), np.nan), where=totals != 0)
 
 
-def _tokens(row: Row) -> float:
-    """The number of tokens of an update; 1 for logs without it, so that all updates weigh the same."""
-    tokens = row.get("policy/tokens")
-    return 1.0 if tokens is None else float(tokens)
+def _tokens(table: MetricTable) -> np.ndarray:
+    """The number of tokens of each update; 1 for logs without it, so that all updates weigh the same."""
+    tokens = table.column("policy/tokens")
+    return np.where(np.isnan(tokens), 1.0, tokens)
 
 
 def event_marks(run: RunRecord) -> list[Mark]:
     """Marks of resumes and of losses (of an engine etc.); an event without a step is placed by its time."""
     timed = [(_seconds(event), event) for event in run.events]
     anchors = [(time, _finished_step(event)) for time, event in timed if time is not None]
-    known = [(time, step) for time, step in anchors if step is not None]
+    known = sorted((time, step) for time, step in anchors if step is not None)
+    lost = [time for time, event in timed if event.get("kind") in LOSS_EVENTS and time is not None]
     found = [Mark(step - 0.5, False) for step in run.resumed_at]
-    for time, event in timed:
-        if event.get("kind") in LOSS_EVENTS and time is not None and known:
-            times, steps = zip(*sorted(known), strict=True)
-            found.append(Mark(float(np.interp(time, times, steps)), True))
+    if known:
+        times, steps = np.array(known).T
+        found += [Mark(float(place), True) for place in np.interp(lost, times, steps)]
     return found
 
 
@@ -159,17 +160,16 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
     figures = headline(run.steps)
 
     def final(metric: str) -> float | None:
-        return mean(known_values(run.steps, metric)[-figures["window"] :])
+        return mean(run.steps.known(metric)[-figures["window"] :])
 
     high, low = final("bapo/clip_fraction_high"), final("bapo/clip_fraction_low")
     c_low, c_high = bounds_in_force(run)
-    norms = np.array(known_values(run.updates or run.steps, "policy/grad_norm"), dtype=float)
-    norms = norms[np.isfinite(norms)]
+    norms = (run.updates or run.steps).known("policy/grad_norm")
     return {
         "final reward": figures["reward_last"],
         "first reward": figures["reward_first"],
         "final entropy": final("policy/entropy"),
-        "first entropy": mean(known_values(run.steps, "policy/entropy")[: figures["window"]]),
+        "first entropy": mean(run.steps.known("policy/entropy")[: figures["window"]]),
         "median gradient norm": float(np.median(norms)) if len(norms) else None,
         "largest gradient norm": float(norms.max()) if len(norms) else None,
         "final response length": final("rollout/length_mean"),
@@ -178,7 +178,7 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "c_high over positive tokens, after the first pass": c_high,
         "c_low over negative tokens, after the first pass": c_low,
         "updates of a batch (the paper's staleness)": updates_per_batch(run),
-        "mean staleness": mean(known_values(run.steps, "staleness/mean")),
+        "mean staleness": mean(run.steps.known("staleness/mean")),
         "Eq. 6 (covariance) against measurement, correlation": prediction(run).correlation,
         "Eq. 6 (effects) against measurement, correlation": prediction(run, reading="effect").correlation,
         "steps": figures["steps"],
@@ -204,27 +204,42 @@ def bounds_in_force(run: RunRecord) -> tuple[float | None, float | None]:
     In the first pass over a batch ratios are near 1 and no bound acts. All updates count if there is only one
     pass. Logs of earlier versions have only one bound for each update.
     """
-    rows = run.updates or run.steps
-    rows = [row for row in rows if row.get("epoch")] or rows
-    sums = {"low_negative": [0.0, 0.0], "high_positive": [0.0, 0.0]}
-    for row in rows:
-        positive = row.get("bapo/positive_token_fraction") or 0.0
-        for (name, total), share in zip(sums.items(), (1 - positive, positive), strict=True):
-            value = row.get(f"bapo/clip_{name}", row.get(f"bapo/clip_{name.partition('_')[0]}"))
-            if value is not None:
-                total[0] += share * _tokens(row) * value
-                total[1] += share * _tokens(row)
-    low, high = (total / tokens if tokens else None for total, tokens in sums.values())
+    table = run.updates or run.steps
+    later = np.nan_to_num(table.column("epoch")) != 0
+    chosen = later if later.any() else ~later
+    positive, tokens = np.nan_to_num(table.column("bapo/positive_token_fraction")), _tokens(table)
+    low, high = (
+        _weighted_mean(value[chosen], (share * tokens)[chosen])
+        for value, share in (
+            (_bound(table, "low_negative"), 1 - positive),
+            (_bound(table, "high_positive"), positive),
+        )
+    )
     return low, high
+
+
+def _bound(table: MetricTable, name: str) -> np.ndarray:
+    """A bound of each update by the tokens that it acts on; of rows of earlier versions their one bound."""
+    former = f"bapo/clip_{name.partition('_')[0]}"
+    return np.where(
+        table.logged(f"bapo/clip_{name}"), table.column(f"bapo/clip_{name}"), table.column(former)
+    )
+
+
+def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float | None:
+    """The mean of the values that are known; None if they weigh nothing."""
+    known = ~np.isnan(values)
+    total = weights[known].sum()
+    return float(weights[known] @ values[known] / total) if total else None
 
 
 def staleness_table(run: RunRecord) -> list[tuple[str, list[float | None]]]:
     """The staleness buckets with tokens: share, clipped, entropy, effect, and the correlation of Eq. 6."""
-    rows = run.updates or run.steps
+    logged = run.updates or run.steps
     table = []
     for bucket in BUCKETS:
         names = ("tokens", "clipped", "entropy", "effect")
-        values = [mean(known_values(rows, f"staleness/{bucket}/{name}")) for name in names]
+        values = [mean(logged.known(f"staleness/{bucket}/{name}")) for name in names]
         if values[0]:
             table.append((bucket, [*values, prediction(run, bucket).correlation]))
     return table

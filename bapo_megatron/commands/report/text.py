@@ -11,10 +11,17 @@ import json
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.data import RunRecord, mean
 from bapo_megatron.commands.report.series import staleness_table
+
+SOURCE_COLUMNS = (
+    *("prompts", "trained on", "reward", "length", "entropy", "tokens", "gradient"),
+    *("contribution", "without bounds", "clipped high", "clipped low"),
+)
+"""Columns of the table by source of training data."""
 
 NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
@@ -81,3 +88,29 @@ def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
 def percent(share: float | None) -> str:
     """A share as text, e.g. 12.5%."""
     return NO_VALUE if share is None else f"{100 * share:.3g}%"
+
+
+def source_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
+    """Table rows, one for each source of training data: ``SOURCE_COLUMNS``; none for a run of one file."""
+    first = "source/"
+    names = dict.fromkeys(
+        name.removeprefix(first).removesuffix("/rollout/groups")
+        for name in run.steps.names
+        if name.startswith(first) and name.endswith("/rollout/groups")
+    )
+    return [(name, _source_cells(run, f"{first}{name}/", window)) for name in names]
+
+
+def _source_cells(run: RunRecord, prefix: str, window: int) -> list[str]:
+    def values(name: str) -> np.ndarray:
+        return run.steps.known(prefix + name)
+
+    rewards = values("reward/mean")
+    return [
+        *(f"{sum(values(f'rollout/{name}')):,.0f}" for name in ("groups_sampled", "groups")),
+        f"{number(mean(rewards[:window]))} → {number(mean(rewards[-window:]))}",
+        *(number(mean(values(name))) for name in ("rollout/length_mean", "policy/entropy")),
+        *(percent(mean(values(name))) for name in ("token_share", "gradient_share")),
+        *(percent(mean(values(f"bapo/contribution{end}"))) for end in ("", "_unclipped")),
+        *(percent(mean(values(f"bapo/clip_fraction_{bound}"))) for bound in ("high", "low")),
+    ]

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from annotated_types import Ge, Gt, Le
 
+from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.config.sources import PREPARED
 from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS, raise_problems
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX
@@ -44,7 +46,7 @@ class PrepareOptions:
     """Split of sources on the hub. Skywork-OR1-RL-Data has `math` and `code`."""
     revision: str | None = None
     """Commit of sources on the hub. None: the newest."""
-    size: int | None = None
+    size: Annotated[int | None, Ge(1)] = None
     """Problems of a source reasoning-gym:TASK,TASK in all; its tasks have equal shares."""
     seed: int = 0
     """Seed of a source reasoning-gym:TASK,TASK: another one, other problems."""
@@ -55,9 +57,9 @@ class PrepareOptions:
     """Evaluation sets that must not be trained on: names of suites, or files of any known schema."""
     suites: Path = SUITES
     """Folder of the suites that `against` names."""
-    ngram_words: int = 8
+    ngram_words: Annotated[int, Ge(1)] = 8
     """Words of an n-gram, for `against`."""
-    ngram_share: float = 0.3
+    ngram_share: Annotated[float, Gt(0), Le(1)] = 0.3
     """A question that has this share of an evaluation problem's n-grams is left out."""
     reward: str | None = None
     """The run's reward.function. With one of your own, as module:function, `llm_judge` or `reward_model`,
@@ -77,7 +79,7 @@ class PrepareOptions:
     are: for a base model."""
     tokenizer: Path | None = None
     """Hugging Face folder of the model, to count prompt tokens with its chat template."""
-    max_prompt_tokens: int = 2048
+    max_prompt_tokens: Annotated[int, Ge(1)] = 2048
     """Longer prompts are left out, if there is a tokenizer."""
     difficulty: str | None = None
     """Dotted path of a difficulty in `extra_info`, e.g. `model_difficulty.DeepSeek-R1-Distill-Qwen-7B`
@@ -86,7 +88,7 @@ class PrepareOptions:
     """Smallest difficulty that is kept. With 1 what the model always solves is left out."""
     max_difficulty: float = 1e9
     """Largest difficulty that is kept. With 15 what the model never solves is left out."""
-    max_invalid: float = 0.05
+    max_invalid: Annotated[float, Ge(0), Le(1)] = 0.05
     """Nothing is written if a larger share of the rows is invalid: the schema is probably another."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an earlier output."""
@@ -116,14 +118,7 @@ class PrepareOptions:
             yield "sources: none is given; name a file or a dataset of the hub"
         yield from self._reward_problems()
         yield from self._generation_problems()
-        if self.ngram_words < 1:
-            yield f"ngram_words={self.ngram_words} must be at least 1"
-        if not 0 < self.ngram_share <= 1:
-            yield f"ngram_share={self.ngram_share} must be above 0 and at most 1"
-        if self.max_prompt_tokens < 1:
-            yield f"max_prompt_tokens={self.max_prompt_tokens} must be at least 1"
-        if not 0 <= self.max_invalid <= 1:
-            yield f"max_invalid={self.max_invalid} must be between 0 and 1"
+        yield from out_of_range(self)
         if self.min_difficulty > self.max_difficulty:
             yield f"min_difficulty={self.min_difficulty} is above max_difficulty={self.max_difficulty}"
         bounded = (self.min_difficulty, self.max_difficulty) != (-1e9, 1e9)
@@ -143,8 +138,6 @@ class PrepareOptions:
 
     def _generation_problems(self) -> Iterator[str]:
         generated = any(source.startswith(PREFIX) for source in self.sources)
-        if self.size is not None and self.size < 1:
-            yield f"size={self.size} must be at least 1"
         given = (self.size, self.seed, self.task_settings) != (None, 0, "{}")
         if given and not generated:
             yield f"size, seed and task_settings are for a source {PREFIX}TASK,TASK; there is none"

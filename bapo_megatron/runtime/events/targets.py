@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
+from bapo_megatron.runtime.http import ask
 from bapo_megatron.runtime.user_command import UserCommand, command_words, missing_program
 
 LIMIT_S = 20.0
@@ -97,28 +97,18 @@ def _run(command: str, message: dict[str, Any], data: bytes, log: Path, limit_s:
         running.close()
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    """Redirect handler that follows none: a redirected POST would become a GET without the message."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 def _post(url: str, data: bytes, limit_s: float) -> str:
     """POST the message; the reason of a failure, empty on success."""
-    request = Request(url, data, {"Content-Type": "application/json", "User-Agent": "bapo-megatron"})
+    headers = {"Content-Type": "application/json", "User-Agent": "bapo-megatron"}
     try:
-        with build_opener(_NoRedirects).open(request, timeout=limit_s) as answer:
-            answer.read(1 << 16)
-    except HTTPError as error:
-        return f"HTTP {error.code} {error.reason}"
+        answer = ask(url, data, headers, timeout_s=limit_s, proxies=True)
     except URLError as error:
         return str(error.reason)
     except (HTTPException, ValueError) as error:
         return type(error).__name__  # their texts may quote the path
     except OSError as error:
         return str(error)
-    return ""
+    return "" if answer.status and answer.status < 300 else f"HTTP {answer.status} {answer.reason}"
 
 
 def _is_url(value: str) -> bool:

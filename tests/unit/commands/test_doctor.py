@@ -26,14 +26,13 @@ from bapo_megatron.commands.doctor.packages import (
     try_imports,
 )
 from bapo_megatron.commands.doctor.probe import torch_facts
-from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
+from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, lines, one_line, summary_line
 from bapo_megatron.commands.doctor.sglang import sglang_gpu_row
-from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import requirements
 from bapo_megatron.rollout.engines.sglang_launch import api_key
-from bapo_megatron.runtime import child_process, device, processes, run_paths
+from bapo_megatron.runtime import child_process, device, http, processes, run_paths
 from bapo_megatron.runtime.child_process import CommandResult, run_command, within
 
 ROOT = Path(__file__).parents[3]
@@ -91,7 +90,7 @@ def test_a_range(version: str, holds: bool) -> None:
     assert Permitted("<2.14,>=2.6").holds(version) is holds
 
 
-SHARED = (api_key, child_process, device, processes, requirements, run_paths)
+SHARED = (api_key, child_process, device, http, processes, requirements, run_paths)
 MODULES = [*sorted(Path(machine.__file__).parent.glob("*.py")), *(Path(str(m.__file__)) for m in SHARED)]
 
 

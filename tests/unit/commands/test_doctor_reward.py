@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.doctor.recipe import check_recipe, reward_row
-from bapo_megatron.commands.doctor.reward import try_reward
+from bapo_megatron.commands.doctor.recipe import check_recipe, reward_row, try_reward
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.types import Prompt
@@ -54,7 +53,7 @@ def test_the_doctor_calls_the_reward_of_a_recipe(tmp_path: Path, monkeypatch: py
 
 
 def test_a_judge_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapo_megatron.commands.doctor.reward.ENDPOINT_DEADLINE_S", 0.3)
+    monkeypatch.setattr("bapo_megatron.commands.doctor.recipe.ENDPOINT_DEADLINE_S", 0.3)
     config = load_recipe(RECIPE, RunConfig)
     prompt = Prompt(3, np.zeros(1, np.int32), "34", "test", messages=[{"role": "user", "content": "17*2="}])
 

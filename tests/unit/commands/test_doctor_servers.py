@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.commands.doctor import http
-from bapo_megatron.commands.doctor.http import get
+from bapo_megatron.commands.doctor import servers
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, facts_of, problems_of, recipe_rows
 from bapo_megatron.commands.doctor.rows import DoctorRow
-from bapo_megatron.commands.doctor.servers import longest_sequence, server_rows
+from bapo_megatron.commands.doctor.servers import get, longest_sequence, server_rows
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
@@ -250,8 +249,8 @@ def test_proxies_are_bypassed(server: Played, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_answer_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte comes within the time-out of a read, but the answer never ends."""
-    monkeypatch.setattr(http, "_get", lambda *_: time.sleep(30))
-    assert get("http://127.0.0.1:1", 0.1).body == "no answer within 0.1 s"
+    monkeypatch.setattr(servers, "ask", lambda *_, **__: time.sleep(30))
+    assert get("http://127.0.0.1:1", 0.1).reason == "no answer within 0.1 s"
 
 
 def test_servers_of_several_versions(server: Played, model: Path) -> None:

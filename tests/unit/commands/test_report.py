@@ -18,6 +18,7 @@ from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.checkpoint.run_directory import FORMAT
 from bapo_megatron.commands.report.data import moving_mean, read_run
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
+from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.page import headline, report_command, write_report
 from bapo_megatron.commands.report.panels import PANELS, bands
 from bapo_megatron.errors import ConfigError
@@ -134,16 +135,15 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run with its report."""
     folder = made_up_run(tmp_path_factory.mktemp("run"))
-    write_report(folder)
+    write_report([folder])
     return folder
 
 
 @pytest.fixture
 def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two curves and a distribution suffice where pictures are not the point: drawing takes time."""
-    for module in ("page", "plots", "comparison"):
-        monkeypatch.setattr(f"bapo_megatron.commands.report.{module}.PANELS", PANELS[:2])
-    for module in ("plots", "distributions", "comparison_plots"):
+    monkeypatch.setattr("bapo_megatron.commands.report.page.PANELS", PANELS[:2])
+    for module in ("plots", "distributions"):
         monkeypatch.setattr(f"bapo_megatron.commands.report.{module}.DISTRIBUTIONS", DISTRIBUTIONS[:1])
 
 
@@ -197,7 +197,7 @@ def make_hostile(folder: Path) -> Path:
 
 @pytest.mark.usefixtures("few_pictures")
 def test_markup_in_a_run_is_text(tmp_path: Path) -> None:
-    write_report(make_hostile(tmp_path))
+    write_report([make_hostile(tmp_path)])
     check_harmless((tmp_path / "report/index.html").read_text())
 
 
@@ -216,7 +216,7 @@ def test_sections_come_in_order_and_raw_rows_are_folded(reported: Path) -> None:
     assert titles == ["Configuration", "Curves", "By staleness", "Events", "Values"]
     header = page[: page.index("<h2>Configuration")]
     for name in ("algorithm", "preset", "target", "staleness", "held-out", "baseline"):
-        assert f"<dt>{name}</dt>" in header
+        assert f'<th scope="row">{name}</th>' in header
     assert "does not show that this method is better" in header
     for folded in ("algorithm.bounds.high_end = 3.0", "<wbr>clip_fraction_low"):
         assert page.rindex("<details", 0, page.index(folded)) > page.rindex("<h2>", 0, page.index(folded))
@@ -254,20 +254,20 @@ def test_a_file_that_is_no_report_is_not_overwritten(tmp_path: Path, kind: str, 
 
 def test_same_run_gives_the_same_page(tmp_path: Path) -> None:
     made_up_run(tmp_path, steps=5)
-    first = write_report(tmp_path).read_bytes()
-    assert write_report(tmp_path).read_bytes() == first
+    first = write_report([tmp_path]).read_bytes()
+    assert write_report([tmp_path]).read_bytes() == first
 
 
 @pytest.mark.usefixtures("few_pictures")
 def test_names_are_text_not_markup(tmp_path: Path) -> None:
     made_up_run(tmp_path, steps=1)
     write_config(tmp_path, {"name": "<b>bold & more"})
-    assert "<h1>&lt;b&gt;bold &amp; more</h1>" in write_report(tmp_path).read_text()
+    assert "<h1>&lt;b&gt;bold &amp; more</h1>" in write_report([tmp_path]).read_text()
 
 
 def test_one_step_alone(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward/mean": 0.25}])
-    page = write_report(tmp_path).read_text()
+    page = write_report([tmp_path]).read_text()
     assert "0.250 → 0.250" in page
     assert f"<h1>{tmp_path.name}</h1>" in page
 
@@ -275,15 +275,15 @@ def test_one_step_alone(tmp_path: Path) -> None:
 def test_metrics_may_be_null_throughout(tmp_path: Path) -> None:
     nothing = dict.fromkeys(made_up_update(1, random.Random(0)))
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward/mean": None, **nothing}] * 3)
-    assert "– → –" in write_report(tmp_path).read_text()  # noqa: RUF001
+    assert "– → –" in write_report([tmp_path]).read_text()  # noqa: RUF001
 
 
 def test_missing_and_empty_metrics_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run directory"):
-        write_report(tmp_path)
+        write_report([tmp_path])
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match="no steps yet"):
-        write_report(tmp_path)
+        write_report([tmp_path])
 
 
 def test_headline_by_hand() -> None:
@@ -291,7 +291,7 @@ def test_headline_by_hand() -> None:
         {"step": i, "reward/mean": i / 20, "time/step_s": 2.0, "time/tokens_per_s": 100.0}
         for i in range(1, 21)
     ]
-    figures = headline(rows)
+    figures = headline(MetricTable(rows))
     assert figures["window"] == 2
     assert figures["reward_first"] == pytest.approx((1 + 2) / 2 / 20)
     assert figures["reward_last"] == pytest.approx((19 + 20) / 2 / 20)
@@ -300,7 +300,7 @@ def test_headline_by_hand() -> None:
 
 @pytest.mark.parametrize(("steps", "window"), [(1, 1), (9, 1), (29, 2), (50, 5), (1000, 5)])
 def test_headline_window(steps: int, window: int) -> None:
-    assert headline([{"step": 1, "reward/mean": 0.5}] * steps)["window"] == window
+    assert headline(MetricTable([{"step": 1, "reward/mean": 0.5}] * steps))["window"] == window
 
 
 def test_headline_skips_steps_without_a_reward() -> None:
@@ -309,9 +309,9 @@ def test_headline_skips_steps_without_a_reward() -> None:
         {"step": 2, "reward/mean": 0.5},
         {"step": 3, "time/step_s": None},
     ]
-    figures = headline(rows)
+    figures = headline(MetricTable(rows))
     assert (figures["reward_first"], figures["reward_last"]) == (0.5, 0.5)
-    assert headline([])["reward_first"] is None
+    assert headline(MetricTable([]))["reward_first"] is None
 
 
 def test_moving_mean_by_hand() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from bapo_megatron.algo.bounds import BoundsConfig, balanced, clip_higher, fixed, floored, grpo, paper
 from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.header import facts, main_settings
+from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.readings import comparison_readings, readings
 
 
@@ -23,7 +24,7 @@ def run_of(bounds: BoundsConfig | None = None, rounds: tuple[int, ...] = (), **r
     config = {**(settings_of(bounds) if bounds else {}), **rest.pop("config", {})}
     steps = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.75}]
     updates = [{"step": 1, "bapo/rounds": count, "bapo/reached": float(count == 0)} for count in rounds]
-    return RunRecord(Path("run"), steps, updates, [], config, **rest)
+    return RunRecord(Path("run"), MetricTable(steps), MetricTable(updates), [], config, **rest)
 
 
 def fact(name: str, run: RunRecord) -> str:
@@ -93,9 +94,9 @@ def test_target_says_how_the_searches_ended() -> None:
 
 def test_staleness_by_hand() -> None:
     config = {"algorithm.reuse_epochs": 2, "algorithm.updates_per_epoch": 4, "rollout.max_staleness": 1}
-    run = run_of(config=config)
-    run.steps[0].update({"staleness/mean": 3.0, "staleness/max": 7.0})
-    run.steps[1].update({"staleness/mean": 4.0, "staleness/max": 11.0})
+    ages = [{"staleness/mean": 3.0, "staleness/max": 7.0}, {"staleness/mean": 4.0, "staleness/max": 11.0}]
+    steps = [row | age for row, age in zip(run_of().steps.rows(), ages, strict=True)]
+    run = replace(run_of(config=config), steps=MetricTable(steps))
     assert fact("staleness", run) == (
         "8 updates of a batch (2 passes of 4 updates); sampled up to 1 step before; "
         "a token is 3.5 updates old in the mean, 11 at most"
@@ -109,18 +110,21 @@ def test_held_out_and_baseline_by_hand() -> None:
         {"step": 10, "eval/mean": None},
         {"step": 20, "eval/mean": 0.845, "eval/sums/avg@1_low": 0.795, "eval/sums/avg@1_high": 0.89},
     ]
-    run = run_of(evaluations=rows)
+    run = run_of(evaluations=MetricTable(rows))
     assert fact("held-out", run) == "29% → 84.5% (95% interval 79.5% to 89%), steps 0 and 20"
     assert fact("baseline", run) == "the policy before training, reward 0.250, held-out 29%"
-    assert fact("held-out", run_of(evaluations=rows[2:])) == "84.5% at step 20"
-    assert fact("baseline", run_of(evaluations=rows[2:])) == "the policy before training, reward 0.250"
+    assert fact("held-out", run_of(evaluations=MetricTable(rows[2:]))) == "84.5% at step 20"
+    assert (
+        fact("baseline", run_of(evaluations=MetricTable(rows[2:])))
+        == "the policy before training, reward 0.250"
+    )
     assert fact("held-out", run_of()) == "not evaluated"
 
 
 def test_two_suites_have_no_common_interval() -> None:
     row = {"step": 9, "eval/mean": 0.5} | {f"eval/{suite}/avg@1_low": 0.4 for suite in "ab"}
     rows = [{"step": 0, "eval/mean": 0.1}, row | {f"eval/{suite}/avg@1_high": 0.6 for suite in "ab"}]
-    assert fact("held-out", run_of(evaluations=rows)) == "10% → 50%, steps 0 and 9"
+    assert fact("held-out", run_of(evaluations=MetricTable(rows))) == "10% → 50%, steps 0 and 9"
 
 
 def test_bounds_that_stay_at_their_starts_are_noted() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bapo_megatron.commands.report.comparison import own_metrics
 from bapo_megatron.commands.report.data import read_run
+from bapo_megatron.commands.report.page import own_metrics
 from bapo_megatron.commands.report.text import NO_VALUE
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -14,5 +14,5 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 def test_a_comparison_has_the_metrics_of_custom_losses() -> None:
     runs = [read_run(FIXTURES / name) for name in ("bapo", "papo")]
     assert own_metrics(runs) == [], "all others have panels"
-    runs[0].steps[-1]["spo/factor"] = 0.5
+    runs[0].steps.last["spo/factor"] = 0.5
     assert own_metrics(runs) == [("spo/factor", ["0.500", NO_VALUE])]

@@ -14,11 +14,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from bapo_megatron.algo.bins import RATIO_BINS
-from bapo_megatron.commands.report.comparison_plots import COLOURS
 from bapo_megatron.commands.report.data import RunRecord, Series
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, draw_distribution
+from bapo_megatron.commands.report.lines import Line, draw_line, line_of, mark_cut_offs, thinned
+from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.panels import AGES, NEGATIVE, NEUTRAL, PANELS, POSITIVE, Curve
-from bapo_megatron.commands.report.plots import Line, draw_line, line_of, mark_cut_offs
+from bapo_megatron.commands.report.plots import COLOURS
 from bapo_megatron.commands.report.series import RATIO_CENTRES, ratio_tokens
 
 VALUE, SHARE = "kind/clipped", "kind/tokens"
@@ -31,7 +32,7 @@ def run_of(*updates: tuple[int, float, float | None], tokens: float | None = 100
         {"step": step, SHARE: share, VALUE: value, "policy/tokens": tokens} for step, share, value in updates
     ]
     steps = [{"step": step, VALUE: 0.5} for step in sorted({step for step, *_ in updates})]
-    return RunRecord(Path("run"), steps, rows, [], {})
+    return RunRecord(Path("run"), MetricTable(steps), MetricTable(rows), [], {})
 
 
 def known(series: Series) -> dict[float, float]:
@@ -91,13 +92,24 @@ def test_values_outside_the_axes_are_marked_at_the_edge() -> None:
     assert mark_cut_offs(axes, Line(nothing, nothing, nothing, np.ones(1)), "#000000") == []
 
 
+def test_a_line_of_more_points_than_pixels_keeps_its_extremes_and_gaps() -> None:
+    values = np.zeros(30_000)
+    values[12_345], values[23_456], values[5_000:6_000] = 9.0, -7.0, np.nan
+    few = thinned(Series(np.arange(30_000.0), values))
+    assert len(few.value) <= 2000
+    assert (np.diff(few.step) > 0).all()
+    assert [few.value[few.step == place].tolist() for place in (12_345, 23_456)] == [[9.0], [-7.0]]
+    assert np.isnan(few.value[(few.step >= 5_030) & (few.step < 5_970)]).all()
+    assert len(thinned(Series(np.arange(2000.0), values[:2000])).value) == 2000
+
+
 def profile_run(tokens: float | None = 10_000) -> RunRecord:
     """Half of the tokens in the bin of 1, 1 % in each of two others, and 20 tokens in the last."""
     shares = {"0.98-1.02": 0.5, "0.9-0.98": 0.01, "1.02-1.1": 0.01, "from_3.0": 0.002}
     row: dict[str, Any] = {"step": 1, "policy/tokens": tokens}
     for name in RATIO_BINS:
         row |= {f"ratio/{name}/tokens": shares.get(name, 0.0), f"ratio/{name}/probability": 0.5}
-    return RunRecord(Path("run"), [{"step": 1}], [row], [], {})
+    return RunRecord(Path("run"), MetricTable([{"step": 1}]), MetricTable([row]), [], {})
 
 
 def test_bins_of_few_tokens_are_hollow() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.series import (
     RATIO_CENTRES,
     Mark,
@@ -26,7 +27,7 @@ from bapo_megatron.commands.report.text import number
 
 def run_of(updates: list[dict[str, Any]], events: list[dict[str, Any]] | None = None) -> RunRecord:
     steps = [{"step": step} for step in sorted({row["step"] for row in updates})] or [{"step": 1}]
-    return RunRecord(Path("run"), steps, updates, events or [], {})
+    return RunRecord(Path("run"), MetricTable(steps), MetricTable(updates), events or [], {})
 
 
 def update(step: int, epoch: int, entropy: float, effect: float, **rest: Any) -> dict[str, Any]:
@@ -172,5 +173,8 @@ def test_bounds_that_acted_on_nothing_are_unknown() -> None:
 def test_staleness_is_counted_as_the_paper_does() -> None:
     """Two passes in four mini-batches: the authors' script calls it staleness 8."""
     counts = {"algorithm.reuse_epochs": 2, "algorithm.updates_per_epoch": 4}
-    assert updates_per_batch(RunRecord(Path("run"), [{"step": 1}], [], [], counts)) == 8
+    assert (
+        updates_per_batch(RunRecord(Path("run"), MetricTable([{"step": 1}]), MetricTable([]), [], counts))
+        == 8
+    )
     assert updates_per_batch(run_of([])) is None

@@ -11,6 +11,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 from bapo_megatron.algo.bapo import paper
+from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.checkpoint.run_directory import (
     changed_settings,
     check_partial_step,
@@ -35,7 +36,7 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.validation import flat, out_of_range
+from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ExpertShape, ModelShape
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems

@@ -38,7 +38,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     ),
     "events": ("events.jsonl", lambda run: EventLog(run / "events.jsonl")),
     "metrics": ("metrics.jsonl", lambda run: JsonlLog(run / "metrics.jsonl")),
-    "picture": ("report/overview.png", lambda run: write_report(run)),
+    "picture": ("report/overview.png", lambda run: write_report([run])),
     "server's log": ("logs/server-0.log", check_writable),
     "profile": ("profile/step_000001_rank_0.json", check_writable),
 }
@@ -138,7 +138,7 @@ def test_a_lock_file_is_not_truncated(tmp_path: Path) -> None:
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "status": ("events.jsonl", read_status),
     "status's metrics": ("metrics.jsonl", lambda run: list(tail_rows(run / "metrics.jsonl"))),
-    "report": ("metrics.jsonl", write_report),
+    "report": ("metrics.jsonl", lambda run: write_report([run])),
     "report's events": ("events.jsonl", lambda run: read_jsonl(run / "events.jsonl")),
     "configuration": ("config.json", read_config),
     "log": ("logs/server-0.log", lambda run: show_logs(run, None)),  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_the_torn_end_is_found_from_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_a_report_names_the_line_that_no_run_wrote(run: Path, line: bytes, message: str) -> None:
     (run / "metrics.jsonl").write_bytes(line + b"\n")
     with pytest.raises(ConfigError, match=message):
-        write_report(run)
+        write_report([run])
 
 
 def test_damaged_characters_do_not_end_a_reader(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_report_that_cannot_be_written_names_the_flag(run: Path) -> None:
     (run / "report").rmdir()
     (run / "report").write_text("")
     with pytest.raises(ConfigError, match=r"report: name another folder with --output DIR"):
-        write_report(run)
+        write_report([run])
 
 
 def test_terminal_codes_are_printed_as_text(tmp_path: Path) -> None:

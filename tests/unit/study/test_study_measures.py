@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.commands.report.data import RunRecord, read_run
+from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.runtime.jsonl_log import Row
 from benchmarks.study.measures import (
     ArmRecord,
@@ -66,7 +67,7 @@ def test_the_median_of_spikes_runs() -> None:
 def norms(values: Sequence[float], per_step: int) -> RunRecord:
     """A run with these gradient norms, so many updates in each step."""
     updates = [{"step": 1 + n // per_step, "policy/grad_norm": value} for n, value in enumerate(values)]
-    return RunRecord(Path("run"), [], updates, [], {})
+    return RunRecord(Path("run"), MetricTable([]), MetricTable(updates), [], {})
 
 
 def test_what_comes_back_in_every_step_is_no_spike() -> None:
@@ -176,8 +177,8 @@ def test_an_arm_by_hand(arm: Arm) -> None:
 def test_one_pass_has_no_stale_updates(arm: Arm) -> None:
     run = read_run(arm.run_dir)
     assert [row["epoch"] for row in stale_updates(run)] == [1] * 4
-    first = [row for row in run.updates if not row["epoch"]]
-    on_policy = RunRecord(run.run_dir, run.steps, first, [], {})
+    first = [row for row in run.updates.rows() if not row["epoch"]]
+    on_policy = RunRecord(run.run_dir, run.steps, MetricTable(first), [], {})
     assert stale_updates(on_policy) == first
     assert first_entropy(on_policy) == 1.6
 

@@ -11,8 +11,6 @@ import signal
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +41,7 @@ from bapo_megatron.runtime.device import (
     ALLOCATOR_VARIABLE,
     should_have_gpu,
 )
+from bapo_megatron.runtime.http import ask
 from bapo_megatron.runtime.run_files import open_plain
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
@@ -269,9 +268,8 @@ class ServerProcess(ChildProcess):
     def is_ready(self) -> bool:
         """Whether the server takes requests."""
         try:
-            with urllib.request.urlopen(f"{self.url}/ready", timeout=2) as response:
-                is_ready = bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
+            is_ready = ask(f"{self.url}/ready", timeout_s=2).status == 200
+        except OSError:
             return False
         if is_ready and not self._shared:
             self._shared = shared_files(self.pid)  # only a living process has them mapped

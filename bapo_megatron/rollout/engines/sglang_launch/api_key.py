@@ -8,7 +8,7 @@ taken the server's port. So it first sends a random nonce, and the server answer
 where ip and port are the server's end of the connection, which the client compares with its peer: an answer
 relayed from another server has another address. Behind address translation (``docker -p``, ``ssh -L``) the
 proof fails, too; such servers need a key file that the recipe names. Used by
-``commands/doctor/server_keys.py``, ``rollout/engines/sglang/authorization.py`` and
+``commands/doctor/servers.py``, ``rollout/engines/sglang/authorization.py`` and
 ``rollout/engines/sglang/server_process.py``.
 """
 

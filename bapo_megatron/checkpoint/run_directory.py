@@ -52,6 +52,7 @@ _ADDED: dict[str, Any] = {
     "profile.memory": False,
     "accept_resume_mismatch": [],
     "parallel.offload": False,
+    "parallel.pipeline_layers": [],
     "parallel.expert": 1,
     "parallel.expert_tensor": 1,
     "rollout.sglang.colocated": False,

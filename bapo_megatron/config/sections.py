@@ -67,6 +67,10 @@ class ParallelConfig:
     """Pipeline parallel size (PP): splits the layers into stages."""
     virtual: Annotated[int, Ge(1)] = 1
     """Model chunks on each pipeline stage (interleaved schedule); 1 for none."""
+    pipeline_layers: tuple[int, ...] = ()
+    """Layers of each model chunk in the model's order, PP x virtual numbers: the first is stage 0's, the next
+    stage 1's. (): equal numbers, or where PP x virtual does not divide the layers, one less on the last chunk
+    and on as many of the first ones as it takes."""
     context: Annotated[int, Ge(1)] = 1
     """Context parallel size (CP): splits each sequence."""
     data: Annotated[int | None, Ge(1)] = None

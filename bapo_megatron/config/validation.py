@@ -54,6 +54,17 @@ def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         yield "parallel.sequence needs parallel.tensor of at least 2: it splits over the TP ranks"
     if parallel.virtual > 1 and parallel.pipeline == 1:
         yield f"parallel.virtual={parallel.virtual} needs parallel.pipeline of at least 2"
+    listed, chunks = parallel.pipeline_layers, parallel.pipeline * parallel.virtual
+    if listed and len(listed) != chunks:
+        yield (
+            f"parallel.pipeline_layers has {len(listed)} numbers, but parallel.pipeline x virtual = "
+            f"{parallel.pipeline} x {parallel.virtual}: give {chunks} numbers, or leave it out"
+        )
+    if any(layers < 1 for layers in listed):
+        yield (
+            f"parallel.pipeline_layers={' '.join(map(str, listed))} leaves a model chunk without layers: "
+            "give each at least 1"
+        )
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:

@@ -143,6 +143,8 @@ def _memory_saving(job: Job) -> Iterator[Job]:
         layout = replace(
             p, tensor=tensor, sequence=sequence, context=context, pipeline=pipeline, data=data_or_none
         )
+        if pipeline != p.pipeline:
+            layout = replace(layout, pipeline_layers=())
         yield _with(job, layout, shortest, recompute=mode, logprob_chunk_tokens=chunk)
 
 
@@ -160,6 +162,7 @@ def _layouts(job: Job) -> Iterator[Job]:
             context=context,
             data=data,
             virtual=1,
+            pipeline_layers=(),
             sequence=tensor > 1,
         )
         for mode in _MODES:

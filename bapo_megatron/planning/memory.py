@@ -17,6 +17,7 @@ from bapo_megatron.planning.sizes import (
     stage_parameters,
     total_parameters,
 )
+from bapo_megatron.policy.layout import chunk_layers
 
 _FP32 = 4
 # Estimate: CUDA context and kernels 1 GB, cuBLAS and Transformer Engine workspaces 0.5 GB, NCCL's channel
@@ -147,7 +148,7 @@ def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
     recomputed. Every model chunk but the very last also holds its output.
     """
     part = activation_bytes_per_token(job.shape, job.parallel, job.element, job.run.batch.recompute, spec)
-    layers = job.shape.layers // (job.parallel.pipeline * job.parallel.virtual)
+    layers = max(chunk_layers(job.parallel, job.shape.layers)[stage :: job.parallel.pipeline])
     chunks = _forwards_in_flight(job, stage)
     last = stage == job.parallel.pipeline - 1
     on_top = max(part.transient, part.final_norm * last)

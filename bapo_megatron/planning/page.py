@@ -75,6 +75,8 @@ def layout_name(job: Job) -> str:
     """A parallel layout in one short line."""
     p = job.parallel
     virtual = f" x {p.virtual}" if p.virtual > 1 else ""
+    if p.pipeline_layers:
+        virtual += f" ({' '.join(map(str, p.pipeline_layers))} layers)"
     sequence = " + SP" if p.sequence else ""
     return f"TP {p.tensor}{sequence}, PP {p.pipeline}{virtual}, CP {p.context}, DP {job.replicas}"
 

@@ -12,6 +12,7 @@ from math import prod
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, mapping_table
+from bapo_megatron.policy.layout import stage_layers
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
@@ -36,9 +37,9 @@ class StageParameters:
 
 
 def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) -> StageParameters:
-    """Parameters on one GPU of pipeline stage ``stage``: TP splits the matrices, PP the layers, evenly."""
+    """Parameters on one GPU of pipeline stage ``stage``: TP splits the matrices, PP the layers."""
     per_layer, embedding, norm = _pieces(shape, parallel.tensor)
-    layers = shape.layers // parallel.pipeline
+    layers = stage_layers(parallel, shape.layers)[stage]
     last = stage == parallel.pipeline - 1
     output = embedding if last and not (shape.tied and stage == 0) else 0
     return StageParameters(layers, layers * per_layer + norm * last, embedding * (stage == 0), output)

@@ -20,6 +20,7 @@ from bapo_megatron.policy.flops import (
     linear_flops_per_token,
     mlp_matmuls,
 )
+from bapo_megatron.policy.layout import stage_layers
 
 _STEP_BYTES = 40
 """Host memory traffic of an element in a host optimizer step, bytes: AdamW reads gradient, master weight and
@@ -94,10 +95,17 @@ class _Work:
     head: float
     """The output layer."""
 
-    def seconds(self, job: Job, stages: int = 1) -> float:
-        """Seconds of one GPU for the last of ``stages`` pipeline stages, which has the output layer."""
-        matrices = (self.matrices / stages + self.head) / job.options.mfu
-        return (matrices + self.attention / stages / job.options.attention_mfu) / job.gpu.peak
+    def seconds(self, job: Job, share: float = 1.0, head: bool = True) -> float:
+        """Seconds of one GPU for a ``share`` of the layers, and for the output layer with ``head``."""
+        matrices = (self.matrices * share + self.head * head) / job.options.mfu
+        return (matrices + self.attention * share / job.options.attention_mfu) / job.gpu.peak
+
+    def slowest_stage(self, job: Job) -> float:
+        """Seconds of one GPU of the slowest pipeline stage, of equal ones the last, with the head."""
+        layers = stage_layers(job.parallel, job.shape.layers)
+        last = len(layers) - 1
+        shares = (own / job.shape.layers for own in layers)
+        return max(self.seconds(job, share, stage == last) for stage, share in enumerate(shares))
 
 
 def _forward(job: Job) -> _Work:
@@ -131,11 +139,11 @@ def _output_layer_twice(job: Job) -> bool:
 def _seconds(job: Job, training: bool) -> float:
     """Seconds of one pass over all micro-batches of an update, forward and backward if ``training``.
 
-    The last stage is the slowest, since it also has the output layer, and sets the pace of the pipeline.
+    The slowest stage sets the pace of the pipeline.
     """
     work = _training(job) if training else _forward(job)
     ranks = job.parallel.tensor * job.parallel.context
-    pack = work.seconds(job, job.parallel.pipeline) * job.run.batch.pack_tokens / ranks
+    pack = work.slowest_stage(job) * job.run.batch.pack_tokens / ranks
     return pack * slots(job.parallel, job.micro_batches)
 
 

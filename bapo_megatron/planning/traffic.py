@@ -16,6 +16,7 @@ from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.sizes import stage_parameters, total_parameters
+from bapo_megatron.policy.layout import stage_layers
 
 DISK_RATE = 2 * GB
 """Assumed rate at which a node writes or reads its file system, in bytes a second."""
@@ -105,7 +106,7 @@ def _tensor(job: Job) -> float:
     message = _per_update(job) * job.shape.hidden * job.element * (size - 1) / size
     backward = 6 if job.parallel.sequence else 4
     again = {"none": 0, "selective": 2, "full": 4}[job.run.batch.recompute]
-    layers = job.shape.layers / job.parallel.pipeline
+    layers = max(stage_layers(job.parallel, job.shape.layers))
     body = layers * (4 + backward + again + 4 * forward_passes(job))
     return message * (body + 2)  # and the output layer's input and gradient
 
@@ -115,7 +116,7 @@ def _context(job: Job) -> float:
     size = job.parallel.context
     width = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
     again = 0 if job.run.batch.recompute == "none" else 1
-    layers = job.shape.layers / job.parallel.pipeline
+    layers = max(stage_layers(job.parallel, job.shape.layers))
     return layers * _per_update(job) * width * job.element * (size - 1) * (3 + again + forward_passes(job))
 
 

@@ -50,11 +50,42 @@ def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str
             )
     yield from _expert_problems(parallel, shape)
     chunks = parallel.pipeline * parallel.virtual
-    if shape.layers % chunks:
+    if shape.layers < chunks:
         yield (
-            f"parallel.pipeline x virtual = {parallel.pipeline} x {parallel.virtual} does not divide the "
-            f"model's {shape.layers} layers: use one of {_divisors(shape.layers)}"
+            f"parallel.pipeline x virtual = {parallel.pipeline} x {parallel.virtual} makes {chunks} model "
+            f"chunks of the model's {shape.layers} layers: use at most {shape.layers}"
         )
+    if parallel.pipeline_layers and sum(parallel.pipeline_layers) != shape.layers:
+        yield (
+            f"parallel.pipeline_layers={' '.join(map(str, parallel.pipeline_layers))} are "
+            f"{sum(parallel.pipeline_layers)} layers, but the model has {shape.layers}: make them add up, or "
+            f"leave the field out for {' '.join(map(str, _like_sizes(shape.layers, chunks)))}"
+        )
+
+
+def chunk_layers(parallel: ParallelConfig, layers: int) -> tuple[int, ...]:
+    """Layers of each model chunk of a model of ``layers``, in the model's order.
+
+    Chunk c is on pipeline stage c modulo PP. They are ``parallel.pipeline_layers``, or nearly equal.
+    """
+    return parallel.pipeline_layers or _like_sizes(layers, parallel.pipeline * parallel.virtual)
+
+
+def _like_sizes(layers: int, chunks: int) -> tuple[int, ...]:
+    """Sizes of chunks that differ by one layer at most.
+
+    The smaller ones are the last, which has the output layer too, and then those from the first on: it has
+    the embedding, and the earlier a stage, the more forward passes have their activations there.
+    """
+    longest = -(-layers // chunks)
+    shorter = [chunks - 1, *range(chunks - 1)][: longest * chunks - layers]
+    return tuple(longest - (chunk in shorter) for chunk in range(chunks))
+
+
+def stage_layers(parallel: ParallelConfig, layers: int) -> list[int]:
+    """Layers of each pipeline stage of a model of ``layers``, all its chunks together."""
+    chunks = chunk_layers(parallel, layers)
+    return [sum(chunks[stage :: parallel.pipeline]) for stage in range(parallel.pipeline)]
 
 
 def _expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:

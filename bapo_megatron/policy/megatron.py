@@ -30,6 +30,7 @@ from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
 from bapo_megatron.policy.flops import attention_weight
+from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, implementation
 from bapo_megatron.policy.output_head import OutputHead
@@ -76,7 +77,7 @@ class MegatronPolicy:
         positions = max(shape.max_positions, batch.pack_tokens)
         chunks = build_chunks(self._config, shape, positions, batch.pack_tokens)
         self._chunks, self._tied = chunks, shape.tied
-        self._weights = WeightMap(shape, chunks)
+        self._weights = WeightMap(shape, chunks, chunk_layers(parallel, shape.layers))
         self._weights.load(reader or HfReader(model.hf_path), chunks, shape.tied)
         self._model = self._wrap([chunk.to(self.device) for chunk in chunks], dtype)
         self._optimizer = build_optimizer(optimizer, self._model, dtype)

@@ -35,6 +35,7 @@ from bapo_megatron.policy.attention.rope import Rotary
 from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.expert_dispatch import define_te_gemm
 from bapo_megatron.policy.layers import layer_spec
+from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.tensor_types import MicroBatch
 
 
@@ -62,6 +63,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
+        pipeline_model_parallel_layout=_uneven_stages(shape, parallel),
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
@@ -89,6 +91,17 @@ def transformer_config(
         **_experts(shape, parallel, dtype),
         **_recompute(batch, shape),
     )
+
+
+def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:
+    """Megatron's list of what each model chunk has, in the model's order; None if their layers are equal."""
+    sizes = chunk_layers(parallel, shape.layers)
+    if len(set(sizes)) == 1:
+        return None
+    chunks = [["decoder"] * size for size in sizes]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
 
 
 def _experts(shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, object]:

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,15 +25,15 @@ Key = tuple[str, int | None]
 """The key of a parameter of the whole model: its name in the parameter map, and its layer."""
 
 
-def stage_of(key: Key, layers: int, stages: int, virtual: int) -> int:
+def stage_of(key: Key, chunk_layers: Sequence[int], stages: int) -> int:
     """The pipeline stage of a parameter; the first one of a parameter on several stages.
 
-    The model's ``layers`` form ``stages x virtual`` equal chunks, assigned to the stages in turn. The
-    embedding is on the first stage; the final norm and the output layer are on the last.
+    The model's layers form chunks of ``chunk_layers`` (``layout.chunk_layers``), assigned to the ``stages``
+    in turn. The embedding is on the first stage; the final norm and the output layer are on the last.
     """
     name, layer = key
     if layer is not None:
-        return layer // (layers // (stages * virtual)) % stages
+        return bisect_right(list(accumulate(chunk_layers)), layer) % stages
     return 0 if name.startswith("embedding.") else stages - 1
 
 
@@ -43,10 +45,11 @@ class WeightMap:
     weights, and gathers them for weight syncs and exports.
     """
 
-    def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:
+    def __init__(self, shape: ModelShape, chunks: Sequence[Any], chunk_layers: Sequence[int]) -> None:
+        """``chunks``: those of this rank; ``chunk_layers``: layers of all chunks of the model."""
         self.table = mapping_table(shape)
         self.layers = shape.layers
-        self._chunks = len(chunks)
+        self._chunk_layers = chunk_layers
         self._experts_here = 1
         first_expert = 0
         if shape.experts:
@@ -111,7 +114,7 @@ class WeightMap:
         """The keys of the whole model, each with the pipeline stage that has it."""
         stages = parallel_state.get_pipeline_model_parallel_group().size()
         for key in self.keys():
-            yield key, stage_of(key, self.layers, stages, self._chunks)
+            yield key, stage_of(key, self._chunk_layers, stages)
 
     def _whole(self, key: Key, mapping: Mapping, owner: int) -> Tensor:
         pipeline = parallel_state.get_pipeline_model_parallel_group()

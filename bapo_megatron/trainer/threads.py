@@ -13,16 +13,15 @@ from typing import Any
 import torch
 
 from bapo_megatron.checkpoint.fork_record import began_with
-from bapo_megatron.checkpoint.run_directory import THREADS
+from bapo_megatron.checkpoint.run_directory import THREADS, plain_values
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.validation import flat
 from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, launched_world_size
 
 Event = dict[str, Any]
 
 _LAYOUT = [f"parallel.{name}" for name in ("tensor", "pipeline", "virtual", "context", "sequence")]
-_LAYOUT += ["parallel.expert", "parallel.expert_tensor"]
+_LAYOUT += ["parallel.pipeline_layers", "parallel.expert", "parallel.expert_tensor"]
 
 
 def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
@@ -71,7 +70,7 @@ def _kept(config: RunConfig) -> int | None:
 
 def _has_other_layout(config: RunConfig) -> bool:
     """Whether the stored layout differs in a field that changes the order of sums."""
-    stored, now, parallel = began_with(config.directory) or {}, flat(config), config.parallel
+    stored, now, parallel = began_with(config.directory) or {}, plain_values(config), config.parallel
     if any(stored.get(name, now[name]) != now[name] for name in _LAYOUT):
         return True
     data = stored.get("parallel.data")  # None: as many as were launched, which the directory does not say

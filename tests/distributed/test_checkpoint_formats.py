@@ -161,6 +161,8 @@ TP2_PP2 = ParallelConfig(tensor=2, pipeline=2)
 TP2_SP_DP2 = ParallelConfig(tensor=2, data=2, sequence=True)
 PP2_VPP2 = ParallelConfig(pipeline=2, virtual=2)
 PP4 = ParallelConfig(pipeline=4)
+PP3 = ParallelConfig(pipeline=3)  # of four layers: 1, 2, 1
+PP2_1_3 = ParallelConfig(pipeline=2, pipeline_layers=(1, 3))
 CP2_DP2 = ParallelConfig(context=2, data=2)
 DP2_PP2 = ParallelConfig(data=2, pipeline=2)
 TP2_CP2 = ParallelConfig(tensor=2, context=2)
@@ -175,13 +177,16 @@ TP2_PP2_VPP2 = ParallelConfig(tensor=2, pipeline=2, virtual=2)
             ("qwen2", PP2_VPP2, [TP2_PP2, CP2_DP2]),
             ("qwen2", TP2_SP_DP2, [PP4, PP2_VPP2]),
             ("qwen2", CP2_DP2, [TP2_SP_DP2, DP2_PP2, TP2_PP2_VPP2]),
-            ("qwen2", ONE, [DP2_PP2, TP2_PP2]),
+            ("qwen2", ONE, [DP2_PP2, TP2_PP2, PP3]),
+            ("qwen2", PP3, [PP2_1_3, TP2_PP2, PP2_VPP2]),
+            ("llama", PP2_1_3, [PP3, ONE]),
             ("qwen3", TP2_PP2_VPP2, [TP2_CP2, PP4]),
             ("qwen3", TP2_CP2, [PP2_VPP2]),
             ("llama", PP4, [TP2_CP2, TP2_PP2_VPP2]),  # tied: the first and the last stage have the embedding
             ("llama", TP2_CP2, [ONE, PP2_VPP2]),
         ],
         ("qwen2", PP2_VPP2, [TP2_PP2, CP2_DP2]),
+        ("qwen2", PP3, [PP2_1_3, TP2_PP2, PP2_VPP2]),
     ),
 )
 def test_the_trainer_loads_its_checkpoints_at_any_layout(
@@ -230,6 +235,7 @@ def save_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> None:
             ("qwen3", ParallelConfig(tensor=2)),
             ("llama", ParallelConfig(tensor=2, pipeline=2)),
             ("llama", ParallelConfig(pipeline=2, virtual=2)),
+            ("llama", ParallelConfig(pipeline=3)),
         ],
         ("qwen3", ParallelConfig(tensor=2)),
     ),

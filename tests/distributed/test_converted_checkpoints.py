@@ -31,6 +31,7 @@ LAYOUTS = {
     "TP2 x PP2": ParallelConfig(tensor=2, pipeline=2),
     "TP4": ParallelConfig(tensor=4),
     "PP2 x VPP2": ParallelConfig(pipeline=2, virtual=2),
+    "PP3": ParallelConfig(pipeline=3),
 }
 
 
@@ -134,7 +135,7 @@ def test_states_of_transformer_engine_are_there(tmp_path: Path) -> None:
     assert found == [None] * (4 * 7 + 1)
 
 
-@pytest.mark.parametrize("layout", slow_but(["TP2 x PP2", "PP2 x VPP2"], "PP2 x VPP2"))
+@pytest.mark.parametrize("layout", slow_but(["TP2 x PP2", "PP2 x VPP2", "PP3"], "PP3"))
 def test_what_megatron_saves_is_read_to_the_bit(layout: str, tmp_path: Path) -> None:
     """The weights as they are, and the optimizer's fp32 weights, which round to them."""
     folder = save_tiny_model("qwen2", tmp_path / "hf")

@@ -32,6 +32,7 @@ LAYOUTS = {
     "TP2": ParallelConfig(tensor=2, sequence=True),
     "DP4 EP4": ParallelConfig(data=4, expert=4),
     "DP2 EP2 PP2": ParallelConfig(data=2, expert=2, pipeline=2),
+    "DP2 EP2 PP3": ParallelConfig(data=2, expert=2, pipeline=3),
     "DP2 TP2 EP2 ETP2": ParallelConfig(data=2, tensor=2, sequence=True, expert=2, expert_tensor=2),
 }
 Weights = dict[str, torch.Tensor]

@@ -23,9 +23,10 @@ LAYOUTS = [
     *("tp2-sp-ep2", "tp2-sp-ep2 selective", "tp2-sp-ep2 full", "dp2-tp2-sp-ep4", "dp2-tp2-sp-ep2"),
     *("dp2-tp2-sp-ep2-etp2", "dp2-tp2-sp-ep2-etp2 full", "dp2-tp2-sp-etp2"),
     *("dp2-pp2-ep2", "dp2-pp2-ep2 full", "dp2-pp2-vpp2-ep2", "pp2-cp2-ep2", "dp2-pp2-vpp2-ep2 selective"),
+    *("pp3", "dp2-pp3-ep2", "dp2-pp2-ep2 layers3+1", "tp2-sp-pp3-ep2 full"),
     *("tp2-sp-pp2-ep2", "tp2-sp-pp2-vpp2-ep2", "tp2-sp-cp2-ep2", "tp2-sp-cp2-ep4"),
 ]
-QUICK = ("dp2-etp2", "tp2-sp", "dp2-ep2 selective", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2")
+QUICK = ("dp2-etp2", "tp2-sp", "dp2-ep2 selective", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2", "dp2-pp3-ep2")
 
 
 @pytest.fixture(scope="module")

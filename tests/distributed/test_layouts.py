@@ -55,11 +55,11 @@ class Layout:
 
 
 def layout(text: str) -> Layout:
-    """``tp2-sp-pp2-vpp2-cp2-dp2 pack200 full shuffled`` and parts of it."""
+    """``tp2-sp-pp2-vpp2-cp2-dp2 pack200 full shuffled layers1+3`` and parts of it."""
     names = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual", "cp": "context", "dp": "data"}
     names |= {"ep": "expert", "etp": "expert_tensor"}
     where, *how = text.split()
-    parallel: dict[str, int | bool] = {}
+    parallel: dict[str, Any] = {}
     for part in where.split("-"):
         if part == "sp":
             parallel["sequence"] = True
@@ -70,6 +70,8 @@ def layout(text: str) -> Layout:
     for word in how:
         if word.startswith("pack"):
             rest["pack_tokens"] = int(word[4:])
+        elif word.startswith("layers"):
+            parallel["pipeline_layers"] = tuple(map(int, word[6:].split("+")))
         elif word in ("selective", "full"):
             rest["recompute"] = word
     return Layout(ParallelConfig(**parallel), **rest)
@@ -86,9 +88,10 @@ LAYOUTS = [
     *("tp2-cp2", "tp2-sp-cp2", "tp2-sp-cp2 full"),
     *("pp2-cp2", "pp2-cp2 selective", "pp2-vpp2-cp2", "pp2-vpp2-cp2 full shuffled"),
     *("dp2-tp2", "dp2-tp2-sp", "dp2-pp2", "dp2-cp2", "dp2-cp2 pack200 full"),
+    *("pp3", "pp3 full", "dp2-pp3", "tp2-sp-pp3", "pp2 layers1+3", "pp3-cp2 selective"),
     *("tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2-cp2 full", "dp2-tp2-pp2", "dp2-pp2-cp2", "dp2-tp2-sp-cp2"),
 ]
-QUICK = ("one pack64", "tp2-sp full", "pp2-vpp2", "cp2 pack200", "dp3", "tp2-sp-pp2", "dp2-cp2")
+QUICK = ("one pack64", "tp2-sp full", "pp2-vpp2", "pp3", "cp2 pack200", "dp3", "tp2-sp-pp2", "dp2-cp2")
 
 
 @dataclass
@@ -240,6 +243,18 @@ def test_layout_agrees_with_one_process(
 def test_every_family_agrees(text: str, model: Path, samples: list[Sample]) -> None:
     [alone] = answers("one", model, samples)
     check_agreement(answers(text, model, samples), alone, samples)
+
+
+UNEVEN = ["pp2-vpp2", "pp2-vpp2 layers1+2+1+2 full", "tp2-pp2-vpp2 layers2+1+2+1", "pp4", "pp4 layers2+1+2+1"]
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3", "llama"], "qwen3"))
+@pytest.mark.parametrize("text", slow_but(UNEVEN, "pp2-vpp2 layers1+2+1+2 full"))
+def test_chunks_of_unlike_size_agree(text: str, family: str, samples: list[Sample], tmp_path: Path) -> None:
+    """Six layers in four chunks, which interleave or do not; llama has its embedding on two stages."""
+    folder = save_tiny_model(family, tmp_path / "model", num_hidden_layers=6)
+    [alone] = answers("one", folder, samples)
+    check_agreement(answers(text, folder, samples), alone, samples)
 
 
 @pytest.mark.parametrize("text", slow_but(["dp3", "pp2-vpp2", "dp2-cp2"], "dp3"))

@@ -76,7 +76,7 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
         (["--data.path=missing.jsonl"], "data.path=missing.jsonl"),
         (["--model.hf-path=missing"], "missing: no config.json there"),
         (["--parallel.tensor=3"], "parallel.tensor=3 does not divide"),
-        (["--parallel.pipeline=3"], "does not divide the model's 4 layers"),
+        (["--parallel.pipeline=5"], "5 x 1 makes 5 model chunks of the model's 4 layers"),
         (
             ["--parallel.context=2", "--rollout.max-response-tokens=63", "--batch.pack-tokens=111"],
             "rounded up to a multiple of 4",
@@ -88,8 +88,8 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
         ),
         (["--parallel.sequence", "--parallel.tensor=1"], "parallel.sequence needs parallel.tensor"),
         (
-            ["--parallel.pipeline=2", "--parallel.virtual=3"],
-            "parallel.pipeline x virtual = 2 x 3 does not divide",
+            ["--parallel.pipeline=2", "--parallel.pipeline-layers", "2", "1"],
+            "parallel.pipeline_layers=2 1 are 3 layers, but the model has 4",
         ),
         (["--algorithm.bounds.low-end=0.1"], "algorithm.bounds.low_end=0.1"),
         (["--algorithm.bounds.target=2"], "algorithm.bounds.target=2"),

@@ -255,6 +255,8 @@ def _layout(measured: LayoutReference) -> str:
     sizes = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual", "CP": "context", "DP": "data"}
     parts = [f"{short} {made[f'parallel.{name}']}" for short, name in sizes.items()]
     parts += [f"{short} {made[name]}" for short, name in _EXPERTS.items() if made.get(name, 1) > 1]
+    if layers := made.get("parallel.pipeline_layers"):
+        parts.append(f"stages of {' '.join(map(str, layers))} layers")
     parts.append(f"SP {'on' if made['parallel.sequence'] else 'off'}")
     parts.append(f"packs of {made['batch.pack_tokens']}, recompute {made['batch.recompute']}")
     parts.append(f"torch {made['torch']}, megatron-core {made['megatron-core']}")

@@ -289,13 +289,13 @@ def test_every_problem_is_reported_once(demo: Callable[..., RunConfig], tmp_path
     config = demo()
     data = dataclasses.replace(config.data, path=tmp_path / "none.jsonl")
     logging = dataclasses.replace(config.logging, wandb_project="x")
-    parallel = dataclasses.replace(config.parallel, pipeline=3)
+    parallel = dataclasses.replace(config.parallel, pipeline=5)
     sglang = dataclasses.replace(config.rollout.sglang, python=tmp_path / "none")
     rollout = dataclasses.replace(config.rollout, sglang=sglang)
     found = list(problems_of(demo(data=data, logging=logging, parallel=parallel, rollout=rollout)))
     assert len(found) == len(set(found)) == 3
     assert "wandb is not installed" in found[0]
-    assert "does not divide the model's 4 layers" in found[1]
+    assert "model chunks of the model's 4 layers" in found[1]
     assert "no interpreter at" in found[2]  # the dataset cannot be read before the tokenizer
 
 

@@ -36,10 +36,10 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.validation import flat
+from bapo_megatron.config.validation import flat, parallel_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ExpertShape, ModelShape
-from bapo_megatron.policy.layout import data_parallel_size, layout_problems
+from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_layers
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 GOOD = RunConfig(
@@ -229,14 +229,62 @@ def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> 
 
 def test_a_layout_that_splits_the_model_passes() -> None:
     assert not list(layout_problems(ParallelConfig(tensor=4, pipeline=7, virtual=2), SHAPE))
+    assert not list(layout_problems(ParallelConfig(pipeline=8), SHAPE))
+    assert not list(layout_problems(ParallelConfig(pipeline=3, pipeline_layers=(14, 10, 4)), SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "virtual", "chunks", "stages"),
+    [
+        (8, 4, 1, (2, 2, 2, 2), [2, 2, 2, 2]),
+        (94, 4, 1, (23, 24, 24, 23), [23, 24, 24, 23]),  # Qwen3-235B-A22B
+        (94, 8, 1, (11, 12, 12, 12, 12, 12, 12, 11), [11, 12, 12, 12, 12, 12, 12, 11]),
+        (94, 4, 2, (11, 12, 12, 12, 12, 12, 12, 11), [23, 24, 24, 23]),
+        (28, 8, 1, (3, 3, 3, 4, 4, 4, 4, 3), [3, 3, 3, 4, 4, 4, 4, 3]),
+        (5, 4, 1, (1, 1, 2, 1), [1, 1, 2, 1]),
+        (7, 2, 2, (2, 2, 2, 1), [4, 3]),
+    ],
+)
+def test_layers_that_the_chunks_do_not_divide_are_spread(
+    layers: int, pipeline: int, virtual: int, chunks: tuple[int, ...], stages: list[int]
+) -> None:
+    parallel = ParallelConfig(pipeline=pipeline, virtual=virtual)
+    assert chunk_layers(parallel, layers) == chunks
+    assert sum(chunks) == layers
+    assert stage_layers(parallel, layers) == stages
+
+
+def test_listed_layers_are_taken_as_they_are() -> None:
+    listed = ParallelConfig(pipeline=2, virtual=2, pipeline_layers=(1, 4, 2, 3))
+    assert chunk_layers(listed, 10) == (1, 4, 2, 3)
+    assert stage_layers(listed, 10) == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ((4, 4, 4), r"has 3 numbers, but parallel\.pipeline x virtual = 2 x 2: give 4 numbers"),
+        ((14, 0, 14, 0), r"pipeline_layers=14 0 14 0 leaves a model chunk without layers"),
+    ],
+)
+def test_listed_layers_that_fit_no_pipeline_are_named(listed: tuple[int, ...], message: str) -> None:
+    parallel = ParallelConfig(pipeline=2, virtual=2, pipeline_layers=listed)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError("\n".join(parallel_problems(parallel)))
 
 
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
         (ParallelConfig(tensor=8), r"attention heads \(28\): use one of \[1, 2, 4\]"),
-        (ParallelConfig(pipeline=8), r"28 layers: use one of \[1, 2, 4, 7, 14, 28\]"),
-        (ParallelConfig(pipeline=7, virtual=3), "7 x 3 does not divide"),
+        (
+            ParallelConfig(pipeline=16, virtual=2),
+            "makes 32 model chunks of .* 28 layers: use at most 28",
+        ),
+        (
+            ParallelConfig(pipeline=4, pipeline_layers=(8, 8, 8, 8)),
+            r"8 8 8 8 are 32 layers, but the model has 28: .* leave the field out for 7 7 7 7$",
+        ),
     ],
 )
 def test_a_layout_that_does_not_is_named_with_the_fix(parallel: ParallelConfig, message: str) -> None:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +29,9 @@ _BLOCK = 1 << 16
 """Rows that are checked at a time: what fits a processor's cache."""
 
 
-def unknown_expert(dtype: np.dtype[np.generic] | type[np.generic]) -> int:
+def unknown_expert(dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> int:
     """The number that stands throughout the row of an unknown route: the dtype's largest."""
-    return int(np.iinfo(dtype).max)
+    return int(np.iinfo(np.dtype(dtype)).max)
 
 
 def known_rows(routes_R: np.ndarray) -> np.ndarray:
@@ -73,7 +74,7 @@ def write_routes(path: Path, parts: Sequence[np.ndarray]) -> list[int]:
     np.lib.format.write_array_header_1_0(header, described)
     buffers = [np.ascontiguousarray(part) for part in parts]
     write_atomically(path, [header.getvalue(), *(part.data for part in buffers if part.size)])
-    return [zlib.crc32(part) for part in buffers]
+    return [zlib.crc32(part.data) for part in buffers]
 
 
 def read_routes(stored: StoredRoutes, wait_s: float = WAIT_S) -> np.ndarray:
@@ -96,7 +97,7 @@ def read_routes(stored: StoredRoutes, wait_s: float = WAIT_S) -> np.ndarray:
             time.sleep(0.05)
     rows: np.ndarray = whole[stored.first : stored.first + stored.tokens]
     wanted = (stored.tokens, stored.layers, stored.per_token)
-    if rows.shape != wanted or rows.dtype.str != stored.dtype or zlib.crc32(rows) != stored.crc:
+    if rows.shape != wanted or rows.dtype.str != stored.dtype or zlib.crc32(rows.data) != stored.crc:
         raise StorageFailed(
             f"{path}: rows {stored.first} to {stored.first + stored.tokens} are not the routes that were "
             "written there: the file is damaged; start the run again, which samples the step anew"

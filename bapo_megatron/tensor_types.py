@@ -98,6 +98,12 @@ class MicroBatch:
     trained_tokens: tuple[int, ...] = ()
     """Number of trained tokens of each of the ``sequences``, from which every rank computes the same search
     groups (``algo/search_groups.py``). Empty in a pack that was not made by ``pack_samples``."""
+    route_TLK: Tensor | None = None
+    """The column of routes, the experts of each token in each layer, as they are stored (``RouteShape``): the
+    row of a prompt's token, of padding, and of every other unknown route is the mark throughout. It stays on
+    the host, for each model chunk to take its layers. None in all packs of an update without routes."""
+    replays_routes: bool = True
+    """Whether tokens with a route take its experts; else they are compared with the trainer's own choice."""
 
     @classmethod
     def of(
@@ -108,7 +114,9 @@ class MicroBatch:
         **columns: Tensor,
     ) -> MicroBatch:
         """A pack with these columns; every other column holds its fill value throughout."""
-        filled = {n: torch.full((cu_seqlens[-1],), c.fill, dtype=c.dtype) for n, c in COLUMNS.items()}
+        filled: dict[str, Any] = {
+            n: torch.full((cu_seqlens[-1],), c.fill, dtype=c.dtype) for n, c in COLUMNS.items()
+        }
         return cls(
             **filled | columns,
             cu_seqlens=cu_seqlens,
@@ -125,10 +133,11 @@ class MicroBatch:
 
     def take(self, index: slice | Tensor) -> MicroBatch:
         """The tokens at ``index``, of every column alike; the other fields still describe the whole pack."""
-        return self._each(lambda column_T: column_T[index])
+        taken = self._each(lambda column_T: column_T[index])
+        return taken if self.route_TLK is None else replace(taken, route_TLK=self.route_TLK[index])
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The micro-batch with every column on ``device``; copies may still be under way."""
+        """The micro-batch with every column but the routes on ``device``; copies may still be under way."""
         return self._each(lambda column_T: column_T.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
@@ -175,3 +184,5 @@ class UpdateResult(NamedTuple):
     """float64: the loss function's additive vector summed over the update; element 0 is the loss sum."""
     grad_norm: float
     learning_rate: float
+    routes: Tensor | None = None
+    """float64 [7] of an update with routes, as ``trainer/routes.py`` reads them; else None."""

@@ -31,6 +31,12 @@ from bapo_megatron.trainer.records.idle_search import MOVED
 from bapo_megatron.trainer.records.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
 from bapo_megatron.trainer.reference import with_reference
 from bapo_megatron.trainer.resume import PartialStep
+from bapo_megatron.trainer.routes import (
+    check_route_mismatch,
+    check_stored_routes,
+    route_metrics,
+    route_names,
+)
 from bapo_megatron.types import Metrics, StepBatch
 
 
@@ -54,6 +60,7 @@ def train(run: Run) -> None:
         _record(run, step, batch, updates, clock)
         # After the step's metrics are on disk: a check that stops the run leaves the numbers that explain it.
         check_one_sign(step, updates, run.recorder)
+        check_route_mismatch(run.config.algorithm, step, updates, run.recorder)
         is_first = run.handover.is_colocated and step == run.first_step
         check_engine_gap(run.config.algorithm, step, updates, run.recorder, is_first)
         if _is_due(run, step):
@@ -77,8 +84,9 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
     algorithm = run.config.algorithm
     version, done = run.partial_step or PartialStep(run.policy.version, [])
     run.partial_step = None
-    sources = run.config.data.source_names
-    groups = [samples_of(group, algorithm.advantage, sources) for group in batch.groups]
+    sources, routes = run.config.data.source_names, run.config.rollout.route_replay
+    check_stored_routes(run.config.rollout, step, batch)
+    groups = [samples_of(group, algorithm.advantage, sources, routes) for group in batch.groups]
     if algorithm.old_log_probs == "trainer":
         cap, level = algorithm.importance_cap, algorithm.importance_level
         # Before the first update: pi_old of all updates of the step is the policy at the step's start.
@@ -128,7 +136,8 @@ def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
     """
     if run.recorder:
         run.recorder.all_rejected(run.policy.version + 1, rejected)
-    names = [*run.update_loss.objective.metric_names(), "policy/grad_norm", "policy/lr"]
+    routes = route_names(run.config.rollout)
+    names = [*run.update_loss.objective.metric_names(), "policy/grad_norm", "policy/lr", *routes]
     return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
 
 
@@ -145,13 +154,16 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_versio
         **weights,
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,
+        **route_metrics(result.routes),
     }
 
 
 def _record(run: Run, step: int, batch: StepBatch, updates: Sequence[Metrics], clock: StepClock) -> None:
     """Rank 0's metrics of ``step``, written to all logs."""
     if run.recorder:
-        names = [*run.update_loss.objective.metric_names(), *correction_metrics(run.config.algorithm)]
+        corrections = correction_metrics(run.config.algorithm)
+        routes = route_names(run.config.rollout)
+        names = [*run.update_loss.objective.metric_names(), *corrections, *routes]
         metrics = step_metrics(batch, updates, clock, names)
         run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})
 

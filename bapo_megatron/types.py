@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_origin, get_type_hints
 
 import numpy as np
@@ -46,9 +47,11 @@ __all__ = [
     "ResponseColumns",
     "ResponseTokens",
     "Rollout",
+    "RouteShape",
     "SamplingParams",
     "SearchedLoss",
     "StepBatch",
+    "StoredRoutes",
     "TokenFn",
     "TokenStats",
     "UpdateResult",
@@ -102,6 +105,45 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class RouteShape:
+    """The shape of routes, the experts that tokens took: [tokens, ``layers``, ``per_token``].
+
+    The row of a token is that of the position that predicts it. It has the dtype's largest value throughout
+    where the route is unknown: no expert has that number, or else a route would have the expert twice. Made
+    by ``requests.asked_routes`` from config.json; part of a ``GenerateRequest``.
+    """
+
+    layers: int
+    per_token: int
+    experts: int
+    """Experts of a layer."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint8 up to 256 experts, uint16 above."""
+        fits = self.experts < 256 + (self.per_token > 1)
+        return np.dtype(np.uint8 if fits else np.uint16)
+
+
+@dataclass(frozen=True)
+class StoredRoutes:
+    """The place of a response's routes in the file of a step's routes: a sample is sent without them.
+
+    Made where a step's file is read; ``data/routes.py`` reads them on the ranks that train the sample.
+    """
+
+    file: Path
+    first: int
+    """The row of its first token."""
+    tokens: int
+    layers: int
+    per_token: int
+    dtype: str
+    crc: int
+    """CRC-32 of its rows."""
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """A generation request: continue ``input_ids`` (a prompt, or a prompt and the response so far).
 
@@ -114,6 +156,8 @@ class GenerateRequest:
     params: SamplingParams
     prefix_tokens: int = 0
     """Number of trailing input ids that are the response so far: the offset into the seeded draws."""
+    routes: RouteShape | None = None
+    """The shape of the routes that the answer must have (``rollout.route_replay``); None: it needs none."""
 
 
 class ResponseColumn(NamedTuple):
@@ -124,10 +168,14 @@ class ResponseColumn(NamedTuple):
 
     array: str
     """Name of its array in the step files and in the write-ahead log."""
-    dtype: type[np.generic]
+    dtype: type[np.generic] | None
+    """None: that of the values, which may have more dimensions than one."""
     fill: int | None = None
     """The value for each token of a response without the column, and the mark of an optional column: its
-    field may be None, and files have its array only if some response has the column."""
+    field may be None, and files have its array only if some response has the column. As unsigned numbers
+    have it: -1 is their largest."""
+    apart: bool = False
+    """Whether a step has a file of its own for it, and the step file has not."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +204,10 @@ class ResponseColumns:
         default=None, kw_only=True
     )
     """Loss mask: False for tokens that are not trained on, such as a tool's output. None: all True."""
+    routes_R: Annotated[np.ndarray | None, ResponseColumn("routes", None, fill=-1, apart=True)] = field(
+        default=None, kw_only=True
+    )
+    """Routes: the experts of each token, as of ``RouteShape``. None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -223,17 +275,24 @@ RESPONSE_COLUMNS: dict[str, ResponseColumn] = {
 
 def _joined(name: str, column: ResponseColumn, parts: Sequence[ResponseTokens]) -> np.ndarray | None:
     values = [getattr(part, name) for part in parts]
+    dtype = column.dtype
     if column.fill is not None:
-        if all(value is None for value in values):
+        known = [value for value in values if value is not None]
+        if not known:
             return None
+        if dtype is None:
+            dtype = known[0].dtype.type
+            if len({(value.dtype, value.shape[1:]) for value in known}) > 1:
+                raise ValueError(f"{name}: the values of some tokens have another shape or type")
+        fill = np.asarray(column.fill).astype(dtype)
         values = [
-            np.full(len(part.token_ids_R), column.fill, column.dtype) if value is None else value
+            np.full((len(part.token_ids_R), *known[0].shape[1:]), fill) if value is None else value
             for part, value in zip(parts, values, strict=True)
         ]
     if not values:
-        return np.zeros(0, column.dtype)
+        return np.zeros(0, dtype)
     joined = values[0] if len(values) == 1 else np.concatenate(values)
-    return joined.astype(column.dtype, casting="same_kind", copy=False)
+    return joined.astype(dtype, casting="same_kind", copy=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +318,8 @@ class Rollout(ResponseTokens):
     finish_reason: FinishReason
     reward: float
     """With all penalties; ``reward.failed`` if the response could not be scored."""
+    stored_routes: StoredRoutes | None = None
+    """Where its routes are, if it was read from a step's file and they are known."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ _ADDED: dict[str, Any] = {
     "parallel.pipeline_layers": [],
     "parallel.expert": 1,
     "parallel.expert_tensor": 1,
+    "rollout.route_replay": "off",
+    "algorithm.route_mismatch_limit": 0.1,
     "rollout.sglang.colocated": False,
     "rollout.sglang.release_minutes": 2.0,
     "rollout.sglang.kept_gb": 6.0,
@@ -89,7 +91,7 @@ _STEPS = "steps"
 _MAY_CHANGE = (
     *(_STEPS, "name", "run_dir", "allow_change", "accept_resume_mismatch", "hang_minutes"),
     *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch.", "optimizer.device", "profile."),
-    *("algorithm.gap_", "algorithm.on_gap"),
+    *("algorithm.gap_", "algorithm.on_gap", "algorithm.route_mismatch_limit"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
     *("reward.allow_weak_sandbox", "reward.sandbox_url"),
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps"),

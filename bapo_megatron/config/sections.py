@@ -192,6 +192,11 @@ class RolloutConfig:
     gives it; then its fields are flags. None: the defaults."""
     replay: Path | None = None
     """Train on the stored rollouts of this run instead of sampling (to compare layouts or losses)."""
+    route_replay: Literal["off", "measure", "replay"] = field(default="off", kw_only=True)
+    """Routes, for models with experts: which experts a token took when it was sampled. `replay`: engines
+    return them, and the trainer sends each token to the same ones. `measure`: it chooses by itself, and the
+    difference is measured. They take layers x experts of a token bytes for each token, on disk too. `off`:
+    nobody asks for them."""
 
     @property
     def engine_config(self) -> EngineConfig:
@@ -301,6 +306,10 @@ class AlgorithmConfig:
     gap_max_limit: Annotated[float | None, Gt(0)] = None
     """Mismatch check: largest difference at a single token, in nats (`rollout/engine_gap_max`). None: no
     check."""
+    route_mismatch_limit: Annotated[float | None, Gt(0)] = field(default=0.1, kw_only=True)
+    """Mismatch check of routes: largest share of tokens that engine and trainer route differently at the same
+    weights, in the mean over the layers (`routes/engine_mismatch`); above it there is a warning and an event.
+    Read with `rollout.route_replay`. None: no check."""
     on_gap: Literal["warn", "stop"] = "warn"
     """Action of a failed mismatch check: a warning and an event, or the end of the run."""
     reuse_epochs: Annotated[int, Ge(1)] = 1  # E + 1

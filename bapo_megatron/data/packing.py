@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +20,14 @@ from numpy.typing import ArrayLike
 
 from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.data.pack_plan import plan_packs
+from bapo_megatron.data.routes import read_routes, unknown_expert
 from bapo_megatron.tensor_types import MicroBatch
-from bapo_megatron.types import Group, PackLayout, ResponseColumns
+from bapo_megatron.types import Group, PackLayout, ResponseColumns, StoredRoutes
 
 T = TypeVar("T")
+
+UNKNOWN_BYTE = unknown_expert(np.uint8)
+"""The mark of an unknown route in a pack of bytes; in one of int16, which uint16 becomes, it is -1."""
 
 # Padding is cut into documents of at most this many tokens, so that attention over it stays cheap.
 _PADDING_DOCUMENT = 512
@@ -53,6 +57,10 @@ class Sample(ResponseColumns, _TokenIds):
     """Index of its source among ``data.sources``; -1 without sources."""
     reference_log_probs_R: np.ndarray | None = None
     """Log-probs under the frozen reference policy, float32; None in a run without one."""
+    stored_routes: StoredRoutes | None = None
+    """Where its routes are, if they are not in ``routes_R``: the ranks that train it read them."""
+    replays_routes: bool = True
+    """See ``MicroBatch``."""
 
     def __post_init__(self) -> None:
         if self.loss_mask_R is not None and len(self.loss_mask_R) != self.response_tokens:
@@ -60,6 +68,14 @@ class Sample(ResponseColumns, _TokenIds):
                 f"loss_mask_R has {len(self.loss_mask_R)} values for a response of {self.response_tokens} "
                 f"tokens; give one for each"
             )
+
+    @property
+    def route_row(self) -> tuple[int, int, np.dtype[Any]] | None:
+        """Layers and experts of a token, and the dtype of its routes; None if it has none."""
+        if self.routes_R is not None:
+            return (*self.routes_R.shape[1:], self.routes_R.dtype)
+        at = self.stored_routes
+        return None if at is None else (at.layers, at.per_token, np.dtype(at.dtype))
 
     @property
     def response_tokens(self) -> int:
@@ -92,11 +108,15 @@ class Sample(ResponseColumns, _TokenIds):
 
 
 def samples_of(
-    group: Group, advantage: Literal["grpo", "dr_grpo"], sources: Sequence[str] = ()
+    group: Group,
+    advantage: Literal["grpo", "dr_grpo"],
+    sources: Sequence[str] = (),
+    route_replay: Literal["off", "measure", "replay"] = "off",
 ) -> list[Sample]:
     """Samples of a group's rollouts, with advantages normalized within the group.
 
-    ``sources``: names of the run's sources; a sample gets the index of its own.
+    ``sources``: names of the run's sources; a sample gets the index of its own. ``route_replay``: what is
+    made of the rollouts' routes; `off`: they are left where they are.
     """
     source = sources.index(group.prompt.source) if group.prompt.source in sources else -1
     advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
@@ -106,6 +126,8 @@ def samples_of(
             **{name: x for name, x in rollout.columns.items() if name != "token_ids_R"},
             advantage=float(value),
             source=source,
+            stored_routes=None if route_replay == "off" else rollout.stored_routes,
+            replays_routes=route_replay == "replay",
         )
         for rollout, value in zip(group.rollouts, advantages, strict=True)
     ]
@@ -138,6 +160,9 @@ def pack_samples(
     weights = _loss_weights(samples, loss_mean)
     trained_tokens = tuple(sample.trained_tokens for sample in samples)
     packs = (_build(samples, weights, pack, shortest, layout) for pack in plan[layout.data_rank])
+    # The same for all ranks: one without samples of this kind must have the column, too.
+    if rows := [row for sample in samples if (row := sample.route_row) is not None]:
+        packs = (_with_routes(pack, samples, rows[0]) for pack in packs)
     sources = tuple(sample.source for sample in samples)
     sources = () if set(sources) <= {-1} else sources
     return [replace(pack, trained_tokens=trained_tokens, sources=sources) for pack in packs]
@@ -183,6 +208,29 @@ def _build(
         if positions:
             _write(pack, samples[index], start, trained_columns(samples[index], index, weights[index]))
     return pack
+
+
+def _with_routes(
+    pack: MicroBatch, samples: Sequence[Sample], row: tuple[int, int, np.dtype[Any]]
+) -> MicroBatch:
+    """The pack with the column of routes, read for its own samples. ``row``: ``Sample.route_row``."""
+    layers, per_token, dtype = row
+    route_TLK = np.full((pack.token_T.numel(), layers, per_token), unknown_expert(dtype), dtype)
+    replays = True
+    for index, start, positions in pack.rows:
+        sample = samples[index]
+        if sample.route_row is None or not positions:
+            continue
+        replays = sample.replays_routes
+        routes_R = sample.routes_R
+        if routes_R is None and sample.stored_routes is not None:
+            routes_R = read_routes(sample.stored_routes)
+        assert routes_R is not None
+        # The row of a token is that of the position which predicts it; the first token may have none.
+        count = min(len(routes_R), positions)
+        route_TLK[start + positions - count : start + positions] = routes_R[len(routes_R) - count :]
+    signed = route_TLK.view(np.int16) if dtype == np.uint16 else route_TLK  # torch indexes no uint16
+    return replace(pack, route_TLK=torch.from_numpy(signed), replays_routes=replays)
 
 
 def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:

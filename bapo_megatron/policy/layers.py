@@ -19,6 +19,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy import device
 from bapo_megatron.policy.attention.core import DocumentAttention
 from bapo_megatron.policy.attention.te_backend import has_te_attention
+from bapo_megatron.policy.route_replay import replaying
 
 
 def layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, type]:
@@ -27,8 +28,10 @@ def layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, typ
     ``longest``: length of the longest document. ConfigError if this GPU has no attention kernel for it.
     """
     if device.uses_transformer_engine(config.params_dtype):
-        return _te_layer_spec(config, longest)
-    return _torch_layer_spec(config), RMSNorm
+        spec, norm = _te_layer_spec(config, longest)
+    else:
+        spec, norm = _torch_layer_spec(config), RMSNorm
+    return replaying(spec) if config.num_moe_experts else spec, norm
 
 
 def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, type]:

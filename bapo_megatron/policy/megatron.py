@@ -35,6 +35,7 @@ from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, implementation
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
+from bapo_megatron.policy.route_replay import RouteTally
 from bapo_megatron.policy.state.bit_digest import state_digest, weights_digest
 from bapo_megatron.policy.state.offload import Offload
 from bapo_megatron.policy.state.reference import FrozenReference
@@ -186,14 +187,16 @@ class MegatronPolicy:
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        sums = self._passes.backward(batches, loss)
+        tally = RouteTally.of(batches, self.version, self.device)
+        sums = self._passes.backward(batches, loss, tally)
         # Before the schedule and the optimizer: they must not step on such a loss.
         if not torch.isfinite(sums[0]):
             raise FloatingPointError(f"the loss of update {self.version + 1} is {sums[0].item()}")
         self._schedule.step(increment=1)
         grad_norm = clipped_step(self._optimizer, self._clip_grad)
         self.version += 1
-        return UpdateResult(sums, grad_norm, self.learning_rate)
+        routes = None if tally is None else self._passes.route_sums(batches, tally)
+        return UpdateResult(sums, grad_norm, self.learning_rate, routes)
 
     @property
     def learning_rate(self) -> float:

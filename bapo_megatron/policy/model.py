@@ -36,6 +36,7 @@ from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.expert_dispatch import define_te_gemm
 from bapo_megatron.policy.layers import layer_spec
 from bapo_megatron.policy.layout import chunk_layers
+from bapo_megatron.policy.route_replay import PackRoutes, RouteTally, unknown_T
 from bapo_megatron.tensor_types import MicroBatch
 
 
@@ -158,10 +159,32 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     rotary: Rotary | None = None
     """RoPE that the core attention applies; None where megatron-core applies its own."""
 
-    def document_pack(self, part: MicroBatch, device: torch.device) -> DocumentPack:
-        """The sequence parameters of a pack for the layers: document bounds, RoPE of this rank's tokens."""
+    def document_pack(
+        self, part: MicroBatch, device: torch.device, tally: RouteTally | None = None
+    ) -> DocumentPack:
+        """The sequence parameters of a pack for the layers: document bounds, RoPE and routes of this rank.
+
+        ``tally``: where the layers of a pass with gradients count how their routers choose.
+        """
         table = None if self.rotary is None else self.rotary.table(part.position_T)
-        return DocumentPack.of(part.cu_seqlens, part.max_seqlen, device, table)
+        return DocumentPack.of(
+            part.cu_seqlens, part.max_seqlen, device, table, self._routes(part, device, tally)
+        )
+
+    def _routes(self, part: MicroBatch, device: torch.device, tally: RouteTally | None) -> PackRoutes | None:
+        """The routes of a pack through this chunk's layers, for the tokens that this rank routes."""
+        if part.route_TLK is None:
+            return None
+        first, count = self.decoder.layers[0].layer_number, len(self.decoder.layers)
+        # From the host, this chunk's layers alone: a stage of many would hold those of all packs in flight.
+        route_TLK = part.route_TLK[:, first - 1 : first - 1 + count].to(device)
+        same_T = (part.mask_T > 0) & (part.version_T == (-1 if tally is None else tally.version))
+        columns = (route_TLK, ~unknown_T(route_TLK), same_T)
+        if self.config.sequence_parallel:
+            size, rank = self.pg_collection.tp.size(), self.pg_collection.tp.rank()
+            columns = tuple(column.chunk(size)[rank] for column in columns)
+        counts = None if tally is None else tally.counts
+        return PackRoutes(*columns, first, part.replays_routes, counts)
 
     @property
     def output_weight(self) -> Tensor:

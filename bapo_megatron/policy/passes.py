@@ -25,6 +25,7 @@ from torch import Tensor
 from bapo_megatron.policy.attention.context_parallel import positions, slice_batch
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
+from bapo_megatron.policy.route_replay import RouteTally, pack_totals
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 
 
@@ -92,15 +93,32 @@ class Passes:
             _complete_stats(values)
         return [TokenStats(*values.cpu()) for values in found]
 
-    def backward(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> Tensor:
-        """Backward pass: accumulate the gradient of the loss (element 0, per token); returns its sums."""
+    def backward(
+        self,
+        batches: Sequence[MicroBatch],
+        loss: TokenFn | SearchedLoss,
+        tally: RouteTally | None = None,
+    ) -> Tensor:
+        """Backward pass: accumulate the gradient of the loss (element 0, per token); returns its sums.
+
+        ``tally``: to which its routers add; ``route_sums`` then has the sums of all ranks.
+        """
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
-                return self._searched_update(batches, loss)
-            outputs = self._schedule(batches, self._searched(loss), forward_only=False)
+                return self._searched_update(batches, loss, tally)
+            outputs = self._schedule(batches, self._searched(loss), False, tally)
             return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss))
-        outputs = self._schedule(batches, self._differentiated(loss), forward_only=False)
+        outputs = self._schedule(batches, self._differentiated(loss), False, tally)
         return self._sum_over_ranks(outputs, self._width(outputs, batches, loss))
+
+    def route_sums(self, batches: Sequence[MicroBatch], tally: RouteTally) -> Tensor:
+        """Of an update's routes over all ranks, float64: ``pack_totals``, then the counts of ``tally``."""
+        totals = pack_totals(batches).to(self._device)
+        if not self._counts_tokens or parallel_state.get_context_parallel_rank():
+            totals.zero_()  # another rank of the replica has the same packs
+        found = torch.cat([totals, tally.counts])
+        dist.all_reduce(found)
+        return found.cpu()
 
     def _measured(self, fn: TokenFn) -> Evaluate:
         def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
@@ -126,14 +144,16 @@ class Passes:
 
         return evaluate
 
-    def _searched_update(self, batches: Sequence[MicroBatch], loss: SearchedLoss) -> Tensor:
+    def _searched_update(
+        self, batches: Sequence[MicroBatch], loss: SearchedLoss, tally: RouteTally | None
+    ) -> Tensor:
         """A searched loss per update: all forward passes, the search, then all backward passes.
 
         It needs a pipeline of one stage. The activations of all packs are held at once; with full
         recomputation those are the layers' inputs.
         """
         parts = [self._part(batch) for batch in batches]
-        held = deque((self._hidden(part.tokens, self._model[0])[:, 0], part) for part in parts)
+        held = deque((self._hidden(part.tokens, self._model[0], tally)[:, 0], part) for part in parts)
         measure = self._measured(loss.measure)
         measured = [measure(hidden_TH, part) for hidden_TH, part in held]
         sums = self._sum_over_ranks(measured, measured[0].numel())
@@ -151,13 +171,17 @@ class Passes:
         return self._sum_over_ranks(outputs, outputs[0].numel())
 
     def _schedule(
-        self, batches: Sequence[MicroBatch], evaluate: Evaluate, forward_only: bool
+        self,
+        batches: Sequence[MicroBatch],
+        evaluate: Evaluate,
+        forward_only: bool,
+        tally: RouteTally | None = None,
     ) -> list[Tensor]:
         """Run megatron's schedule: the vectors of ``evaluate`` for all packs; empty before the last stage."""
         parts = [self._part(batch) for batch in batches]
         iterators = [iter(parts) for _ in self._model]
         outputs: list[Tensor] = get_forward_backward_func()(
-            forward_step_func=self._forward_step(evaluate),
+            forward_step_func=self._forward_step(evaluate, tally),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._model if len(self._model) > 1 else self._model[0],
             num_microbatches=len(parts),
@@ -167,7 +191,7 @@ class Passes:
         )
         return outputs
 
-    def _forward_step(self, evaluate: Evaluate) -> Callable[..., Any]:
+    def _forward_step(self, evaluate: Evaluate, tally: RouteTally | None) -> Callable[..., Any]:
         def step(iterator: Iterator[_Part], model: Any) -> Any:
             part = next(iterator)
 
@@ -175,18 +199,20 @@ class Passes:
                 sums = evaluate(hidden_T1H[:, 0], part)
                 return sums[0], part.tokens.mask_T.sum().to(torch.int), sums.detach().double()
 
-            return self._hidden(part.tokens, model), loss
+            return self._hidden(part.tokens, model, tally), loss
 
         return step
 
-    def _hidden(self, part: MicroBatch, model: Any) -> Tensor:
+    def _hidden(self, part: MicroBatch, model: Any, tally: RouteTally | None) -> Tensor:
         """The output of a model chunk, [tokens, 1, hidden]."""
-        extra = {"fp32_output": False} if isinstance(model.module, Float16Module) else {}
+        is_half = isinstance(model.module, Float16Module)
+        extra = {"fp32_output": False} if is_half else {}
+        chunk: PolicyModel = model.module.module if is_half else model.module
         hidden: Tensor = model(
             input_ids=part.token_T[None],
             position_ids=part.position_T[None],
             attention_mask=None,
-            packed_seq_params=self._last.document_pack(part, self._device),
+            packed_seq_params=chunk.document_pack(part, self._device, tally),
             **extra,
         )
         return hidden
@@ -199,7 +225,7 @@ class Passes:
             return _Part(here, here, None)
         if rows_N.numel() == 0:  # a dummy pack: collectives, and the vector's length, need one token
             rows_N = rows_N.new_zeros(1)
-        trained = tokens.take(rows_N).to(self._device)
+        trained = replace(tokens, route_TLK=None).take(rows_N).to(self._device)
         return _Part(tokens.to(self._device), trained, rows_N.to(self._device, non_blocking=True))
 
     def _width(self, outputs: list[Tensor], batches: Sequence[MicroBatch], fn: TokenFn) -> int:
@@ -220,12 +246,16 @@ class Passes:
         sums = torch.zeros(self._width(outputs, batches, loss.measure), dtype=torch.float64)
         return self._width(outputs, batches, loss.loss_of(sums))
 
+    @property
+    def _counts_tokens(self) -> bool:
+        """Whether this rank counts its tokens: one of those that hold the same ones."""
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        return bool(last) and parallel_state.get_tensor_model_parallel_rank() == 0
+
     def _sum_over_ranks(self, outputs: list[Tensor], width: int) -> Tensor:
         """All-reduce (sum) of the packs' vectors of length ``width``, from the last stage and TP rank 0."""
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        counts = last and parallel_state.get_tensor_model_parallel_rank() == 0
         total = torch.zeros(width, dtype=torch.float64, device=self._device)
-        if counts:
+        if self._counts_tokens:
             total += torch.stack([output.double() for output in outputs]).sum(0)
         dist.all_reduce(total)
         return total.cpu()

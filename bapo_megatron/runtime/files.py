@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import uuid
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
@@ -22,17 +23,21 @@ MOST_DESCRIPTION_BYTES = 1 << 26
 """Limit in bytes of a file that describes others (a manifest, an index)."""
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
     """Atomic, durable write of ``content`` (text as UTF-8): ``path`` has its old content or all of the new.
 
-    The folder must exist. A crash leaves at most a hidden ``*.tmp`` file beside it.
+    ``content`` may come in parts. The folder must exist. A crash leaves at most a hidden ``*.tmp`` file
+    beside it.
     """
-    data = content.encode() if isinstance(content, str) else content
+    if isinstance(content, str):
+        content = content.encode()
+    parts = [content] if isinstance(content, bytes) else content
     # Not tempfile: it makes files that only their owner can read, and a run directory is shared.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
-            file.write(data)
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())  # before the rename: else a power failure may leave an empty file
         os.replace(temporary, path)

@@ -22,6 +22,7 @@ from bapo_megatron.config import (
     LoggingConfig,
     ModelConfig,
     ParallelConfig,
+    RolloutConfig,
     RunConfig,
     SftConfig,
 )
@@ -37,7 +38,7 @@ from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import check_function, needs_sandbox, settings_for
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend
-from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
+from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.events.targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -77,6 +78,7 @@ def run_checks(
     yield lambda: check_fork(config, fork)
     yield lambda: check_same_run(config)
     yield lambda: _check_engine(config)
+    yield lambda: check_route_replay(config.rollout, config.model)
     yield lambda: _check_profile(config)
     if read_dataset:
         yield lambda: check_hooks(config.checkpoint, config.logging)
@@ -110,6 +112,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     backend = engine_backend(config.rollout.engine)
     backend.check(config.rollout, _gpus())
     backend.check_weights(config.model.hf_path)
+    check_route_replay(config.rollout, config.model)
     if read_dataset:
         check_hooks(config.checkpoint, config.logging)
         _check_sandbox(config)
@@ -238,6 +241,22 @@ def _check_engine(config: RunConfig) -> None:
         backend.check(config.rollout, gpus, training)
 
 
+def check_route_replay(rollout: RolloutConfig, model: ModelConfig) -> None:
+    """Check of ``rollout.route_replay``: ConfigError if the model has no experts, the engine no routes."""
+    asked = f"rollout.route_replay={rollout.route_replay}"
+    if rollout.route_replay == "off":
+        return
+    if read_model_shape(model.hf_path).experts is None:
+        raise ConfigError(
+            f"{asked}: model.hf_path={model.hf_path} has no experts, so no routes; set it to off"
+        )
+    if rollout.replay is None and not engine_backend(rollout.engine).returns_routes:
+        raise ConfigError(
+            f"{asked}: rollout.engine={rollout.engine} returns no routes (its returns_routes is false); set "
+            "it to off, or use local or sglang"
+        )
+
+
 def _gpus() -> int:
     """GPUs of this machine."""
     return torch.cuda.device_count() if has_cuda() else 0
@@ -266,9 +285,15 @@ def _check_replay(config: RunConfig) -> None:
             f"rollout.replay={replayed} has only the rollouts since step {recorded[0]}, earlier ones were "
             "deleted: replay a run that was made with --rollout.keep-steps None"
         )
+    needs_routes = config.rollout.route_replay != "off"
     for step in range(1, config.steps + 1):
         if not step_path(journal, step).is_file():
             raise ConfigError(
                 f"rollout.replay={replayed} has no rollouts of step {step}, but steps={config.steps}; "
                 f"set --steps {step - 1}"
+            )
+        if needs_routes and not routes_path(journal, step).is_file():
+            raise ConfigError(
+                f"rollout.route_replay={config.rollout.route_replay}: rollout.replay={replayed} has no "
+                f"routes of step {step}, because that run asked for none; set it to off"
             )

@@ -122,7 +122,9 @@ def with_reference(
     samples = [sample for group in groups for sample in group]
     if not samples:
         return groups
-    found = response_log_probs(policy, samples, pack_tokens, policy.reference_log_probs)
+    # Without routes: the reference is a policy of its own, which chooses its experts.
+    own = [replace(sample, routes_R=None, stored_routes=None) for sample in samples]
+    found = response_log_probs(policy, own, pack_tokens, policy.reference_log_probs)
     trained = (column_R[one.predicted_R] for one, column_R in zip(samples, found, strict=True))
     if not all(np.isfinite(column_N).all() for column_N in trained):
         raise FloatingPointError("log-probs of the reference policy are not finite: its weights are broken")

@@ -110,6 +110,8 @@ class Answer:
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
+    routes: list[list[float]]
+    """``UpdateResult.routes`` of each update, of samples with routes."""
 
 
 def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> Answer:
@@ -142,14 +144,18 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
     grouped_loss = float(policy.token_sums(packs, loss_fn(groups, GROUPED, policy.version))[0])
     grouped = [] if where.shuffled else [one.bounds for one in groups.groups]
     first = sums, search(sums, BOUNDS).bounds
-    losses, norms = [], []
+    losses, norms, routes = [], [], []
     for number in range(updates):
         sums = policy.token_sums(packs, contribution_fn(BOUNDS)) if number else sums
         result = policy.update(packs, loss_fn(search(sums, BOUNDS), BOUNDS, policy.version))
         losses.append(float(result.sums[0]))
         norms.append(result.grad_norm)
+        if result.routes is not None:
+            routes.append(result.routes.tolist())
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    return Answer(log_probs, entropies, sequences, *first, grouped, grouped_loss, losses, norms, weights)
+    return Answer(
+        log_probs, entropies, sequences, *first, grouped, grouped_loss, losses, norms, weights, routes
+    )
 
 
 def summed_together(
@@ -226,6 +232,7 @@ def check_agreement(ranks: list[Answer], reference: Answer, samples: list[Sample
             assert ours.grouped_loss == pytest.approx(reference.grouped_loss, rel=1e-5, abs=1e-5)
         assert ours.losses == pytest.approx(reference.losses, rel=1e-5, abs=1e-5)
         assert ours.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
+        assert ours.routes == reference.routes
         assert ours.weights.keys() == reference.weights.keys()
         for name, tensor in ours.weights.items():
             torch.testing.assert_close(tensor, reference.weights[name], rtol=1e-5, atol=2e-6)

@@ -29,6 +29,8 @@ class FakeServer:
         """Connections that end when something more comes over them."""
         self.rids: list[str] = []
         """Of all requests that came, also those that were cut off."""
+        self.calls: list[str] = []
+        """The paths of all calls."""
         self.on_cut: Callable[[], None] = lambda: None
         self.paused = False
         self._aborted: dict[str, asyncio.Event] = {}
@@ -54,6 +56,7 @@ class FakeServer:
         path = request.path.lstrip("/")
         self.connections.append(request.transport.get_extra_info("peername"))
         body = await request.json() if request.can_read_body else {}
+        self.calls.append(path)
         if path == "generate":
             self.rids.append(body["rid"])
         if self.connections[-1] in self.ended or self._ends(path, body):
@@ -73,8 +76,10 @@ class FakeServer:
             self.version = body["weight_version"]
         if path in ("pause_generation", "continue_generation"):
             self.paused = path == "pause_generation"
-        if path == "abort_request" and not self.paused and (event := self._aborted.get(str(body.get("rid")))):
-            event.set()
+        if path == "abort_request" and not self.paused:
+            for rid, event in self._aborted.items():
+                if rid == body.get("rid") or body.get("abort_all"):
+                    event.set()
         if path == "generate" and self.on_abort:
             tokens = self.on_abort.pop(0)
             await self._aborted.setdefault(body["rid"], asyncio.Event()).wait()

@@ -27,6 +27,7 @@ from bapo_megatron.policy.attention.flash import flash_attention
 from bapo_megatron.policy.attention.padded import padded_attention
 from bapo_megatron.policy.attention.prefix import prefix_attention
 from bapo_megatron.policy.attention.rope import RotaryTable, rotate
+from bapo_megatron.policy.route_replay import PackRoutes
 
 
 @dataclass
@@ -42,6 +43,8 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
     """Whether there is padding between documents; a document's own padding is part of it."""
     rotary: RotaryTable | None = None
     """RoPE of this rank's tokens; None if queries and keys are rotated already."""
+    routes: PackRoutes | None = None
+    """The experts that the engine sent this rank's tokens to; None: unknown, or not looked at."""
 
     @classmethod
     def of(
@@ -50,6 +53,7 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
         longest: int,
         device: torch.device,
         rotary: RotaryTable | None = None,
+        routes: PackRoutes | None = None,
     ) -> DocumentPack:
         """The parameters of a pack: documents ``bounds[d]:bounds[d + 1]`` of at most ``longest`` tokens."""
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
@@ -63,6 +67,7 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_kv=longest,
             bounds=bounds,
             rotary=rotary,
+            routes=routes,
         )
 
 

@@ -69,6 +69,9 @@ class EngineBackend(ABC):
     """Synchronous rounds: new groups are opened only when no group is open, so that an engine whose tokens
     depend on its batch always forms the same batches."""
 
+    returns_routes = False
+    """Whether its engines return the routes that a request asks for (``GenerateRequest.routes``)."""
+
     def check(  # noqa: B027 (most engines have nothing to check)
         self, rollout: RolloutConfig, gpus: int = 0, training: int = 0
     ) -> None:

@@ -19,7 +19,8 @@ import numpy as np
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.mixture import mixture_settings
 from bapo_megatron.data.prompts import MixedSource
-from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTokens
+from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTokens, RouteShape
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,19 @@ def limits_of(hf_path: Path) -> ModelLimits:
     """The limits of the model in an HF folder."""
     config = json.loads((hf_path / "config.json").read_text())
     return ModelLimits(config["vocab_size"], config["max_position_embeddings"])
+
+
+def asked_routes(config: RunConfig) -> RouteShape | None:
+    """The shape of the routes that a run asks its engines for; None if it asks for none."""
+    if config.rollout.route_replay == "off":
+        return None
+    return route_shape(read_model_shape(config.model.hf_path))
+
+
+def route_shape(shape: ModelShape) -> RouteShape | None:
+    """The shape of a model's routes; None without experts."""
+    experts = shape.experts
+    return None if experts is None else RouteShape(shape.layers, experts.per_token, experts.count)
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:

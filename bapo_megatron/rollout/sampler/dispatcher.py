@@ -13,8 +13,9 @@ from functools import partial
 from itertools import count
 
 from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
-from bapo_megatron.rollout.engines.requests import Dataset, request_seed
+from bapo_megatron.rollout.engines.requests import Dataset, asked_routes, request_seed
 from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.event_log.events import Segment
@@ -27,6 +28,7 @@ from bapo_megatron.rollout.sampler.response import (
     given_up,
     needs,
     next_request,
+    without_routes,
 )
 from bapo_megatron.types import GenerateRequest, Generation
 
@@ -61,6 +63,7 @@ class Dispatcher:
             config.seed,
             dataset.stop_token_ids,
             config.rollout.segment_tokens,
+            asked_routes(config),
         )
         self._state, self._admission, self._pool = sampler_state, admission, pool
         self._ready: list[ResponseKey] = []
@@ -70,6 +73,8 @@ class Dispatcher:
         self._running: dict[ResponseKey, asyncio.Task[None]] = {}
         self._segments: list[Segment] = []
         self._refusals: list[tuple[OpenGroup, str]] = []
+        self._useless: ConfigError | None = None
+        """Why no answer of an engine can be used: the next ``take_results`` raises it."""
         self._cached: dict[ResponseKey, CachedPrefix] = {}
         """The prefix cache of each unfinished response: the engine of its last segment."""
         self._losses: Counter[ResponseKey] = Counter()
@@ -88,11 +93,16 @@ class Dispatcher:
 
     @property
     def has_results(self) -> bool:
-        """Whether there are segments or refusals that are not taken yet."""
-        return bool(self._segments or self._refusals)
+        """Whether there are segments or refusals that are not taken yet, or an error."""
+        return bool(self._segments or self._refusals or self._useless)
 
     def take_results(self) -> tuple[list[Segment], list[tuple[OpenGroup, str]]]:
-        """Take the results since the last call: segments, and groups that cannot be sampled, with reasons."""
+        """Take the results since the last call: segments, and groups that cannot be sampled, with reasons.
+
+        ConfigError if an engine does not return the routes that the run asks for.
+        """
+        if self._useless:
+            raise self._useless
         results, self._segments, self._refusals = (self._segments, self._refusals), [], []
         return results
 
@@ -171,6 +181,9 @@ class Dispatcher:
             if foreign := foreign_weights(answer, self._is_known):
                 self._pool.quarantine(slot, foreign)
                 self.add(group, key[1])
+            elif useless := without_routes(answer, request, slot.engine.name):
+                self._useless = ConfigError(useless)
+                self._pool.changed.set()
             elif len(answer.token_ids_R):
                 self._keep(slot, group, key, request.prefix_tokens, answer)
             else:

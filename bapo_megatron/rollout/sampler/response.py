@@ -23,6 +23,7 @@ from bapo_megatron.types import (
     Prompt,
     ResponseTokens,
     Rollout,
+    RouteShape,
     SamplingParams,
 )
 
@@ -41,6 +42,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     segment_tokens: int | None = None
     """Most tokens of one request; None: one request for the whole response."""
+    routes: RouteShape | None = None
+    """The shape of the routes that engines must return; None: none are asked for."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ def next_request(
         input_ids=np.concatenate([prompt.token_ids_P, ids]),
         params=SamplingParams(sampling.temperature, need.most, sampling.stop_token_ids, seed),
         prefix_tokens=len(ids),
+        routes=sampling.routes,
     )
 
 
@@ -135,6 +139,16 @@ def foreign_weights(answer: Generation, is_known: Callable[[int], bool]) -> str 
         if not is_known(version):
             return f"answers with tokens of unknown weights {version}"
     return None
+
+
+def without_routes(answer: Generation, request: GenerateRequest, engine: str) -> str | None:
+    """Why the run must stop: ``answer`` lacks the routes that ``request`` asks for. None if it has them."""
+    if request.routes is None or answer.routes_R is not None or not len(answer.token_ids_R):
+        return None
+    return (
+        f"{engine}: answers without routes, which rollout.route_replay asks for: start an SGLang server with "
+        "--enable-return-routed-experts, or set rollout.route_replay=off"
+    )
 
 
 def given_up(losses: int, name: str) -> str | None:

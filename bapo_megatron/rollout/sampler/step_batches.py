@@ -1,10 +1,11 @@
 """The step files: one atomic .npz file with the training batch of each step, and replay from them.
 
-    RUN/journal/step_000001.npz  step_000002.npz ...
+    RUN/journal/step_000001.npz  step_000002.npz ...      step_000001.routes.npy ...
 
 The sampler's process writes them, rank 0 of the trainer reads them. A file holds a JSON header, the
 prompts' ids, and an array for each column of the responses (``types.RESPONSE_COLUMNS``), in numpy's zip
-format: it is bit-exact, and checksums show damage. Used in ``commands/``, this folder and ``trainer/``.
+format: it is bit-exact, and checksums show damage. Routes, thirty times as large as all else, are in a
+file beside it (``data/routes.py``). Used in ``commands/``, this folder and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.data.routes import read_routes, unknown_expert, write_routes
+from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.sampler.event_log.events import batch_served
 from bapo_megatron.rollout.sampler.event_log.state import SamplerState
@@ -28,7 +31,21 @@ from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
 from bapo_megatron.runtime.storage import writing
-from bapo_megatron.types import Group, Prompt, ResponseTokens, Rollout, StepBatch
+from bapo_megatron.types import (
+    RESPONSE_COLUMNS,
+    Group,
+    Prompt,
+    ResponseTokens,
+    Rollout,
+    StepBatch,
+    StoredRoutes,
+)
+
+_ROUTES, _LOST_ROUTES = ".routes.npy", ".routes.lost"
+"""The ends of the names of files of routes."""
+
+_APART: dict[str, Any] = {name: None for name, column in RESPONSE_COLUMNS.items() if column.apart}
+"""The columns that are in files of their own, as a step file has them."""
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -39,15 +56,21 @@ def step_path(directory: Path, step: int) -> Path:
 def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[int] = ()) -> Path:
     """Write the batch of ``step`` atomically. ``numbers``: of its groups in the sampler's state.
 
-    RunStopped if the disk fails; no file remains then.
+    RunStopped if the disk fails; no step file remains then.
     """
-    content = io.BytesIO()
-    np.savez(content, allow_pickle=False, **_arrays(batch, numbers))
-    path = step_path(directory, step)
+    content, path = io.BytesIO(), step_path(directory, step)
     with writing(f"the rollouts of step {step}", path):
         directory.mkdir(parents=True, exist_ok=True)
+        # The routes first: the step counts from the step file on, which has their checksums.
+        about, crcs = _write_routes(directory, step, batch)
+        np.savez(content, allow_pickle=False, **_arrays(batch, numbers, about), **crcs)
         write_atomically(path, content.getvalue())
     return path
+
+
+def routes_path(directory: Path, step: int) -> Path:
+    """The path of the file of a step's routes."""
+    return directory / f"{step_name(step)}{_ROUTES}"
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -62,9 +85,12 @@ def step_groups(directory: Path, step: int) -> list[int]:
 
 
 def read_step(directory: Path, step: int) -> StepBatch:
-    """The batch of ``step``. Raises ConfigError that names the file if it is missing or damaged."""
+    """The batch of ``step``, its routes left in their file (``Rollout.stored_routes``).
+
+    Raises ConfigError that names the file if it is missing or damaged.
+    """
     with _opened(directory, step) as arrays:
-        return _batch(dict(arrays))
+        return _batch(dict(arrays), routes_path(directory, step).absolute())
 
 
 @contextmanager
@@ -114,7 +140,7 @@ class StepFiles:
 
     def delete(self, last: int) -> None:
         """Delete the files of the steps up to ``last``, the ``*.lost`` ones included."""
-        for suffix in (".npz", ".lost"):
+        for suffix in (".npz", ".lost", _ROUTES, _LOST_ROUTES):
             for (step, _), path in step_entries(self._folder, suffix):
                 if step <= last:
                     path.unlink()
@@ -122,8 +148,11 @@ class StepFiles:
     def is_readable(self, step: int) -> bool:
         """Whether the file of ``step`` can be read. If not, it and all later ones become ``*.lost``."""
         try:
-            read_step(self._folder, step)
-        except ConfigError as error:
+            for group in read_step(self._folder, step).groups:
+                for rollout in group.rollouts:
+                    if rollout.stored_routes is not None:
+                        read_routes(rollout.stored_routes, wait_s=0.0)
+        except (ConfigError, StorageFailed) as error:
             self._put_aside(step, str(error))
             return False
         return True
@@ -134,6 +163,8 @@ class StepFiles:
             if later >= step:
                 path = step_path(self._folder, later)
                 path.rename(path.with_suffix(".lost"))
+                if (routes := routes_path(self._folder, later)).exists():
+                    routes.rename(self._folder / f"{step_name(later)}{_LOST_ROUTES}")
 
 
 class ReplaySampler:
@@ -172,15 +203,39 @@ class ReplaySampler:
         """Do nothing: there are no resources."""
 
 
-def _arrays(batch: StepBatch, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+def _write_routes(
+    directory: Path, step: int, batch: StepBatch
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Write the routes of a step; returns their header, and the arrays of their checksums. None: nothing.
+
+    The routes of a response that has none are unknown.
+    """
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    known = [rollout.routes_R for rollout in rollouts if rollout.routes_R is not None]
+    if not known:
+        return {}, {}
+    row = known[0].shape[1:]
+    parts = [
+        np.full((len(one.token_ids_R), *row), unknown_expert(known[0].dtype), known[0].dtype)
+        if one.routes_R is None
+        else one.routes_R
+        for one in rollouts
+    ]
+    crcs = write_routes(routes_path(directory, step), parts)
+    about = {"routes": {"dtype": known[0].dtype.str, "layers": row[0], "per_token": row[1]}}
+    return about, {"route_crcs": np.array(crcs, np.uint32)}
+
+
+def _arrays(batch: StepBatch, numbers: Sequence[int], more: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of a step file. ``more``: further entries of its header."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     groups = [_group_header(group) for group in batch.groups]
-    header = {"metrics": batch.metrics, "numbers": list(numbers), "groups": groups}
+    header = {"metrics": batch.metrics, "numbers": list(numbers), "groups": groups, **more}
     prompt_ids = [np.zeros(0, np.int32), *(group.prompt.token_ids_P for group in batch.groups)]
     return {
         "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
         "prompt_ids": np.concatenate(prompt_ids).astype(np.int32, casting="same_kind"),
-        **ResponseTokens.joined(rollouts).arrays,
+        **ResponseTokens.joined([replace(rollout, **_APART) for rollout in rollouts]).arrays,
     }
 
 
@@ -192,13 +247,14 @@ def _group_header(group: Group) -> dict[str, Any]:
     return {"prompt": prompt, "rollouts": rollouts}
 
 
-def _batch(arrays: dict[str, np.ndarray]) -> StepBatch:
+def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
     header = json.loads(arrays["header"].tobytes())
     listed = [one for group in header["groups"] for one in group["rollouts"]]
     tokens = ResponseTokens.split(arrays, (length for length, _, _ in listed))
+    stored = _stored_routes(routes, header.get("routes"), [one[0] for one in listed], arrays)
     rollouts = (
-        Rollout(**found.columns, finish_reason=reason, reward=reward)
-        for found, (_, reason, reward) in zip(tokens, listed, strict=True)
+        Rollout(**found.columns, finish_reason=reason, reward=reward, stored_routes=where)
+        for found, (_, reason, reward), where in zip(tokens, listed, stored, strict=True)
     )
     groups, at = [], 0
     for about in header["groups"]:
@@ -207,3 +263,16 @@ def _batch(arrays: dict[str, np.ndarray]) -> StepBatch:
         prompt = Prompt(token_ids_P=ids_P, **about["prompt"])
         groups.append(Group(prompt, tuple(islice(rollouts, len(about["rollouts"])))))
     return StepBatch(tuple(groups), header["metrics"])
+
+
+def _stored_routes(
+    file: Path, about: dict[str, Any] | None, lengths: Sequence[int], arrays: dict[str, np.ndarray]
+) -> Iterator[StoredRoutes | None]:
+    """Where the routes of each response are; None of each if the step has none."""
+    if about is None:
+        yield from [None] * len(lengths)
+        return
+    first = 0
+    for length, crc in zip(lengths, arrays["route_crcs"].tolist(), strict=True):
+        yield StoredRoutes(file, first, length, about["layers"], about["per_token"], about["dtype"], crc)
+        first += length

@@ -51,6 +51,7 @@ EVENT_KINDS = {
     "stalled": _trouble("for a long time no step ended and nothing was sampled"),
     "progress_again": _news("a stalled run makes progress again"),
     "engine_gap": _trouble("log-probs of engine and trainer differ by more than a limit"),
+    "routes_differ": _trouble("engine and trainer send the same tokens to different experts"),
     "bounds_idle": _usual("the search has not moved any clipping bound"),
     "bapo_outlook": _usual("whether BAPO can act on the sampled groups"),
     "one_sign": _usual("most searches saw advantages of one sign"),

@@ -43,7 +43,7 @@ class Recorder:
         directory = config.directory
         self._events = EventLog(RunPaths(directory).events)
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, self._events.event)
-        self._said_one_sign = False
+        self._said_one_sign = self._said_routes = False
         self._idle_search = IdleSearch(config.algorithm.bounds, first_step)
         self._progress = Progress(config.steps, first_step)
         if not has_work:
@@ -103,6 +103,13 @@ class Recorder:
         if not self._said_one_sign:
             print(f"warning: {message}", flush=True)
         self._said_one_sign = True
+
+    def routes_differ(self, step: int, message: str) -> None:
+        """Record that engine and trainer choose different experts; print it the first time."""
+        self._events.event("routes_differ", step=step, message=message)
+        if not self._said_routes:
+            print(f"warning: {message}", flush=True)
+        self._said_routes = True
 
     def all_rejected(self, update: int, responses: int) -> None:
         """Record and print that ``algorithm.corrections`` rejected every response of an update."""

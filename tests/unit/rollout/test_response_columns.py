@@ -27,7 +27,7 @@ def answer(*ids: int, mask: list[bool] | None = None) -> Generation:
 
 
 def test_the_table_is_what_every_response_has() -> None:
-    names = ["token_ids_R", "log_probs_R", "versions_R", "loss_mask_R"]
+    names = ["token_ids_R", "log_probs_R", "versions_R", "loss_mask_R", "routes_R"]
     assert list(RESPONSE_COLUMNS) == names
     assert all(hasattr(made, name) for name in names for made in (answer(1), answer(1).first(0)))
     assert set(names) <= set(Rollout.__dataclass_fields__)
@@ -95,7 +95,7 @@ types = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = types
 place = "\\n\\n@dataclass(frozen=True)\\nclass ResponseTokens("
 before, after = Path(spec.origin).read_text().split(place)
-column = """    route_R: Annotated[np.ndarray | None, ResponseColumn("routes", np.int16, fill=-1)] = field(
+column = """    mark_R: Annotated[np.ndarray | None, ResponseColumn("marks", np.int16, fill=-1)] = field(
         default=None, kw_only=True
     )
 """
@@ -110,16 +110,16 @@ from bapo_megatron.rollout.sampler.step_batches import read_step, write_step
 state = SamplerState([types.Prompt(0, np.array([1], np.int32), "", "test")], 2)
 state.apply(events.groups_opened([(0, 0, 0)], 1))
 ids, zeros = np.array([5, 6], np.int32), np.zeros(2, np.float32)
-for sample, start, route in ((0, 0, [3, 4]), (0, 2, [7, 8]), (1, 0, None)):
-    route = None if route is None else np.array(route)
-    answer = types.Generation(ids, zeros, ids, route_R=route, request_id="r", finish_reason="length")
+for sample, start, mark in ((0, 0, [3, 4]), (0, 2, [7, 8]), (1, 0, None)):
+    mark = None if mark is None else np.array(mark)
+    answer = types.Generation(ids, zeros, ids, mark_R=mark, request_id="r", finish_reason="length")
     reason = "length" if start or sample else None
     state.apply(events.segments_arrived([events.Segment(state.open[0], sample, start, answer, reason)]))
 state.apply(events.group_scored(0, [1.0, 0.0], []))
 folder = Path(sys.argv[1])
 write_step(folder, 1, types.StepBatch((state.finished[0].group,), {}))
 [group] = read_step(folder, 1).groups
-print(json.dumps([one.route_R.tolist() for one in (*group.rollouts, *samples_of(group, "grpo"))]))
+print(json.dumps([one.mark_R.tolist() for one in (*group.rollouts, *samples_of(group, "grpo"))]))
 '''
 
 
@@ -131,5 +131,5 @@ def test_a_new_column_is_one_field(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == 2 * [[3, 4, 7, 8], [-1, -1]]
     with np.load(tmp_path / "step_000001.npz") as arrays:
-        assert arrays["routes"].dtype == np.int16
-    assert not hasattr(types.ResponseColumns, "route_R")
+        assert arrays["marks"].dtype == np.int16
+    assert not hasattr(types.ResponseColumns, "mark_R")

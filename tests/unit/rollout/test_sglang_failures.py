@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     ServerError,
     SglangServer,
 )
-from bapo_megatron.types import GenerateRequest, SamplingParams
+from bapo_megatron.types import GenerateRequest, RouteShape, SamplingParams
 from tests.contract.blocking import BlockingEngine
 from tests.support.fake_sglang import FakeServer
 from tests.support.models import save_tiny_model
@@ -302,3 +304,36 @@ def test_in_place_updates_need_servers_with_the_right_flags(
         assert server.version == "5"
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_update_aborts_what_asks_for_routes(
+    server: FakeServer, engine: BlockingEngine, model: Path, asks: bool
+) -> None:
+    """A retracted prefix would come back with the new weights' routes; without routes it is retracted."""
+    server.on_abort = [1]
+    running = engine.begin([replace(REQUEST, routes=RouteShape(1, 2, 8) if asks else None)])
+    while not server.rids:
+        time.sleep(0.01)
+    server.calls.clear()
+    engine.update_weights(weights(model), 1)
+    first = next(call for call in server.calls if call in ("abort_request", "pause_generation"))
+    assert first == ("abort_request" if asks else "pause_generation")
+    assert running.done() == asks
+    engine.abort()
+    (answer,) = running.result(timeout=20)
+    assert (answer.finish_reason, answer.token_ids_R.tolist()) == ("abort", [3])
+
+
+def test_routes_of_older_weights_tokens_are_unknown(server: FakeServer, engine: BlockingEngine) -> None:
+    """Of an answer that was retracted all the same, the last version's rows alone are kept."""
+    spans = [{"version": "0", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 2}]
+    answer = server._answer("generate")
+    answer["meta_info"] |= {
+        "weight_versions": spans,
+        "routed_experts": base64.b64encode(np.array([0, 1, 2, 3], np.int32).tobytes()).decode(),
+    }
+    server.answers["generate"] = (200, answer)
+    [found] = engine.generate([replace(REQUEST, routes=RouteShape(1, 2, 8))])
+    assert found.routes_R is not None
+    assert found.routes_R.tolist() == [[[255, 255]], [[2, 3]]]

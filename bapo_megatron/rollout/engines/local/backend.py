@@ -20,6 +20,7 @@ class LocalBackend(EngineBackend):
     """
 
     rounds = True
+    returns_routes = True
 
     def max_in_flight(self, rollout: RolloutConfig) -> int:
         """The batch size of the embedded engine."""

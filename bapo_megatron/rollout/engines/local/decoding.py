@@ -3,7 +3,7 @@
 ``LocalModel`` calls it for each batch.
 
 Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt,
-``_R`` longest response. Used by ``model.py``.
+``_R`` longest response, ``_LK`` layers and experts of a token. Used by ``model.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from bapo_megatron.rollout.engines.local.routes import RouteRecorder
 from bapo_megatron.rollout.engines.local.sampling import draws_R, sample
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
@@ -37,8 +38,12 @@ class Decoding:
     are not finite. Made by ``LocalModel`` for each batch.
     """
 
-    def __init__(self, model: Any, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, model: Any, requests: Sequence[GenerateRequest], recorder: RouteRecorder) -> None:
         self._model = model
+        self._recorder = recorder
+        asked = [request.routes for request in requests if request.routes is not None]
+        recorder.is_on = bool(asked)
+        self._routes = asked[0] if asked else None
         self._requests = requests
         self._device = model.device
         self._cache = block_cache(model.config)
@@ -54,6 +59,10 @@ class Decoding:
         self._version_R = np.zeros(longest, np.int32)
         self._length_N = np.zeros(count, np.int64)
         self._reason_N: list[FinishReason] = ["abort"] * count
+        if self._routes is not None:
+            row = (self._routes.layers, self._routes.per_token)
+            self._route_NRLK = np.zeros((count, longest, *row), self._routes.dtype)
+            self._route_BLK = torch.zeros(0, *row)
 
     def _start_rows(self, longest: int) -> None:
         params = [request.params for request in self._requests]
@@ -119,6 +128,8 @@ class Decoding:
             return logits_UV
         prompt_B = torch.tensor(self._prompt_B, device=self._device)
         self._cache.batch_select_indices(prompt_B)
+        if self._routes is not None:
+            self._route_BLK = self._route_BLK[prompt_B]
         return logits_UV[prompt_B]
 
     def _call(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -130,12 +141,16 @@ class Decoding:
             use_cache=True,
             logits_to_keep=1,
         ).logits
+        if self._routes is not None:
+            self._route_BLK = self._recorder.take(len(ids))
         return logits[:, -1]
 
     def _record(self, token_B: np.ndarray, log_prob_B: np.ndarray, version: int) -> None:
         row, at = self._row_B, self._made
         self._token_NR[row, at] = token_B
         self._log_prob_NR[row, at] = log_prob_B
+        if self._routes is not None:
+            self._route_NRLK[row, at] = self._route_BLK.cpu().numpy()
         self._version_R[at] = version
         self._made += 1
         self._length_N[row[self._open_B]] = self._made
@@ -164,13 +179,14 @@ class Decoding:
         return [self._result(index) for index in range(len(self._requests))]
 
     def _result(self, index: int) -> Generation:
-        length = self._length_N[index]
+        length, asked = self._length_N[index], self._requests[index].routes is not None
         return Generation(
             request_id=self._requests[index].request_id,
             token_ids_R=self._token_NR[index, :length].copy(),
             log_probs_R=self._log_prob_NR[index, :length].copy(),
             versions_R=self._version_R[:length].copy(),
             finish_reason=self._reason_N[index],
+            routes_R=self._route_NRLK[index, :length].copy() if asked else None,
         )
 
 

@@ -21,6 +21,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.rollout.engines.local.decoding import Decoding
+from bapo_megatron.rollout.engines.local.routes import RouteRecorder
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request
 from bapo_megatron.runtime.device import choose_vector_kernels
 from bapo_megatron.runtime.files import check_files_inside
@@ -49,6 +50,7 @@ class LocalModel:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self.limits = ModelLimits(vocabulary, self._model.config.max_position_embeddings)
         self._weights = ModelWeights(self._model)
+        self._recorder = RouteRecorder(self._model)
         self._max_batch = max_batch
         self._version = 0
         self._gate = threading.Condition()
@@ -80,7 +82,7 @@ class LocalModel:
         return [answers[index] for index in range(len(requests))]
 
     def _decode(self, requests: Sequence[GenerateRequest], ticket: object) -> list[Generation]:
-        decoding = Decoding(self._model, requests)
+        decoding = Decoding(self._model, requests, self._recorder)
         while not decoding.done and self._step(decoding, ticket):
             pass
         return decoding.results()

@@ -36,6 +36,8 @@ class SglangBackend(EngineBackend):
     Chosen by ``registry.engine_backend`` for `rollout.engine=sglang`.
     """
 
+    returns_routes = True
+
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
         """Check SGLang's installation, API keys, GPU placement and, for sync=broadcast, NCCL's version.
 

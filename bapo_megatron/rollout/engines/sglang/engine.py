@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bapo_megatron.data.routes import unknown_expert
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
 from bapo_megatron.rollout.engines.sglang.http_client import (
@@ -90,7 +91,7 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """Send one request, and await its answer. ValueError if it is malformed; ServerError if it fails."""
         check_request(request, self._limits)
-        pending = InflightRequest()
+        pending = InflightRequest(routes=request.routes is not None)
         self._inflight.all.add(pending)
         try:
             try:
@@ -106,6 +107,8 @@ class SglangEngine:
                 self._limits.vocabulary
             ):
                 raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
+            if self._on_update == "retract":
+                answer = _without_old_routes(answer)
             return _truncated_after(answer, pending.newest)
         finally:
             self._inflight.all.discard(pending)
@@ -141,8 +144,7 @@ class SglangEngine:
             await self._check_settings()
             # The pause comes first and the resume last: no token is sampled from half-loaded weights, nor
             # from weights whose digest is not confirmed.
-            self._inflight.close_gate()
-            await self.server.pause(self._on_update)
+            await self._pause_for_update()
             await self._load_and_confirm(
                 folder, version, confirm, timeout, flush=self._on_update == "retract"
             )
@@ -212,7 +214,7 @@ class SglangEngine:
             self._inflight.close_gate()
             if not self._inflight.all:  # what the server still samples are orphaned requests
                 await self.server.abort_all()
-            await self.server.pause(self._on_update)
+            await self._pause_for_update()
             # A failure may have left an update open, and a server refuses a second one.
             await self.server.end_update()
             await self.server.begin_update()
@@ -242,6 +244,17 @@ class SglangEngine:
 
     async def close(self) -> None:
         """Do nothing: the server keeps running."""
+
+    async def _pause_for_update(self) -> None:
+        """Pause before new weights: requests in flight are retracted, or wait in place.
+
+        Those that ask for routes are aborted in place of a retraction: a server computes a retracted prefix
+        again, and would return the new weights' routes for the old weights' tokens. They continue by segment.
+        """
+        self._inflight.close_gate()
+        if self._on_update == "retract" and any(one.routes for one in self._inflight.all):
+            await self._abort(reopen=False)
+        await self.server.pause(self._on_update)
 
     async def _load_and_confirm(
         self, folder: Path, version: int, confirm: Confirm, timeout: float, flush: bool
@@ -344,8 +357,11 @@ class SglangEngine:
         await self.server.resume()
         await self._inflight.open_gate()
 
-    async def _abort(self) -> None:
-        """Abort all requests. They answer at their next token: a paused server must run until they have."""
+    async def _abort(self, reopen: bool = True) -> None:
+        """Abort all requests. They answer at their next token: a paused server must run until they have.
+
+        ``reopen``: let requests pass again then, unless the caller's pause holds.
+        """
         inflight = await self._inflight.abort()
         for pending in inflight:
             pending.newest = self._paused_at
@@ -360,8 +376,17 @@ class SglangEngine:
             await self.server.abort_all()  # the gate is closed, so this reaches no later request
         if self._paused_at is not None:
             await self.server.pause()
-        else:
+        elif reopen:
             await self._inflight.open_gate()
+
+
+def _without_old_routes(found: Generation) -> Generation:
+    """The generation without the routes of older weights' tokens: a retraction has replaced them."""
+    if found.routes_R is None or (found.versions_R == found.versions_R[-1:]).all():
+        return found
+    routes_R = found.routes_R.copy()
+    routes_R[found.versions_R != found.versions_R[-1]] = unknown_expert(routes_R.dtype)
+    return replace(found, routes_R=routes_R)
 
 
 def _truncated_after(found: Generation, newest: int | None) -> Generation:

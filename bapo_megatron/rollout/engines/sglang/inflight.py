@@ -15,8 +15,10 @@ class InflightRequest:
     Made by ``SglangEngine.generate``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, routes: bool = False) -> None:
+        """``routes``: whether its answer must have routes."""
         self.rid = uuid.uuid4().hex
+        self.routes = routes
         self.sent = False
         self.aborted = False
         self.newest: int | None = None

@@ -34,6 +34,7 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
     flag,
     install_command,
 )
+from bapo_megatron.rollout.engines.sglang.route_wire import FLAG as ROUTES_FLAG
 from bapo_megatron.rollout.engines.sglang.server_folder import ServerFolder, remove_files, shared_files
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.runtime.child_process import ChildProcess
@@ -92,6 +93,7 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         # Not on a CPU: there SGLang answers the release calls without it.
         *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
         *(NO_PREFILL_GRAPH if cuda and not _names(sglang.flags, NO_PREFILL_GRAPH[0]) else ()),
+        *((ROUTES_FLAG,) if config.rollout.route_replay != "off" else ()),
         *more_flags(sglang),
     ]
 

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from bapo_megatron.rollout.engines.sglang.requirements import RESERVED_TOKENS
+from bapo_megatron.rollout.engines.sglang.route_wire import asked_fields, decoded_routes, without_routes
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -37,12 +38,15 @@ def generate_payload(request: GenerateRequest, rid: str) -> bytes:
             "skip_special_tokens": False,
         },
     }
-    body = {**about, "input_ids": np.ascontiguousarray(request.input_ids)}
+    body = {**about, **asked_fields(request), "input_ids": np.ascontiguousarray(request.input_ids)}
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def generation_of(request: GenerateRequest, body: bytes) -> Generation:
     """The generation in an answer to ``request``. BadReply if it is invalid: it must not be trained on."""
+    routes = None
+    if request.routes is not None:
+        body, routes = without_routes(body)
     try:
         reply = orjson.loads(body)
         about = reply["meta_info"]
@@ -53,6 +57,7 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
             log_probs_R=log_probs,
             versions_R=_versions(about, len(tokens)),
             finish_reason=_FINISH[about["finish_reason"]["type"]],
+            routes_R=_routes(request, routes, len(tokens)),
         )
         listed = reply.get("output_ids")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -60,6 +65,16 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
     for problem in _problems(request, generation, listed):
         raise BadReply(f"request {request.request_id!r}: {problem}")
     return generation
+
+
+def _routes(request: GenerateRequest, text: memoryview | None, tokens: int) -> np.ndarray | None:
+    """The routes of an answer; None if it has none. BadReply if they are none of the model."""
+    if text is None or request.routes is None:
+        return None
+    try:
+        return decoded_routes(text, tokens, request.routes)
+    except ValueError as error:
+        raise BadReply(f"request {request.request_id!r}: its routes are wrong: {error}") from error
 
 
 def _tokens(rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:

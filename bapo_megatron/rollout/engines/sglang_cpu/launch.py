@@ -22,6 +22,7 @@ access.install()
 if __name__ == "__main__":
     set_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: set_method("fork", force=True)
+    stand_ins.unpin()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

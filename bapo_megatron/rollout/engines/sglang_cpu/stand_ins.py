@@ -23,6 +23,16 @@ def install() -> None:
             _triton(_platform_stubs())
 
 
+def unpin() -> None:
+    """Take plain memory for what a server records of each token (routed experts): CUDA alone pins memory."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    def allocate(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any, *_: Any) -> Any:
+        return allocator.allocate(dims, dtype=dtype, device=device)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
 def _torchvision_operators() -> Any:
     """The two operators that importing torchvision needs; those of PyPI's CUDA build do not load here."""
     library = torch.library.Library("torchvision", "DEF")

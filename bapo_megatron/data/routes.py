@@ -1,0 +1,105 @@
+"""Routes, the experts that tokens took when they were sampled: their check, and the files of a step's routes.
+
+    RUN/journal/step_000001.routes.npy      uint8 (uint16 above 256 experts) [tokens of the step, layers, K]
+
+The sampler writes one beside each step file, which has the CRC of every response's rows. A rank maps it and
+reads those of its own samples. Numpy alone, no loop over tokens: a sampler handles hundreds of thousands a
+second. Used in ``rollout/engines/sglang/``, ``rollout/sampler/`` and this folder.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bapo_megatron.errors import StorageFailed
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.types import RouteShape, StoredRoutes
+
+WAIT_S = 60.0
+"""Longest wait for a file that another machine has written: a shared file system may show it late."""
+
+_BLOCK = 1 << 16
+"""Rows that are checked at a time: what fits a processor's cache."""
+
+
+def unknown_expert(dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> int:
+    """The number that stands throughout the row of an unknown route: the dtype's largest."""
+    return int(np.iinfo(np.dtype(dtype)).max)
+
+
+def known_rows(routes_R: np.ndarray) -> np.ndarray:
+    """Whether each token's route is known, bool [R]. A token's route is known in all layers or in none."""
+    first = routes_R[:, 0]
+    known_R: np.ndarray = (first != unknown_expert(first.dtype)).any(-1)
+    return known_R
+
+
+def route_problem(routes: np.ndarray, shape: RouteShape) -> str | None:
+    """Why an engine's routes are none of a model with this ``shape``: out of range, or an expert twice.
+
+    ``routes``: [tokens, layers, per_token], as they are stored. None if nothing is wrong.
+    """
+    rows = routes.reshape(-1, shape.per_token)
+    for start in range(0, len(rows), _BLOCK):
+        columns = np.ascontiguousarray(rows[start : start + _BLOCK].T)
+        wrong = columns.max(0) >= shape.experts
+        for number in range(1, shape.per_token):
+            for other in range(number):
+                wrong |= columns[number] == columns[other]
+        if wrong.any():
+            token, layer = divmod(start + int(wrong.argmax()), shape.layers)
+            found = rows[start + int(wrong.argmax())].tolist()
+            return (
+                f"token {token} went to the experts {found} of layer {layer}; a route has {shape.per_token} "
+                f"different ones of 0 to {shape.experts - 1}"
+            )
+    return None
+
+
+def write_routes(path: Path, parts: Sequence[np.ndarray]) -> list[int]:
+    """Write the routes of a step's responses, end to end, atomically; returns the CRC of each part.
+
+    ``parts``: [tokens of the response, layers, per_token] each, of one dtype. OSError if the disk fails.
+    """
+    header, first = BytesIO(), parts[0]
+    shape = (sum(map(len, parts)), *first.shape[1:])
+    described = {"descr": first.dtype.str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, described)
+    buffers = [np.ascontiguousarray(part) for part in parts]
+    write_atomically(path, [header.getvalue(), *(part.data for part in buffers if part.size)])
+    return [zlib.crc32(part.data) for part in buffers]
+
+
+def read_routes(stored: StoredRoutes, wait_s: float = WAIT_S) -> np.ndarray:
+    """The routes of one response [tokens, layers, per_token], mapped from the file of its step.
+
+    Waits at most ``wait_s`` for the file. StorageFailed if it is not there, is another file, or its rows are
+    not those that were written.
+    """
+    path, deadline = stored.file, time.monotonic() + wait_s
+    while True:
+        try:
+            whole = np.load(path, mmap_mode="r", allow_pickle=False)
+            break
+        except (OSError, ValueError) as error:  # not there yet, or not as long as its header says
+            if time.monotonic() > deadline:
+                raise StorageFailed(
+                    f"{path}: the routes cannot be read after {wait_s:g} s: {error}; every rank must see the "
+                    "run directory"
+                ) from error
+            time.sleep(0.05)
+    rows: np.ndarray = whole[stored.first : stored.first + stored.tokens]
+    wanted = (stored.tokens, stored.layers, stored.per_token)
+    if rows.shape != wanted or rows.dtype.str != stored.dtype or zlib.crc32(rows.data) != stored.crc:
+        raise StorageFailed(
+            f"{path}: rows {stored.first} to {stored.first + stored.tokens} are not the routes that were "
+            "written there: the file is damaged; start the run again, which samples the step anew"
+        )
+    return rows

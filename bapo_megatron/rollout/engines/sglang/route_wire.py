@@ -1,0 +1,60 @@
+"""Routes in the answers of SGLang 0.5.23: ``meta_info.routed_experts``, base64 of int32 [tokens, layers, K].
+
+A request asks with ``return_routed_experts`` from the position that predicts its first token on
+(``routed_experts_start_len``), so the rows are those of the answer's tokens. They are all but a hundredth of
+an answer: 2,731 characters a token of Qwen3-30B-A3B. So they are cut out before JSON is parsed, and packed at
+once. Used by ``wire.py``.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import Any
+
+import numpy as np
+
+from bapo_megatron.data.routes import route_problem
+from bapo_megatron.types import GenerateRequest, RouteShape
+
+FLAG = "--enable-return-routed-experts"
+"""The flag of a server that returns routes."""
+
+_FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
+
+
+def asked_fields(request: GenerateRequest) -> dict[str, Any]:
+    """The fields of a request's body that ask for routes; none if it asks for none."""
+    if request.routes is None:
+        return {}
+    return {"return_routed_experts": True, "routed_experts_start_len": len(request.input_ids) - 1}
+
+
+def without_routes(body: bytes) -> tuple[bytes, memoryview | None]:
+    """An answer's JSON with an empty string for its routes, and their text; None if it has none."""
+    found = _FIELD.search(body)
+    if found is None:
+        return body, None
+    end = body.index(b'"', found.end())
+    return body[: found.end()] + body[end:], memoryview(body)[found.end() : end]
+
+
+def decoded_routes(text: memoryview, tokens: int, shape: RouteShape) -> np.ndarray:
+    """The routes of an answer of so many ``tokens``, packed. ValueError if they are none of this model."""
+    wide = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+    size = tokens * shape.layers * shape.per_token
+    if wide.size != size:
+        raise ValueError(
+            f"{wide.size} experts are no routes of {tokens} tokens through {shape.layers} layers with "
+            f"{shape.per_token} experts each, which are {size}"
+        )
+    if size and wide.view(np.uint32).max() >= shape.experts:
+        place = int(wide.view(np.uint32).argmax())
+        token, layer = divmod(place // shape.per_token, shape.layers)
+        raise ValueError(
+            f"token {token} went to expert {wide[place]} of layer {layer}; there are 0 to {shape.experts - 1}"
+        )
+    routes = wide.astype(shape.dtype).reshape(tokens, shape.layers, shape.per_token)
+    if problem := route_problem(routes, shape):
+        raise ValueError(problem)
+    return routes

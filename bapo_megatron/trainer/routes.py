@@ -1,0 +1,74 @@
+"""Routes in the training loop: their metrics, and what is said where they are missing or differ.
+
+    routes/known             share of the trained tokens whose route the engine gave
+    routes/unknown_tokens    positions without one, prompts included: the trainer's routers choose for them
+    routes/mismatch          share of tokens with a route that the trainer's router of a layer would send to
+                             other experts, in the mean over the layers
+    routes/engine_mismatch   the same, of trained tokens that the policy's present weights sampled
+
+Engine and trainer round differently, so nearly equal router logits change places; after an update of the
+weights more do. At the same weights much of it is an error: routes of other tokens or layers, or an engine
+with other weights. Used by ``train.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from bapo_megatron.config import AlgorithmConfig, RolloutConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.trainer.records.recorder import Recorder
+from bapo_megatron.types import Metrics, StepBatch
+
+NAMES = ("routes/known", "routes/unknown_tokens", "routes/mismatch", "routes/engine_mismatch")
+"""The metrics of an update with routes."""
+
+
+def route_names(rollout: RolloutConfig) -> tuple[str, ...]:
+    """Names of the metrics that ``route_metrics`` returns in a run; none without routes."""
+    return () if rollout.route_replay == "off" else NAMES
+
+
+def route_metrics(sums: Tensor | None) -> Metrics:
+    """Metrics of ``UpdateResult.routes``; none without routes. A share of nothing is None."""
+    if sums is None:
+        return {}
+    trained, known, unknown, routed, differing, same, same_differing = sums.tolist()
+    shares = (known, trained), (differing, routed), (same_differing, same)
+    of_trained, mismatch, engine = (part / whole if whole else None for part, whole in shares)
+    return dict(zip(NAMES, (of_trained, unknown, mismatch, engine), strict=True))
+
+
+def check_stored_routes(rollout: RolloutConfig, step: int, batch: StepBatch) -> None:
+    """ConfigError, on every rank, if a response of ``batch`` was stored without routes that the run needs."""
+    if rollout.route_replay == "off":
+        return
+    rollouts = [one for group in batch.groups for one in group.rollouts]
+    missing = sum(one.stored_routes is None and len(one.token_ids_R) > 0 for one in rollouts)
+    if missing:
+        raise ConfigError(
+            f"rollout.route_replay={rollout.route_replay}: {missing} of the {len(rollouts)} responses of "
+            f"step {step} were stored without routes, before the run asked for them; set it to off, or begin "
+            "a new run"
+        )
+
+
+def check_route_mismatch(
+    config: AlgorithmConfig, step: int, updates: Sequence[Metrics], recorder: Recorder | None
+) -> None:
+    """Mismatch check of routes, once the step is recorded: a warning and an event above the limit.
+
+    ``updates``: the metrics of the step's updates.
+    """
+    limit = config.route_mismatch_limit
+    found = [share for update in updates if (share := update.get("routes/engine_mismatch")) is not None]
+    if recorder and limit is not None and found and max(found) > limit:
+        recorder.routes_differ(
+            step,
+            f"step {step}: at the same weights engine and trainer send {max(found):.1%} of the tokens to "
+            f"different experts (routes/engine_mismatch), above algorithm.route_mismatch_limit={limit:g}. "
+            "Rounding does that to a few: if rollout/engine_gap_mean is small, replay the routes, or raise "
+            "the limit; else the engines have other weights, or the routes are of other tokens",
+        )

@@ -1,0 +1,379 @@
+"""Routes from an engine's answer to the file of a step: decoded, checked, journaled, stored, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.config import ModelConfig
+from bapo_megatron.data.routes import known_rows, read_routes, route_problem, write_routes
+from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.rollout.engines.local.model import LocalModel
+from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
+from bapo_megatron.rollout.sampler.step_batches import (
+    StepFiles,
+    read_step,
+    routes_path,
+    step_path,
+    write_step,
+)
+from bapo_megatron.types import (
+    GenerateRequest,
+    Group,
+    ResponseTokens,
+    Rollout,
+    RouteShape,
+    SamplingParams,
+    StepBatch,
+    StoredRoutes,
+)
+from tests.support.models import EXPERTS as FAMILY
+from tests.support.models import save_tiny_model, tiny_model
+from tests.support.routed_engine import LAYERS, RoutedEngine, routes_of
+from tests.support.sampling import ScriptedEngine, World, until
+from tests.unit.rollout.test_step_batches import batch, rollout
+
+SHAPE = RouteShape(layers=2, per_token=2, experts=8)
+REQUEST = GenerateRequest("r", np.array([1, 2, 4]), SamplingParams(1.0, 3, ()), routes=SHAPE)
+
+
+# --- what a route is ---
+
+
+@pytest.mark.parametrize(
+    ("experts", "per_token", "dtype"),
+    [(8, 2, "u1"), (255, 1, "u1"), (256, 8, "u1"), (256, 1, "u2"), (257, 8, "u2"), (512, 10, "u2")],
+)
+def test_a_byte_holds_an_expert_and_the_mark_of_an_unknown_route(
+    experts: int, per_token: int, dtype: str
+) -> None:
+    shape = RouteShape(3, per_token, experts)
+    assert shape.dtype == np.dtype(dtype)
+    last = np.full((1, 3, per_token), experts - 1, shape.dtype)
+    last[..., : per_token - 1] = np.arange(per_token - 1)
+    assert known_rows(last).tolist() == [True]
+
+
+WRONG = {
+    "out of range": (
+        [[[0, 1], [2, 3]], [[4, 5], [8, 7]]],
+        r"token 1 went to the experts \[8, 7\] of layer 1",
+    ),
+    "twice": ([[[0, 1], [6, 6]], [[4, 5], [2, 7]]], r"token 0 went to the experts \[6, 6\] of layer 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_expert_out_of_range_or_twice_is_no_route(name: str) -> None:
+    rows, says = WRONG[name]
+    problem = route_problem(np.array(rows, np.uint8), SHAPE)
+    assert problem is not None
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(problem)
+
+
+def test_every_row_of_a_long_answer_is_checked() -> None:
+    """The check takes blocks of rows: the last row of the second block, and a pair that is not adjacent."""
+    shape = RouteShape(4, 8, 128)
+    routes = np.tile(np.arange(8, dtype=np.uint8), (40_000, 4, 1))
+    assert route_problem(routes, shape) is None
+    routes[32_767, 3] = [7, 1, 2, 3, 4, 5, 6, 7]
+    assert str(route_problem(routes, shape)).startswith("token 32767 went to the experts [7, 1, 2")
+
+
+# --- SGLang's answers ---
+
+
+def reply(routes: Any, tokens: int = 3, version: str = "0", **about: Any) -> bytes:
+    meta = {
+        "finish_reason": {"type": "length"},
+        "weight_version": version,
+        "output_token_logprobs": [[-1.0, 5 + n, None] for n in range(tokens)],
+        **about,
+    }
+    if routes is not None:
+        meta["routed_experts"] = base64.b64encode(np.array(routes, np.int32).tobytes()).decode()
+    return json.dumps({"output_ids": [5, 6, 7][:tokens], "meta_info": meta}).encode()
+
+
+THREE = [[[0, 1], [7, 6]], [[5, 4], [1, 0]], [[3, 2], [2, 3]]]
+
+
+def test_a_request_asks_from_the_position_that_predicts_its_first_token() -> None:
+    sent = json.loads(generate_payload(REQUEST, "x"))
+    assert (sent["return_routed_experts"], sent["routed_experts_start_len"]) == (True, 2)
+    plain = json.loads(generate_payload(replace(REQUEST, routes=None), "x"))
+    assert not {"return_routed_experts", "routed_experts_start_len"} & set(plain)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_answers_routes_are_packed(indent: int | None) -> None:
+    body = json.dumps(json.loads(reply(THREE)), indent=indent).encode()
+    found = generation_of(REQUEST, body).routes_R
+    assert found is not None
+    assert (found.tolist(), found.dtype) == (THREE, np.uint8)
+    assert generation_of(REQUEST, reply(None)).routes_R is None
+    assert generation_of(replace(REQUEST, routes=None), reply(THREE)).routes_R is None
+
+
+PAIR = [[3, 3], [2, 3]]
+BAD: dict[str, tuple[Any, str]] = {
+    "a token less": (THREE[:2], "8 experts are no routes of 3 tokens through 2 layers with 2 experts each"),
+    "the prompt's, too": ([*THREE, *THREE], "24 experts are no routes of 3 tokens"),
+    "out of range": (
+        [THREE[0], [[5, 4], [1, 8]], THREE[2]],
+        "token 1 went to expert 8 of layer 1; there are",
+    ),
+    "negative": ([[[0, 1], [-1, 6]], *THREE[1:]], "token 0 went to expert -1 of layer 1"),
+    "an expert twice": ([THREE[0], THREE[1], PAIR], r"token 2 went to the experts \[3, 3\] of layer 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_routes_are_refused(name: str) -> None:
+    routes, says = BAD[name]
+    with pytest.raises(BadReply, match=f"request 'r': its routes are wrong: {says}"):
+        generation_of(REQUEST, reply(routes))
+
+
+def test_routes_that_are_no_base64_are_refused() -> None:
+    body = reply(THREE).replace(b'"routed_experts": "AA', b'"routed_experts": "A*')
+    with pytest.raises(BadReply, match="its routes are wrong"):
+        generation_of(REQUEST, body)
+
+
+# --- the embedded engine ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(FAMILY, tmp_path_factory.mktemp("model"))
+
+
+def test_the_local_engine_returns_the_routes_of_the_predicting_positions(folder: Path) -> None:
+    """Those of the whole sequences in transformers; by segment as at once; where they are asked for."""
+    shape, model = RouteShape(4, 2, 8), LocalModel(folder, 8)
+    prompts = ([5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [1])
+
+    def ask(index: int, ids: list[int], new: int, prefix: int = 0, routes: bool = True) -> GenerateRequest:
+        params = SamplingParams(1.0, new, (), seed=index)
+        return GenerateRequest(
+            f"{index}", np.array(ids, np.int32), params, prefix, routes=shape if routes else None
+        )
+
+    whole = model.generate([ask(n, ids, 5 + 3 * n, routes=n != 3) for n, ids in enumerate(prompts)])
+    assert whole[3].routes_R is None
+    plain = tiny_model(FAMILY)
+    for ids, answer in zip(prompts[:3], whole[:3], strict=True):
+        tokens = torch.tensor([*ids, *answer.token_ids_R.tolist()])
+        with torch.no_grad():
+            logits = plain(tokens[None, :-1], output_router_logits=True).router_logits
+        theirs = torch.stack([one.topk(2, -1).indices for one in logits], 1)[len(ids) - 1 :]
+        assert answer.routes_R is not None
+        assert (answer.routes_R.dtype, answer.routes_R.tolist()) == (np.uint8, theirs.tolist())
+    [first] = model.generate([ask(1, [9, 10], 3)])
+    [rest] = model.generate([ask(1, [9, 10, *first.token_ids_R.tolist()], 5, prefix=3)])
+    joined = ResponseTokens.joined([first, rest])
+    assert joined.routes_R is not None
+    assert whole[1].routes_R is not None
+    assert joined.token_ids_R.tolist() == whole[1].token_ids_R.tolist()
+    assert joined.routes_R.tolist() == whole[1].routes_R.tolist()
+    model.close()
+
+
+# --- step files ---
+
+
+def with_routes(one: Rollout, prompt: int, sample: int) -> Rollout:
+    return replace(one, routes_R=routes_of(prompt, sample, range(len(one.token_ids_R))))
+
+
+def routed_batch() -> StepBatch:
+    """The batch of ``test_step_batches``, whose last response has no routes."""
+    groups = [
+        Group(group.prompt, tuple(with_routes(one, number, n) for n, one in enumerate(group.rollouts)))
+        for number, group in enumerate(batch().groups)
+    ]
+    last = groups[-1]
+    groups[-1] = Group(last.prompt, (last.rollouts[0], replace(last.rollouts[1], routes_R=None)))
+    return StepBatch(tuple(groups), {})
+
+
+def stored(found: StepBatch) -> list[StoredRoutes]:
+    return [one.stored_routes for group in found.groups for one in group.rollouts if one.stored_routes]
+
+
+def test_a_steps_routes_are_in_a_file_beside_it(tmp_path: Path) -> None:
+    with np.load(write_step(tmp_path, 3, routed_batch())) as arrays:
+        assert "routes" not in arrays.files
+    assert np.load(routes_path(tmp_path, 3)).shape == (10 + 0 + 3 + 8, LAYERS, 2)
+    found = read_step(tmp_path, 3)
+    assert all(one.routes_R is None for group in found.groups for one in group.rollouts)
+    assert [where.first for where in stored(found)] == [0, 10, 10, 13]
+    read = [read_routes(where, 0) for where in stored(found)]
+    assert read[0].tolist() == routes_of(0, 0, range(10)).tolist()
+    assert read[2].tolist() == routes_of(1, 0, range(3)).tolist()
+    assert [known_rows(one).all() for one in read] == [True, True, True, False]
+    assert not known_rows(read[3]).any()
+    again = write_step(tmp_path / "again", 3, routed_batch())
+    assert again.read_bytes() == step_path(tmp_path, 3).read_bytes()
+
+
+def test_the_routes_are_on_disk_before_the_step_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bapo_megatron.rollout.sampler import step_batches
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(step_batches, "write_atomically", fail)  # that of the step file alone
+    with pytest.raises(Exception, match="No space left"):
+        write_step(tmp_path, 3, routed_batch())
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003.routes.npy"]
+
+
+def test_damaged_and_missing_routes_are_seen(tmp_path: Path) -> None:
+    """Every response has a checksum: a flipped bit, and the rows of another response."""
+    write_step(tmp_path, 3, routed_batch())
+    where, path = stored(read_step(tmp_path, 3)), routes_path(tmp_path, 3)
+    with pytest.raises(StorageFailed, match="routes.npy: rows 1 to 11 are not the routes"):
+        read_routes(replace(where[0], first=1), 0)
+    with pytest.raises(StorageFailed, match="rows 10 to 13 are not"):
+        read_routes(replace(where[2], dtype="<u2"), 0)
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    read_routes(where[0], 0)
+    with pytest.raises(StorageFailed, match="the file is damaged; start the run again"):
+        for one in where:
+            read_routes(one, 0)
+    path.write_bytes(content[:-1])
+    with pytest.raises(StorageFailed, match="cannot be read after 0.1 s"):
+        read_routes(where[0], 0.1)
+    path.unlink()
+    with pytest.raises(StorageFailed, match=r"every rank must see the run directory"):
+        read_routes(where[0], 0.1)
+
+
+def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    async def check() -> None:
+        routes = routes_of(0, 0, range(3))
+        [crc] = write_routes(tmp_path / "late.npy", [routes])
+        where = StoredRoutes(tmp_path / "shown.npy", 0, 3, LAYERS, 2, "|u1", crc)
+        reading = asyncio.create_task(asyncio.to_thread(read_routes, where, 60))
+        await asyncio.sleep(0.1)
+        assert not reading.done()
+        (tmp_path / "late.npy").rename(tmp_path / "shown.npy")
+        assert (await reading).tolist() == routes.tolist()
+
+    asyncio.run(check())
+
+
+def test_a_step_without_its_routes_is_put_aside_and_deleted_with_its_file(tmp_path: Path) -> None:
+    reported: list[str] = []
+    files = StepFiles(tmp_path, lambda kind, **_: reported.append(kind))
+    for step in (1, 2, 3):
+        write_step(tmp_path, step, routed_batch())
+    assert files.is_readable(2)
+    path = routes_path(tmp_path, 2)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert not files.is_readable(2)
+    assert reported == ["step_lost"]
+    lost = {f"step_00000{n}.{end}" for n in (2, 3) for end in ("lost", "routes.lost")}
+    assert {one.name for one in tmp_path.iterdir()} == {"step_000001.npz", "step_000001.routes.npy", *lost}
+    files.delete(2)
+    assert {one.name for one in tmp_path.iterdir()} == {"step_000003.lost", "step_000003.routes.lost"}
+
+
+def test_steps_without_routes_have_no_such_file(tmp_path: Path) -> None:
+    write_step(tmp_path, 1, StepBatch((), {}))
+    write_step(tmp_path, 2, batch())
+    assert {one.name for one in tmp_path.iterdir()} == {"step_000001.npz", "step_000002.npz"}
+    assert stored(read_step(tmp_path, 2)) == []
+
+
+def test_parts_of_a_response_without_routes_are_unknown() -> None:
+    first, second = rollout(3, 0.0), rollout(2, 0.0)
+    joined = ResponseTokens.joined([first, with_routes(second, 0, 0)]).routes_R
+    assert joined is not None
+    assert joined.dtype == np.uint8
+    assert known_rows(joined).tolist() == [False] * 3 + [True] * 2
+    wide = replace(second, routes_R=routes_of(0, 0, range(2)).astype(np.uint16))
+    with pytest.raises(ValueError, match="routes_R: the values of some tokens have another shape or type"):
+        ResponseTokens.joined([with_routes(first, 0, 0), wide])
+
+
+# --- the sampler ---
+
+SETTINGS: dict[str, Any] = {
+    "prompts_per_step": 2,
+    "group_size": 2,
+    "max_response_tokens": 12,
+    "segment_tokens": 2,
+    "drop_uniform_groups": False,
+    "route_replay": "replay",
+}
+
+
+def world(tmp_path: Path, model: Path, engine: ScriptedEngine) -> World:
+    made = World(tmp_path, [engine], **SETTINGS)
+    made.config = replace(made.config, model=ModelConfig(model))
+    return made
+
+
+def test_routes_of_every_segment_survive_kills(tmp_path: Path, folder: Path) -> None:
+    """Killed with half of each response in the log: the step's file has the routes of all places."""
+
+    async def check() -> None:
+        engine = RoutedEngine(lambda prompt, sample: "yabcdef"[: 5 + sample])
+        engine.holds = lambda request: request.prefix_tokens >= 4
+        engine.gate.clear()
+        made = world(tmp_path, folder, engine)
+        async with made.sampling():
+            await until(lambda: made.sampler.state()["tokens"].get("sampled") == 2 * 2 * 4)
+            made.kill()
+        engine.gate.set()
+        engine.asked.clear()
+        async with made.sampling():
+            found = await made.batch(1)
+        assert {request.prefix_tokens for request in engine.asked} == {4, 6}
+        for group in found.groups:
+            for sample, one in enumerate(group.rollouts):
+                assert one.stored_routes is not None
+                wanted = routes_of(int(group.prompt.token_ids_P[0]), sample, range(len(one.token_ids_R)))
+                assert read_routes(one.stored_routes, 0).tolist() == wanted.tolist()
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_an_engine_without_routes_stops_the_first_step(tmp_path: Path, folder: Path) -> None:
+    async def check() -> None:
+        made = world(tmp_path, folder, ScriptedEngine(lambda *_: "yab"))
+        async with made.sampling():
+            with pytest.raises(ConfigError, match="scripted: answers without routes, which rollout"):
+                await made.batch(1)
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_keep_steps_removes_the_routes_with_the_step(tmp_path: Path, folder: Path) -> None:
+    async def check() -> None:
+        made = world(tmp_path, folder, RoutedEngine(lambda *_: "yab"))
+        made.config = replace(made.config, rollout=replace(made.config.rollout, keep_steps=1))
+        async with made.sampling():
+            for step in (1, 2, 3):
+                await made.train(step)
+            await made.sampler.checkpointed(3)
+        names = {path.name for path in made.journal.glob("step_*")}
+        assert names == {"step_000003.npz", "step_000003.routes.npy"}
+
+    asyncio.run(asyncio.wait_for(check(), 90))

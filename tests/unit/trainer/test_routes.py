@@ -1,0 +1,78 @@
+"""Routes in the training loop: metrics by hand, and what is said of missing and of differing ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.config import AlgorithmConfig, ModelConfig, RolloutConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.trainer.preflight import check_route_replay
+from bapo_megatron.trainer.routes import check_route_mismatch, check_stored_routes, route_metrics, route_names
+from bapo_megatron.types import Group, Prompt, Rollout, StepBatch, StoredRoutes
+from tests.support.models import save_tiny_model
+
+
+def test_metrics_by_hand() -> None:
+    """8 trained tokens, 6 with a route; 5 positions without; 24 pairs of token and layer: 6 differ."""
+    found = route_metrics(torch.tensor([8.0, 6, 5, 24, 6, 12, 3]))
+    assert found == {
+        "routes/known": 0.75,
+        "routes/unknown_tokens": 5.0,
+        "routes/mismatch": 0.25,
+        "routes/engine_mismatch": 0.25,
+    }
+    assert route_metrics(torch.tensor([8.0, 0, 9, 0, 0, 0, 0]))["routes/mismatch"] is None
+    assert route_metrics(None) == {}
+    assert route_names(RolloutConfig()) == ()
+    assert tuple(found) == route_names(RolloutConfig(route_replay="measure"))
+
+
+class Said:
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def routes_differ(self, _step: int, message: str) -> None:
+        self.messages.append(message)
+
+
+@pytest.mark.parametrize(
+    ("shares", "limit", "says"),
+    [([0.1, 0.05], 0.1, False), ([0.05, 0.11], 0.1, True), ([None], 0.1, False), ([0.9], None, False)],
+)
+def test_a_share_above_the_limit_is_said(shares: list[Any], limit: float | None, says: bool) -> None:
+    said, config = Said(), AlgorithmConfig(route_mismatch_limit=limit)
+    updates = [{"routes/engine_mismatch": share} for share in shares]
+    check_route_mismatch(config, 4, updates, said)  # type: ignore[arg-type]
+    check_route_mismatch(config, 4, [{}], said)  # type: ignore[arg-type]
+    check_route_mismatch(config, 4, updates, None)
+    assert bool(said.messages) == says
+    if says:
+        assert "step 4: at the same weights engine and trainer send 11.0% of the tokens" in said.messages[0]
+
+
+def test_stored_rollouts_without_routes_stop_a_run_that_needs_them() -> None:
+    ids = np.arange(3, dtype=np.int32)
+    stored = StoredRoutes(Path("routes.npy"), 0, 3, 2, 2, "|u1", 0)
+    rollouts = (Rollout(ids, ids, ids, "stop", 1.0, stored), Rollout(ids, ids, ids, "stop", 0.0))
+    batch = StepBatch((Group(Prompt(0, ids, "", ""), rollouts),), {})
+    check_stored_routes(RolloutConfig(), 7, batch)
+    with pytest.raises(ConfigError, match="1 of the 2 responses of step 7 were stored without routes"):
+        check_stored_routes(RolloutConfig(route_replay="replay"), 7, batch)
+
+
+def test_the_preflight_asks_for_experts_and_an_engine_with_routes(tmp_path: Path) -> None:
+    dense = ModelConfig(save_tiny_model("qwen3", tmp_path / "dense"))
+    sparse = ModelConfig(save_tiny_model("qwen3_moe", tmp_path / "sparse"))
+    for engine in ("local", "sglang"):
+        check_route_replay(RolloutConfig(route_replay="replay", engine=engine), sparse)
+    check_route_replay(RolloutConfig(), dense)
+    with pytest.raises(ConfigError, match=r"route_replay=measure: model.hf_path=.*dense has no experts"):
+        check_route_replay(RolloutConfig(route_replay="measure"), dense)
+    own = RolloutConfig(route_replay="replay", engine="tests.support.plain_engine:PlainBackend")
+    with pytest.raises(ConfigError, match=r"rollout.engine=tests.support.plain_engine:\w+ returns no routes"):
+        check_route_replay(own, sparse)

@@ -8,12 +8,16 @@ Chosen here, because the paper does not say: prompts, group size and updates of 
 layout, which docs/planning.md explains. The paper starts from its own SFT model, BP-Math-32B; this recipe
 names DeepSeek-R1-Distill-Qwen-32B, another of its backbones, which has the same shape and is public.
 
+Preset: `paper(131_072)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
+and no study of ours prefers another. A search sees 131,072 tokens, as many responses as the 16,384 of the
+authors' script with 8k.
+
     bapo plan recipes/bp_math_32b_64k.py
 """
 
 from pathlib import Path
 
-from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -45,7 +49,7 @@ def recipe() -> RunConfig:
             segment_tokens=8192,
             sglang=SglangConfig(tensor=4),  # one GPU has too little room beside the weights
         ),
-        algorithm=AlgorithmConfig(bounds=balanced(), advantage="grpo", updates_per_epoch=4),
+        algorithm=AlgorithmConfig(bounds=paper(131_072), advantage="grpo", updates_per_epoch=4),
         optimizer=OptimizerConfig(lr=2e-6, weight_decay=0.01),
         # 65536 + 2048, a multiple of 2 x CP x TP: a pack holds one sequence of full length, or several.
         batch=BatchConfig(pack_tokens=67584, recompute="none"),

@@ -9,12 +9,16 @@ weight decay, steps, segments of 8,192 tokens, layout. The paper starts from its
 this recipe names DeepSeek-R1-Distill-Qwen-7B, which has the same shape and is public. Engines run on nodes of
 their own: the cluster file says how many (docs/slurm.md).
 
+Preset: `paper(131_072)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
+and no study of ours prefers another. A search sees 131,072 tokens, as many responses as the 16,384 of the
+authors' script with 8k.
+
     bapo plan recipes/bp_math_7b_64k.py
 """
 
 from pathlib import Path
 
-from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -42,6 +46,6 @@ def recipe() -> RunConfig:
             segment_tokens=8192,
             sglang=SglangConfig(tensor=2),
         ),
-        algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=4),
+        algorithm=AlgorithmConfig(bounds=paper(131_072), updates_per_epoch=4),
         batch=BatchConfig(pack_tokens=67584),
     )

@@ -13,6 +13,9 @@ gradient, and a bound moves. Three seeds were tried: held-out answers rose from 
 64 % (60 problems with two responses each; intervals of 20 points), responses went from 25 to 33 tokens to 11
 to 19, and a bound moved in 7, 26 and 18 of 48 updates.
 
+Preset: `paper()`, the default, which follows the paper's figures (docs/algorithm.md). An update here has
+fewer tokens than one of its searches sees, so it makes one.
+
 It does not show that BAPO learns this better than fixed bounds do (docs/results.md), and nothing of long
 responses. 60 problems with two responses each are a small sample, too.
 """

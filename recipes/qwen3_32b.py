@@ -11,13 +11,17 @@ Chosen here, not in the paper: the model, responses of 32k tokens (with a prompt
 context of 40,960), 64 prompts x 16 responses a step, four updates of a quarter of the batch each, which is
 staleness 4 as the paper counts (passes x batch / mini-batch), weight decay, steps, layout.
 
+Preset: `paper(65_536)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
+and no study of ours prefers another. A search sees 65,536 tokens, as many responses as the 16,384 of the
+authors' script with 8k.
+
     bapo plan recipes/qwen3_32b.py
     bapo submit recipes/qwen3_32b.py --cluster FILE        # rollout_nodes = 4
 """
 
 from pathlib import Path
 
-from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -45,6 +49,6 @@ def recipe() -> RunConfig:
             segment_tokens=8192,
             sglang=SglangConfig(tensor=4),
         ),
-        algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=4),
+        algorithm=AlgorithmConfig(bounds=paper(65_536), updates_per_epoch=4),
         batch=BatchConfig(pack_tokens=34816),
     )

@@ -13,13 +13,16 @@ batch each, which is staleness 4 as the paper counts (passes x batch / mini-batc
 layout. All GPUs train and sample in turns: while servers sample, the policy is in host memory. By the plan at
 least 10 % of a GPU's memory stays free in both turns.
 
+Preset: `paper()`, because the paper's figures show a search in each micro-batch (docs/algorithm.md), and no
+study of ours prefers another.
+
     bapo plan recipes/qwen3_4b_8k.py
     sbatch slurm/colocated.sbatch recipes/qwen3_4b_8k.py
 """
 
 from pathlib import Path
 
-from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -46,6 +49,6 @@ def recipe() -> RunConfig:
             engine="sglang",
             sglang=SglangConfig(servers=8, colocated=True, sync="ipc", memory_fraction=0.75),
         ),
-        algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=4),
+        algorithm=AlgorithmConfig(bounds=paper(), updates_per_epoch=4),
         batch=BatchConfig(pack_tokens=10240),  # the longest prompt and response together
     )

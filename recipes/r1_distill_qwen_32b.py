@@ -8,12 +8,16 @@ model are the 7B row of Table 1; for it see r1_distill_qwen_7b_8k.py), learning 
 experiments, 64 prompts x 16 responses, four updates of a quarter of the batch each, which is staleness 4 as
 the paper counts (passes x batch / mini-batch), weight decay, steps, layout.
 
+Preset: `paper(65_536)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
+and no study of ours prefers another. A search sees 65,536 tokens, as many responses as the 16,384 of the
+authors' script with 8k.
+
     bapo plan recipes/r1_distill_qwen_32b.py
 """
 
 from pathlib import Path
 
-from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -41,6 +45,6 @@ def recipe() -> RunConfig:
             segment_tokens=8192,
             sglang=SglangConfig(tensor=4),
         ),
-        algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=4),
+        algorithm=AlgorithmConfig(bounds=paper(65_536), updates_per_epoch=4),
         batch=BatchConfig(pack_tokens=34816),
     )

@@ -11,10 +11,12 @@ Fig. 11 has 32k tokens:
 `--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --batch.recompute selective`.
 
 Chosen here, not in the paper: 64 prompts x 16 responses a step, staleness 4 by four passes over each batch
-(E = 3 in Algorithm 1) rather than by mini-batches, which reading of Eq. 8 (`balanced`; docs/algorithm.md
-compares them), prompts of up to 2k tokens, weight decay, steps, layout. All eight GPUs train, and all eight
-sample, in turns: while servers sample the policy is in host memory. By the plan at least 10 % of a GPU's
-memory stays free in both turns.
+(E = 3 in Algorithm 1) rather than by mini-batches, prompts of up to 2k tokens, weight decay, steps,
+layout. All eight GPUs train, and all eight sample, in turns: while servers sample the policy is in host
+memory. By the plan at least 10 % of a GPU's memory stays free in both turns.
+
+Preset: `paper()`, because the paper's figures show a search in each micro-batch (docs/algorithm.md), and no
+study of ours prefers another.
 
 Variants: the files of methods_7b_8k with `_grpo`, `_clip_higher`, `_asymmetric`, `_on_policy` and `_papo`
 behind this name; on four GPUs `_four_gpus`.
@@ -25,7 +27,7 @@ behind this name; on four GPUs `_four_gpus`.
 
 from pathlib import Path
 
-from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -52,6 +54,6 @@ def recipe() -> RunConfig:
             engine="sglang",
             sglang=SglangConfig(servers=8, colocated=True, sync="ipc", memory_fraction=0.75),
         ),
-        algorithm=AlgorithmConfig(bounds=balanced(), reuse_epochs=4),
+        algorithm=AlgorithmConfig(bounds=paper(), reuse_epochs=4),
         batch=BatchConfig(pack_tokens=10240),  # the longest prompt and response together
     )

@@ -121,7 +121,7 @@ class BoundsConfig:
         if self.bounds_tokens is not None and self.scope != "micro_batch":
             yield (
                 f"bounds_tokens={self.bounds_tokens} sizes the searches of scope=micro_batch; with "
-                f"scope={self.scope} leave it out"
+                f"scope={self.scope} set it to None"
             )
         if self.negative_weight == "first_pass" and self.measure == "surrogate":
             yield (
@@ -265,14 +265,18 @@ def search_path(config: BoundsConfig, first: int = 0) -> Iterator[tuple[int, int
         yield from ((lows - 1, high) for high in range(1, highs))
 
 
-def paper() -> BoundsConfig:
+def paper(tokens: int = PAPER_TOKENS) -> BoundsConfig:
     """Preset of the paper as its figures read: ``balanced`` in each micro-batch, ranges of Sec. 5.1.
 
-    Figs. 4, 8 and 9 decide the share (absolute) and the order, and speak for the gradient and for a search in
-    each micro-batch: docs/algorithm.md, "Which reading", says how sure each is. A micro-batch has about 16384
-    tokens: the paper does not say how many, and that is what the authors' example script gave a GPU.
+    The default of a run. Figs. 4, 8 and 9 decide the share (absolute) and the order, and speak for the
+    gradient and for a search in each micro-batch: docs/algorithm.md, "Which reading", says how sure each is.
+
+    Args:
+        tokens: about how many tokens a search sees. The paper does not say; 16384 is what the authors'
+            example script, whose responses have up to 8k tokens, gave a GPU. A search must see several
+            responses to balance anything, so longer responses need more.
     """
-    return replace(balanced(), scope="micro_batch", bounds_tokens=PAPER_TOKENS)
+    return replace(balanced(), scope="micro_batch", bounds_tokens=tokens)
 
 
 def eq8_literal() -> BoundsConfig:
@@ -342,5 +346,7 @@ def describe(config: BoundsConfig) -> str:
 
 def preset_name(config: BoundsConfig) -> str | None:
     """Name of the preset that equals ``config``; None if none does."""
-    presets = (paper, eq8_literal, balanced, floored, published_code, grpo, clip_higher)
+    if config.grouped and config.bounds_tokens and config == paper(config.bounds_tokens):
+        return paper.__name__
+    presets = (eq8_literal, balanced, floored, published_code, grpo, clip_higher)
     return next((preset.__name__ for preset in presets if preset() == config), None)

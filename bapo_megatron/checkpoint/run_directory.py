@@ -12,7 +12,7 @@ import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ _CONFIG_BYTES = 64 << 20
 
 _SAMPLES_ONLY = "rollout_only"
 """Entry of config.json: whether it is a run of ``bapo train --rollout-only``."""
+
+_DEFAULT_PRESET = "default_preset"
+"""Entry of config.json: that the run began when recipes had the preset ``paper``. Runs of before, when they
+had ``balanced``, lack it."""
+
+_FORMER_SCOPE = ("update", None)
+"""``scope`` and ``bounds_tokens`` of ``balanced``, which differs from ``paper`` in nothing else."""
 
 THREADS = "threads"
 """Field whose stored value is kept if a resume gives none: sums on a CPU depend on it."""
@@ -130,9 +137,8 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     """
     _check_kind(config.directory, samples_only)
     stored = read_config(config.directory)
-    metrics = RunPaths(config.directory).metrics
-    if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
-        return  # no step was made yet
+    if stored is None or not _has_steps(config.directory):
+        return
     kept = {THREADS} if config.threads is None else set()
     different = [
         change
@@ -149,6 +155,40 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
             + "to change them in this run: --allow-change "
             + " ".join(name for name, *_ in different)
         )
+
+
+def _has_steps(directory: Path) -> bool:
+    """Whether a step of the run was finished."""
+    metrics = RunPaths(directory).metrics
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """Preset of an older run that goes on: ``balanced`` in place of ``paper``, and the line that says so.
+
+    A run that began before ``paper`` became the default of recipes searches its bounds once an update. Its
+    own command, and its recipe as it is today, now ask for ``paper``: the run goes on as it began. Unchanged,
+    with None, for every other run, and where ``allow_change`` names the fields. Called by
+    ``commands/train_flags.py``.
+    """
+    stored, bounds = _stored(config.directory), config.algorithm.bounds
+    names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
+    if stored is None or _DEFAULT_PRESET in stored or not _has_steps(config.directory):
+        return config, None
+    then = with_present_fields(stored["config"])
+    if tuple(then.get(name) for name in names) != _FORMER_SCOPE or not bounds.grouped:
+        return config, None
+    if set(names) & set(config.allow_change):
+        return config, None
+    scope, tokens = _FORMER_SCOPE
+    kept = replace(bounds, scope=scope, bounds_tokens=tokens)
+    line = (
+        f"{config.directory} began with one search of the bounds an update (preset balanced), and goes on "
+        f"so; recipes now have the preset paper, a search for about {bounds.bounds_tokens} tokens. To change "
+        f"over: "
+        f"--allow-change {' '.join(names)}"
+    )
+    return replace(config, algorithm=replace(config.algorithm, bounds=kept)), line
 
 
 def _check_kind(directory: Path, samples_only: bool) -> None:
@@ -224,7 +264,11 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
 
     ``samples_only``: the run is one of ``--rollout-only``.
     """
-    kind = {_SAMPLES_ONLY: True} if samples_only else {}
+    before = _stored(config.directory)
+    kind: dict[str, Any] = {_SAMPLES_ONLY: True} if samples_only else {}
+    # A run of before the present default keeps that it is one, also after its continuation was stored.
+    if before is None or _DEFAULT_PRESET in before or not _has_steps(config.directory):
+        kind[_DEFAULT_PRESET] = "paper"
     stored = {"format": FORMAT, **kind, "config": plain_values(config)}
     write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
 

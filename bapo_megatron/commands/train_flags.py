@@ -19,6 +19,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from bapo_megatron.checkpoint.fork_record import ForkSource
+from bapo_megatron.checkpoint.run_directory import with_former_preset
 from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
@@ -75,10 +76,25 @@ def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
             raise ConfigError(
                 "--rollout-only samples from the recipe's model, and --fork trains on: give one"
             )
-        return TrainRequest(rollout_only_config(run), samples_only=True)
+        return TrainRequest(_continued(rollout_only_config(run)), samples_only=True)
     if options.train_only is not None:
         run = train_only_config(run, options.train_only)
-    return TrainRequest(run, fork=ForkSource.of(options.fork) if options.fork is not None else None)
+    return TrainRequest(
+        _continued(run), fork=ForkSource.of(options.fork) if options.fork is not None else None
+    )
+
+
+def _continued(run: RunConfig) -> RunConfig:
+    """The run, with the preset that it began with before today's default; it is said on the first rank."""
+    run, line = with_former_preset(run)
+    if line and _speaks():
+        print(line, file=sys.stderr, flush=True)
+    return run
+
+
+def _speaks() -> bool:
+    """Whether this process is alone, or the first of a launcher's."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def rollout_only_config(run: RunConfig) -> RunConfig:
@@ -114,7 +130,7 @@ def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
             f"--train-only: {source} holds no rollouts from step 1 on; sample some with `bapo train RECIPE "
             f"--rollout-only`, or name another run: --train-only RUN"
         )
-    if steps < run.steps and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if steps < run.steps and _speaks():
         text = f"{source} holds the rollouts of {steps} steps: steps={steps} instead of {run.steps}"
         print(text, file=sys.stderr, flush=True)
     return replace(

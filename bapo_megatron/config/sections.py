@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Lt
 from tyro.conf import AvoidSubcommands
 from tyro.constructors import PrimitiveConstructorSpec
 
-from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.bounds import BoundsConfig, paper
 from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
@@ -265,8 +265,9 @@ class RewardConfig:
 class AlgorithmConfig:
     """The objective: clipping bounds, advantages, the ratio's old policy, the reuse of each batch."""
 
-    bounds: BoundsConfig = field(default_factory=BoundsConfig)
-    """Clipping bounds; presets in `bapo_megatron.algo.bapo`. Another loss reads fixed ones or none."""
+    bounds: BoundsConfig = field(default_factory=paper)
+    """Clipping bounds; presets in `bapo_megatron.algo.bapo`, of which `paper()` is the default. Another
+    loss reads fixed ones or none."""
     loss: str = field(default="clip", kw_only=True)
     """The loss of an update. `clip`: the clipped surrogate of PPO at `bounds`, searched or fixed (GRPO,
     clip-higher). Others by name: docs/losses.md. Or `package.module:Name` of a subclass of

@@ -108,7 +108,7 @@ def _bounds(job: Job) -> Iterator[str]:
         )
         yield (
             f"  clip as fixed bounds of {low_values(bounds)[-1]:g} and {bounds.high_start:g} do. Raise "
-            f"algorithm.bounds.bounds_tokens, or set algorithm.bounds.scope=update"
+            f"algorithm.bounds.bounds_tokens, or set it to None and algorithm.bounds.scope to update"
         )
 
 

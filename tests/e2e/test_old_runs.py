@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
 from bapo_megatron.checkpoint.writer import digest
+from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig, load_recipe
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import cli as checkpoints
 from tests.fixtures.make_run import (
@@ -88,6 +91,59 @@ def test_a_run_whose_checkpoint_names_code_ends_in_one_line(tmp_path: Path) -> N
     assert not proof.exists()
     pickle.loads(path.read_bytes())
     assert proof.exists()  # the attack would have worked
+
+
+def todays_recipe(folder: Path) -> Path:
+    """The recipe of the stored run, with the preset that recipes have today."""
+    path, then = folder / "old_recipe.py", (ROOT / RECIPES["bapo"]).read_text()
+    assert then.count("balanced") == 2
+    path.write_text(then.replace("balanced", "paper"))
+    return path
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_run_of_the_former_preset_goes_on_with_it(
+    allowed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the recipe as it is today; ``--allow-change`` changes over. A run of today's is not touched."""
+    run_dir, recipe = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run"), todays_recipe(tmp_path)
+    names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
+    flags = ["--allow-change", *names] if allowed else []
+    config = train_flags("train", [str(recipe), f"--run-dir={run_dir}", *flags]).run
+    said = capsys.readouterr().err
+    check_same_run(config)
+    if allowed:
+        assert (said, config.algorithm.bounds.scope) == ("", "micro_batch")
+        return
+    assert (
+        f"{run_dir} began with one search of the bounds an update (preset balanced), and goes on so" in said
+    )
+    before = load_recipe(ROOT / RECIPES["bapo"], RunConfig)
+    assert config.algorithm == before.algorithm
+
+    store_config(config)  # as its continuation does: it is still an old run
+    assert train_flags("train", [str(recipe), f"--run-dir={run_dir}"]).run == config
+    (run_dir / "config.json").unlink()
+    store_config(config)  # as of a run that begins today with one search an update
+    with pytest.raises(ConfigError, match="algorithm.bounds.scope: 'update' in the run, 'micro_batch' now"):
+        check_same_run(train_flags("train", [str(recipe), f"--run-dir={run_dir}"]).run)
+
+
+@pytest.mark.slow
+def test_a_run_of_the_former_preset_computes_what_it_would_have(tmp_path: Path) -> None:
+    run_dir = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run")
+    code, output = run("bapo_megatron.cli", "train", str(todays_recipe(tmp_path)), f"--run-dir={run_dir}")
+    assert code == 0, output[-3000:]
+    assert "goes on so" in output
+    if SAME_BITS:
+        assert weights_digest(run_dir / "export") == EXPECTED["weights"]["bapo"]
+    _assert_alike(
+        [
+            _former(row, rows(ROOT / HERE / "bapo/updates.jsonl")[-1])
+            for row in rows(run_dir / "updates.jsonl", 3)
+        ],
+        rows(ROOT / HERE / "bapo/updates.jsonl"),
+    )
 
 
 def _former(row: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:

@@ -241,7 +241,8 @@ def test_two_ranks_end_with_one_message_when_a_checkpoint_fails(tmp_path: Path) 
 @pytest.mark.slow
 def test_lagged_bounds_come_back(whole: Path, tmp_path: Path) -> None:
     """They follow from the update before, which a continuation has not made."""
-    flags = [f"--rollout.replay={whole}", "--algorithm.bounds.scope=lagged", "--steps=4"]
+    lagged = ("--algorithm.bounds.scope=lagged", "--algorithm.bounds.bounds-tokens=None")
+    flags = [f"--rollout.replay={whole}", *lagged, "--steps=4"]
     unbroken, run_dir = tmp_path / "unbroken", tmp_path / "killed"
     finish(start(unbroken, *flags))
     process = start(run_dir, *flags)

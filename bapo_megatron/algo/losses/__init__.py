@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.bounds import BoundsConfig, fixed
+from bapo_megatron.algo.bounds import PAPER_TOKENS, BoundsConfig, fixed, paper
 from bapo_megatron.algo.measurements import LossTerms, Measurement
 from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, ratio, unmasked
@@ -240,10 +240,11 @@ def build_loss(algorithm: _LossSettings) -> Loss:
             f"{bounds.high_end}: set algorithm.bounds=fixed(low, high)"
         )
     read = fixed(bounds.low_start, bounds.high_start) if loss.bounds == "fixed" else BoundsConfig()
+    usual = paper(bounds.bounds_tokens or PAPER_TOKENS)  # the default: another loss may leave it as it is
     ignored = [
         f"algorithm.bounds.{item.name}={getattr(bounds, item.name)}"
         for item in dataclasses.fields(bounds)
-        if getattr(bounds, item.name) != getattr(read, item.name)
+        if getattr(bounds, item.name) not in (getattr(read, item.name), getattr(usual, item.name))
     ]
     if loss.bounds != "searched" and ignored:
         unset = "fixed(low, high)" if loss.bounds == "fixed" else "BoundsConfig()"

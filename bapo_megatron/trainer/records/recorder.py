@@ -255,7 +255,8 @@ def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | N
         recorder.one_sign(
             step,
             f"step {step}: {mean:.0%} of the tokens had bounds from searches that saw one sign alone, which "
-            f"balance nothing: raise algorithm.bounds.bounds_tokens, or set algorithm.bounds.scope=update",
+            f"balance nothing: raise algorithm.bounds.bounds_tokens, or set it to None and "
+            f"algorithm.bounds.scope to update",
         )
 
 

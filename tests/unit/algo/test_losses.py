@@ -13,7 +13,7 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
-from bapo_megatron.algo.bapo import BoundsConfig, balanced, clip_higher, fixed
+from bapo_megatron.algo.bapo import BoundsConfig, balanced, clip_higher, fixed, paper
 from bapo_megatron.algo.losses import LOSSES, Loss, LossTerms, Search, build_loss, load_loss
 from bapo_megatron.algo.losses.clip import ClipLoss
 from bapo_megatron.algo.measurements import Measurement, token_mean
@@ -223,6 +223,7 @@ def test_another_losss_search_has_the_same_scopes(
 def test_registered_names_of_losses() -> None:
     assert all(issubclass(load_loss(name), Loss) for name in LOSSES)  # type: ignore[arg-type]
     assert load_loss(AlgorithmConfig().loss) is ClipLoss
+    build_loss(AlgorithmConfig(paper(65_536), loss="cispo"))  # a recipe's default does not stand in its way
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bapo_megatron.algo.bounds import balanced
+from bapo_megatron.algo.bounds import paper
 from bapo_megatron.checkpoint.run_directory import plain_values, with_present_fields
 from bapo_megatron.config import AlgorithmConfig, RunConfig, load_recipe
 
@@ -14,7 +14,7 @@ DEMO = load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig)
 
 
 def test_the_demo_has_the_default_preset() -> None:
-    assert DEMO.algorithm.bounds == balanced() == AlgorithmConfig().bounds
+    assert DEMO.algorithm.bounds == paper() == AlgorithmConfig().bounds
     assert DEMO.algorithm.loss == "clip"
     assert DEMO.steps <= 40
 

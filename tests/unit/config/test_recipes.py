@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.algo.bapo import balanced, clip_higher, fixed, grpo
+from bapo_megatron.algo.bapo import clip_higher, fixed, grpo, paper
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import RunConfig
@@ -57,8 +57,13 @@ BOUNDS: dict[str, BoundsConfig] = {
     f"{BASE}_on_policy": grpo(),
     f"{BASE}_clip_higher": clip_higher(),
     f"{BASE}_asymmetric": fixed(0.8, 1.5),
-    "octothinker_llama_3b": replace(balanced(), low_start=0.8, high_end=2.0, target=0.45),
+    "octothinker_llama_3b": replace(paper(), low_start=0.8, high_end=2.0, target=0.45),
 }
+
+
+def searched_tokens(run: RunConfig) -> int:
+    """As many responses in a search as 16,384 tokens are with responses of 8k."""
+    return 2 * run.rollout.max_response_tokens
 
 
 def load(name: str) -> RunConfig:
@@ -79,9 +84,12 @@ def test_a_recipe_is_sound_and_says_where_it_comes_from(path: Path) -> None:
     assert run.longest_sequence <= shape.max_positions
     assert run.rollout.max_response_tokens == STATED[path.stem][0]
     assert (run.optimizer.lr, run.rollout.temperature) == (2e-6, 0.6)
-    assert run.algorithm.bounds == BOUNDS.get(path.stem, balanced())
+    assert run.algorithm.bounds == BOUNDS.get(path.stem, paper(searched_tokens(run)))
     assert run.rollout.engine == "sglang"
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert "balanced" not in path.read_text()
+    if "bounds=paper(" in path.read_text():
+        assert "Preset: `paper(" in text  # and why
     assert any(source in text for source in ("Fig.", "section", "arXiv"))
     if BASE not in path.stem or path.stem == BASE:
         assert "paper" in text

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from statistics import fmean
 
 import pytest
 
 from bapo_megatron.cli import run
+from benchmarks.study.paired import paired_effect
 from tests.support.pages import PAGES, ROOT
 from tests.support.tiers import slow_but
 
@@ -132,3 +135,38 @@ def test_every_figure_names_its_command() -> None:
         for found in re.finditer(r"!\[[^\]]*\]\([^)]+\.png\)", text):
             after = text[found.end() : found.end() + 400]
             assert written or re.search(r"`(python|make|bapo) ", after), f"{page.name}: {found[0]}"
+
+
+def _study_rewards() -> dict[tuple[str, int], dict[int, float]]:
+    """Mean reward of each arm of docs/study.jsonl: by method and passes, then by seed."""
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for line in (ROOT / "docs/study.jsonl").read_text().splitlines()[1:]:
+        arm = json.loads(line)
+        found.setdefault((arm["method"], arm["passes"]), {})[arm["seed"]] = arm["figures"]["mean_reward"]
+    return found
+
+
+def test_what_results_open_with_is_in_the_results_file() -> None:
+    """Four sentences that a user acts on, before anything else, each number computed anew."""
+    page = (ROOT / "docs/results.md").read_text()
+    first = " ".join(page.split("The paper (arXiv 2510.18927)")[0].split())
+    assert re.findall(r"(?<= )(\d)\. \*\*", first) == ["1", "2", "3", "4"]
+    rewards = _study_rewards()
+    mean = {arm: fmean(by_seed.values()) for arm, by_seed in rewards.items()}
+    methods = {method for method, _ in rewards}
+    assert f"each of the {len(methods)} methods has less reward at 8 passes" in first
+    assert all(mean[method, 8] < mean[method, 4] for method in methods)
+    one, two, four, eight = (f"{mean['grpo', passes]:.3f}" for passes in (1, 2, 4, 8))
+    assert f"GRPO has {one} on-policy, {two} at 2 passes, {four} at 4 and {eight} at 8" in first
+    assert f"{_gain(rewards, ('fixed_0.9_1.2', 8), ('grpo', 8))} over GRPO at 8 passes" in first
+    assert f"{_gain(rewards, ('fixed_0.9_1.2', 4), ('grpo', 4))} at 4" in first
+    assert f"GRPO at 2 on the same prompts: {_gain(rewards, ('gspo', 8), ('grpo', 2))}" in page
+
+
+def _gain(
+    rewards: dict[tuple[str, int], dict[int, float]], mine: tuple[str, int], other: tuple[str, int]
+) -> str:
+    """A difference, paired by seed, as the page writes it."""
+    effect = paired_effect([value - rewards[other][seed] for seed, value in rewards[mine].items()])
+    assert effect is not None
+    return f"{effect.mean:+.3f} ({effect.low:+.3f} to {effect.high:+.3f})"

@@ -1,7 +1,7 @@
 """Configuration section of the environment: what answers the turns of a model, and where it runs.
 
 A frozen dataclass, a field of ``RunConfig``; the docstring of a field is its text in ``--help``. Used in
-``environment/``.
+``environment/`` and by ``run.py`` and ``validation.py``.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
         "own_random": bool(kind.own_random),
         "is_async": is_async(kind),
     }
+    functions: dict[str, Callable[[Any], Any]]
     functions = {"step": episodes.step, "resume": episodes.resume, "close": episodes.close}
     own_files = (__file__, asyncio.futures.__file__, concurrent.futures.thread.__file__)
     return Prepared(functions, settings["memory_limit_mb"], [json.dumps(traits)], own_files)

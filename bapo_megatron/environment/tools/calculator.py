@@ -1,0 +1,164 @@
+r"""Calculator: an environment that evaluates the arithmetic of the model's turns, exactly.
+
+    environment.function = "bapo_megatron.environment.tools.calculator:Calculator"
+    environment.settings = {"format": "plain"}
+
+A turn without a call is the answer: it ends the episode, and ``reward.function`` judges it. Only the standard
+library is imported. Workers of environments load it by that name.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
+from bapo_megatron.environment.tools.calls import answer_part, argument, settings_of, tool_calls
+from bapo_megatron.errors import ConfigError
+
+LONGEST = 1000
+"""Most characters of an expression."""
+
+MOST_BITS = 10_000
+"""Longest number, numerator or denominator: 3,010 digits."""
+
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})  # noqa: RUF001
+_PLAIN = re.compile(r"[-+*/%^().,\d\s]*\d[\s)]*[-+*/%^][-+*/%^().,\d\s]*\d[\s)]*=?")
+"""A line that is nothing but an expression, with an operator in it; ``=`` may follow."""
+
+_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+@dataclass(frozen=True)
+class CalculatorSettings:
+    """``environment.settings`` of the calculator. Made for each episode."""
+
+    format: str = "tool_call"
+    """`tool_call`: `<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>`.
+    `plain`: the last line of the turn is an expression and nothing else."""
+
+
+class Calculator(Environment):
+    """The episode with a calculator. Made by a worker of environments; it keeps nothing between turns."""
+
+    resume = "restore"
+
+    def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
+        super().__init__(task, settings)
+        self._format = settings_of(CalculatorSettings, settings).format
+        if self._format not in ("tool_call", "plain"):
+            raise ConfigError(f"environment.settings: format={self._format!r}; it is `tool_call` or `plain`")
+
+    def step(self, turn: str) -> Reply:
+        """The values of the turn's calls, a line each; without a call the episode is over."""
+        calls = self._expressions(turn)
+        if not calls:
+            return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0})
+        lines, errors = [], 0
+        for call in calls:
+            try:
+                lines.append(evaluate(call()))
+            except ValueError as error:
+                lines.append(f"error: {error}")
+                errors += 1
+        return Reply("\n".join(lines), metrics={"calls": float(len(calls)), "call_errors": float(errors)})
+
+    def restore(self, turns: Sequence[Turn], note: Any) -> None:
+        """Nothing: a calculator remembers nothing."""
+
+    def _expressions(self, turn: str) -> list[Callable[[], str]]:
+        """The expression of each call, or the ValueError of a call that has none."""
+        if self._format == "plain":
+            line = answer_part(turn).strip().rpartition("\n")[2]
+            return [lambda: line.rstrip("= ")] if _PLAIN.fullmatch(line) else []
+        return [lambda call=call: argument(call, "calculator", "expression") for call in tool_calls(turn)]  # type: ignore[misc]
+
+
+def evaluate(expression: str) -> str:
+    """The value of an expression of numbers, ``+ - * / // % ^ **`` and brackets, as text.
+
+    Fractions are exact until they are written: ``0.1+0.2`` is 0.3, ``2/3`` is 0.666666666667 (12 digits). A
+    power with a fraction as its exponent is computed in floating point. ValueError, for the model, for
+    anything else, and for numbers of more than ``MOST_BITS`` bits, before they are computed.
+    """
+    if len(expression) > LONGEST:
+        raise ValueError(f"the expression has {len(expression)} characters; at most {LONGEST} may be")
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression.translate(_SIGNS)).replace("^", "**").strip()
+    try:
+        tree = ast.parse(text, mode="eval")
+        return _written(_value(tree.body))
+    except SyntaxError:
+        raise ValueError(f"{expression.strip()!r} is no arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("the expression is nested too deeply") from None
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        try:
+            return _bounded(Fraction(repr(node.value)))
+        except ValueError:
+            raise ValueError("the number is too large") from None
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            return _power(left, right)
+        if operation := _OPERATIONS.get(type(node.op)):
+            return _bounded(Fraction(operation(left, right)))
+    raise ValueError(f"{ast.unparse(node)!r} is none of: numbers, + - * / // % ** and brackets")
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        try:
+            found = float(base) ** float(exponent)
+        except OverflowError:
+            raise ValueError("the number is too large") from None
+        if isinstance(found, complex):
+            raise ValueError("a root of a negative number is no real number")
+        return Fraction(found)
+    size = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if size > 1 and size * abs(exponent) > MOST_BITS:
+        raise ValueError("the number is too large")
+    return (
+        _bounded(Fraction(base**exponent)) if size > 1 or abs(exponent) < MOST_BITS else _unit(base, exponent)
+    )
+
+
+def _unit(base: Fraction, exponent: Fraction) -> Fraction:
+    """A large power of -1, 0 or 1."""
+    if base == 0 and exponent < 0:
+        raise ZeroDivisionError
+    return base if exponent % 2 else base * base
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+        raise ValueError("the number is too large")
+    return value
+
+
+def _written(value: Fraction) -> str:
+    if value.denominator == 1:
+        return str(value.numerator)
+    try:
+        return format(float(value), ".12g")
+    except OverflowError:
+        raise ValueError("the number is too large") from None

@@ -1,0 +1,166 @@
+"""Python tool: an environment that runs the model's code in the sandbox of the code reward, as a session.
+
+    environment.function = "bapo_megatron.environment.tools.python_tool:PythonTool"
+    environment.settings = {"format": "fenced"}
+
+A call sees what the calls before it have defined, as in a notebook. Between two calls nothing runs: the
+session is rebuilt from the turns, by running the earlier calls again, silently, in a fresh sandbox
+(docs/rewards.md#the-sandbox). So an episode costs no process while the model samples, and after a kill it
+goes on. What earlier calls draw is seeded; what they read from a clock differs. A turn without a call is the
+answer, which ends the episode; ``reward.function`` judges it. A call costs a sandbox
+(benchmarks/results/code_sandbox.md: about 20 a second and core), and the time of the calls before it.
+Workers of environments load it by that name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
+from bapo_megatron.environment.tools.calls import answer_part, argument, settings_of, tool_calls
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.code import last_code_block
+from bapo_megatron.reward.sandbox.requirements import FIX, sandbox_notes
+from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
+
+RUNNER = r"""
+import ast, contextlib, io, json, linecache, random, sys, traceback
+
+def run(code, space, shows):
+    tree = ast.parse(code, "<call>")
+    last = tree.body.pop() if shows and tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<call>", "exec"), space)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "<call>", "eval"), space)
+        if value is not None:
+            print(repr(value))
+
+def main():
+    session = json.load(sys.stdin)
+    random.seed(0)
+    space = {"__name__": "__main__"}
+    for code in session["before"]:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(BaseException):
+            run(code, space, False)
+    code = session["code"]
+    linecache.cache["<call>"] = (len(code), None, (code + "\n").splitlines(True), "<call>")
+    try:
+        run(code, space, True)
+    except BaseException as error:
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == "<call>"]
+        lines = [*traceback.format_list(frames[-3:]), *traceback.format_exception_only(error)]
+        print("".join(lines), end="")
+        sys.exit(1)
+
+main()
+"""
+"""Program of the sandbox: runs the calls before without output, then the call; prints what it ends with.
+
+The last line's value is printed, if the call ends with an expression, and the traceback of an error.
+"""
+
+_KEPT = "nothing of this call is kept"
+
+
+@dataclass(frozen=True)
+class PythonSettings:
+    """``environment.settings`` of the Python tool. Made for each episode."""
+
+    format: str = "tool_call"
+    """`tool_call`: `<tool_call>{"name": "python", "arguments": {"code": "print(2)"}}</tool_call>`. `fenced`:
+    the last closed block of Python of the turn."""
+    limit_s: float = 10.0
+    """Seconds for a call and those before it."""
+    memory_mb: int = 1024
+    """Memory of the session."""
+    most_characters: int = 4000
+    """Longest output; of a longer one the middle is left out."""
+    allow_weak_sandbox: bool = False
+    """Whether it may run where the kernel does not grant every wall of the sandbox."""
+
+
+class PythonTool(Environment):
+    """The episode with a Python session. Made by a worker of environments; plain, so 32 calls at a time."""
+
+    resume = "restore"
+
+    def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
+        super().__init__(task, settings)
+        self._settings = settings_of(PythonSettings, settings)
+        if self._settings.format not in ("tool_call", "fenced"):
+            raise ConfigError(
+                f"environment.settings: format={self._settings.format!r}; it is `tool_call` or `fenced`"
+            )
+        self._codes: list[str] = []
+        """Code of all calls so far that ran."""
+        self._lost: list[int] = []
+        """Places of those that are not kept: they took too long, or ended their interpreter."""
+        if not self._settings.allow_weak_sandbox and (notes := _missing_walls()):
+            raise ConfigError(
+                f"the sandbox of the Python tool lacks walls on this machine: {'; '.join(notes)}. Grant "
+                f"namespaces ({FIX}), or set allow_weak_sandbox in environment.settings"
+            )
+
+    def step(self, turn: str) -> Reply:
+        """What the turn's calls print, one after the other; without a call the episode is over."""
+        calls = self._calls(turn)
+        if not calls:
+            return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=list(self._lost))
+        outputs, errors = [], 0
+        for code in calls:
+            output, failed = (f"error: {code}", True) if isinstance(code, ValueError) else self._run(code)
+            outputs.append(output)
+            errors += failed
+        metrics = {"calls": float(len(calls)), "call_errors": float(errors)}
+        return Reply("\n".join(outputs), metrics=metrics, note=list(self._lost))
+
+    def restore(self, turns: Sequence[Turn], note: Any) -> None:
+        """The session of the turns before; ``note``: the places of the calls that are not kept."""
+        calls = [code for turn in turns if turn.kind == "sampled" for code in self._calls(turn.text)]
+        self._codes = [code for code in calls if isinstance(code, str)]
+        self._lost = list(note)
+
+    def _calls(self, turn: str) -> list[str | ValueError]:
+        """The code of each call, or what is wrong with it, for the model."""
+        if self._settings.format == "fenced":
+            block = last_code_block(answer_part(turn))
+            return [] if block is None else [block]
+        found: list[str | ValueError] = []
+        for call in tool_calls(turn):
+            try:
+                found.append(argument(call, "python", "code"))
+            except ValueError as error:
+                found.append(error)
+        return found
+
+    def _run(self, code: str) -> tuple[str, bool]:
+        """Run a call: its output, and whether it failed."""
+        before = [one for place, one in enumerate(self._codes) if place not in self._lost]
+        limit_s = self._settings.limit_s
+        with Sandbox(RUNNER, "", self._settings.memory_mb, limit_s) as sandbox:
+            ended = sandbox.run(json.dumps({"before": before, "code": code}), limit_s)
+        self._codes.append(code)
+        if ended is None or ended.code not in (0, 1):
+            self._lost.append(len(self._codes) - 1)
+        return self._said(ended), ended is None or ended.code != 0
+
+    def _said(self, ended: Ended | None) -> str:
+        if ended is None:
+            return f"error: it took longer than {self._settings.limit_s:g} s; {_KEPT}"
+        half, output = self._settings.most_characters // 2, ended.output.rstrip("\n")
+        if len(output) > 2 * half:
+            left_out = len(output) - 2 * half
+            output = f"{output[:half]}\n[{left_out} characters]\n{output[-half:]}"
+        if ended.code in (0, 1):
+            return output
+        return f"{output}\nerror: its interpreter ended with {ended.code}; {_KEPT}".lstrip("\n")
+
+
+@cache
+def _missing_walls() -> list[str]:
+    """Walls that this machine's kernel does not grant; one trial a process."""
+    return sandbox_notes()

@@ -1,0 +1,151 @@
+"""The calculator by hand: values, errors for the model, calls in both formats, and an episode over a kill."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment.tools.calculator import Calculator, evaluate
+from bapo_megatron.errors import ConfigError
+from tests.support.played_episodes import check_durable
+
+TASK = Task([{"role": "user", "content": "47+86="}])
+
+
+def call(expression: str) -> str:
+    return (
+        f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("47+86", "133"),
+        ("2*(3-5)", "-4"),
+        ("7//2", "3"),
+        ("-7%3", "2"),
+        ("7/2", "3.5"),
+        ("0.1+0.2", "0.3"),
+        ("1/3*3", "1"),
+        ("2/3", "0.666666666667"),
+        ("2^10", "1024"),
+        ("2**-3", "0.125"),
+        ("2**0.5", "1.41421356237"),
+        ("-2**2", "-4"),
+        ("1,234,567*2", "2469134"),
+        ("2 \u00d7 3 \u00f7 4", "1.5"),
+        ("5\u22127", "-2"),
+        ("(-1)**99999999999", "-1"),
+        ("99999999999999999999+1", "100000000000000000000"),
+    ],
+)
+def test_values(expression: str, value: str) -> None:
+    assert evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("1/0", "division by zero"),
+        ("0**-1", "division by zero"),
+        ("9**9**9", "the number is too large"),
+        ("10**5000", "the number is too large"),
+        ("1e400", "the number is too large"),
+        ("(-8)**(1/3)", "a root of a negative number"),
+        ("__import__('os').system('ls')", "is none of: numbers"),
+        ("abs(3)", "is none of: numbers"),
+        ("x+1", "'x' is none of: numbers"),
+        ("True+1", "'True' is none of"),
+        ("(1+2", "is no arithmetic expression"),
+        ("", "is no arithmetic expression"),
+        ("1+" * 600, "has 1200 characters; at most 1000"),
+        ("(" * 400 + "1" + ")" * 400, "nested too deeply|no arithmetic expression"),
+    ],
+)
+def test_errors_are_for_the_model(expression: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        evaluate(expression)
+
+
+@given(numbers=st.lists(st.integers(-(10**6), 10**6), min_size=2, max_size=5), seed=st.randoms())
+def test_sums_products_and_quotients_are_exact(numbers: list[int], seed: object) -> None:
+    """Against fractions; written as an integer where it is one."""
+    total = sum(numbers)
+    assert evaluate("+".join(f"({one})" for one in numbers)) == str(total)
+    product = Fraction(1)
+    for one in numbers:
+        product *= one
+    assert evaluate("*".join(f"({one})" for one in numbers)) == str(product)
+    if numbers[0]:
+        assert evaluate(f"({product})/({numbers[0]})*({numbers[0]})") == str(product)
+
+
+@given(st.text(st.characters(codec="ascii"), max_size=40))
+def test_whatever_the_model_writes_is_a_value_or_a_valueerror(expression: str) -> None:
+    try:
+        value = evaluate(expression)
+    except ValueError:
+        return
+    assert Fraction(value) is not None
+
+
+def test_calls_in_json_over_a_kill() -> None:
+    """A call that is thought of is none, two are answered in order, and an answer ends the episode."""
+    turns = [
+        f"<think>{call('1+1')}</think>{call('47+86')}",
+        call("1/0") + call("2*3"),
+        '<tool_call>{"name": "search", "arguments": {}}</tool_call>',
+        "<tool_call>{'name'}",
+        call("4+5").removesuffix("</tool_call>"),
+        "<think>" + call("1+1") + "</think>\\boxed{133}",
+    ]
+    replies = check_durable(Calculator, TASK, {}, turns)
+    assert replies == [
+        Reply("133", metrics={"calls": 1.0, "call_errors": 0.0}),
+        Reply("error: division by zero\n6", metrics={"calls": 2.0, "call_errors": 1.0}),
+        Reply(
+            "error: there is no tool 'search'; the tool is 'calculator'",
+            metrics={"calls": 1.0, "call_errors": 1.0},
+        ),
+        Reply(
+            "error: the tool call is no JSON: Expecting property name enclosed in double quotes: line 1 "
+            "column 2 (char 1)",
+            metrics={"calls": 1.0, "call_errors": 1.0},
+        ),
+        Reply("9", metrics={"calls": 1.0, "call_errors": 0.0}),
+        Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ("47+86", "133"),
+        ("I add.\n47 + 86 =", "133"),
+        ("-3*(2+4)", "-18"),
+        ("7/0", "error: division by zero"),
+        ("133", None),
+        ("-133", None),
+        ("47+86=133", None),
+        ("\\boxed{47+86}", None),
+        ("The sum is 47+86", None),
+        ("47+86\nso 133", None),
+        ("", None),
+    ],
+)
+def test_the_plain_format_takes_the_last_line(turn: str, said: str | None) -> None:
+    assert Calculator(TASK, {"format": "plain"}).step(turn).observation == said
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match="format='json'; it is `tool_call` or `plain`"):
+        Calculator(TASK, {"format": "json"})
+    with pytest.raises(ConfigError, match="environment.settings has 'mode'; known are format"):
+        Calculator(TASK, {"mode": "plain"})
+    with pytest.raises(ConfigError, match="format=1 must be of the type str"):
+        Calculator(TASK, {"format": 1})

@@ -1,0 +1,127 @@
+"""The Python tool in a real sandbox: sessions by hand, walls, limits, and kills between calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment.tools import python_tool
+from bapo_megatron.environment.tools.python_tool import PythonTool
+from bapo_megatron.errors import ConfigError
+from tests.support.played_episodes import check_durable, play
+
+pytestmark = pytest.mark.integration
+
+TASK = Task([{"role": "user", "content": "?"}])
+FENCED = {"format": "fenced"}
+WELL = {"calls": 1.0, "call_errors": 0.0}
+BADLY = {"calls": 1.0, "call_errors": 1.0}
+
+
+def block(code: str) -> str:
+    return f"I try.\n```python\n{code}\n```\nLet us see."
+
+
+def call(code: str) -> str:
+    return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
+
+
+def said(*codes: str, **settings: Any) -> list[str | None]:
+    return [one.observation for one in play(PythonTool, TASK, {**FENCED, **settings}, map(block, codes))]
+
+
+def test_a_session_over_kills() -> None:
+    """Each call sees what those before it have defined, and prints its own output alone; so does a session
+    that was rebuilt, also without the calls that were not kept."""
+    codes = [
+        "x = 3\nprint('once')\nx * 2",
+        "x + 1",
+        "x = 9\n1 / 0",
+        "x",
+        "import os\nx = 10\nos._exit(3)",
+        "x",
+        "import random\nr = random.random()\nr",
+        "(r, x)",
+    ]
+    replies = check_durable(PythonTool, TASK, FENCED, [*map(block, codes), "It is \\boxed{9}."])
+    assert replies[:6] == [
+        Reply("once\n6", metrics=WELL, note=[]),
+        Reply("4", metrics=WELL, note=[]),
+        Reply(
+            '  File "<call>", line 2, in <module>\n    1 / 0\n    ~~^~~\nZeroDivisionError: division by zero',
+            metrics=BADLY,
+            note=[],
+        ),
+        Reply("9", metrics=WELL, note=[]),
+        Reply("error: its interpreter ended with 3; nothing of this call is kept", metrics=BADLY, note=[4]),
+        Reply("9", metrics=WELL, note=[4]),
+    ]
+    drawn = replies[6].observation
+    assert replies[7].observation == f"({drawn}, 9)"
+    assert replies[8] == Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=[4])
+
+
+def test_calls_in_json_and_their_mistakes() -> None:
+    turns = [call("a = 2") + call("a + 1"), '<tool_call>{"name": "bash"}</tool_call>', call("a"), "4"]
+    replies = check_durable(PythonTool, TASK, {}, turns)
+    assert [one.observation for one in replies] == [
+        "\n3",
+        "error: there is no tool 'bash'; the tool is 'python'",
+        "2",
+        None,
+    ]
+    assert replies[1].metrics == BADLY
+
+
+def test_what_a_call_takes_too_long_for_is_not_kept() -> None:
+    assert said("x = 1", "x = 2\nwhile True: pass", "x", limit_s=2.0) == [
+        "",
+        "error: it took longer than 2 s; nothing of this call is kept",
+        "1",
+    ]
+
+
+def test_the_walls_of_the_sandbox() -> None:
+    """No file of the run, no process, no network, no key of the environment; memory has a limit."""
+    found = said(
+        f"open({__file__!r})",
+        "import subprocess\nsubprocess.run(['ls'])",
+        "import socket\nsocket.create_connection(('127.0.0.1', 1))",
+        "import os\ndict(os.environ).get('USER')",
+        "x = bytearray(10**10)",
+    )
+    assert [str(one).splitlines()[-1].split(":")[0] if one else one for one in found] == [
+        "FileNotFoundError",
+        "PermissionError",
+        "PermissionError",
+        "",
+        "MemoryError",
+    ]
+
+
+def test_a_long_output_loses_its_middle() -> None:
+    [text] = said("print('a' * 300 + 'b' * 300)", most_characters=100)
+    assert text == "a" * 50 + "\n[500 characters]\n" + "b" * 50
+
+
+def test_a_mistake_of_grammar_and_an_exit() -> None:
+    found = said("x = ", "raise SystemExit('bye')", "print('a', end='')")
+    assert [str(one).splitlines()[-1] for one in found] == [
+        "SyntaxError: invalid syntax",
+        "SystemExit: bye",
+        "a",
+    ]
+
+
+def test_missing_walls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_tool, "_missing_walls", lambda: ["no network namespace"])
+    with pytest.raises(ConfigError, match="lacks walls on this machine: no network .* allow_weak_sandbox in"):
+        PythonTool(TASK, FENCED)
+    PythonTool(TASK, {**FENCED, "allow_weak_sandbox": True})
+    with pytest.raises(ConfigError, match="format='cells'; it is `tool_call` or `fenced`"):
+        PythonTool(TASK, {"format": "cells"})
+    with pytest.raises(ConfigError, match="limit_s='9' must be of the type float"):
+        PythonTool(TASK, {"limit_s": "9"})

@@ -1,0 +1,144 @@
+"""Tokens of observations for the tokenizers and chat templates of real models: exact, or refused in words.
+
+By ids of Qwen3: 151644 `<|im_start|>`, 151645 `<|im_end|>`, 151665 and 151666 `<tool_response>` and its end,
+198 a line's end, 397 `>` and a line's end, 872 `user`, 77091 `assistant`, 20 `5`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from bapo_megatron.environment.template import ObservationTemplate, check_template
+from bapo_megatron.errors import ConfigError
+from tests.support.chat_templates import FOLDERS, family_tokenizer
+
+pytestmark = pytest.mark.slow
+
+REFUSED = {
+    (
+        "Qwen3",
+        "user",
+    ): r"with thinking, at token 15 the episode has '<think>.* writes 'First.*continues exactly",
+    (
+        "DeepSeek V3",
+        "tool",
+    ): "without thinking, at token .* the episode has '<\uff5ctool▁outputs▁begin\uff5c>",
+    ("R1", "tool"): r"the episode has '<think>.* writes 'First.*which it does not continue, either",
+    ("R1", "user"): r"the episode has '<think>.* writes 'First.*which it does not continue, either",
+}
+CASES = [(name, role) for name in FOLDERS for role in ("tool", "user")]
+EXACT = [case for case in CASES if case not in REFUSED]
+OBSERVATIONS = [
+    *(
+        "5",
+        "",
+        "\n\nline\n",
+        '{"a": "1"}',
+        "Ünïcödé 漢字 🙂",
+        "x" * 300,
+        "```python\nprint(1)\n```",
+        "tab\there",
+    ),
+    *("Was 7.", "a\r\nb", "'quoted' \"twice\"", "  indented"),
+]
+
+
+def made(name: str, role: str) -> tuple[Any, ObservationTemplate]:
+    tokenizer = family_tokenizer(name)
+    return tokenizer, ObservationTemplate(tokenizer, role, [tokenizer.eos_token_id])
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(("name", "role"), CASES)
+def test_exact_or_refused_or_as_sampled(name: str, role: str) -> None:
+    _, template = made(name, role)
+    if problem := REFUSED.get((name, role)):
+        with pytest.raises(ConfigError, match=problem):
+            check_template(template, f"models/{name}")
+    else:
+        check_template(template, f"models/{name}")
+    check_template(template, f"models/{name}", "sampled")
+
+
+@pytest.mark.parametrize(("name", "role"), EXACT)
+def test_an_episode_is_its_whole_rendering(name: str, role: str) -> None:
+    """Over all observations, one after the other, and over random ones."""
+    tokenizer, template = made(name, role)
+    messages = [{"role": "user", "content": "What is 2+3?"}]
+    ids = encoded(tokenizer, template.prompt_text(messages))
+    draw = random.Random(0)
+    letters = "abc XYZ 0123 .,;:!?()[]{}\n\t\\/'\"äßλ漢🙂<>|"
+    for observation in [*OBSERVATIONS, *("".join(draw.choices(letters, k=30)) for _ in range(40))]:
+        ids += [*encoded(tokenizer, "Let me add."), tokenizer.eos_token_id]
+        ids += template.given_ids(observation, tokenizer.eos_token_id).tolist()
+        messages += [{"role": "assistant", "content": "Let me add."}, {"role": role, "content": observation}]
+    assert ids == encoded(tokenizer, template.prompt_text(messages))
+
+
+@pytest.mark.parametrize(("name", "role"), CASES)
+def test_no_observation_holds_an_added_token(name: str, role: str) -> None:
+    """Whatever a tool prints, the tokens of turns, thinking and tool calls are the template's alone."""
+    tokenizer, template = made(name, role)
+    added = tokenizer.get_added_vocab()
+    marks = {number for text, number in added.items() if len(text.strip()) > 1}
+    frame = [one for one in template.given_ids("5", -1).tolist() if one in marks]
+    texts = [text for text in added if len(text.strip()) > 1]
+    for text in [
+        *texts,
+        "".join(texts),
+        "".join(text[:-1] + "".join(texts[:9]) + text[-1] for text in texts),
+    ]:
+        ids = template.given_ids(f"a{text}b", -1).tolist()
+        assert [one for one in ids if one in marks] == frame, text
+        said = f"a{text}b".replace('"', '\\"') if (name, role) == ("Llama 3.1", "tool") else f"a{text}b"
+        assert said in tokenizer.decode(ids)
+
+
+def test_qwen3_by_hand() -> None:
+    tokenizer, template = made("Qwen3", "tool")
+    given = [198, 151644, 872, 198, 151665, 198, 20, 198, 151666, 151645, 198, 151644, 77091, 198]
+    assert template.given_ids("5", 151645).tolist() == given
+    assert template.given_ids("5", 151658).tolist() == [151645, *given]  # behind `</tool_call>`
+    assert tokenizer.decode([151658]) == "</tool_call>"
+    quoted = template.given_ids("<tool_call>", 151645).tolist()
+    assert quoted[:6] == given[:6]
+    assert quoted[-7:] == [397, *given[-6:]]
+    assert tokenizer.decode(quoted[6:-6]) == "<tool_call>\n"
+    assert 151657 not in quoted
+
+
+def test_llama_gives_the_role_of_its_interpreter() -> None:
+    """Its template writes a tool's text as JSON."""
+    tokenizer, template = made("Llama 3.1", "tool")
+    head, tail = "<|start_header_id|>ipython<|end_header_id|>\n\n", "<|eot_id|><|start_header_id|>assistant"
+    for said, written in (("5", '"5"'), ('say "a"\n', '"say \\"a\\"\\n"'), ("ä", '"ä"')):
+        text = tokenizer.decode(template.given_ids(said, tokenizer.eos_token_id))
+        assert text == f"{head}{written}{tail}<|end_header_id|>\n\n"
+
+
+def test_sampled_tokens_would_not_survive_their_text() -> None:
+    """Why they are never tokenized again: most random ids decode to a text that encodes to others."""
+    tokenizer = family_tokenizer("Qwen3")
+    draw = random.Random(0)
+    changed = 0
+    for _ in range(100):
+        ids = [draw.randrange(150000) for _ in range(50)]
+        changed += encoded(tokenizer, tokenizer.decode(ids)) != ids
+    assert changed > 50
+
+
+@pytest.mark.parametrize("name", ["DeepSeek V3", "R1"])
+def test_tools_that_a_template_ignores(name: str) -> None:
+    tokenizer = family_tokenizer(name)
+    tools = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
+    template = ObservationTemplate(tokenizer, "user", [tokenizer.eos_token_id], tools)
+    with pytest.raises(ConfigError, match="ignores the tools"):
+        check_template(template, f"models/{name}", "sampled")
+    qwen = family_tokenizer("Qwen3")
+    check_template(ObservationTemplate(qwen, "tool", [qwen.eos_token_id], tools), "models/Qwen3")

@@ -174,6 +174,7 @@ class World:
         is_held: Callable[[], bool] = lambda: False,
         prefix_cache: bool = False,
         kind: type[EnginePool] = EnginePool,
+        teacher: Any = None,
     ) -> AsyncIterator[GroupSampler]:
         """A sampler with the weights of step ``first_step - 1``."""
         self._others = asyncio.all_tasks()
@@ -186,6 +187,7 @@ class World:
             self._note,
             rounds,
             is_held,
+            teacher,
         )
         try:
             await self.sampler.start(first_step, state)

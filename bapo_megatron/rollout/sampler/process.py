@@ -43,6 +43,7 @@ from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
+from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.stop_signals import SIGNALS
 
@@ -256,14 +257,34 @@ async def _open(
     stops, problems = stop_token_ids(config.model.hf_path, tokenizer), setup.problems
     dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer)
+    teacher = await _open_teacher(config, dataset, opened)
     # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an
     # evaluation and training must not mix.
     sampler = GroupSampler(
-        config, dataset, pool, scorer, report, rounds=rounds, is_held=lambda: rounds and held_out.is_busy
+        config,
+        dataset,
+        pool,
+        scorer,
+        report,
+        rounds=rounds,
+        is_held=lambda: rounds and held_out.is_busy,
+        teacher=teacher,
     )
     opened.push_async_callback(sampler.close)
     opened.callback(held_out.close)
     return sampler, pool, held_out
+
+
+async def _open_teacher(config: RunConfig, dataset: Dataset, opened: AsyncExitStack) -> Teacher | None:
+    """The teacher of a distillation. ConfigError or RunStopped, as of ``Teacher.open``."""
+    distillation = config.algorithm.distillation
+    if not distillation.enabled:
+        return None
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    teacher = Teacher(distillation, longest)
+    opened.push_async_callback(teacher.close)
+    await teacher.open(dataset)
+    return teacher
 
 
 def _record_event(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:

@@ -74,6 +74,8 @@ class MicroBatch:
     the start of the step."""
     reference_log_prob_T: Annotated[Tensor, Column(torch.float32)]
     """log pi_ref(label), by the frozen reference policy; 0 in a run without ``algorithm.reference_kl``."""
+    teacher_log_prob_T: Annotated[Tensor, Column(torch.float32)]
+    """log pi_teacher(label), at temperature 1; 0 in a run without ``algorithm.distillation``."""
     version_T: Annotated[Tensor, Column(torch.int32)]
     """Policy version that sampled the label."""
     sequence_T: Annotated[Tensor, Column(torch.int64, fill=-1)]

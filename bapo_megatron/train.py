@@ -29,7 +29,7 @@ from bapo_megatron.trainer.flow_control import (
 from bapo_megatron.trainer.profile import profiled
 from bapo_megatron.trainer.records.idle_search import MOVED
 from bapo_megatron.trainer.records.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
-from bapo_megatron.trainer.reference import with_reference
+from bapo_megatron.trainer.reference import check_taught, with_reference
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.routes import (
     check_route_mismatch,
@@ -91,6 +91,8 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
         cap, level = algorithm.importance_cap, algorithm.importance_level
         # Before the first update: pi_old of all updates of the step is the policy at the step's start.
         groups = with_old_log_probs(run.policy, groups, run.config.batch.pack_tokens, cap, level)
+    if algorithm.distillation.enabled:
+        check_taught(step, groups)
     if algorithm.reference_kl.enabled:  # after pi_old, at which a penalty in the reward is taken
         groups = with_reference(run.policy, groups, batch, algorithm, run.config.batch.pack_tokens)
     parts = [

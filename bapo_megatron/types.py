@@ -10,6 +10,7 @@ hold tensors are in ``tensor_types.py``; their names can be imported from here a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -176,7 +177,7 @@ class ResponseColumn(NamedTuple):
     """Name of its array in the step files and in the write-ahead log."""
     dtype: type[np.generic] | None
     """None: that of the values, which may have more dimensions than one."""
-    fill: int | None = None
+    fill: float | None = None
     """The value for each token of a response without the column, and the mark of an optional column: its
     field may be None, and files have its array only if some response has the column. As unsigned numbers
     have it: -1 is their largest."""
@@ -214,6 +215,10 @@ class ResponseColumns:
         default=None, kw_only=True
     )
     """Routes: the experts of each token, as of ``RouteShape``. None: unknown."""
+    teacher_log_probs_R: Annotated[
+        np.ndarray | None, ResponseColumn("teacher_log_probs", np.float32, fill=math.nan)
+    ] = field(default=None, kw_only=True)
+    """Log-probs under the frozen teacher, natural log, temperature 1. None without distillation."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,13 @@ from bapo_megatron.algo.measurements.diagnostics import DIAGNOSTICS
 from bapo_megatron.algo.measurements.engine_gap import ENGINE_GAP
 from bapo_megatron.algo.measurements.raised import RAISED_TOKENS
 from bapo_megatron.algo.measurements.staleness import AGE_METRICS, STALENESS
-from bapo_megatron.algo.reference_kl import reference_loss, reference_measurement
-from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
+from bapo_megatron.algo.reference_kl import (
+    distillation_loss,
+    distillation_measurement,
+    reference_loss,
+    reference_measurement,
+)
+from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 from bapo_megatron.types import Metrics
 
@@ -58,20 +63,27 @@ class Objective:
     """
 
     def __init__(
-        self, loss: Loss, sources: Sequence[str] = (), reference: ReferenceKlConfig | None = None
+        self,
+        loss: Loss,
+        sources: Sequence[str] = (),
+        reference: ReferenceKlConfig | None = None,
+        distillation: DistillationConfig | None = None,
     ) -> None:
         """``sources``: names of the run's sources, each with metrics of its own; none for one file.
 
         ``reference``: the KL penalty to a reference policy, a term of the loss or a metric alone; None: none.
+        ``distillation``: the KL to a teacher, a term of the loss; None: none.
         """
         self.loss = loss
         self._reference = reference if reference is not None and reference.in_loss else None
+        self._distillation = distillation if distillation is not None and distillation.enabled else None
         first = MEASUREMENTS.index(CLIPPING) + 1
         self._measurements: list[Measurement] = [
             *MEASUREMENTS[:first],
             *loss.measurements,  # the metrics of a loss stand beside its clip fractions
             *MEASUREMENTS[first:],
             *([reference_measurement(reference)] if reference is not None and reference.enabled else []),
+            *([distillation_measurement(self._distillation)] if self._distillation else []),
             *([by_source(sources)] if sources else []),
         ]
         self._parts: dict[str, slice] = {}
@@ -95,6 +107,8 @@ class Objective:
             loss = terms.loss
             if self._reference is not None:
                 loss = loss + reference_loss(stats, batch, self._reference)
+            if self._distillation is not None:
+                loss = loss + distillation_loss(stats, batch, self._distillation)
             with torch.no_grad():
                 view = PackView(stats, batch, terms, found, version)
                 parts = [view.live_T.sum().double()[None]]

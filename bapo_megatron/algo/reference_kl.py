@@ -1,8 +1,10 @@
-"""KL penalty to a frozen reference policy: ``k1 = -log q``, ``k2 = (log q)^2 / 2``, ``k3 = q - 1 - log q``.
+"""KL to a frozen reference or teacher: ``k1 = -log q``, ``k2 = (log q)^2 / 2``, ``k3 = q - 1 - log q``.
 
     q = pi_ref / pi                                  at each sampled token
     loss = policy loss + beta sum_t weight_t k_t     place=loss (GRPO)
     R    = R_outcome   - beta sum_t k_t              place=reward (PPO): k at pi_old, before the advantages
+
+With the teacher's log-probs for pi_ref the term in the loss is on-policy distillation (arXiv 2306.13649).
 
 The estimators are Schulman's (2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html): for
 tokens of pi all but k2 have the mean KL(pi || pi_ref), and k2 nearly. k3 in the loss is GRPO's (arXiv
@@ -34,13 +36,16 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums
-from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
+from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, unmasked
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Metrics
 
 METRICS = ("reference_kl/k1", "reference_kl/k3", "reference_kl/penalty")
 """Names of the metrics of ``reference_measurement``."""
+
+DISTILLATION_METRICS = ("distillation/k1", "distillation/k3", "distillation/loss")
+"""Names of the metrics of ``distillation_measurement``."""
 
 
 def kl_estimate(
@@ -71,10 +76,19 @@ def reference_loss(stats: TokenStats, batch: MicroBatch, config: ReferenceKlConf
     The weights are those of the policy loss: importance weights, and those of a mean over sequences. The
     optimizer step divides both losses by the same count of tokens.
     """
-    log_prob_T, reference_T, weight_T = unmasked(
-        batch.mask_T, stats.log_prob_T, batch.reference_log_prob_T, batch.weight_T
-    )
-    return config.coefficient * (weight_T * kl_estimate(log_prob_T, reference_T, config.estimator)).sum()
+    return _loss(stats, batch, batch.reference_log_prob_T, config)
+
+
+def distillation_loss(stats: TokenStats, batch: MicroBatch, config: DistillationConfig) -> Tensor:
+    """Loss of distillation of one pack, ``beta sum_t weight_t k_t`` to the teacher, as ``reference_loss``."""
+    return _loss(stats, batch, batch.teacher_log_prob_T, config)
+
+
+def _loss(
+    stats: TokenStats, batch: MicroBatch, other_T: Tensor, config: ReferenceKlConfig | DistillationConfig
+) -> Tensor:
+    log_prob_T, other_T, weight_T = unmasked(batch.mask_T, stats.log_prob_T, other_T, batch.weight_T)
+    return config.coefficient * (weight_T * kl_estimate(log_prob_T, other_T, config.estimator)).sum()
 
 
 def response_penalty(
@@ -111,3 +125,22 @@ def reference_measurement(config: ReferenceKlConfig) -> Measurement:
         return dict(zip(METRICS, (sums / update.tokens).tolist(), strict=True))
 
     return Measurement("reference_kl", len(METRICS), sums, metrics)
+
+
+def distillation_measurement(config: DistillationConfig) -> Measurement:
+    """Measurement of the distance to the teacher, means over the tokens in the loss, in nats:
+
+    - ``distillation/k1``, ``distillation/k3``: estimates of KL at the weights before the update
+    - ``distillation/loss``: its part of ``policy/loss``
+    """
+
+    def sums(view: PackView) -> Tensor:
+        batch = view.batch
+        log_prob_T, teacher_T = unmasked(batch.mask_T, view.stats.log_prob_T, batch.teacher_log_prob_T)
+        estimates = [kl_estimate(log_prob_T, teacher_T, kind).sum() for kind in ("k1", "k3")]
+        return torch.stack([*estimates, distillation_loss(view.stats, batch, config)])
+
+    def metrics(sums: Tensor, update: UpdateSums) -> Metrics:
+        return dict(zip(DISTILLATION_METRICS, (sums / update.tokens).tolist(), strict=True))
+
+    return Measurement("distillation", len(DISTILLATION_METRICS), sums, metrics)

@@ -1,6 +1,7 @@
-"""Settings of the KL penalty to a frozen reference policy: ``algorithm.reference_kl`` of a recipe.
+"""Settings of the KL terms: to a frozen reference policy, and to a frozen teacher (distillation).
 
-``reference_kl.py`` has the formulas, ``trainer/reference.py`` the reference. Imports no torch.
+``algorithm.reference_kl`` and ``algorithm.distillation`` of a recipe. ``reference_kl.py`` has the formulas,
+``trainer/reference.py`` the reference, ``rollout/sampler/teacher.py`` the teacher. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,31 @@ class ReferenceKlConfig:
     def in_reward(self) -> bool:
         """Whether the penalty is a part of the reward."""
         return self.enabled and self.place == "reward"
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """On-policy distillation from a frozen teacher on SGLang servers, with any loss; off at coefficient 0."""
+
+    coefficient: Annotated[float, Ge(0)] = 0.0
+    """Coefficient of the term KL(pi || pi_teacher) in the loss, at each token that the policy sampled; 0:
+    none, and no teacher is asked."""
+    estimator: Literal["k1", "k2", "k3"] = "k2"
+    """Estimator of KL(pi || pi_teacher), as of `algorithm.reference_kl.estimator`. k2 has the gradient of the
+    KL in each state: that of a policy gradient with log(pi_teacher / pi) as each token's advantage."""
+    urls: tuple[str, ...] = ()
+    """Addresses of the SGLang servers with the teacher, `http://HOST:PORT`, started by the user. Its
+    vocabulary must be the policy's: the servers must tokenize the dataset's prompts as the policy does."""
+    api_key_env: str = ""
+    """Name of the environment variable with the servers' key. Empty: no key."""
+    concurrency: Annotated[int, Ge(1)] = 32
+    """Most responses that a server scores at a time."""
+    timeout_s: Annotated[float, Gt(0)] = 600.0
+    """Time limit of one answer."""
+    give_up_s: Annotated[float, Gt(0)] = 1800.0
+    """The run stops, after a checkpoint, once no server has answered for so long."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a teacher."""
+        return self.coefficient > 0

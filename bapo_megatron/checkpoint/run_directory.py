@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat, settings_of_scores
@@ -36,7 +36,7 @@ _DEFAULT_PRESET = "default_preset"
 """Entry of config.json: that the run began when recipes had the preset ``paper``. Runs of before, when they
 had ``balanced``, lack it."""
 
-_FORMER_SCOPE = ("update", None)
+_FORMER_SCOPE: tuple[Literal["update"], None] = ("update", None)
 """``scope`` and ``bounds_tokens`` of ``balanced``, which differs from ``paper`` in nothing else."""
 
 THREADS = "threads"
@@ -53,6 +53,13 @@ _ADDED: dict[str, Any] = {
     "algorithm.reference_kl.estimator": "k3",
     "algorithm.reference_kl.place": "loss",
     "algorithm.reference_kl.model": None,
+    "algorithm.distillation.coefficient": 0.0,
+    "algorithm.distillation.estimator": "k2",
+    "algorithm.distillation.urls": [],
+    "algorithm.distillation.api_key_env": "",
+    "algorithm.distillation.concurrency": 32,
+    "algorithm.distillation.timeout_s": 600.0,
+    "algorithm.distillation.give_up_s": 1800.0,
     "optimizer.device": "model",
     "profile.steps": [],
     "profile.ranks": [0],
@@ -108,6 +115,8 @@ _MAY_CHANGE = (
     *(_STEPS, "name", "run_dir", "allow_change", "accept_resume_mismatch", "hang_minutes"),
     *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch.", "optimizer.device", "profile."),
     *("algorithm.gap_", "algorithm.on_gap", "algorithm.route_mismatch_limit"),
+    *(f"algorithm.distillation.{name}" for name in ("urls", "api_key_env", "concurrency")),
+    *("algorithm.distillation.timeout_s", "algorithm.distillation.give_up_s"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
     *("reward.allow_weak_sandbox", "reward.sandbox_url"),
     *("environment.workers", "environment.memory_limit_mb", "environment.python"),

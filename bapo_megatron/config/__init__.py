@@ -6,7 +6,7 @@ nothing by themselves: ``RunConfig.check`` raises one ConfigError with all mista
 
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
-from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
+from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.environment import EnvironmentConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
@@ -31,6 +31,7 @@ __all__ = [
     "BoundsConfig",
     "CheckpointConfig",
     "DataConfig",
+    "DistillationConfig",
     "EngineConfig",
     "EnvironmentConfig",
     "EvaluationConfig",

@@ -20,7 +20,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from bapo_megatron.algo.bounds import BoundsConfig, paper
 from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
-from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
+from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.sglang import SglangConfig
 from bapo_megatron.config.sources import SourceConfig, Sources
@@ -300,6 +300,8 @@ class AlgorithmConfig:
     """Rejection of whole responses that another policy sampled, with any loss; off by default."""
     reference_kl: ReferenceKlConfig = field(default_factory=ReferenceKlConfig, kw_only=True)
     """KL penalty to a frozen reference policy, in the loss or in the reward; off by default."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig, kw_only=True)
+    """On-policy distillation from a frozen teacher, a term of the loss; off by default."""
     gap_mean_limit: Annotated[float | None, Gt(0)] = 0.05
     """Mismatch check: largest mean difference between the log-probs of engine and trainer at the same
     weights, in nats (`rollout/engine_gap_mean`). In bfloat16 the output layer makes 1e-6 of it, hidden states

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.reference_kl_config import DistillationConfig
 from bapo_megatron.algo.settings import fields_of
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.environment import EnvironmentConfig
@@ -103,11 +104,28 @@ def algorithm_problems(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> It
             f"both or none"
         )
     yield from _correction_problems(algorithm)
+    yield from _distillation_problems(algorithm.distillation, rollout)
     if algorithm.updates_per_epoch > rollout.prompts_per_step:
         yield (
             f"algorithm.updates_per_epoch={algorithm.updates_per_epoch} is more than "
             f"rollout.prompts_per_step={rollout.prompts_per_step}: an update needs at least one group"
         )
+
+
+def _distillation_problems(distillation: DistillationConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Rules of ``algorithm.distillation``: servers, and the temperature at which they give log-probs."""
+    field = "algorithm.distillation"
+    if not distillation.enabled:
+        return
+    if not distillation.urls:
+        yield f"{field}.urls is empty: give the addresses of the teacher's SGLang servers, http://HOST:PORT"
+    if rollout.temperature != 1.0:
+        yield (
+            f"{field} needs rollout.temperature=1, not {rollout.temperature:g}: at another SGLang gives no "
+            "log-probs of given tokens"
+        )
+    if distillation.estimator == "k1":
+        yield f"{field}.estimator=k1 has a gradient that does not depend on the teacher: take k2 or k3"
 
 
 def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:

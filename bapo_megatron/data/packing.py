@@ -246,6 +246,7 @@ def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, Arra
     """
     importance_R = 1.0 if sample.importance_R is None else sample.importance_R
     old_log_probs_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
+    teacher_R = 0.0 if sample.teacher_log_probs_R is None else sample.teacher_log_probs_R
     reference_R = 0.0 if sample.reference_log_probs_R is None else sample.reference_log_probs_R
     return {
         "mask_T": 1.0,
@@ -254,6 +255,7 @@ def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, Arra
         "rollout_log_prob_T": sample.log_probs_R,
         "old_log_prob_T": old_log_probs_R,
         "reference_log_prob_T": reference_R,
+        "teacher_log_prob_T": teacher_R,
         "version_T": sample.versions_R,
         "sequence_T": index,
     }

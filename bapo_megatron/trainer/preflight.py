@@ -42,6 +42,7 @@ from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
+from bapo_megatron.rollout.sampler.teacher import check_teacher
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.events.targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -75,6 +76,7 @@ def run_checks(
     yield lambda: check_logging(config.logging)
     yield lambda: _check_reward(config)
     yield lambda: checked_loss(config)
+    yield lambda: check_teacher(config)
     yield tokenizer
     yield lambda: _check_context(config)
     yield lambda: check_reference(config, tokenizer())
@@ -110,6 +112,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
             f"algorithm.reference_kl.coefficient={coefficient}: a run with --rollout-only trains nothing, so "
             "it has no reference; add --algorithm.reference-kl.coefficient 0, and give yours to --train-only"
         )
+    check_teacher(config)
     tokenizer = check_model(config.model, ParallelConfig())
     _check_context(config)
     check_same_run(config, samples_only=True)

@@ -26,7 +26,7 @@ from bapo_megatron.algo.reference_kl import response_penalty
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
 from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.data.packing import Sample
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import write_atomically
@@ -134,6 +134,16 @@ def with_reference(
         return groups
     rewards = [[rollout.reward for rollout in group.rollouts] for group in batch.groups]
     return [_penalized(*pair, algorithm) for pair in zip(groups, rewards, strict=True)]
+
+
+def check_taught(step: int, groups: Groups) -> None:
+    """RunStopped, on every rank, unless all samples of ``step`` have the teacher's log-probs."""
+    columns = [one.teacher_log_probs_R for group in groups for one in group]
+    if any(column_R is None or not np.isfinite(column_R).all() for column_R in columns):
+        raise RunStopped(
+            f"step {step}: rollouts without log-probs of the teacher, of a run without distillation: "
+            "train on them with --algorithm.distillation.coefficient 0, or sample anew"
+        )
 
 
 def _penalized(group: Sequence[Sample], rewards: Sequence[float], algorithm: AlgorithmConfig) -> list[Sample]:

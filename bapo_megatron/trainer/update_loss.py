@@ -62,7 +62,7 @@ class UpdateLoss:
         self, config: AlgorithmConfig, hold_forwards: bool = False, sources: Sequence[str] = ()
     ) -> None:
         """``sources``: names of the run's sources, for metrics by source."""
-        self.objective = Objective(build_loss(config), sources, config.reference_kl)
+        self.objective = Objective(build_loss(config), sources, config.reference_kl, config.distillation)
         """The objective of the configured loss: reads the vector of sums of an update."""
         self._search = self.objective.loss.search
         measured = self._search is not None and self._search.is_ratio and config.old_log_probs == "rollout"

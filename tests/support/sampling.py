@@ -177,6 +177,7 @@ class World:
         is_held: Callable[[], bool] = lambda: False,
         prefix_cache: bool = False,
         kind: type[EnginePool] = EnginePool,
+        teacher: Any = None,
     ) -> AsyncIterator[GroupSampler]:
         """A sampler with the weights of step ``first_step - 1``."""
         self._others = asyncio.all_tasks()
@@ -190,6 +191,7 @@ class World:
             rounds,
             is_held,
             self.stepping,
+            teacher,
         )
         try:
             await self.sampler.start(first_step, state)

@@ -1,8 +1,8 @@
 """HTTP client of a reward endpoint: JSON requests with retries, backoff, concurrency and size limits.
 
-Only http and https, no redirects, replies of at most ``MAX_ANSWER_BYTES``. Proxies come from the
+Only http and https, no redirects, replies of limited size. Proxies come from the
 environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY); none for this machine itself. Every failure is an
-EndpointError. Used in this folder and ``reward/sandbox/``.
+EndpointError. Used in this folder, ``reward/sandbox/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 class EndpointError(Exception):
     """Failed call: the endpoint gave no usable reply. ``place`` is the kind of problem.
 
-    Caught by ``EndpointScorer`` and ``FusionServer``.
+    Caught by ``EndpointScorer``, ``FusionServer`` and ``Teacher``.
     """
 
     def __init__(self, place: str, text: str) -> None:
@@ -77,17 +77,27 @@ class JsonClient:
     """HTTP client of one address, async, for one event loop: any number of ``ask`` at once, then ``close``.
 
     A retryable failure is retried for up to ``give_up_s`` seconds. Once the endpoint has answered no call at
-    all for so long, each further call is tried once (circuit breaker). Made by ``EndpointScorer``, and by
-    ``FusionServer`` for SandboxFusion.
+    all for so long, each further call is tried once (circuit breaker). Made by ``EndpointScorer``, by
+    ``FusionServer`` for SandboxFusion, and by ``Teacher``.
     """
 
     def __init__(
-        self, url: str, timeout_s: float, give_up_s: float, concurrency: int = 1, key: str = ""
+        self,
+        url: str,
+        timeout_s: float,
+        give_up_s: float,
+        concurrency: int = 1,
+        key: str = "",
+        most_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        """``timeout_s``: longest single call. ``concurrency``: most calls at a time. ``key``: a token."""
+        """``timeout_s``: longest single call. ``concurrency``: most calls at a time. ``key``: a token.
+
+        ``most_bytes``: limit of a reply; a longer one is refused.
+        """
         self._url, self._key = url, key
         self._timeout_s, self._give_up_s = timeout_s, give_up_s
         self._room = asyncio.Semaphore(concurrency)
+        self._most_bytes = most_bytes
         self._proxy = _proxy_of(url)
         self._session: aiohttp.ClientSession | None = None
         self._silent_since: float | None = None
@@ -187,8 +197,8 @@ class JsonClient:
         data = bytearray()
         async for part in response.content.iter_any():
             data += part
-            if len(data) > MAX_ANSWER_BYTES:
-                raise self._unusable("long answer", f"its answer has more than {MAX_ANSWER_BYTES} bytes", "")
+            if len(data) > self._most_bytes:
+                raise self._unusable("long answer", f"its answer has more than {self._most_bytes} bytes", "")
         return data.decode(errors="replace")
 
     def _check_state(self, response: aiohttp.ClientResponse, text: str) -> None:

@@ -27,6 +27,7 @@ from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path
 from bapo_megatron.rollout.sampler.stepper import Stepper
+from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher
 from bapo_megatron.rollout.sampler.turns import Stepping
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -49,13 +50,14 @@ class GroupSampler:
         rounds: bool = False,
         is_held: Callable[[], bool] = lambda: False,
         stepping: Stepping | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         """Open the journal of the run. ConfigError if another process writes it.
 
         ``rounds``: open new groups, and form a batch, only when no group is open, so that an engine whose
         answers depend on its batch always gets the same batches. ``is_held``: whether requests must wait,
         because such an engine has an evaluation's requests. ``stepping``: the parts of ``environment``, if
-        the run has one.
+        the run has one. ``teacher``: scores groups for a distillation.
         """
         self._rollout, self._report, self._pool = config.rollout, report, pool
         self._folder = RunPaths(config.directory).journal
@@ -82,6 +84,7 @@ class GroupSampler:
             rounds,
             is_held,
             stepper,
+            GroupTeacher(dataset, teacher) if teacher else None,
         )
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:

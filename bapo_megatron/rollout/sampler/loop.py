@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
+import numpy as np
+
 from bapo_megatron.algo.filters import is_uniform
 from bapo_megatron.config import RolloutConfig
 from bapo_megatron.data.mixture import Mixture
@@ -33,6 +35,7 @@ from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGro
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.scoring import FirstStepScores, GroupScorer
 from bapo_megatron.rollout.sampler.stepper import Stepper
+from bapo_megatron.rollout.sampler.teacher import GroupTeacher
 
 MAX_RESAMPLES = 3
 """Most retries of a prompt whose group was stale; then it is dropped."""
@@ -61,6 +64,7 @@ class SamplerLoop:
         rounds: bool,
         is_held: Callable[[], bool],
         stepper: Stepper | None = None,
+        teacher: GroupTeacher | None = None,
     ) -> None:
         """``changed``: wakes the loop; also set by the engine pool. ``rounds``, ``is_held``: see
         ``GroupSampler``. ``stepper``: None in a run without an environment."""
@@ -68,6 +72,9 @@ class SamplerLoop:
         self._admission, self._dispatcher, self._scorer = admission, dispatcher, scorer
         self._changed, self._report, self._rounds, self._is_held = changed, report, rounds, is_held
         self._stepper = stepper
+        self._teacher = teacher
+        self._taught: dict[int, list[np.ndarray]] = {}
+        """The teacher's log-probs of groups whose rewards do not count yet, by number."""
         self._events: list[Record] = []
         """Events that are queued for the next commit."""
         self._next_number = 0
@@ -278,12 +285,17 @@ class SamplerLoop:
 
     async def _score(self, group: OpenGroup) -> None:
         results = await self._scorer.score(group)
+        if self._teacher and not self._is_useless([one.reward for one in results]):
+            self._taught[group.number] = await self._teacher.of_group(group)
         del self._scoring[group.number]
         for scored, found in self._first_scores.passed(group, results):
-            rewards = [one.reward for one in found]
-            self.post(group_scored(scored.number, rewards, [one.failure for one in found if one.failure]))
-            if self._config.drop_uniform_groups and is_uniform(rewards):
+            rewards, failures = [one.reward for one in found], [one.failure for one in found if one.failure]
+            self.post(group_scored(scored.number, rewards, failures, self._taught.pop(scored.number, None)))
+            if self._is_useless(rewards):
                 self._drop(scored, "uniform")
+
+    def _is_useless(self, rewards: Sequence[float]) -> bool:
+        return self._config.drop_uniform_groups and is_uniform(rewards)
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
         """End the loop after an error of scoring: the trainer's next call raises it."""

@@ -46,6 +46,7 @@ from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
+from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import Stepping
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.stop_signals import SIGNALS
@@ -261,10 +262,11 @@ async def _open(
     turn_stops, stepping = await _stepping(config, tokenizer, stops, opened)
     dataset = Dataset(problems.prompts, tokenizer, (*stops, *turn_stops), problems.sources)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, stepping)
+    teacher = await _open_teacher(config, dataset, opened)
     # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an
     # evaluation and training must not mix.
     is_held = lambda: rounds and held_out.is_busy  # noqa: E731
-    sampler = GroupSampler(config, dataset, pool, scorer, report, rounds, is_held, stepping)
+    sampler = GroupSampler(config, dataset, pool, scorer, report, rounds, is_held, stepping, teacher)
     opened.push_async_callback(sampler.close)
     opened.callback(held_out.close)
     return sampler, pool, held_out
@@ -283,6 +285,18 @@ async def _stepping(
     await steps.start()
     opened.push_async_callback(steps.close)
     return stop_ids(traits, tokenizer), Stepping(steps, template)
+
+
+async def _open_teacher(config: RunConfig, dataset: Dataset, opened: AsyncExitStack) -> Teacher | None:
+    """The teacher of a distillation. ConfigError or RunStopped, as of ``Teacher.open``."""
+    distillation = config.algorithm.distillation
+    if not distillation.enabled:
+        return None
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    teacher = Teacher(distillation, longest)
+    opened.push_async_callback(teacher.close)
+    await teacher.open(dataset)
+    return teacher
 
 
 def _record_event(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:

@@ -103,10 +103,11 @@ class Response:
         ids_R: np.ndarray = self.so_far.token_ids_R[self.episode.last_turn_start :]
         return ids_R
 
-    def rollout(self, reward: float) -> Rollout:
-        """The complete response with its reward."""
+    def rollout(self, reward: float, teacher_log_probs_R: np.ndarray | None = None) -> Rollout:
+        """The complete response with its reward, and with the teacher's log-probs in a distillation."""
         assert self.finish_reason is not None
-        return Rollout(**self.so_far.columns, finish_reason=self.finish_reason, reward=reward)
+        columns = {**self.so_far.columns, "teacher_log_probs_R": teacher_log_probs_R}
+        return Rollout(**columns, finish_reason=self.finish_reason, reward=reward)
 
 
 @dataclass(frozen=True)

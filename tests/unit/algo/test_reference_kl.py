@@ -10,8 +10,14 @@ import torch
 
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.objective import Objective
-from bapo_megatron.algo.reference_kl import METRICS, kl_estimate, reference_loss, response_penalty
-from bapo_megatron.config import AlgorithmConfig, ReferenceKlConfig
+from bapo_megatron.algo.reference_kl import (
+    METRICS,
+    distillation_loss,
+    kl_estimate,
+    reference_loss,
+    response_penalty,
+)
+from bapo_megatron.config import AlgorithmConfig, DistillationConfig, ReferenceKlConfig
 from bapo_megatron.types import MicroBatch, TokenStats
 
 LN2 = math.log(2)
@@ -204,3 +210,33 @@ def test_the_penalty_of_a_response_is_a_sum_over_its_tokens(estimator: Estimator
     old_N, reference_N = torch.tensor([-LN2, -2 * LN2]), torch.tensor([-2 * LN2, -LN2])
     config = ReferenceKlConfig(0.5, estimator, "reward")
     assert response_penalty(old_N, reference_N, config) == pytest.approx(0.5 * expected, abs=1e-7)
+
+
+def test_distillation_is_a_policy_gradient_with_the_teachers_advantage() -> None:
+    """pi = 1/2, 1/4, a masked token; the teacher has 1/4, 1/2: k2 gives each w beta log(pi / pi_teacher)."""
+    batch = pack([0.0] * 3, [2.0, 1.0, 1.0], [1.0, 1.0, 0.0])
+    batch.teacher_log_prob_T.copy_(torch.tensor([-2 * LN2, -LN2, -50.0]))
+    found = stats([-LN2, -2 * LN2, -0.1])
+    loss = distillation_loss(found, batch, DistillationConfig(0.5))
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (2 * LN2**2 / 2 + LN2**2 / 2), rel=1e-6)
+    assert found.log_prob_T.grad is not None
+    assert found.log_prob_T.grad.tolist() == pytest.approx([0.5 * 2 * LN2, -0.5 * LN2, 0.0], rel=1e-6)
+
+
+def test_an_objective_with_a_teacher_adds_its_term_and_reports_it() -> None:
+    """The reference's column is not the teacher's: each term reads its own."""
+    batch = pack([-7.0] * 2, [1.0, 3.0], [1.0, 1.0])
+    batch.teacher_log_prob_T.copy_(torch.tensor([-2 * LN2, -2 * LN2]))
+    found, config = stats([-LN2, -LN2]), AlgorithmConfig(loss="cispo")
+    plain = Objective(build_loss(config)).token_fn(None, 0)(found, batch)
+    objective = Objective(build_loss(config), distillation=DistillationConfig(0.1))
+    sums = objective.token_fn(None, 0)(found, batch)
+    term = 0.1 * (1 + 3) * LN2**2 / 2
+    assert (sums[0] - plain[0]).item() == pytest.approx(term, rel=1e-5)
+    metrics = objective.metrics(sums, None)
+    expected = {"k1": LN2, "k3": 0.5 - 1 + LN2, "loss": term / 2}
+    for name, value in expected.items():
+        assert metrics[f"distillation/{name}"] == pytest.approx(value, rel=1e-5)
+    off = Objective(build_loss(config), distillation=DistillationConfig(0.0))
+    assert not any(name.startswith("distillation/") for name in off.metric_names())

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from bapo_megatron.rollout.sampler.episode import Answer, SegmentEnd
-from bapo_megatron.rollout.sampler.event_log.state import OpenGroup
+from bapo_megatron.rollout.sampler.event_log.state import TEACHER_LOG_PROBS, OpenGroup
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.types import Generation, ResponseTokens
 
@@ -86,10 +86,19 @@ def response_restarted(group: OpenGroup, sample: int, why: str) -> Record:
     return Record("restarted", {"number": group.number, "sample": sample, "why": why}, {})
 
 
-def group_scored(number: int, rewards: Sequence[float], failures: Sequence[str]) -> Record:
-    """Event: a complete group has its rewards. ``failures``: the kind of each failed score."""
+def group_scored(
+    number: int,
+    rewards: Sequence[float],
+    failures: Sequence[str],
+    teacher_log_probs: Sequence[np.ndarray] | None = None,
+) -> Record:
+    """Event: a complete group has its rewards, and the teacher's log-probs of its responses if there is one.
+
+    ``failures``: the kind of each failed score.
+    """
+    arrays = {} if teacher_log_probs is None else {TEACHER_LOG_PROBS: np.concatenate(teacher_log_probs)}
     # The kind on disk is "judged", as in journals of earlier versions.
-    return Record("judged", {"number": number, "rewards": list(rewards), "failures": list(failures)}, {})
+    return Record("judged", {"number": number, "rewards": list(rewards), "failures": list(failures)}, arrays)
 
 
 def group_dropped(number: int, reason: str) -> Record:

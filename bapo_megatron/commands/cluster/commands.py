@@ -22,7 +22,6 @@ _STATUS_DEADLINE_S = 30.0
 
 def submit_command(arguments: Sequence[str]) -> None:
     """``bapo submit RECIPE --cluster FILE``: submit a run as a Slurm job, or print its script."""
-    from bapo_megatron.checkpoint.fork import check_fork
     from bapo_megatron.commands.cluster.submit import USAGE, SubmitCommand, submit
     from bapo_megatron.commands.train_flags import train_flags
 
@@ -31,6 +30,8 @@ def submit_command(arguments: Sequence[str]) -> None:
         return
     command = SubmitCommand.of(arguments)
     config, _, fork = train_flags("submit", [str(command.recipe), *command.flags])
+    from bapo_megatron.checkpoint.fork import check_fork  # with torch, which the usage and the flags need not
+
     check_fork(config, fork)
     print(found := submit(command, config), end="", flush=True)
     # The job id alone goes to stdout, so that a script can read it; the hints for a person go to stderr.

@@ -1,20 +1,29 @@
 """Choice of the rehearsed layers: Transformer Engine's if its sources are found, else torch's.
 
-``prepare_layers`` then imports them, with patches for the whole process. Used by ``job.py``,
-``processes.py`` and ``benchmarks/gpu/phases.py``.
+``prepare_layers`` then imports them, with patches for the whole process. ``make te-sources`` downloads the
+sources to a place outside of every environment: without the compiled part they break the import of
+megatron-core. Else an installed package of the version is taken. Used by ``job.py``, ``processes.py`` and
+``benchmarks/gpu/phases.py``.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.rehearsal.transformer_engine.sources import VERSIONS, find_sources
 
 Layers = Literal["te", "torch"]
+
+VERSIONS = ("2.11.0", "2.20.2")
+"""The last version that megatron-core 0.16.1 asks for (>=2.9, <2.12), and the newest that was tested."""
+
+_REPOSITORY = Path(__file__).parents[3]
 
 
 def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
@@ -82,3 +91,22 @@ def _accept_fake_tensors() -> None:
 def te_folder() -> Path:
     """Folder of the rehearsed version of Transformer Engine's sources. ConfigError if it is missing."""
     return find_sources(VERSIONS[0])
+
+
+def find_sources(version: str) -> Path:
+    """The folder that holds the package ``transformer_engine`` of ``version``.
+
+    It is ``VERSION`` in the folder that BAPO_TE_SOURCES names, by default ``.te`` of the repository; else
+    that of the package that is installed, if it is of this version. ConfigError if neither is there.
+    """
+    folder = Path(os.environ.get("BAPO_TE_SOURCES", _REPOSITORY / ".te")) / version
+    if (folder / "transformer_engine/__init__.py").is_file():
+        return folder
+    with suppress(PackageNotFoundError):
+        installed = distribution("transformer_engine")
+        if installed.version.partition("+")[0] == version:
+            return Path(str(installed.locate_file("transformer_engine"))).parent
+    raise ConfigError(
+        f"no sources of Transformer Engine {version} in {folder}, and it is not installed: run "
+        "`make te-sources`, or let BAPO_TE_SOURCES name the folder that holds them"
+    )

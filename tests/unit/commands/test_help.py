@@ -63,6 +63,8 @@ HEAVY = {"torch", "megatron", "transformers", "safetensors", "sympy", "pandas", 
         f"plan {RECIPE} --memory-fraction 0.3",  # it does not fit: the search for a change
         f"plan {RECIPE} --compare 3",
         "plan recipes/demo_cpu.py --json",
+        "rehearse recipes/demo_cpu.py --help",
+        f"submit {RECIPE} --help",
         "report --help",
         "status runs/none",
         "logs runs/none",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.rehearsal.transformer_engine.sources import VERSIONS, find_sources
+from bapo_megatron.planning.rehearsal.layers import VERSIONS, find_sources
 
 ROOT = Path(__file__).parents[3]
 

@@ -4,7 +4,7 @@ Layers, parameter names, checkpoints, the choice of attention and the ring of co
 Python part of Transformer Engine; the compiled part, ``transformer_engine_torch``, does the arithmetic. Here
 the Python part runs as published, and the arithmetic is torch's::
 
-    installation.install(sources.find_sources("2.11.0"))  # before megatron is imported
+    installation.install(layers.find_sources("2.11.0"))  # before megatron is imported
 
 The rehearsal and the tests of ``tests/te`` use it. ``make te-sources`` fetches the Python part. What this
 cannot show is in docs/gpu.md.

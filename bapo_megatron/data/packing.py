@@ -2,17 +2,19 @@
 
 The shift to predicting positions happens here, once: a sample of n tokens has n - 1 of them, and position i
 holds token i as input and token i + 1 as label, with all per-token columns of that label. All ranks compute
-the same plan from the same samples (``pack_plan.py``), and each builds its own packs without communication.
+the same plan from the same numbers (``pack_plan.py``), and each builds its own packs without communication:
+of a ``StoredSample`` only the ranks that pack it read the columns.
 
 Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` tokens of a response that are trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,12 +23,62 @@ from numpy.typing import ArrayLike
 from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.data.pack_plan import plan_packs
 from bapo_megatron.tensor_types import MicroBatch
-from bapo_megatron.types import Group, PackLayout, ResponseColumns
+from bapo_megatron.types import (
+    PackLayout,
+    ResponseColumns,
+    ResponseHeader,
+    ResponseTokens,
+    StepHeader,
+    VersionSpan,
+)
 
 T = TypeVar("T")
 
 # Padding is cut into documents of at most this many tokens, so that attention over it stays cheap.
 _PADDING_DOCUMENT = 512
+
+
+class TrainingBatch(Protocol):
+    """A step's batch on one rank: the header, and columns on request. ``StepColumns`` implements it."""
+
+    @property
+    def header(self) -> StepHeader:
+        """The numbers of all responses, equal on every rank."""
+
+    def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
+        """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers."""
+
+
+class TrainingSample(Protocol):
+    """Training sequence as every rank sees it: its numbers, and on request its columns, as a ``Sample``.
+
+    ``Sample`` has them in memory, ``StoredSample`` in a step's file. Code asks for the columns of samples
+    that this rank packs, and of no others.
+    """
+
+    @property
+    def advantage(self) -> float: ...
+    @property
+    def source(self) -> int: ...
+    @property
+    def response_tokens(self) -> int: ...
+    @property
+    def trained_tokens(self) -> int: ...
+    @property
+    def predicted_tokens(self) -> int: ...
+    @property
+    def positions(self) -> int: ...
+    @property
+    def versions(self) -> VersionSpan: ...
+
+    def loaded(self) -> Sample:
+        """The sample with its columns."""
+
+    def changed(self, change: Callable[[Sample], Sample]) -> Self:
+        """The sample with columns that ``change`` adds wherever it is loaded. It must keep the numbers."""
+
+    def with_advantage(self, advantage: float) -> Self:
+        """The sample with another advantage."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +92,8 @@ class Sample(ResponseColumns, _TokenIds):
     """Training sequence, as plain data: a prompt and a response with its advantage.
 
     It has all columns of the response. ValueError for a loss mask that has not one value for each token of
-    the response. Positional arguments: token ids, log-probs, versions, advantage. Made by ``samples_of`` from
-    a group of rollouts, by ``trainer/sft.py`` from a solution; packed by ``pack_samples``.
+    the response. Positional arguments: token ids, log-probs, versions, advantage. Made by ``StoredSample``
+    from a step's file, by ``trainer/sft.py`` from a solution; packed by ``pack_samples``.
     """
 
     advantage: float
@@ -86,29 +138,116 @@ class Sample(ResponseColumns, _TokenIds):
         return int(self.trained_R.sum())
 
     @property
+    def predicted_tokens(self) -> int:
+        """Number of trained tokens that a position predicts."""
+        return int(self.predicted_R.sum())
+
+    @property
     def positions(self) -> int:
         """Number of predicting positions, the sample's length in a pack."""
         return len(self.token_ids) - 1
 
+    @property
+    def versions(self) -> VersionSpan:
+        """Weight versions of the response's tokens."""
+        return VersionSpan.of(self.versions_R)
+
+    def loaded(self) -> Sample:
+        """This sample, whose columns are in memory."""
+        return self
+
+    def changed(self, change: Callable[[Sample], Sample]) -> Sample:
+        """The sample that ``change`` makes of it."""
+        return change(self)
+
+    def with_advantage(self, advantage: float) -> Sample:
+        """The sample with another advantage."""
+        return replace(self, advantage=advantage)
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """Training sequence in a step's file: its numbers on every rank, its columns where it is packed.
+
+    ``loaded`` reads them anew at each call, because the updates of a step give a sample to different ranks,
+    and costs a read of the response. StorageFailed, on this rank alone, if they cannot be read. Made by
+    ``samples_of``.
+    """
+
+    response: ResponseHeader
+    prompt_tokens: int
+    read: Callable[[], tuple[np.ndarray, ResponseTokens]]
+    """Reads the prompt's token ids and the response's tokens."""
+    advantage: float
+    source: int = -1
+    changes: tuple[Callable[[Sample], Sample], ...] = ()
+
+    @property
+    def response_tokens(self) -> int:
+        """As of ``Sample``."""
+        return self.response.versions.tokens
+
+    @property
+    def trained_tokens(self) -> int:
+        """As of ``Sample``."""
+        return self.response.trained_tokens
+
+    @property
+    def predicted_tokens(self) -> int:
+        """As of ``Sample``."""
+        return self.response.predicted_tokens
+
+    @property
+    def positions(self) -> int:
+        """As of ``Sample``."""
+        return self.prompt_tokens + self.response_tokens - 1
+
+    @property
+    def versions(self) -> VersionSpan:
+        """As of ``Sample``."""
+        return self.response.versions
+
+    def loaded(self) -> Sample:
+        """The sample with its columns, and with all changes."""
+        ids_P, tokens = self.read()
+        sample = Sample(
+            token_ids=np.concatenate([ids_P, tokens.token_ids_R]),
+            **{name: x for name, x in tokens.columns.items() if name != "token_ids_R"},
+            advantage=self.advantage,
+            source=self.source,
+        )
+        for change in self.changes:
+            sample = change(sample)
+        return sample
+
+    def changed(self, change: Callable[[Sample], Sample]) -> StoredSample:
+        """The sample with ``change`` after those that it has."""
+        return replace(self, changes=(*self.changes, change))
+
+    def with_advantage(self, advantage: float) -> StoredSample:
+        """The sample with another advantage."""
+        return replace(self, advantage=advantage)
+
 
 def samples_of(
-    group: Group, advantage: Literal["grpo", "dr_grpo"], sources: Sequence[str] = ()
-) -> list[Sample]:
-    """Samples of a group's rollouts, with advantages normalized within the group.
+    batch: TrainingBatch, advantage: Literal["grpo", "dr_grpo"], sources: Sequence[str] = ()
+) -> list[list[StoredSample]]:
+    """Samples of a step, group by group, with advantages normalized within each group. Reads no column.
 
     ``sources``: names of the run's sources; a sample gets the index of its own.
     """
-    source = sources.index(group.prompt.source) if group.prompt.source in sources else -1
-    advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
-    return [
-        Sample(
-            token_ids=np.concatenate([group.prompt.token_ids_P, rollout.token_ids_R]),
-            **{name: x for name, x in rollout.columns.items() if name != "token_ids_R"},
-            advantage=float(value),
-            source=source,
+    found = []
+    for number, group in enumerate(batch.header.groups):
+        source = sources.index(group.source) if group.source in sources else -1
+        advantages = group_advantages([one.reward for one in group.responses], advantage)
+        reads = (partial(batch.read, number, index) for index in range(len(group.responses)))
+        found.append(
+            [
+                StoredSample(response, group.prompt_tokens, read, float(value), source)
+                for response, read, value in zip(group.responses, reads, advantages, strict=True)
+            ]
         )
-        for rollout, value in zip(group.rollouts, advantages, strict=True)
-    ]
+    return found
 
 
 def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -> list[list[T]]:
@@ -123,12 +262,16 @@ def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -
 
 
 def pack_samples(
-    samples: Sequence[Sample], pack_tokens: int, loss_mean: str = "token", layout: PackLayout | None = None
+    samples: Sequence[TrainingSample],
+    pack_tokens: int,
+    loss_mean: str = "token",
+    layout: PackLayout | None = None,
 ) -> list[MicroBatch]:
     """Pack the samples of an update into this rank's micro-batches; every rank has the same number.
 
     A pack is at most ``pack_tokens`` long, rounded down to the layout's length multiple. A rank without
-    samples gets a dummy pack of one such multiple. ValueError if a sample does not fit.
+    samples gets a dummy pack of one such multiple. Loads the samples of this rank's packs alone. ValueError
+    if a sample does not fit.
     """
     layout = layout or PackLayout()
     lengths = [_round_up(sample.positions, layout.document_multiple) for sample in samples]
@@ -147,7 +290,7 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:
+def _loss_weights(samples: Sequence[TrainingSample], loss_mean: str) -> list[float]:
     """Loss weight of each sample's tokens: 1, or for a mean over sequences ``(sum_j n_j / N) / n_i``.
 
     The loss sum is then divided by the number of trained tokens. With N sequences of n_i trained tokens,
@@ -160,7 +303,7 @@ def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:
 
 
 def _build(
-    samples: Sequence[Sample],
+    samples: Sequence[TrainingSample],
     weights: Sequence[float],
     members: Sequence[int],
     shortest: int,
@@ -181,7 +324,8 @@ def _build(
         pack.position_T[start:end] = torch.arange(end - start)
     for index, start, positions in rows:
         if positions:
-            _write(pack, samples[index], start, trained_columns(samples[index], index, weights[index]))
+            sample = samples[index].loaded()
+            _write(pack, sample, start, trained_columns(sample, index, weights[index]))
     return pack
 
 

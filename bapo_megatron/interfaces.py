@@ -12,7 +12,14 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, PackLayout, StepBatch
+from bapo_megatron.types import (
+    BroadcastGroup,
+    BucketSpec,
+    GenerateRequest,
+    Generation,
+    PackLayout,
+    StepHeader,
+)
 
 if TYPE_CHECKING:  # commands that start nothing import this module, too, and torch takes a second
     from torch import Tensor
@@ -267,8 +274,8 @@ class Sampler(Protocol):
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
         """Start sampling for ``first_step``. ``state``: the sampler's part of the checkpoint before it."""
 
-    def next_batch(self, step: int, wait_s: float) -> StepBatch | Need | None:
-        """The training batch of ``step``; None if it is not ready within ``wait_s`` seconds.
+    def next_batch(self, step: int, wait_s: float) -> StepHeader | Need | None:
+        """The header of the batch of ``step``; None if it is not ready within ``wait_s`` seconds.
 
         ``Need.WEIGHTS``: no engine works, and one needs the current weights once more. A repeated call for
         the same step, also after a restart, gets the same groups.

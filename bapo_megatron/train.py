@@ -11,9 +11,17 @@ Used by ``commands/train.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 from bapo_megatron.algo.measurements.staleness import age_metrics
-from bapo_megatron.data.packing import Sample, pack_samples, samples_of, split_into_updates
+from bapo_megatron.data.packing import (
+    TrainingBatch,
+    TrainingSample,
+    pack_samples,
+    samples_of,
+    split_into_updates,
+)
+from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import begin_checkpoint, finalize_checkpoint
@@ -23,6 +31,7 @@ from bapo_megatron.trainer.flow_control import (
     WAIT_S,
     give_gpus_to_engines,
     give_gpus_to_policy,
+    open_columns,
     stop_if_preempted,
     wait_for_sampler,
 )
@@ -37,7 +46,7 @@ from bapo_megatron.trainer.routes import (
     route_metrics,
     route_names,
 )
-from bapo_megatron.types import Metrics, StepBatch
+from bapo_megatron.types import Metrics, StepHeader
 
 
 def train(run: Run) -> None:
@@ -52,12 +61,12 @@ def train(run: Run) -> None:
         batch = next_batch(run, step)
         clock.lap("rollout")
         give_gpus_to_policy(run, step - 1)
-        with profiled(run.config, step):
+        with profiled(run.config, step), closing(batch):
             updates = train_on(run, step, batch)
             clock.lap("update")
             run.sync.push(run.policy, step)  # while the policy has the GPUs: an offloaded one has no weights
             clock.lap("sync")
-        _record(run, step, batch, updates, clock)
+        _record(run, step, batch.header, updates, clock)
         # After the step's metrics are on disk: a check that stops the run leaves the numbers that explain it.
         check_one_sign(step, updates, run.recorder)
         check_route_mismatch(run.config.algorithm, step, updates, run.recorder)
@@ -70,13 +79,16 @@ def train(run: Run) -> None:
         evaluate_if_due(run, run.config.steps)
 
 
-def next_batch(run: Run, step: int) -> StepBatch:
-    """Training batch of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none."""
-    batch: StepBatch = wait_for_sampler(run, step - 1, lambda sampler: sampler.next_batch(step, WAIT_S))
-    return batch
+def next_batch(run: Run, step: int) -> StepColumns:
+    """Training batch of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none.
+
+    Rank 0 broadcasts the header; each rank reads the columns of its own samples when it packs them.
+    """
+    header: StepHeader = wait_for_sampler(run, step - 1, lambda sampler: sampler.next_batch(step, WAIT_S))
+    return open_columns(run, step - 1, header)
 
 
-def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
+def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
     """The updates of ``step`` on its batch: reuse_epochs passes of updates_per_epoch updates; their metrics.
 
     A step that a checkpoint within it holds partly continues after its last finished update. Collective.
@@ -85,16 +97,16 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
     version, done = run.partial_step or PartialStep(run.policy.version, [])
     run.partial_step = None
     sources, routes = run.config.data.source_names, run.config.rollout.route_replay
-    check_stored_routes(run.config.rollout, step, batch)
-    groups = [samples_of(group, algorithm.advantage, sources, routes) for group in batch.groups]
+    check_stored_routes(run.config.rollout, step, batch.header)
+    groups = samples_of(batch, algorithm.advantage, sources, routes)
     if algorithm.old_log_probs == "trainer":
         cap, level = algorithm.importance_cap, algorithm.importance_level
         # Before the first update: pi_old of all updates of the step is the policy at the step's start.
         groups = with_old_log_probs(run.policy, groups, run.config.batch.pack_tokens, cap, level)
     if algorithm.distillation.enabled:
-        check_taught(step, groups)
+        check_taught(step, batch.header)
     if algorithm.reference_kl.enabled:  # after pi_old, at which a penalty in the reward is taken
-        groups = with_reference(run.policy, groups, batch, algorithm, run.config.batch.pack_tokens)
+        groups = with_reference(run.policy, groups, batch.header, algorithm, run.config.batch.pack_tokens)
     parts = [
         (epoch, part)
         for epoch in range(algorithm.reuse_epochs)
@@ -108,7 +120,7 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
     return done
 
 
-def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> Metrics:
+def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: int) -> Metrics:
     """One update: reject responses, pack the rest, search the bounds, step the optimizer; its metrics.
 
     ``step_version``: the policy's version at the start of the step. Collective. FloatingPointError, on every
@@ -119,12 +131,12 @@ def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> M
     if config.algorithm.old_log_probs == "trainer":
         on_policy = policy.version == step_version
     else:
-        on_policy = all((sample.versions_R[sample.trained_R] == policy.version).all() for sample in samples)
+        on_policy = all(sample.versions.is_only(policy.version) for sample in samples)
     groups, corrections = corrected(policy, groups, config.algorithm, config.batch.pack_tokens, on_policy)
     if not any(groups):
         return _no_update(run, len(samples), corrections)
     samples = [sample for group in groups for sample in group]
-    versions = [[sample.versions_R[sample.trained_R] for sample in group] for group in groups]
+    versions = [[sample.versions for sample in group] for group in groups]
     ages = age_metrics(versions, policy.version, step_version)
     packs = pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
     metrics = optimize(run, packs, on_policy, step_version)
@@ -160,13 +172,13 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_versio
     }
 
 
-def _record(run: Run, step: int, batch: StepBatch, updates: Sequence[Metrics], clock: StepClock) -> None:
+def _record(run: Run, step: int, header: StepHeader, updates: Sequence[Metrics], clock: StepClock) -> None:
     """Rank 0's metrics of ``step``, written to all logs."""
     if run.recorder:
         corrections = correction_metrics(run.config.algorithm)
         routes = route_names(run.config.rollout)
         names = [*run.update_loss.objective.metric_names(), *corrections, *routes]
-        metrics = step_metrics(batch, updates, clock, names)
+        metrics = step_metrics(header, updates, clock, names)
         run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})
 
 

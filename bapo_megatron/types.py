@@ -37,26 +37,31 @@ __all__ = [
     "BroadcastGroup",
     "BucketSpec",
     "Column",
+    "ColumnFile",
     "FinishReason",
     "GenerateRequest",
     "Generation",
     "Group",
+    "GroupHeader",
     "Metrics",
     "MicroBatch",
     "PackLayout",
     "Prompt",
     "ResponseColumn",
     "ResponseColumns",
+    "ResponseHeader",
     "ResponseTokens",
     "Rollout",
     "RouteShape",
     "SamplingParams",
     "SearchedLoss",
     "StepBatch",
+    "StepHeader",
     "StoredRoutes",
     "TokenFn",
     "TokenStats",
     "UpdateResult",
+    "VersionSpan",
 ]
 
 Metrics = dict[str, float | None]
@@ -348,11 +353,99 @@ class Group:
 class StepBatch:
     """The training batch of one step: all its GRPO groups, and the metrics of its sampling.
 
-    Equal on every rank: rank 0 gets it from the sampler and broadcasts it. Advantages and packs come later.
+    The content of a step's file, with all per-token columns. Made by the sampler, and where a file is read as
+    a whole; a rank of the trainer has the ``StepHeader`` alone, and reads its own samples.
     """
 
     groups: tuple[Group, ...]
     metrics: Metrics
+
+
+class VersionSpan(NamedTuple):
+    """Weight versions of tokens in four numbers: all that ages and on-policy checks need.
+
+    Part of a ``ResponseHeader``; of a sample in memory ``Sample.versions`` makes it.
+    """
+
+    tokens: int
+    oldest: int
+    """As ``newest`` 0 without tokens."""
+    newest: int
+    total: int
+    """Sum over the tokens."""
+
+    @classmethod
+    def of(cls, versions_R: np.ndarray) -> VersionSpan:
+        """The span of these versions."""
+        if not len(versions_R):
+            return cls(0, 0, 0, 0)
+        total = int(versions_R.sum(dtype=np.int64))
+        return cls(len(versions_R), int(versions_R.min()), int(versions_R.max()), total)
+
+    def is_only(self, version: int) -> bool:
+        """Whether ``version`` sampled every token."""
+        return not self.tokens or self.oldest == self.newest == version
+
+
+class ResponseHeader(NamedTuple):
+    """The numbers of a response that every rank needs: for advantages, packing plan, normalizers, ages.
+
+    Part of a ``GroupHeader``.
+    """
+
+    reward: float
+    trained_tokens: int
+    predicted_tokens: int
+    """Trained tokens without the first token of an empty prompt, which no position predicts."""
+    tokens: int
+    """Number of the response's tokens, trained on or not."""
+    versions: VersionSpan
+    """Of the tokens that are trained on."""
+    checksum: int
+    """CRC-32 of the prompt's ids and all columns, with which a rank verifies what it reads."""
+    is_taught: bool = False
+    """Whether it has log-probs of the teacher."""
+    routes: StoredRoutes | None = None
+    """Where its routes are; None if it was sampled without."""
+
+
+class GroupHeader(NamedTuple):
+    """A group without its tokens: source and length of its prompt, headers of its responses.
+
+    Part of a ``StepHeader``.
+    """
+
+    source: str
+    prompt_tokens: int
+    responses: tuple[ResponseHeader, ...]
+
+
+class ColumnFile(NamedTuple):
+    """A file of per-token columns, as rank 0 has read it: how others find it whole, and where its values are.
+
+    Part of a ``StepHeader``, opened by ``StepColumns``. Another file of columns of the same responses would
+    be another field of the header.
+    """
+
+    path: Path
+    size: int
+    """Bytes."""
+    tail: str
+    """SHA-256 of its last bytes, where a zip file has the CRC-32 of everything in it."""
+    columns: dict[str, tuple[int, str]]
+    """For each array the offset of its first value in bytes, and its dtype as numpy writes it."""
+
+
+@dataclass(frozen=True)
+class StepHeader:
+    """A step's batch without its per-token columns, about 60 bytes a response: rank 0 broadcasts it.
+
+    Made by ``read_header`` from a step's file, equal on every rank. Advantages and packs come later.
+    """
+
+    groups: tuple[GroupHeader, ...]
+    metrics: Metrics
+    file: ColumnFile
 
 
 @dataclass(frozen=True)

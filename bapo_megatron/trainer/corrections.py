@@ -9,6 +9,9 @@
   (``algo/corrections/rejection.py``): of an update's metrics only ``corrections/rejected_*`` count them.
   ``off_policy_delta`` may cost a forward pass. An update with none left takes no step, with a warning.
 
+A rank has the columns of its own samples alone. What all ranks need of a response, such as its mean ratio,
+one replica computes, and ``measured_once`` gives the number to all.
+
 Called by ``train.py`` on every rank. FloatingPointError, on every rank, for log-probs that are not finite.
 
 Legend: ``_R`` tokens of a response, ``_N`` trained tokens of one response, or response tokens of all samples.
@@ -20,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,12 +36,12 @@ from bapo_megatron.algo.corrections.importance_sampling import (
 from bapo_megatron.algo.corrections.rejection import is_off_policy, is_outside
 from bapo_megatron.algo.sequences import sequence_means, sums_by_sequence
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import Sample, TrainingSample, pack_samples
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Metrics
 
-Groups = list[list[Sample]]
+S = TypeVar("S", bound=TrainingSample)
 
 METRICS = ("corrections/rejected_responses", "corrections/rejected_tokens", "corrections/weight")
 """Names of the metrics of ``corrected``."""
@@ -46,11 +49,11 @@ METRICS = ("corrections/rejected_responses", "corrections/rejected_tokens", "cor
 
 def with_old_log_probs(
     policy: Policy,
-    groups: Sequence[Sequence[Sample]],
+    groups: Sequence[Sequence[S]],
     pack_tokens: int,
     cap: float | None,
     level: Literal["token", "sequence"] = "token",
-) -> Groups:
+) -> list[list[S]]:
     """Old log-probs: the samples with pi_old of the present weights, and importance weights up to ``cap``.
 
     ``cap`` None: no importance weights. ``level``: a weight for each token or each response. One forward
@@ -62,9 +65,9 @@ def with_old_log_probs(
         return []
     compute = partial(policy.log_probs, trained_only=True)
     old_log_probs = response_log_probs(policy, samples, pack_tokens, compute)
-    _finite(float(old_R[one.predicted_R].sum()) for one, old_R in zip(samples, old_log_probs, strict=True))
-    old = iter(old_log_probs)
-    return [[_with_old(sample, next(old), cap, level) for sample in group] for group in groups]
+    _finite(float(old_R.sum()) for old_R in old_log_probs)
+    changes = (partial(_with_old, old_log_probs_R=old_R, cap=cap, level=level) for old_R in old_log_probs)
+    return [[sample.changed(next(changes)) for sample in group] for group in groups]
 
 
 def correction_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
@@ -74,26 +77,26 @@ def correction_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 def corrected(
     policy: Policy,
-    groups: Sequence[Sequence[Sample]],
+    groups: Sequence[Sequence[S]],
     algorithm: AlgorithmConfig,
     pack_tokens: int,
     on_policy: bool,
-) -> tuple[Groups, Metrics]:
+) -> tuple[list[list[S]], Metrics]:
     """Rejection of responses: the groups of an update that are kept, and the metrics ``correction_metrics``.
 
     - ``corrections/rejected_responses``, ``.../rejected_tokens``: shares of the update's responses and
       trained tokens
     - ``corrections/weight``: mean importance weight of the tokens that are left; None where there are none
 
-    ``on_policy`` as in ``UpdateLoss.loss``. Collective with ``off_policy_delta``. FloatingPointError, on
-    every rank, for log-probs that are not finite.
+    ``on_policy`` as in ``UpdateLoss.loss``. Collective. FloatingPointError, on every rank, for log-probs that
+    are not finite.
     """
     names = correction_metrics(algorithm)
     if not names:
         return [list(group) for group in groups], {}
     config = algorithm.corrections
     samples = [sample for group in groups for sample in group]
-    kept = [not (config.compares_old and is_outside(_old_ratio(sample), config)) for sample in samples]
+    kept, weights = _kept_and_weights(policy, samples, algorithm)
     if config.off_policy_delta is not None:
         known = on_policy and algorithm.known_ratio
         measured = [sample for sample, keep in zip(samples, kept, strict=True) if keep]
@@ -105,20 +108,67 @@ def corrected(
         ]
     left = iter(kept)
     remaining = [[sample for sample in group if next(left)] for group in groups]
-    return remaining, dict(zip(names, _shares(samples, remaining), strict=True))
+    tokens = [sample.predicted_tokens for sample in samples]
+    return remaining, dict(zip(names, _shares(kept, tokens, weights), strict=True))
 
 
-def _shares(samples: Sequence[Sample], left: Groups) -> tuple[float | None, float | None, float | None]:
-    """Values of ``METRICS``, from the samples of an update before and after rejection."""
-    kept = [sample for group in left for sample in group]
-    before, after = (sum(int(one.predicted_R.sum()) for one in part) for part in (samples, kept))
-    weights = [one.importance_R[one.predicted_R] for one in kept if one.importance_R is not None]
-    weight = sum(float(weight_R.sum(dtype=np.float64)) for weight_R in weights) if weights else float(after)
+def _kept_and_weights(
+    policy: Policy, samples: Sequence[TrainingSample], algorithm: AlgorithmConfig
+) -> tuple[list[bool], list[float]]:
+    """Whether each sample is inside the limits on pi_old / pi_rollout, and the sum of its importance weights.
+
+    Collective with ``old_log_probs=trainer``; else the ratio and all weights are 1.
+    """
+    if algorithm.old_log_probs == "rollout":
+        return [True] * len(samples), [float(sample.predicted_tokens) for sample in samples]
+    config = algorithm.corrections
+
+    def measure(sample: Sample) -> tuple[float, float]:
+        inside = not (config.compares_old and is_outside(_old_ratio(sample), config))
+        return float(inside), _weight(sample)
+
+    found = measured_once(policy, samples, measure, 2)
+    return [bool(inside) for inside, _ in found], [weight for _, weight in found]
+
+
+def _shares(
+    kept: Sequence[bool], tokens: Sequence[int], weights: Sequence[float]
+) -> tuple[float | None, float | None, float | None]:
+    """Values of ``METRICS``, from an update's samples: which are kept, their predicted tokens and weights."""
+    before, after = sum(tokens), sum(count for count, keep in zip(tokens, kept, strict=True) if keep)
+    weight = sum(weight for weight, keep in zip(weights, kept, strict=True) if keep)
     return (
-        1 - len(kept) / len(samples) if samples else None,
+        1 - sum(kept) / len(kept) if kept else None,
         1 - after / before if before else None,
         weight / after if after else None,
     )
+
+
+def measured_once(
+    policy: Policy,
+    samples: Sequence[TrainingSample],
+    measure: Callable[[Sample], tuple[float, ...]],
+    width: int,
+) -> list[list[float]]:
+    """The ``width`` numbers that ``measure`` makes of each sample's columns, on every rank. Collective.
+
+    One replica loads a sample; in turns, so each loads its share. The numbers are exact, as if each rank had
+    computed all of them.
+    """
+    layout = policy.pack_layout
+    found = torch.zeros(len(samples), width, dtype=torch.float64)
+    for index in range(layout.data_rank, len(samples), layout.data_size):
+        found[index] = torch.tensor(measure(samples[index].loaded()), dtype=torch.float64)
+    # One replica has a sample's numbers, the others zeros: the sum is exact.
+    numbers: list[list[float]] = policy.sum_over_replicas(found).tolist()
+    return numbers
+
+
+def _weight(sample: Sample) -> float:
+    """Sum of the importance weights of the sample's trained tokens; their number where there are none."""
+    if sample.importance_R is None:
+        return float(sample.predicted_tokens)
+    return float(sample.importance_R[sample.predicted_R].sum(dtype=np.float64))
 
 
 def _old_ratio(sample: Sample) -> np.ndarray:
@@ -130,7 +180,9 @@ def _old_ratio(sample: Sample) -> np.ndarray:
     return log_ratio_N
 
 
-def _mean_gaps(policy: Policy, samples: Sequence[Sample], pack_tokens: int, known: bool) -> list[float]:
+def _mean_gaps(
+    policy: Policy, samples: Sequence[TrainingSample], pack_tokens: int, known: bool
+) -> list[float]:
     """Mean of log(pi_rollout / pi) over each sample's trained tokens, nats; 0 without tokens.
 
     ``known``: pi is pi_old for all of them, which needs no pass of the model.
@@ -161,7 +213,7 @@ def _gap_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
 
 def response_log_probs(
     policy: Policy,
-    samples: Sequence[Sample],
+    samples: Sequence[TrainingSample],
     pack_tokens: int,
     compute: Callable[[Sequence[MicroBatch]], list[TokenStats]],
 ) -> list[np.ndarray]:
@@ -176,7 +228,9 @@ def response_log_probs(
         for index, start, positions in pack.rows:
             if positions:  # else no position predicts the response
                 tokens, end = samples[index].response_tokens, start + positions
-                found_N[ends[index] - tokens : ends[index]] = stats.log_prob_T[end - tokens : end]
+                part = slice(end - tokens, end)
+                trained_R = torch.where(pack.mask_T[part] > 0, stats.log_prob_T[part], 0.0)
+                found_N[ends[index] - tokens : ends[index]] = trained_R
     # One replica has a sample's log-probs, the others zeros: the sum is exact.
     return np.split(policy.sum_over_replicas(found_N).numpy(), ends[:-1])
 

@@ -13,10 +13,12 @@ from typing import Any
 
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.interfaces import Need, Sampler
-from bapo_megatron.runtime.distributed import broadcast_from_main
+from bapo_megatron.rollout.sampler.step_columns import StepColumns
+from bapo_megatron.runtime.distributed import broadcast_from_main, on_all_ranks
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import finalize_checkpoint, save_now
 from bapo_megatron.trainer.resume import PartialStep
+from bapo_megatron.types import StepHeader
 
 WAIT_S = 5.0
 """Seconds that rank 0 waits for its sampler before the ranks meet again."""
@@ -74,6 +76,20 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
             raise answer
         elif answer is not None:
             return answer
+
+
+def open_columns(run: Run, step: int, header: StepHeader) -> StepColumns:
+    """The columns of the batch after ``step``, whose file this rank has open. Collective.
+
+    StorageFailed, on every rank and after a checkpoint, if a rank does not see the file.
+    """
+    columns = StepColumns(header)
+    try:
+        on_all_ranks(columns.open)
+    except RunStopped:
+        save_now(run, step)
+        raise
+    return columns
 
 
 def stop_if_preempted(run: Run, step: int, partial: PartialStep | None = None) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,8 @@ from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.corrections import Groups, response_log_probs
-from bapo_megatron.types import StepBatch
+from bapo_megatron.trainer.corrections import S, measured_once, response_log_probs
+from bapo_megatron.types import StepHeader
 
 FIELD = "algorithm.reference_kl.model"
 """Field of the reference's folder: the name for ``--allow-change`` where its weights have changed."""
@@ -111,47 +112,56 @@ def _read(directory: Path) -> tuple[ReferenceRecord | None, str]:
 
 
 def with_reference(
-    policy: Policy, groups: Groups, batch: StepBatch, algorithm: AlgorithmConfig, pack_tokens: int
-) -> Groups:
+    policy: Policy,
+    groups: Sequence[Sequence[S]],
+    header: StepHeader,
+    algorithm: AlgorithmConfig,
+    pack_tokens: int,
+) -> list[list[S]]:
     """Reference log-probs: the samples of a step with log pi_ref, and advantages of the penalized rewards.
 
-    ``groups``: the samples of ``batch``, group by group, with pi_old. One forward pass at the reference's
-    weights. Equal on every rank. Collective. FloatingPointError, on every rank, for log-probs that are not
-    finite.
+    ``groups``: the samples of the step of ``header``, group by group, with pi_old. One forward pass at the
+    reference's weights. Equal on every rank. Collective. FloatingPointError, on every rank, for log-probs
+    that are not finite.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
-        return groups
+        return [list(group) for group in groups]
     # Without routes: the reference is a policy of its own, which chooses its experts.
-    own = [replace(sample, routes_R=None, stored_routes=None) for sample in samples]
+    own = [sample.without_routes() for sample in samples]
     found = response_log_probs(policy, own, pack_tokens, policy.reference_log_probs)
-    trained = (column_R[one.predicted_R] for one, column_R in zip(samples, found, strict=True))
-    if not all(np.isfinite(column_N).all() for column_N in trained):
+    if not all(np.isfinite(column_R).all() for column_R in found):
         raise FloatingPointError("log-probs of the reference policy are not finite: its weights are broken")
-    columns = iter(found)
-    groups = [[replace(one, reference_log_probs_R=next(columns)) for one in group] for group in groups]
+    changes = (partial(_with_column, column_R=column_R) for column_R in found)
+    referred = [[one.changed(next(changes)) for one in group] for group in groups]
     if not algorithm.reference_kl.in_reward:
-        return groups
-    rewards = [[rollout.reward for rollout in group.rollouts] for group in batch.groups]
-    return [_penalized(*pair, algorithm) for pair in zip(groups, rewards, strict=True)]
+        return referred
+    samples = [sample for group in referred for sample in group]
+    config = algorithm.reference_kl
+    penalties = iter(measured_once(policy, samples, lambda one: (_penalty(one, config),), 1))
+    rewards = [
+        [response.reward - next(penalties)[0] for response in group.responses] for group in header.groups
+    ]
+    return [_penalized(*pair, algorithm) for pair in zip(referred, rewards, strict=True)]
 
 
-def check_taught(step: int, groups: Groups) -> None:
-    """RunStopped, on every rank, unless all samples of ``step`` have the teacher's log-probs."""
-    columns = [one.teacher_log_probs_R for group in groups for one in group]
-    if any(column_R is None or not np.isfinite(column_R).all() for column_R in columns):
+def check_taught(step: int, header: StepHeader) -> None:
+    """RunStopped, on every rank, unless all responses of ``step`` have the teacher's log-probs."""
+    if not all(one.is_taught for group in header.groups for one in group.responses):
         raise RunStopped(
             f"step {step}: rollouts without log-probs of the teacher, of a run without distillation: "
             "train on them with --algorithm.distillation.coefficient 0, or sample anew"
         )
 
 
-def _penalized(group: Sequence[Sample], rewards: Sequence[float], algorithm: AlgorithmConfig) -> list[Sample]:
-    """Samples of a group with the advantages of ``R - beta sum_t k_t``."""
-    config = algorithm.reference_kl
-    left = [reward - _penalty(one, config) for one, reward in zip(group, rewards, strict=True)]
-    advantages = group_advantages(left, algorithm.advantage)
-    return [replace(one, advantage=float(value)) for one, value in zip(group, advantages, strict=True)]
+def _with_column(sample: Sample, column_R: np.ndarray) -> Sample:
+    return replace(sample, reference_log_probs_R=column_R)
+
+
+def _penalized(group: Sequence[S], rewards: Sequence[float], algorithm: AlgorithmConfig) -> list[S]:
+    """Samples of a group with the advantages of the penalized ``rewards``, ``R - beta sum_t k_t``."""
+    advantages = group_advantages(rewards, algorithm.advantage)
+    return [one.with_advantage(float(value)) for one, value in zip(group, advantages, strict=True)]
 
 
 def _penalty(sample: Sample, config: ReferenceKlConfig) -> float:

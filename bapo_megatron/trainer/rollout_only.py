@@ -25,7 +25,7 @@ from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
 from bapo_megatron.trainer.records.recorder import StepClock
 from bapo_megatron.trainer.records.rollouts import RolloutRecord
 from bapo_megatron.trainer.sampling import open_engines
-from bapo_megatron.types import StepBatch
+from bapo_megatron.types import StepHeader
 
 _WAIT_S = 5.0
 """Seconds that rank 0 waits for its sampler before the ranks meet again."""
@@ -102,17 +102,17 @@ def _sample(
                 sampler.keep_weights(step)
 
 
-def _ask(sampler: SamplerClient | None, step: int) -> StepBatch | None:
-    """The batch of ``step``, on rank 0, if it exists by now. RunStopped, on all ranks, if none will come."""
+def _ask(sampler: SamplerClient | None, step: int) -> StepHeader | None:
+    """The header of ``step``, on rank 0, if it exists by now. RunStopped, on all ranks, if none will come."""
     answer = _batch_or_error(sampler, step) if sampler else None
     if stopped := broadcast_from_main(answer if isinstance(answer, RunStopped) else None):
         raise stopped
-    return answer if isinstance(answer, StepBatch) else None
+    return answer if isinstance(answer, StepHeader) else None
 
 
-def _batch_or_error(sampler: SamplerClient, step: int) -> StepBatch | RunStopped | None:
+def _batch_or_error(sampler: SamplerClient, step: int) -> StepHeader | RunStopped | None:
     try:
         batch = sampler.next_batch(step, _WAIT_S)
     except RunStopped as stopped:
         return stopped
-    return batch if isinstance(batch, StepBatch) else None
+    return batch if isinstance(batch, StepHeader) else None

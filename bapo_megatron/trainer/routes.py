@@ -20,7 +20,7 @@ from torch import Tensor
 from bapo_megatron.config import AlgorithmConfig, RolloutConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer.records.recorder import Recorder
-from bapo_megatron.types import Metrics, StepBatch
+from bapo_megatron.types import Metrics, StepHeader
 
 NAMES = ("routes/known", "routes/unknown_tokens", "routes/mismatch", "routes/engine_mismatch")
 """The metrics of an update with routes."""
@@ -41,15 +41,15 @@ def route_metrics(sums: Tensor | None) -> Metrics:
     return dict(zip(NAMES, (of_trained, unknown, mismatch, engine), strict=True))
 
 
-def check_stored_routes(rollout: RolloutConfig, step: int, batch: StepBatch) -> None:
-    """ConfigError, on every rank, if a response of ``batch`` was stored without routes that the run needs."""
+def check_stored_routes(rollout: RolloutConfig, step: int, header: StepHeader) -> None:
+    """ConfigError, on every rank, if a response of ``step`` was stored without routes that the run needs."""
     if rollout.route_replay == "off":
         return
-    rollouts = [one for group in batch.groups for one in group.rollouts]
-    missing = sum(one.stored_routes is None and len(one.token_ids_R) > 0 for one in rollouts)
+    responses = [one for group in header.groups for one in group.responses]
+    missing = sum(one.routes is None and one.tokens > 0 for one in responses)
     if missing:
         raise ConfigError(
-            f"rollout.route_replay={rollout.route_replay}: {missing} of the {len(rollouts)} responses of "
+            f"rollout.route_replay={rollout.route_replay}: {missing} of the {len(responses)} responses of "
             f"step {step} were stored without routes, before the run asked for them; set it to off, or begin "
             "a new run"
         )

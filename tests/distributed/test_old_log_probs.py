@@ -28,7 +28,8 @@ from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import Group, Metrics, MicroBatch, Prompt, Rollout, StepBatch, TokenStats
+from bapo_megatron.types import Group, Metrics, MicroBatch, Prompt, Rollout, TokenStats
+from tests.support.batches import MemoryBatch, in_memory
 from tests.support.metrics import known
 from tests.support.models import VOCAB, random_samples, save_tiny_model
 from tests.support.runs import run_of
@@ -54,7 +55,7 @@ class Answer(NamedTuple):
     importance: list[np.ndarray]
 
 
-def batch(shift: float) -> StepBatch:
+def batch(shift: float) -> MemoryBatch:
     """Six groups of two, of versions up to the policy's, 0. Importance weights lie on both sides of the cap.
 
     ``shift`` is added to every log-prob of the engine.
@@ -76,7 +77,7 @@ def batch(shift: float) -> StepBatch:
             for one, reward in zip(pair, (number, 1.0), strict=True)
         )
         groups.append(Group(Prompt(number, prompt, "", ""), rollouts))
-    return StepBatch(tuple(groups), {})
+    return in_memory(*groups)
 
 
 def answer(folder: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, shift: float = 0.0) -> Answer:
@@ -90,7 +91,7 @@ def answer(folder: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, s
         batch=BatchConfig(pack_tokens=96),
     )
     policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4)
-    grouped = [samples_of(group, algorithm.advantage) for group in batch(shift).groups]
+    grouped = [[one.loaded() for one in group] for group in samples_of(batch(shift), algorithm.advantage)]
     found = [one for group in with_old_log_probs(policy, grouped, 96, 1.5) for one in group]
     run = run_of(config, policy, UpdateLoss(algorithm))
     metrics = train_on(run, 1, batch(shift))

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bins import BUCKETS
 from bapo_megatron.algo.measurements import Measurement, PackView
 from bapo_megatron.algo.tokens import constant_on
-from bapo_megatron.types import Metrics
+from bapo_megatron.types import Metrics, VersionSpan
 
 _STARTS = (1, 2, 4, 8, 16)
 _VALUES = ("tokens", "clipped", "ratio_gap", "entropy")
@@ -41,11 +40,11 @@ AGE_METRICS = tuple(
 """Names of the metrics of ``age_metrics``."""
 
 
-def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_version: int) -> Metrics:
+def age_metrics(groups: Sequence[Sequence[VersionSpan]], version: int, step_version: int) -> Metrics:
     """Staleness of an update's tokens: mean, maximum, and the means of its three parts, in updates.
 
     Args:
-        groups: for each group, for each response int32 [R], the version that sampled each token.
+        groups: for each group, for each response the span of the versions that sampled its tokens.
         version: version of the policy in training.
         step_version: version of the policy at the beginning of the step.
 
@@ -54,13 +53,13 @@ def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_versi
     """
     tokens = behind = spread = oldest = 0
     for group in groups:
-        versions = np.concatenate([np.zeros(0, np.int64), *group])
-        if len(versions):
-            newest = int(versions.max())
-            tokens += len(versions)
-            behind += len(versions) * (step_version - newest)
-            spread += int((newest - versions).sum(dtype=np.int64))
-            oldest = max(oldest, version - int(versions.min()))
+        spans = [span for span in group if span.tokens]
+        if spans:
+            newest, count = max(span.newest for span in spans), sum(span.tokens for span in spans)
+            tokens += count
+            behind += count * (step_version - newest)
+            spread += count * newest - sum(span.total for span in spans)
+            oldest = max(oldest, version - min(span.oldest for span in spans))
     if not tokens:
         return dict.fromkeys(AGE_METRICS)
     reuse, queue, segment = float(version - step_version), behind / tokens, spread / tokens

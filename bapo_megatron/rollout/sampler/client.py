@@ -21,9 +21,9 @@ from bapo_megatron.interfaces import Need
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, HeartbeatWatchdog
 from bapo_megatron.rollout.sampler.process import WAKE_CALLS, Setup
-from bapo_megatron.rollout.sampler.step_batches import read_step
+from bapo_megatron.rollout.sampler.step_batches import read_header
 from bapo_megatron.runtime.out_of_memory import death
-from bapo_megatron.types import StepBatch
+from bapo_megatron.types import StepHeader
 
 _RESTARTS = 5
 """Most restarts in a row without a batch between them (crash loop); the next death ends the run."""
@@ -79,15 +79,15 @@ class SamplerClient:
         self._start_arguments = (first_step, state)
         self._call("start", first_step, state)
 
-    def next_batch(self, step: int, wait_s: float) -> StepBatch | Need | None:
-        """The training batch of ``step``; None if it is not ready within ``wait_s`` seconds."""
+    def next_batch(self, step: int, wait_s: float) -> StepHeader | Need | None:
+        """The header of the batch of ``step``; None if it is not ready within ``wait_s`` seconds."""
         path = self._call("next_batch", step, wait_s)
         if path is None or path is Need.WEIGHTS:
             return path  # type: ignore[no-any-return]
         # The journal has this step: a restarted process needs no state of a checkpoint any more.
         self._deaths = 0
         self._start_arguments = (step + 1, None)
-        return read_step(path.parent, step)
+        return read_header(path.parent, step)
 
     def evaluated(self, step: int, wait_s: float) -> Path | Need | None:
         """The file of the responses to held-out problems at the weights of ``step``, like ``next_batch``."""

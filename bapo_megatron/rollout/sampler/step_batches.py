@@ -2,10 +2,11 @@
 
     RUN/journal/step_000001.npz  step_000002.npz ...      step_000001.routes.npy ...
 
-The sampler's process writes them, rank 0 of the trainer reads them. A file holds a JSON header, the
-prompts' ids, and an array for each column of the responses (``types.RESPONSE_COLUMNS``), in numpy's zip
-format: it is bit-exact, and checksums show damage. Routes, thirty times as large as all else, are in a
-file beside it (``data/routes.py``). Used in ``commands/``, this folder and ``trainer/``.
+The sampler's process writes them; rank 0 of the trainer reads a file as a whole and makes its header, every
+rank its own samples (``step_columns.py``). A file holds a JSON header, the prompts' ids, and an array for
+each column of the responses (``types.RESPONSE_COLUMNS``), in numpy's zip format: it is bit-exact, and
+checksums show damage. Routes, thirty times as large as all else, are in a file beside it
+(``data/routes.py``). Used in ``commands/``, this folder and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.sampler.event_log.events import batch_served
 from bapo_megatron.rollout.sampler.event_log.state import SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
+from bapo_megatron.rollout.sampler.step_columns import PROMPTS, column_file, header_of
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
 from bapo_megatron.runtime.storage import writing
@@ -38,6 +40,7 @@ from bapo_megatron.types import (
     ResponseTokens,
     Rollout,
     StepBatch,
+    StepHeader,
     StoredRoutes,
 )
 
@@ -80,7 +83,7 @@ def steps_in(directory: Path) -> list[int]:
 
 def step_groups(directory: Path, step: int) -> list[int]:
     """The numbers of the groups of ``step``. Raises ConfigError as ``read_step`` does."""
-    with _opened(directory, step) as arrays:
+    with _opened(directory, step) as (_, arrays):
         return list(json.loads(arrays["header"].tobytes()).get("numbers", []))
 
 
@@ -89,16 +92,29 @@ def read_step(directory: Path, step: int) -> StepBatch:
 
     Raises ConfigError that names the file if it is missing or damaged.
     """
-    with _opened(directory, step) as arrays:
+    with _opened(directory, step) as (_, arrays):
         return _batch(dict(arrays), routes_path(directory, step).absolute())
 
 
+def read_header(directory: Path, step: int) -> StepHeader:
+    """The header of ``step``, for all ranks. Reads the whole file, once, and verifies it.
+
+    ConfigError as of ``read_step``, and for a compressed file.
+    """
+    with _opened(directory, step) as (file, arrays):
+        batch = _batch(dict(arrays), routes_path(directory, step).absolute())
+        return header_of(batch, column_file(step_path(directory, step), file, arrays.zip))
+
+
 @contextmanager
-def _opened(directory: Path, step: int) -> Iterator[Any]:
+def _opened(directory: Path, step: int) -> Iterator[tuple[BinaryIO, Any]]:
+    """The open file of ``step``, and its arrays."""
     path = step_path(directory, step)
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            yield arrays
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            yield file, arrays
+    except ConfigError:
+        raise
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; step {step} was not recorded there") from error
     except Exception as error:  # a damaged zip file makes zipfile, zlib and numpy raise all kinds
@@ -182,9 +198,9 @@ class ReplaySampler:
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
         """Do nothing: a step's number names its file."""
 
-    def next_batch(self, step: int, wait_s: float) -> StepBatch:
-        """The batch that the other run trained on in ``step``."""
-        return read_step(self._directory, step)
+    def next_batch(self, step: int, wait_s: float) -> StepHeader:
+        """The header of the batch that the other run trained on in ``step``."""
+        return read_header(self._directory, step)
 
     def evaluated(self, step: int, wait_s: float) -> None:
         """Return None: a replay has no engines."""
@@ -234,7 +250,7 @@ def _arrays(batch: StepBatch, numbers: Sequence[int], more: dict[str, Any]) -> d
     prompt_ids = [np.zeros(0, np.int32), *(group.prompt.token_ids_P for group in batch.groups)]
     return {
         "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
-        "prompt_ids": np.concatenate(prompt_ids).astype(np.int32, casting="same_kind"),
+        PROMPTS: np.concatenate(prompt_ids).astype(np.int32, casting="same_kind"),
         **ResponseTokens.joined([replace(rollout, **_APART) for rollout in rollouts]).arrays,
     }
 
@@ -259,7 +275,7 @@ def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
     groups, at = [], 0
     for about in header["groups"]:
         length = about["prompt"].pop("token_ids_P")
-        ids_P, at = arrays["prompt_ids"][at : at + length].copy(), at + length
+        ids_P, at = arrays[PROMPTS][at : at + length].copy(), at + length
         prompt = Prompt(token_ids_P=ids_P, **about["prompt"])
         groups.append(Group(prompt, tuple(islice(rollouts, len(about["rollouts"])))))
     return StepBatch(tuple(groups), header["metrics"])

@@ -13,13 +13,13 @@ import numpy as np
 
 from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.types import Group, Rollout
+from bapo_megatron.types import GroupHeader
 
 SHARE = "bapo/sampled_positive_share"
 """Metric: positive share of a step's groups at ratios of 1; None if no group has an advantage."""
 
 
-def positive_share(groups: Sequence[Group], kind: Literal["grpo", "dr_grpo"]) -> float | None:
+def positive_share(groups: Sequence[GroupHeader], kind: Literal["grpo", "dr_grpo"]) -> float | None:
     """Share of positive tokens: the sum of A over them, divided by that of abs(A) over all trained tokens.
 
     The contribution of Eq. 8 with ``share="absolute"`` and ``weight="uniform"`` where all ratios are 1. In a
@@ -27,8 +27,8 @@ def positive_share(groups: Sequence[Group], kind: Literal["grpo", "dr_grpo"]) ->
     """
     positive = total = 0.0
     for group in groups:
-        advantages_G = group_advantages([one.reward for one in group.rollouts], kind).astype(np.float64)
-        parts_G = advantages_G * [_trained_tokens(one) for one in group.rollouts]
+        advantages_G = group_advantages([one.reward for one in group.responses], kind).astype(np.float64)
+        parts_G = advantages_G * [one.trained_tokens for one in group.responses]
         positive += float(parts_G[parts_G > 0].sum())
         total += float(np.abs(parts_G).sum())
     return positive / total if total else None
@@ -54,8 +54,3 @@ def outlook(shares: Sequence[float], bounds: BoundsConfig) -> str | None:
         f"{verdict}: positive tokens hold {sum(shares) / len(shares):.3f} of the gradient at ratios of 1, "
         f"below the target of {bounds.target:g} in {below} of {len(shares)} steps"
     )
-
-
-def _trained_tokens(rollout: Rollout) -> int:
-    mask_R = rollout.loss_mask_R
-    return len(rollout.token_ids_R) if mask_R is None else int(np.count_nonzero(mask_R))

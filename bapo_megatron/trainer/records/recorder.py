@@ -24,7 +24,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.idle_search import IdleSearch
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress
-from bapo_megatron.types import Metrics, StepBatch
+from bapo_megatron.types import Metrics, StepHeader
 
 FIRST_GAP_LIMIT = 0.5
 """Limit of the mean engine gap, in nats, in the first step that colocated engines sampled.
@@ -172,7 +172,7 @@ class StepClock:
 
 
 def step_metrics(
-    batch: StepBatch, updates: Sequence[Metrics], clock: StepClock, names: Sequence[str]
+    header: StepHeader, updates: Sequence[Metrics], clock: StepClock, names: Sequence[str]
 ) -> Metrics:
     """Metrics of a step: those of its rollouts, the means (or maxima) over its updates, and the times.
 
@@ -180,7 +180,7 @@ def step_metrics(
     """
     means = _means(updates, names)
     taken = sum(update.get("policy/tokens") != 0.0 for update in updates)  # not those without a response
-    metrics = {**batch.metrics, **means, "policy/updates": taken, **clock.metrics()}
+    metrics = {**header.metrics, **means, "policy/updates": taken, **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
     metrics["time/tokens_per_s"] = (metrics.get("rollout/tokens") or 0.0) / seconds
     return metrics

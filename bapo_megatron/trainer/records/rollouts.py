@@ -17,7 +17,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.positive_share import SHARE, outlook, positive_share
 from bapo_megatron.trainer.records.recorder import StepClock, step_metrics
-from bapo_megatron.types import Metrics, StepBatch
+from bapo_megatron.types import Metrics, StepHeader
 
 _QUANTITIES = (
     ("reward", "reward/mean", ".3f"),
@@ -56,12 +56,12 @@ class RolloutRecord:
             where = f"{config.directory}: {kind} at step {first_step} of {config.steps}"
             print(f"{where}, --rollout-only: nothing is trained or evaluated", flush=True)
 
-    def step(self, step: int, batch: StepBatch, clock: StepClock) -> None:
+    def step(self, step: int, header: StepHeader, clock: StepClock) -> None:
         """Write the metrics of a step, and print its line."""
         metrics = {
-            **step_metrics(batch, [], clock, []),
-            "rollout/groups_uniform": _uniform_groups(batch),
-            SHARE: positive_share(batch.groups, self._config.algorithm.advantage),
+            **step_metrics(header, [], clock, []),
+            "rollout/groups_uniform": _uniform_groups(header),
+            SHARE: positive_share(header.groups, self._config.algorithm.advantage),
         }
         del metrics["policy/updates"]
         self._metrics.write_step(step, metrics)
@@ -126,10 +126,10 @@ def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
         yield "events: " + ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
 
 
-def _uniform_groups(batch: StepBatch) -> float:
+def _uniform_groups(header: StepHeader) -> float:
     """Number of uniform groups, whose rewards are all equal: the dropped ones and those in the batch."""
-    kept = sum(is_uniform([one.reward for one in group.rollouts]) for group in batch.groups)
-    return (batch.metrics.get("rollout/groups_dropped") or 0.0) + kept
+    kept = sum(is_uniform([one.reward for one in group.responses]) for group in header.groups)
+    return (header.metrics.get("rollout/groups_dropped") or 0.0) + kept
 
 
 def _text(value: float | None, style: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +16,11 @@ from bapo_megatron.algo.measurements.staleness import (
     bucket_metrics,
     bucket_sums,
 )
+from bapo_megatron.types import Metrics, VersionSpan
+
+
+def ages(groups: Sequence[Sequence[np.ndarray]], version: int, step_version: int) -> Metrics:
+    return age_metrics([[VersionSpan.of(one) for one in group] for group in groups], version, step_version)
 
 
 def test_the_three_parts_by_hand() -> None:
@@ -24,7 +30,7 @@ def test_the_three_parts_by_hand() -> None:
     Second group: version 10 once. Reuse 2, queue 0, segment 0. Total 2.
     """
     groups = [[np.array([6, 8], np.int32), np.array([9], np.int32)], [np.array([10], np.int32)]]
-    assert age_metrics(groups, version=12, step_version=10) == {
+    assert ages(groups, version=12, step_version=10) == {
         "staleness/mean": 15 / 4,
         "staleness/max": 6,
         "staleness/reuse_mean": 2,
@@ -35,8 +41,8 @@ def test_the_three_parts_by_hand() -> None:
 
 def test_the_newest_version_is_that_of_the_group_and_not_of_the_response() -> None:
     """A response of version 3 beside one of version 5: what it waited for its group is the segment's age."""
-    together = age_metrics([[np.array([3]), np.array([5])]], 5, 5)
-    apart = age_metrics([[np.array([3])], [np.array([5])]], 5, 5)
+    together = ages([[np.array([3]), np.array([5])]], 5, 5)
+    apart = ages([[np.array([3])], [np.array([5])]], 5, 5)
     assert (together["staleness/segment_mean"], together["staleness/queue_mean"]) == (1, 0)
     assert (apart["staleness/segment_mean"], apart["staleness/queue_mean"]) == (0, 1)
     assert together["staleness/mean"] == apart["staleness/mean"] == 1
@@ -44,12 +50,12 @@ def test_the_newest_version_is_that_of_the_group_and_not_of_the_response() -> No
 
 def test_without_tokens_there_is_no_staleness() -> None:
     nothing = dict.fromkeys(AGE_METRICS)
-    assert age_metrics([], 5, 4) == nothing
-    assert age_metrics([[np.zeros(0, np.int32)], []], 5, 4) == nothing
+    assert ages([], 5, 4) == nothing
+    assert ages([[np.zeros(0, np.int32)], []], 5, 4) == nothing
 
 
 def test_large_versions_do_not_overflow() -> None:
-    [mean, largest, *_] = age_metrics([[np.zeros(3000, np.int32)]], 2**30, 0).values()
+    [mean, largest, *_] = ages([[np.zeros(3000, np.int32)]], 2**30, 0).values()
     assert mean == largest == 2**30
 
 

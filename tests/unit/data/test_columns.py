@@ -17,6 +17,7 @@ from bapo_megatron.planning.memory import PACK_COLUMNS
 from bapo_megatron.policy.attention.context_parallel import slice_batch
 from bapo_megatron.trainer.sft import next_token_loss
 from bapo_megatron.types import COLUMNS, Group, MicroBatch, PackLayout, Prompt, Rollout, TokenStats
+from tests.support.batches import in_memory
 from tests.support.models import random_samples
 
 WRITTEN_FOR_ALL_TOKENS = {"token_T", "label_T", "position_T"}
@@ -130,7 +131,8 @@ def test_the_mask_of_a_rollout_becomes_that_of_its_sample() -> None:
     rollouts = tuple(
         Rollout(ids_R, log_probs_R, ids_R, "stop", reward, loss_mask_R=mask_R) for reward in (0.0, 1.0)
     )
-    first, _ = samples_of(Group(Prompt(0, np.array([1], np.int32), "", ""), rollouts), "grpo")
+    one = Group(Prompt(0, np.array([1], np.int32), "", ""), rollouts)
+    [[first, _]] = samples_of(in_memory(one), "grpo")
     assert (first.response_tokens, first.trained_tokens) == (2, 1)
     [pack] = pack_samples([first], 8)
     assert pack.mask_T.tolist() == [1, 0]

@@ -17,6 +17,7 @@ from bapo_megatron.data.packing import (
     split_into_updates,
 )
 from bapo_megatron.types import Group, MicroBatch, PackLayout, Prompt, Rollout
+from tests.support.batches import in_memory
 
 
 def sample(prompt: list[int], response: list[int], advantage: float = 1.0, version: int = 0) -> Sample:
@@ -211,7 +212,7 @@ def group(rewards: list[float]) -> Group:
 
 def test_advantages_are_normalized_within_a_group() -> None:
     groups = [group([1.0, 0.0]), group([0.0, 0.0, 3.0])]
-    samples = [one for each in groups for one in samples_of(each, "dr_grpo")]
+    samples = [one.loaded() for each in samples_of(in_memory(*groups), "dr_grpo") for one in each]
     assert [s.advantage for s in samples] == pytest.approx([0.5, -0.5, -1.0, -1.0, 2.0])
     assert samples[0].token_ids.tolist() == [1, 2, 3]
 

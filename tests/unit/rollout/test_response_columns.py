@@ -105,7 +105,8 @@ import numpy as np
 from bapo_megatron.data.packing import samples_of
 from bapo_megatron.rollout.sampler.event_log import events
 from bapo_megatron.rollout.sampler.event_log.state import SamplerState
-from bapo_megatron.rollout.sampler.step_batches import read_step, write_step
+from bapo_megatron.rollout.sampler.step_batches import read_header, read_step, write_step
+from bapo_megatron.rollout.sampler.step_columns import StepColumns
 
 state = SamplerState([types.Prompt(0, np.array([1], np.int32), "", "test")], 2)
 state.apply(events.groups_opened([(0, 0, 0)], 1))
@@ -119,7 +120,10 @@ state.apply(events.group_scored(0, [1.0, 0.0], []))
 folder = Path(sys.argv[1])
 write_step(folder, 1, types.StepBatch((state.finished[0].group,), {}))
 [group] = read_step(folder, 1).groups
-print(json.dumps([one.mark_R.tolist() for one in (*group.rollouts, *samples_of(group, "grpo"))]))
+columns = StepColumns(read_header(folder, 1))
+columns.open()
+[samples] = samples_of(columns, "grpo")
+print(json.dumps([one.mark_R.tolist() for one in (*group.rollouts, *(one.loaded() for one in samples))]))
 '''
 
 

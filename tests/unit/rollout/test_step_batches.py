@@ -18,6 +18,7 @@ from bapo_megatron.rollout.sampler.step_batches import (
     steps_in,
     write_step,
 )
+from bapo_megatron.rollout.sampler.step_columns import header_of
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 
 # Floats whose bits a careless format loses: subnormal, negative zero, neighbours of one, a NaN with payload.
@@ -121,7 +122,9 @@ def test_replay_serves_the_stored_batches(tmp_path: Path) -> None:
     write_step(tmp_path / "journal", 0, batch())
     sampler = ReplaySampler(tmp_path)
     sampler.start(0, sampler.state())
-    assert_same(sampler.next_batch(0, 1.0), batch())
+    header = sampler.next_batch(0, 1.0)
+    assert header.file.path == step_path(tmp_path / "journal", 0)
+    assert header == header_of(batch(), header.file)
     with pytest.raises(ConfigError, match=r"step_000001\.npz: no such file"):
         sampler.next_batch(1, 1.0)
     with pytest.raises(ConfigError, match=r"rollout\.replay=.*no journal"):

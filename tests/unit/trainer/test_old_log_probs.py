@@ -25,11 +25,11 @@ from bapo_megatron.types import (
     PackLayout,
     Prompt,
     Rollout,
-    StepBatch,
     TokenFn,
     TokenStats,
     UpdateResult,
 )
+from tests.support.batches import in_memory
 from tests.support.runs import run_of
 
 LN2 = math.log(2)
@@ -98,7 +98,7 @@ def step(version: int = 8, **algorithm: object) -> tuple[list[dict[str, float | 
     config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
     config = dataclasses.replace(config, algorithm=settings)
     run = run_of(config, policy, UpdateLoss(settings))
-    return train_on(run, 1, StepBatch((group(version),), {})), policy
+    return train_on(run, 1, in_memory(group(version))), policy
 
 
 def column(batches: Sequence[MicroBatch], name: str) -> list[float]:

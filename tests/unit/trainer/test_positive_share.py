@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,31 +16,32 @@ from bapo_megatron.trainer.records.positive_share import SHARE, outlook, positiv
 from bapo_megatron.trainer.records.recorder import StepClock
 from bapo_megatron.trainer.records.rollouts import RolloutRecord
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
+from tests.support.batches import header_in_memory
 
 BOUNDS = BoundsConfig(target=0.4)
 
 
 def test_the_share_is_a_matter_of_lengths() -> None:
     # Rewards 1, 0: advantages 1/2 and -1/2, so the share is the right one's length over both lengths.
-    assert positive_share([group((1, 2), (0, 3))], "dr_grpo") == pytest.approx(0.4)
-    assert positive_share([group((1, 5), (0, 5))], "grpo") == pytest.approx(0.5)
+    assert share_of(group((1, 2), (0, 3)), kind="dr_grpo") == pytest.approx(0.4)
+    assert share_of(group((1, 5), (0, 5)), kind="grpo") == pytest.approx(0.5)
     # Rewards 1, 0, 0, 0: advantages 3/4 and three times -1/4: 3/4 * 2 over 3/4 * 2 + 1/4 * (4 + 4 + 10).
-    assert positive_share([group((1, 2), (0, 4), (0, 4), (0, 10))], "dr_grpo") == pytest.approx(0.25)
+    assert share_of(group((1, 2), (0, 4), (0, 4), (0, 10)), kind="dr_grpo") == pytest.approx(0.25)
     # Both groups of a step: (1/2 * 2 + 3/2) / (1/2 * 5 + 6).
     both = [group((1, 2), (0, 3)), group((1, 2), (0, 4), (0, 4), (0, 10))]
-    assert positive_share(both, "dr_grpo") == pytest.approx(2.5 / 8.5)
+    assert share_of(*both, kind="dr_grpo") == pytest.approx(2.5 / 8.5)
 
 
 def test_masked_tokens_do_not_count() -> None:
     one = group((1, 6), (0, 3))
     mask_R = np.array([True, True, False, False, False, False])
     masked = Group(one.prompt, (replace(one.rollouts[0], loss_mask_R=mask_R), one.rollouts[1]))
-    assert positive_share([masked], "dr_grpo") == pytest.approx(2 / 5)
+    assert share_of(masked, kind="dr_grpo") == pytest.approx(2 / 5)
 
 
 def test_groups_of_equal_rewards_have_no_share() -> None:
-    assert positive_share([group((1, 2), (1, 9))], "grpo") is None
-    assert positive_share([], "grpo") is None
+    assert share_of(group((1, 2), (1, 9)), kind="grpo") is None
+    assert share_of(kind="grpo") is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,8 @@ def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixtur
         logging=LoggingConfig(tensorboard=False),
     )
     record = RolloutRecord(config, 1)
-    record.step(1, StepBatch((group((1, 1), (0, 3)),), {"rollout/tokens": 4.0}), StepClock())
+    batch = StepBatch((group((1, 1), (0, 3)),), {"rollout/tokens": 4.0})
+    record.step(1, header_in_memory(batch), StepClock())
     record.finish()
     record.finish()  # a finished run that is started again says it again, and records it once
     record.close()
@@ -84,6 +87,10 @@ def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bapo_outlook"]
     assert event["message"].startswith("BAPO can act on this data: positive tokens hold 0.250")
     assert event["message"] in capsys.readouterr().out
+
+
+def share_of(*groups: Group, kind: Literal["grpo", "dr_grpo"]) -> float | None:
+    return positive_share(header_in_memory(StepBatch(groups, {})).groups, kind)
 
 
 def group(*responses: tuple[float, int]) -> Group:

@@ -20,8 +20,9 @@ from bapo_megatron.config import (
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.trainer.records.idle_search import MOVED
 from bapo_megatron.trainer.records.recorder import Recorder, StepClock, check_one_sign, step_metrics
-from bapo_megatron.types import StepBatch
+from bapo_megatron.types import StepHeader
 from tests.support.bapo_objective import objective
+from tests.support.batches import NO_FILE
 
 NAMES = objective(grpo()).metric_names()
 
@@ -32,7 +33,7 @@ def test_a_step_has_the_means_of_its_updates_and_of_maxima_the_largest() -> None
         {"epoch": 0, "version": 1, "policy/kl": 1.0, "staleness/max": 3, gap: 0.25, clipped: None},
         {"epoch": 1, "version": 2, "policy/kl": 2.0, "staleness/max": 7, gap: None, clipped: 0.5},
     ]
-    row = step_metrics(StepBatch((), {"rollout/tokens": 9.0}), updates, StepClock(), NAMES)
+    row = step_metrics(StepHeader((), {"rollout/tokens": 9.0}, NO_FILE), updates, StepClock(), NAMES)
     assert row["policy/kl"] == 1.5
     assert row["staleness/max"] == 7
     assert row[clipped] == 0.5
@@ -43,13 +44,13 @@ def test_a_step_has_the_means_of_its_updates_and_of_maxima_the_largest() -> None
 
 def test_an_update_without_a_response_is_none() -> None:
     updates = [{"version": 1, "policy/tokens": 5.0}, {"version": 1, "policy/tokens": 0.0}]
-    assert step_metrics(StepBatch((), {}), updates, StepClock(), NAMES)["policy/updates"] == 1
+    assert step_metrics(StepHeader((), {}, NO_FILE), updates, StepClock(), NAMES)["policy/updates"] == 1
 
 
 @pytest.mark.parametrize("name", ["staleness/mean", "staleness/max", "staleness/16+/entropy", "policy/loss"])
 def test_a_step_without_updates_has_the_same_columns(name: str) -> None:
     assert name in NAMES
-    assert step_metrics(StepBatch((), {}), [], StepClock(), NAMES)[name] is None
+    assert step_metrics(StepHeader((), {}, NO_FILE), [], StepClock(), NAMES)[name] is None
 
 
 class OneSignNotes:

@@ -32,7 +32,8 @@ from bapo_megatron.trainer.preflight import check_reference, check_rollout_only
 from bapo_megatron.trainer.reference import ReferenceRecord, load_reference, store_reference
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import Group, MicroBatch, Prompt, Rollout, StepBatch, TokenStats
+from bapo_megatron.types import Group, MicroBatch, Prompt, Rollout, TokenStats
+from tests.support.batches import MemoryBatch, in_memory
 from tests.support.runs import run_of
 from tests.unit.trainer.test_old_log_probs import DriftingPolicy, column
 
@@ -62,15 +63,14 @@ def rollout(reward: float, mask: list[bool]) -> Rollout:
     )
 
 
-BATCH = StepBatch(
-    (Group(Prompt(0, np.array([1, 2], np.int32), "", ""), (rollout(0.0, [True]), rollout(1.0, [True] * 3))),),
-    {},
+BATCH = in_memory(
+    Group(Prompt(0, np.array([1, 2], np.int32), "", ""), (rollout(0.0, [True]), rollout(1.0, [True] * 3)))
 )
 """Responses of 1 and 3 tokens, rewards 0 and 1."""
 
 
 def step(
-    config: ReferenceKlConfig, batch: StepBatch = BATCH, **algorithm: Any
+    config: ReferenceKlConfig, batch: MemoryBatch = BATCH, **algorithm: Any
 ) -> tuple[list[Any], ReferredPolicy]:
     settings = AlgorithmConfig(reuse_epochs=2, advantage="dr_grpo", reference_kl=config, **algorithm)
     run = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
@@ -129,7 +129,7 @@ def test_the_reward_loses_the_penalty_before_the_advantages(old: str, k1: float)
 def test_tokens_that_are_not_trained_on_cost_no_reward() -> None:
     """The second response has three tokens, of which a tool wrote two: both lose one k1."""
     pair = (rollout(0.0, [True]), rollout(1.0, [True, False, False]))
-    batch = StepBatch((dataclasses.replace(BATCH.groups[0], rollouts=pair),), {})
+    batch = in_memory(dataclasses.replace(BATCH.batch.groups[0], rollouts=pair))
     _, policy = step(ReferenceKlConfig(0.2, "k1", "reward"), batch)
     assert sorted(column(policy.packs[0], "advantage_T")) == pytest.approx([-0.5, 0.5])
 
@@ -142,7 +142,7 @@ def test_a_broken_reference_ends_the_step() -> None:
     algorithm = AlgorithmConfig(reference_kl=ReferenceKlConfig(0.1))
     samples = [reference.Sample(np.zeros(4, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), 1.0)]
     with pytest.raises(FloatingPointError, match="the reference policy are not finite"):
-        reference.with_reference(Broken(), [samples], BATCH, algorithm, 8)  # type: ignore[arg-type]
+        reference.with_reference(Broken(), [samples], BATCH.header, algorithm, 8)  # type: ignore[arg-type]
 
 
 def config_of(directory: Path, *allowed: str, model: Path | None = None) -> RunConfig:

@@ -15,6 +15,7 @@ from bapo_megatron.trainer import rollout_only
 from bapo_megatron.trainer.records.recorder import StepClock
 from bapo_megatron.trainer.records.rollouts import RolloutRecord, step_line, summary
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
+from tests.support.batches import header_in_memory
 
 METRICS: dict[str, float | None] = {
     "reward/mean": 0.25,
@@ -65,7 +66,8 @@ def test_uniform_groups_are_those_dropped_and_those_kept(tmp_path: Path) -> None
     )
     groups = tuple(group(*rewards) for rewards in ((1, 1), (0, 1), (0, 0)))
     record = RolloutRecord(config, 1)
-    record.step(1, StepBatch(groups, {"rollout/groups_dropped": 4.0, "rollout/tokens": 6.0}), StepClock())
+    batch = StepBatch(groups, {"rollout/groups_dropped": 4.0, "rollout/tokens": 6.0})
+    record.step(1, header_in_memory(batch), StepClock())
     record.close()
     [row] = read_jsonl(tmp_path / "metrics.jsonl")
     assert row["rollout/groups_uniform"] == 4 + 2

@@ -22,7 +22,7 @@ from bapo_megatron.config import (
     ModelConfig,
     RunConfig,
 )
-from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.errors import Preempted, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
 from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer.build import Run
@@ -37,14 +37,18 @@ from bapo_megatron.types import (
     Prompt,
     Rollout,
     SearchedLoss,
-    StepBatch,
+    StepHeader,
     TokenFn,
     TokenStats,
     UpdateResult,
 )
+from tests.support.batches import NO_FILE, in_memory
 from tests.support.runs import Asked, run_of
 
 CONFIG = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=8))
+
+
+HEADER = StepHeader((), {}, NO_FILE)
 
 
 class RecordingPolicy:
@@ -135,7 +139,7 @@ def run_with(**algorithm: object) -> tuple[Run, RecordingPolicy]:
 def test_advantages_are_the_configured_ones(advantage: str, expected: list[float]) -> None:
     """Rewards 0 and 1: mean 1/2; sample standard deviation 1 / sqrt(2)."""
     run, policy = run_with(advantage=advantage)
-    train_on(run, 1, StepBatch((group([0.0, 1.0], [1, 1]),), {}))
+    train_on(run, 1, in_memory(group([0.0, 1.0], [1, 1])))
     values = {float(v) for pack in policy.packs[0] for v in pack.advantage_T[pack.mask_T != 0]}
     assert sorted(values) == pytest.approx(expected, abs=1e-5)
 
@@ -144,7 +148,7 @@ def test_advantages_are_the_configured_ones(advantage: str, expected: list[float
 def test_weights_are_the_configured_ones(loss_mean: str, expected: list[float]) -> None:
     """Responses of 1 and 3 tokens, mean 2."""
     run, policy = run_with(loss_mean=loss_mean)
-    train_on(run, 1, StepBatch((group([0.0, 1.0], [1, 3]),), {}))
+    train_on(run, 1, in_memory(group([0.0, 1.0], [1, 3])))
     values = {float(v) for pack in policy.packs[0] for v in pack.weight_T[pack.mask_T != 0]}
     assert sorted(values) == pytest.approx(sorted(set(expected)))
 
@@ -153,7 +157,7 @@ def test_bounds_are_searched_over_the_whole_update() -> None:
     """Ratio 2 everywhere. Positive tokens are dead until c_high passes 2.0: 17 moves from 1.2 to 2.05."""
     run, policy = run_with(bounds=balanced(), advantage="dr_grpo")
     groups = (group([0.0, 1.0], [3, 3]), group([0.0, 1.0], [4, 4]))
-    [metrics] = train_on(run, 1, StepBatch(groups, {}))
+    [metrics] = train_on(run, 1, in_memory(*groups))
     assert len(policy.packs[0]) > 1
     assert metrics["bapo/clip_high"] == pytest.approx(2.05)
     assert metrics["bapo/clip_low"] == 0.6
@@ -167,7 +171,7 @@ def test_bounds_are_searched_over_the_whole_update() -> None:
 def test_micro_batch_scope_needs_no_pass_before_the_update() -> None:
     """The published code's target on P / N is 1: ratio 2 is clipped at 1.2 while negatives count fully."""
     run, policy = run_with(bounds=published_code())
-    [metrics] = train_on(run, 1, StepBatch((group([0.0, 1.0], [3, 3]),), {}))
+    [metrics] = train_on(run, 1, in_memory(group([0.0, 1.0], [3, 3])))
     assert policy.searched == ["micro_batch"]
     assert metrics["bapo/rounds"] > 0
     assert metrics["contribution/surrogate_ratio_uniform"] == pytest.approx(metrics["bapo/contribution"])
@@ -180,13 +184,13 @@ class EndlessSampler:
         self.asked: list[int] = []
         self._stops = stops
 
-    def next_batch(self, step: int, wait_s: float) -> StepBatch | None:
+    def next_batch(self, step: int, wait_s: float) -> StepHeader | None:
         self.asked.append(step)
         if len(self.asked) < 3:
             return None
         if self._stops:
             raise RunStopped("no engine is left")
-        return StepBatch((), {})
+        return HEADER
 
     def state(self) -> dict[str, Any]:
         return {"place": 7}
@@ -195,13 +199,31 @@ class EndlessSampler:
 
 
 def test_ranks_meet_regularly_while_rank_0_waits_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = []
+    met, opened = [], []
     told = lambda value: met.append(value) or value  # noqa: E731
     monkeypatch.setattr("bapo_megatron.trainer.flow_control.broadcast_from_main", told)
+    monkeypatch.setattr("bapo_megatron.trainer.flow_control.on_all_ranks", opened.append)
     run, _ = run_with()
     run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
-    assert next_batch(run, 4) == StepBatch((), {})
-    assert met == [None, None, StepBatch((), {})]
+    batch = next_batch(run, 4)
+    assert batch.header is HEADER
+    assert met == [None, None, HEADER]
+    assert opened == [batch.open]
+
+
+def test_a_step_whose_file_a_rank_does_not_see_is_saved_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+
+    def fails(call: object) -> None:
+        raise StorageFailed("rank 3: journal/step_000013.npz on node-7: no such file")
+
+    monkeypatch.setattr("bapo_megatron.trainer.flow_control.on_all_ranks", fails)
+    run, _ = run_with()
+    run.checkpoints.newest = (10, 0)
+    run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
+    with pytest.raises(StorageFailed, match="rank 3: .* on node-7: no such file"):
+        next_batch(run, 13)
+    assert [moment for moment, _ in run.checkpoints.begun] == [(12, 0)]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("step", "newest", "saved"), [(1, 0, []), (11, 10, []), (13, 10, [(12, 0)])])
@@ -304,7 +326,7 @@ def test_a_partly_trained_step_resumes_after_its_last_update(monkeypatch: pytest
     """What two processes make of a step, one after the other, is what one makes of it."""
     alone(monkeypatch)
     several: dict[str, Any] = {"reuse_epochs": 2, "updates_per_epoch": 2}
-    batch = StepBatch(tuple(group([0.0, 1.0], [1, 1]) for _ in range(3)), {})
+    batch = in_memory(*(group([0.0, 1.0], [1, 1]) for _ in range(3)))
     whole, _ = run_with(**several)
     expected = train_on(whole, 5, batch)
     first, policy = run_with(**several)
@@ -327,17 +349,17 @@ def test_log_probs_of_the_trainer_belong_to_the_start_of_a_step(monkeypatch: pyt
     monkeypatch.setattr("bapo_megatron.train.with_old_log_probs", lambda policy, groups, *_: groups)
     run, _ = run_with(updates_per_epoch=2, old_log_probs="trainer")
     run.preemption = Asked(at=1)  # type: ignore[assignment]
-    assert len(train_on(run, 5, StepBatch(tuple(group([0.0, 1.0], [1, 1]) for _ in range(3)), {}))) == 2
+    assert len(train_on(run, 5, in_memory(*(group([0.0, 1.0], [1, 1]) for _ in range(3))))) == 2
 
 
 def test_a_step_makes_its_updates_and_counts_staleness() -> None:
     run, _ = run_with(reuse_epochs=2, updates_per_epoch=2)
     groups = tuple(group([0.0, 1.0], [1, 1]) for _ in range(3))
-    updates = train_on(run, 1, StepBatch(groups, {}))
+    updates = train_on(run, 1, in_memory(*groups))
     assert [row["version"] for row in updates] == [11, 12, 13, 14]
     assert [row["epoch"] for row in updates] == [0, 0, 1, 1]
     assert [row["staleness/mean"] for row in updates] == [2, 3, 4, 5]  # sampled at version 8
     assert [row["staleness/reuse_mean"] for row in updates] == [0, 1, 2, 3]
     assert [row["staleness/queue_mean"] for row in updates] == [2, 2, 2, 2]
     assert [row["staleness/2-3/tokens"] for row in updates] == [1, 1, 0, 0]
-    assert train_on(run, 1, StepBatch((), {})) == []
+    assert train_on(run, 1, in_memory()) == []

@@ -1,0 +1,225 @@
+"""Per-token columns of a step on a rank of the trainer: single responses, read out of the step's file.
+
+    rank 0       header_of       numbers and checksums of all responses; broadcast, about 60 bytes a response
+    every rank   StepColumns     prompt and columns of one response, at each ``read``
+
+A batch has gigabytes where a header has kilobytes, and a rank trains on its own samples alone: so the
+columns travel through the run directory, which all nodes share. A rank takes only the file that rank 0 has
+read: it compares size and tail, where the zip format has the CRC-32 of every array, then the checksum of each
+response.
+Used in ``trainer/`` and by ``step_batches.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import struct
+import time
+import zlib
+from contextlib import suppress
+from io import FileIO
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+from zipfile import ZIP_STORED, ZipFile
+
+import numpy as np
+
+from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.types import (
+    RESPONSE_COLUMNS,
+    ColumnFile,
+    Group,
+    GroupHeader,
+    ResponseHeader,
+    ResponseTokens,
+    Rollout,
+    StepBatch,
+    StepHeader,
+    VersionSpan,
+)
+
+PROMPTS = "prompt_ids"
+"""Name of the array of the prompts' token ids, end to end."""
+
+VISIBLE_S = 90.0
+"""Longest wait for a step's file. An NFS client may say for a minute (acdirmax) that there is no file."""
+
+_POLL_S = 0.1
+_TAIL_BYTES = 4096
+"""More than the directory of a zip file of a step takes; the file may be shorter."""
+
+
+def header_of(batch: StepBatch, file: ColumnFile) -> StepHeader:
+    """The header of ``batch``, whose columns are in ``file``."""
+    return StepHeader(tuple(map(_group_header, batch.groups)), batch.metrics, file)
+
+
+def _group_header(group: Group) -> GroupHeader:
+    ids_P = group.prompt.token_ids_P
+    responses = tuple(_response_header(rollout, ids_P) for rollout in group.rollouts)
+    return GroupHeader(group.prompt.source, len(ids_P), responses)
+
+
+def _response_header(rollout: Rollout, ids_P: np.ndarray) -> ResponseHeader:
+    mask_R = rollout.loss_mask_R
+    if mask_R is None:
+        mask_R = np.ones(len(rollout.token_ids_R), np.bool_)
+    trained = int(np.count_nonzero(mask_R))
+    predicted = trained - int(not len(ids_P) and mask_R[:1].any())
+    teacher_R = rollout.teacher_log_probs_R
+    return ResponseHeader(
+        reward=rollout.reward,
+        trained_tokens=trained,
+        predicted_tokens=predicted,
+        tokens=len(rollout.token_ids_R),
+        versions=VersionSpan.of(rollout.versions_R[mask_R]),
+        checksum=checksum(ids_P, rollout),
+        is_taught=teacher_R is not None and bool(np.isfinite(teacher_R).all()),
+        routes=rollout.stored_routes,
+    )
+
+
+def checksum(ids_P: np.ndarray, tokens: ResponseTokens) -> int:
+    """CRC-32 of a prompt's ids and all columns of a response, in their order, as files have them."""
+    found = zlib.crc32(ids_P.data)
+    for array in tokens.arrays.values():
+        found = zlib.crc32(array.data, found)
+    return found
+
+
+def column_file(path: Path, file: BinaryIO, archive: ZipFile) -> ColumnFile:
+    """Where the arrays of a step's file are. ``archive``: of the open ``file``, whose place it moves.
+
+    ConfigError for a compressed one, as ``numpy.savez_compressed`` writes it: no part can be read alone.
+    """
+    columns = {}
+    for member in archive.infolist():
+        if member.compress_type != ZIP_STORED:
+            raise ConfigError(f"{path}: its {member.filename} is compressed; write it with numpy.savez")
+        file.seek(
+            member.header_offset + 26
+        )  # the lengths of name and extra field end a local header of 30 bytes
+        name, extra = struct.unpack("<HH", file.read(4))
+        file.seek(name + extra, os.SEEK_CUR)
+        np.lib.format.read_magic(file)
+        _, _, dtype = np.lib.format.read_array_header_1_0(file)
+        columns[member.filename.removesuffix(".npy")] = (file.tell(), dtype.str)
+    size = file.seek(0, os.SEEK_END)
+    return ColumnFile(path, size, _tail(file, size), columns)
+
+
+def _tail(file: BinaryIO | FileIO, size: int) -> str:
+    file.seek(max(0, size - _TAIL_BYTES))
+    return hashlib.sha256(file.read(_TAIL_BYTES)).hexdigest()
+
+
+class StepColumns:
+    """The columns of a step's responses: ``open``, then ``read`` of the responses that this rank packs.
+
+    A ``TrainingBatch``. Reads by offset, not through a memory map: a mapped file that is cut short, or whose
+    server is gone, ends the process with SIGBUS and says nothing. Call ``close``. StorageFailed, on this rank
+    alone, if the file cannot be read. Made by ``trainer/flow_control.py``.
+    """
+
+    def __init__(self, header: StepHeader, limit_s: float = VISIBLE_S) -> None:
+        """``limit_s``: longest time that ``open`` waits for the file, in seconds."""
+        self._header, self._limit_s = header, limit_s
+        self._prompts = [0, *accumulate(group.prompt_tokens for group in header.groups)]
+        """Place of each group's prompt among the ids of all prompts."""
+        tokens = (one.tokens for group in header.groups for one in group.responses)
+        self._responses = [0, *accumulate(tokens)]
+        """Place of each response among the tokens of all responses."""
+        self._first = [0, *accumulate(len(group.responses) for group in header.groups)]
+        """Number of each group's first response in the step."""
+        self._opened: FileIO | None = None
+
+    @property
+    def header(self) -> StepHeader:
+        """The numbers of all responses, equal on every rank."""
+        return self._header
+
+    def open(self) -> None:
+        """Open the file that rank 0 has read, and wait for it where a file system shows it late.
+
+        StorageFailed, with path and host, if it is not there in time, or another file is.
+        """
+        deadline = time.monotonic() + self._limit_s
+        while problem := self._open_problem():
+            if time.monotonic() >= deadline:
+                raise StorageFailed(
+                    f"{self._place}: {problem}. Rank 0 has read {self._header.file.size:,} bytes there, and "
+                    f"this rank has waited {self._limit_s:g} s for them: all nodes of a run must see its "
+                    "directory, and that of rollout.replay, by the same path on one shared file system"
+                )
+            time.sleep(_POLL_S)
+
+    def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
+        """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers."""
+        about, number = self._header.groups[group], self._first[group] + response
+        expected = about.responses[response]
+        ids_P = self._values(PROMPTS, self._prompts[group], about.prompt_tokens)
+        start, count = self._responses[number], expected.tokens
+        columns: dict[str, Any] = {
+            name: None
+            if column.fill is not None and column.array not in self._header.file.columns
+            else self._values(column.array, start, count)
+            for name, column in RESPONSE_COLUMNS.items()
+        }
+        tokens = ResponseTokens(**columns)
+        if checksum(ids_P, tokens) != expected.checksum:
+            raise StorageFailed(
+                f"{self._place}: response {response} of group {group} has other bytes than rank 0 has read"
+            )
+        return ids_P, tokens
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._opened:
+            self._opened.close()
+
+    @property
+    def _place(self) -> str:
+        return f"{self._header.file.path.absolute()} on {socket.gethostname()}"
+
+    def _open_problem(self) -> str | None:
+        """Open the file; why it cannot be taken, None if it is open."""
+        known = self._header.file
+        try:
+            file = known.path.open("rb", buffering=0)
+            if (size := os.fstat(file.fileno()).st_size) != known.size:
+                problem = f"the file has {size:,} bytes"
+            elif _tail(file, size) != known.tail:
+                problem = "the file has other content than rank 0 has read"
+            else:
+                self._opened = file
+                return None
+            file.close()
+        except FileNotFoundError:
+            problem = "no such file"
+            self._ask_server()
+        except OSError as error:  # a stale handle may heal, as a missing file
+            problem = f"the file cannot be read: {error.strerror}"
+        return problem
+
+    def _ask_server(self) -> None:
+        """Open the folder: an NFS client asks its server then whether what it knows of it still holds."""
+        with suppress(OSError):
+            os.close(os.open(self._header.file.path.parent, os.O_RDONLY | os.O_DIRECTORY))
+
+    def _values(self, array: str, start: int, count: int) -> np.ndarray:
+        """``count`` values of an array of the file from value ``start`` on; a copy, of its own memory."""
+        assert self._opened is not None, "open() comes first"
+        offset, dtype = self._header.file.columns[array]
+        values = np.empty(count, dtype)
+        rest, at = values.view(np.uint8).data, offset + start * values.itemsize
+        try:
+            while rest:
+                if not (done := os.preadv(self._opened.fileno(), [rest], at)):
+                    raise StorageFailed(f"{self._place}: the file ends within {array}; it was cut short")
+                rest, at = rest[done:], at + done
+        except OSError as error:
+            raise StorageFailed(f"{self._place}: {array} cannot be read: {error.strerror}") from error
+        return values

@@ -1,0 +1,281 @@
+"""Columns of single responses out of a step's file: bit-exact, of that file alone, never of a broken one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.data.packing import Sample, samples_of
+from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.rollout.sampler import step_columns
+from bapo_megatron.rollout.sampler.step_batches import read_header, read_step, step_path, write_step
+from bapo_megatron.rollout.sampler.step_columns import StepColumns
+from bapo_megatron.types import RESPONSE_COLUMNS, Group, Prompt, Rollout, StepBatch
+from tests.unit.rollout.test_step_batches import batch, rollout
+
+
+def masked() -> StepBatch:
+    """``batch`` with a loss mask, and a group whose prompt is empty: its first token is not predicted."""
+    plain = batch()
+    mask_R = np.array([True, False, True])
+    second = plain.groups[1]
+    some = dataclasses.replace(
+        second, rollouts=(dataclasses.replace(second.rollouts[0], loss_mask_R=mask_R),)
+    )
+    bare = Group(Prompt(9, np.zeros(0, np.int32), "", "src"), (rollout(2, 1.0, 5), rollout(0, 0.0)))
+    return StepBatch((plain.groups[0], some, bare), plain.metrics)
+
+
+def opened(folder: Path, step: int, **settings: Any) -> StepColumns:
+    columns = StepColumns(read_header(folder, step), **settings)
+    columns.open()
+    return columns
+
+
+@pytest.mark.parametrize("made", [batch, masked], ids=["plain", "masked"])
+def test_each_response_is_read_bit_for_bit(made: Any, tmp_path: Path) -> None:
+    write_step(tmp_path, 1, made())
+    columns, expected = opened(tmp_path, 1), read_step(tmp_path, 1)
+    # Backwards, so that nothing depends on the order.
+    for number, group in reversed([*enumerate(expected.groups)]):
+        for index, theirs in reversed([*enumerate(group.rollouts)]):
+            ids_P, tokens = columns.read(number, index)
+            assert ids_P.tobytes() == group.prompt.token_ids_P.tobytes()
+            for name in RESPONSE_COLUMNS:
+                ours, other = getattr(tokens, name), getattr(theirs, name)
+                assert (ours is None) == (other is None)
+                if other is not None:
+                    assert ours.dtype == other.dtype
+                    assert ours.tobytes() == other.tobytes()
+                    assert ours.flags.writeable
+
+
+@pytest.mark.parametrize("made", [batch, masked], ids=["plain", "masked"])
+def test_the_numbers_of_a_header_are_those_of_the_columns(made: Any, tmp_path: Path) -> None:
+    write_step(tmp_path, 1, made())
+    stored = [one for group in samples_of(opened(tmp_path, 1), "grpo", ["", "x"]) for one in group]
+    names = (
+        "response_tokens",
+        "trained_tokens",
+        "predicted_tokens",
+        "positions",
+        "versions",
+        "advantage",
+        "source",
+    )
+    for sample in stored:
+        loaded = sample.loaded()
+        assert isinstance(loaded, Sample)
+        for name in names:
+            assert getattr(sample, name) == getattr(loaded, name), name
+    if made is masked:
+        assert [one.trained_tokens for one in stored] == [10, 0, 2, 2, 0]
+        assert [one.predicted_tokens for one in stored] == [10, 0, 2, 1, 0]
+
+
+def test_changes_are_made_in_order_wherever_a_sample_is_loaded(tmp_path: Path) -> None:
+    write_step(tmp_path, 1, batch())
+    [[first, _], _] = samples_of(opened(tmp_path, 1), "grpo")
+    changed = first.changed(lambda one: dataclasses.replace(one, old_log_probs_R=one.log_probs_R + 1))
+    changed = changed.changed(lambda one: dataclasses.replace(one, importance_R=one.old_log_probs_R * 2))
+    for _ in range(2):
+        found = changed.with_advantage(7.0).loaded()
+        assert found.advantage == 7.0
+        np.testing.assert_array_equal(found.importance_R, (found.log_probs_R + 1) * 2)
+    assert first.loaded().old_log_probs_R is None
+
+
+def test_no_byte_of_another_response_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_step(tmp_path, 1, batch())
+    columns, read, sound = opened(tmp_path, 1), [], os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        read.append(sum(len(one) for one in buffers))
+        return sound(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    columns.read(1, 0)
+    assert read == [4 * 1, 4 * 3, 4 * 3, 4 * 3]  # a prompt of one token, three columns of three
+    read.clear()
+    columns.read(0, 1)
+    assert sum(read) == 4 * 3  # the prompt of an empty response
+
+
+def test_a_header_costs_bytes_by_responses_and_not_by_tokens(tmp_path: Path) -> None:
+    def step(length: int) -> StepBatch:
+        group = tuple(rollout(length, 1 / 3, seed) for seed in range(16))
+        groups = tuple(Group(Prompt(n, np.arange(9, dtype=np.int32), "", ""), group) for n in range(16))
+        return StepBatch(groups, {"reward/mean": 0.5})
+
+    sizes = []
+    for number, length in ((1, 30), (2, 3000)):
+        path = write_step(tmp_path, number, step(length))
+        sizes.append((path.stat().st_size, len(pickle.dumps(read_header(tmp_path, number)))))
+    (small, header), (large, other) = sizes
+    assert large > 80 * small / 2
+    assert other < 1.2 * header
+    assert other < 256 * 80 + 2000
+
+
+def test_a_file_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First there is none, then an older one of the same step, at last the one that rank 0 has read."""
+    write_step(tmp_path / "there", 3, masked())
+    whole = step_path(tmp_path / "there", 3).read_bytes()
+    header = read_header(tmp_path / "there", 3)
+    path = step_path(tmp_path / "here", 3)
+    header = dataclasses.replace(header, file=header.file._replace(path=path))
+    path.parent.mkdir()
+    states = [b"", whole[:-7], bytes(len(whole)), whole]
+    waited = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        path.write_bytes(states.pop(0))
+
+    monkeypatch.setattr(step_columns.time, "sleep", sleep)
+    columns = StepColumns(header)
+    columns.open()
+    assert (len(waited), states) == (4, [])
+    assert columns.read(0, 0)[0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("content", ["none", "short", "long", "other"])
+def test_a_file_that_never_comes_is_named_with_its_host(content: str, tmp_path: Path) -> None:
+    path = write_step(tmp_path, 3, batch())
+    columns, whole = StepColumns(read_header(tmp_path, 3), limit_s=0.0), path.read_bytes()
+    problem = {
+        "none": "no such file",
+        "short": f"the file has {len(whole) - 1:,} bytes",
+        "long": f"the file has {len(whole) + 1:,} bytes",
+        "other": "the file has other content than rank 0 has read",
+    }[content]
+    path.unlink()
+    if content == "other":  # of the same size: other log-probs
+        groups = batch().groups
+        first = groups[0].rollouts[0]
+        changed = dataclasses.replace(first, log_probs_R=first.log_probs_R + np.float32(1))
+        write_step(
+            tmp_path,
+            3,
+            StepBatch(
+                (dataclasses.replace(groups[0], rollouts=(changed, groups[0].rollouts[1])), groups[1]),
+                batch().metrics,
+            ),
+        )
+        assert path.stat().st_size == len(whole)
+    elif content != "none":
+        path.write_bytes(whole[:-1] if content == "short" else whole + b" ")
+    with pytest.raises(
+        StorageFailed, match="must see its directory, and that of rollout.replay, by the same"
+    ) as one:
+        columns.open()
+    found = (
+        f"{path} on {socket.gethostname()}: {problem}. Rank 0 has read {len(whole):,} bytes there, and this"
+    )
+    assert str(one.value).startswith(f"{found} rank has waited 0 s for them: all nodes")
+
+
+def test_a_flipped_bit_is_found_where_it_is_read(tmp_path: Path) -> None:
+    """In any value of the file, by the response that has it, and by no other."""
+    path = write_step(tmp_path, 1, masked())
+    header, whole = read_header(tmp_path, 1), path.read_bytes()
+    places = [
+        (number, index) for number, group in enumerate(header.groups) for index in range(len(group.responses))
+    ]
+    for array, (offset, dtype) in header.file.columns.items():
+        if array == "header":
+            continue
+        columns = StepColumns(header)
+        columns.open()  # before the damage, which the tail of so small a file would show
+        damaged = bytearray(whole)
+        damaged[offset + 2 * np.dtype(dtype).itemsize] ^= 0x40  # the third value
+        path.write_bytes(damaged)
+        for number, index in places:
+            # The first prompt has both responses of its group; the third token is of the first response.
+            if (number, index) == (0, 0) or (array == "prompt_ids" and number == 0):
+                with pytest.raises(
+                    StorageFailed, match=f"response {index} of group 0 has other bytes than rank 0"
+                ):
+                    columns.read(number, index)
+            else:
+                columns.read(number, index)
+        path.write_bytes(whole)
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_ends_in_a_message(tmp_path: Path) -> None:
+    """A memory map would end the process with SIGBUS."""
+    path = write_step(tmp_path, 1, batch())
+    columns = opened(tmp_path, 1)
+    os.truncate(path, 700)
+    with pytest.raises(
+        StorageFailed, match=r"step_000001\.npz on .*: the file ends within .*; it was cut short"
+    ):
+        columns.read(1, 1)
+
+
+def test_a_read_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_step(tmp_path, 1, batch())
+    columns = opened(tmp_path, 1)
+
+    def preadv(*_: Any) -> int:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(
+        StorageFailed, match=r"step_000001\.npz on .*: prompt_ids cannot be read: Stale file handle"
+    ):
+        columns.read(0, 0)
+
+
+def test_a_step_that_is_written_anew_does_not_reach_a_rank_that_has_the_old_one_open(tmp_path: Path) -> None:
+    write_step(tmp_path, 1, batch())
+    columns = opened(tmp_path, 1)
+    write_step(tmp_path, 1, masked())
+    step_path(tmp_path, 1).unlink()
+    assert columns.read(1, 0)[1].token_ids_R.tobytes() == batch().groups[1].rollouts[0].token_ids_R.tobytes()
+    columns.close()
+    with pytest.raises(ValueError, match="closed file"):
+        columns.read(1, 0)
+
+
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_step(tmp_path, 1, batch())
+    columns, sound = opened(tmp_path, 1), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, at: sound(descriptor, [buffers[0][:3]], at))
+    assert columns.read(0, 0)[1].log_probs_R.tobytes() == rollout(10, 0.1).log_probs_R.tobytes()
+
+
+def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
+    path = write_step(tmp_path, 1, batch())
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    np.savez_compressed(path, **content)
+    with pytest.raises(
+        ConfigError, match=r"step_000001\.npz: its header\.npy is compressed; write it with numpy\.savez"
+    ):
+        read_header(tmp_path, 1)
+
+
+def test_a_damaged_file_gives_no_header(tmp_path: Path) -> None:
+    path = write_step(tmp_path, 1, batch())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=r"step_000001\.npz: the record of step 1 is damaged"):
+        read_header(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"step_000002\.npz: no such file"):
+        read_header(tmp_path, 2)
+
+
+def test_a_response_of_another_length_needs_no_file() -> None:
+    """Plain data: a header travels between processes."""
+    header = step_columns.header_of(batch(), step_columns.ColumnFile(Path("x"), 1, "t", {}))
+    assert pickle.loads(pickle.dumps(header)) == header
+    assert isinstance(header.groups[0].responses[0].reward, float)
+    assert Rollout.__name__ not in repr(header)

@@ -69,6 +69,8 @@ usage: bapo COMMAND ...
   eval compare A B       two evaluations, problem by problem, with a p-value
   study staleness [flags]
                          the paper's claims about stale data, tried with small runs; goes on where it stopped
+  study controller [flags]
+                         the same where BAPO's search acts, with controls: calibration, rates, study
   doctor [RECIPE] [--json]
                          what is installed and what is missing; exit code 1 if a run could not start
 """

@@ -8,7 +8,8 @@ staleness by reuse of samples (ppo_epoch), target 0.4, c_low in [0.6, 0.9] by 0.
 Staleness is passes x batch / mini-batch, the updates of a batch. Fig. 2's legend has 0, 2x, 4x and 8x,
 Fig. 11 has 2 and 4: `--algorithm.reuse-epochs` with 1 (on-policy), 2, 4 or 8, the whole batch in each update.
 Fig. 11 has 32k tokens:
-`--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --batch.recompute selective`.
+`--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --batch.recompute selective`, and
+`--algorithm.bounds.bounds-tokens 65536`, so that a search sees as many responses.
 
 Chosen here, not in the paper: 64 prompts x 16 responses a step, staleness 4 by four passes over each batch
 (E = 3 in Algorithm 1) rather than by mini-batches, prompts of up to 2k tokens, weight decay, steps,

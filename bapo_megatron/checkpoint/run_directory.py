@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError
@@ -36,8 +37,8 @@ _DEFAULT_PRESET = "default_preset"
 """Entry of config.json: that the run began when recipes had the preset ``paper``. Runs of before, when they
 had ``balanced``, lack it."""
 
-_FORMER_SCOPE: tuple[Literal["update"], None] = ("update", None)
-"""``scope`` and ``bounds_tokens`` of ``balanced``, which differs from ``paper`` in nothing else."""
+_FORMER = balanced()
+"""The former preset of recipes. It differs from ``paper`` by ``scope`` and ``bounds_tokens`` alone."""
 
 THREADS = "threads"
 """Field whose stored value is kept if a resume gives none: sums on a CPU depend on it."""
@@ -196,12 +197,12 @@ def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
     if stored is None or _DEFAULT_PRESET in stored or not _has_steps(config.directory):
         return config, None
     then = with_present_fields(stored["config"])
-    if tuple(then.get(name) for name in names) != _FORMER_SCOPE or not bounds.grouped:
+    former = (_FORMER.scope, _FORMER.bounds_tokens)
+    if tuple(then.get(name) for name in names) != former or not bounds.grouped:
         return config, None
     if set(names) & set(config.allow_change):
         return config, None
-    scope, tokens = _FORMER_SCOPE
-    kept = replace(bounds, scope=scope, bounds_tokens=tokens)
+    kept = replace(bounds, scope=_FORMER.scope, bounds_tokens=_FORMER.bounds_tokens)
     line = (
         f"{config.directory} began with one search of the bounds an update (preset balanced), and goes on "
         f"so; recipes now have the preset paper, a search for about {bounds.bounds_tokens} tokens. To change "

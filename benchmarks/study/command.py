@@ -1,4 +1,7 @@
-"""Command `bapo study staleness`: run the missing arms, then write the document."""
+"""Command `bapo study`: `staleness`, the first study, and `controller`, the second.
+
+Runs the missing arms, then writes the document.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,21 @@ from benchmarks.study.plan import Arm, StudyPlan, check_same_study, make_study_p
 from benchmarks.study.results import store_results, stored_arms
 from benchmarks.study.runner import Failure, log_of, run_arms
 
-USAGE = "usage: bapo study staleness [flags]; `bapo study staleness --help` lists them"
+USAGE = (
+    "usage: bapo study staleness [flags] (the first study), or bapo study controller [flags] (the second: "
+    "does BAPO help where its controller acts?); --help lists the flags"
+)
 
 
 def study_command(arguments: Sequence[str], main: Main) -> int:
-    """Run the missing arms of the study, then write its document. ``main`` runs a ``bapo`` command.
+    """Run the missing arms of a study, then write its document. ``main`` runs a ``bapo`` command.
 
     1 if an arm has failed, else 0. ConfigError for wrong flags; Preempted on SIGTERM, SIGUSR1 or Ctrl-C.
     """
+    if arguments[:1] == ["controller"]:
+        from benchmarks.study.controller.command import controller_command
+
+        return controller_command(arguments[1:], main)
     if arguments[:1] != ["staleness"]:
         if arguments and arguments[0] in ("-h", "--help"):
             print(USAGE)
@@ -42,7 +52,7 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
     if stored:
         print(f"{len(stored)} arms have their results in {options.results}")
     with only_writer(options.folder):
-        failures = _run([arm for arm in plan.arms if arm.name not in stored], options.parallel, main)
+        failures = run_missing([arm for arm in plan.arms if arm.name not in stored], options.parallel, main)
         write_study(plan, failures)
     if failures:
         names = ", ".join(failure.arm.name for failure in failures)
@@ -50,7 +60,7 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
     return 1 if failures else 0
 
 
-def _run(arms: Sequence[Arm], parallel: int, main: Main) -> list[Failure]:
+def run_missing(arms: Sequence[Arm], parallel: int, main: Main) -> list[Failure]:
     """Run the arms that are not done, each in a fork of this process, which has imported what they need.
 
     Without the import each arm would repeat it: 7 of the 28 CPU seconds of an arm of one step. Its sampler is

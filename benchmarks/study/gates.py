@@ -14,7 +14,10 @@ from benchmarks.study.methods import BASELINE, PRIMARY
 
 @dataclass(frozen=True)
 class Gate:
-    """Precondition: the allowed range of a figure's mean over GRPO's runs, at a number of passes."""
+    """Precondition: the allowed range of a figure's mean over GRPO's runs, at a number of passes.
+
+    Another ``method`` than GRPO only where a gate is about that method itself.
+    """
 
     text: str
     figure: str
@@ -24,6 +27,9 @@ class Gate:
     high: float
     paper: str
     """What the paper shows, and where."""
+    method: str = BASELINE
+    says: str = ""
+    """What it says if the gate fails."""
 
     @property
     def range(self) -> str:
@@ -88,14 +94,14 @@ GATES = (
 """All gates. Figures other than the reward and its entropy are of the stale updates."""
 
 
-def gate_results(records: Sequence[ArmRecord]) -> list[GateResult]:
-    """The result of each gate, from GRPO's runs."""
+def gate_results(records: Sequence[ArmRecord], gates: Sequence[Gate] = GATES) -> list[GateResult]:
+    """The result of each gate, from the runs of its method."""
     results = []
-    for gate in GATES:
+    for gate in gates:
         values = [
-            record.figures[gate.figure]
+            record.figures.get(gate.figure, math.nan)
             for record in records
-            if (record.method, record.passes) == (BASELINE, gate.passes)
+            if (record.method, record.passes) == (gate.method, gate.passes)
         ]
         known = [value for value in values if math.isfinite(value)]
         error = standard_deviation(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan

@@ -2,8 +2,8 @@
 
 Legend: ``_S`` steps. NaN where nothing was measured.
 
-*Stale* updates are those after the first pass over a batch; in the first pass every ratio is 1. A run of one
-pass has none, and all its updates stand for them.
+*Stale* updates are those after the first of their step, where every ratio is 1, whether by passes or by
+mini-batches. A run of one update a step has none, and all its updates stand for them.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def collapsed(values_S: np.ndarray) -> bool:
 
 
 def first_entropy(run: RunRecord) -> float:
-    """Mean entropy in the first pass over the first batch, nats per token; NaN if not measured.
+    """Mean entropy in the first update of the run, nats per token; NaN if not measured.
 
     Where a batch is used again, the mean of its step is that of a policy that has already changed.
     """
-    rows = [row for row in run.updates.rows() if row["step"] == 1 and not row.get("epoch")]
+    rows = [row for row in run.updates.rows() if row["step"] == 1][:1]
     return update_mean(rows, "policy/entropy")
 
 
@@ -134,9 +134,11 @@ def spike_rate(run: RunRecord) -> float:
 
 
 def stale_updates(run: RunRecord) -> list[Row]:
-    """The updates after the first pass over their batch; all of them if there is one pass."""
+    """The updates after the first of their step; all of them if each step has one."""
     rows = run.updates.rows()
-    return [row for row in rows if row.get("epoch")] or rows
+    steps = [row["step"] for row in rows]
+    later = [row for place, row in enumerate(rows) if place and steps[place - 1] == steps[place]]
+    return later or rows
 
 
 def clipped(row: Row) -> float:

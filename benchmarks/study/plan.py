@@ -69,6 +69,7 @@ class StudyPlan:
     options: StudyOptions
     base: RunConfig
     arms: tuple[Arm, ...]
+    design: str = DESIGN
 
     @property
     def steps(self) -> int:
@@ -78,7 +79,7 @@ class StudyPlan:
     def describe(self) -> dict[str, Any]:
         """Identity of the study, which a continuation must share: base configuration, steps, commands."""
         return {
-            "design": DESIGN,
+            "design": self.design,
             "steps": self.steps,
             "base": plain_values(self.base),
             "arms": {arm.name: list(arm.command) for arm in self.arms},
@@ -117,7 +118,7 @@ def _arm(options: StudyOptions, base: RunConfig, method: str, passes: int, seed:
         f"--steps={steps}",
         *METHODS[method].flags,
         *passes_flags(passes),
-        *_save_flags(base, steps),
+        *save_flags(base, steps),
     ]
     if options.lr is not None:
         flags.append(f"--optimizer.lr={options.lr}")
@@ -126,7 +127,7 @@ def _arm(options: StudyOptions, base: RunConfig, method: str, passes: int, seed:
     return Arm(method, passes, seed, steps, run_dir, command, work(passes, steps), evaluates)
 
 
-def _save_flags(base: RunConfig, steps: int) -> list[str]:
+def save_flags(base: RunConfig, steps: int) -> list[str]:
     """Checkpoints, and evaluations of the first and the last weights."""
     every = next(steps // count for count in _CHECKPOINTS if steps % count == 0)
     flags = [f"--checkpoint.every={every}"]
@@ -169,11 +170,11 @@ def check_same_settings(stored: dict[str, Any], ours: dict[str, Any], where: str
 
     ``any_place``: they may come from another checkout, whose files lie elsewhere.
     """
-    if stored.get("design") != DESIGN:
+    if stored.get("design") != ours["design"]:
         other = stored.get("design", "the first one")
         raise ConfigError(
-            f"the study {where} is of another design ({other}; now {DESIGN}): its arms cannot be mixed with "
-            "these. Move it away, or write and work elsewhere (--folder, --write)"
+            f"the study {where} is of another design ({other}; now {ours['design']}): its arms cannot be "
+            "mixed with these. Move it away, or write and work elsewhere (--folder, --write)"
         )
     if different := list(_differences(stored, ours, any_place)):
         raise ConfigError(

@@ -15,6 +15,7 @@ import pytest
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from benchmarks.study.controller.options import RECIPE as CONTROLLER
 from benchmarks.study.options import RECIPE as STUDY
 from tests.support.forked_commands import ForkedCommand, start_bapo
 
@@ -39,15 +40,21 @@ def recipe():
 """
 
 
-@pytest.fixture
-def command(tmp_path: Path) -> list[str]:
-    """The study of a recipe with small batches and few held-out problems."""
+def small_recipe(tmp_path: Path, base: Path) -> Path:
+    """A study's recipe with small batches and few held-out problems."""
     suite = tmp_path / "few.jsonl"
-    [problems] = load_recipe(STUDY, RunConfig).evaluation.suites
+    [problems] = load_recipe(base, RunConfig).evaluation.suites
     lines = Path(problems).read_text().splitlines(keepends=True)
     suite.write_text("".join(lines[:4]))
     recipe = tmp_path / "small.py"
-    recipe.write_text(RECIPE.format(recipe=str(STUDY), suite=str(suite)))
+    recipe.write_text(RECIPE.format(recipe=str(base), suite=str(suite)))
+    return recipe
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """The first study, of a small recipe."""
+    recipe = small_recipe(tmp_path, STUDY)
     flags = ["--methods", "grpo", "paper", "--passes", "4", "--seeds=2", "--steps=1"]
     folder = [f"--recipe={recipe}", f"--folder={tmp_path / 'study'}"]
     return ["study", "staleness", *flags, *folder]
@@ -105,3 +112,25 @@ def check_arms(folder: Path) -> None:
     assert rewards[ARMS[0]] == rewards[ARMS[1]] != rewards[ARMS[2]] == rewards[ARMS[3]]
     stored = json.loads((folder / "study.json").read_text())
     assert sorted(stored["arms"]) == sorted(ARMS)
+
+
+def test_the_second_study_makes_its_quick_arms_once(tmp_path: Path) -> None:
+    """Its page judges nothing, and the same command finds its arms done."""
+    folder, recipe = tmp_path / "study", small_recipe(tmp_path, CONTROLLER)
+    words = ["study", "controller", "--quick", "--steps=2", f"--recipe={recipe}", f"--folder={folder}"]
+    output = start_bapo(*words).communicate(timeout=900)[0].decode()
+    assert "3 of 3 known arms" in output, output[-3000:]
+    page = (folder / "quick/study.md").read_text()
+    assert "Not judged: this is `--quick`" in page
+    stored = (folder / "quick/study.jsonl").read_text()
+    head, *lines = map(json.loads, stored.splitlines())
+    assert head["design"] == "controller-1"
+    assert [line["arm"] for line in lines] == ["grpo-1-seed0", "grpo-8-seed0", "paper-8-seed0"]
+    rows = {
+        arm: read_jsonl(folder / "quick/arms" / arm / "updates.jsonl")
+        for arm in ("grpo-1-seed0", "grpo-8-seed0")
+    }
+    assert [len(found) for found in rows.values()] == [2, 16]  # updates: the staleness of each of two steps
+    again = start_bapo(*words).communicate(timeout=900)[0].decode()
+    assert "0 arms, 0 of them done" in again, again
+    assert (folder / "quick/study.jsonl").read_text() == stored

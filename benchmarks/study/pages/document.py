@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
-
-import numpy as np
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.evaluation.statistics import standard_deviation
 from benchmarks.study.contrasts import (
     Contrast,
     contrast,
@@ -23,6 +19,7 @@ from benchmarks.study.methods import BASELINE, COMPARED, METHODS, PASSES
 from benchmarks.study.pages import text
 from benchmarks.study.pages.figures import name_of
 from benchmarks.study.pages.paper_figures import READ
+from benchmarks.study.pages.tables import effect_text, mean_and_spread, table
 from benchmarks.study.plan import SAMPLES, StudyPlan
 from benchmarks.study.runner import Failure
 
@@ -125,7 +122,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 def _sentence(one: Contrast) -> str:
     """`paper` against `grpo`: better. +0.068 (0.024 to 0.112), p = 0.01, 12 seeds."""
     p = "" if one.p is None else f", p = {one.p:.2g}"
-    return f"`{one.method}` against `{one.other}`: **{one.words}**. {_effect(one)}{p}"
+    return f"`{one.method}` against `{one.other}`: **{one.words}**. {effect_text(one)}{p}"
 
 
 def _settings(plan: StudyPlan) -> str:
@@ -143,7 +140,7 @@ def _settings(plan: StudyPlan) -> str:
         ("methods", ", ".join(f"`{name}`: {METHODS[name].label}" for name in plan.options.methods)),
         ("passes", ", ".join(map(name_of, plan.options.passes))),
     ]
-    return _table(["", ""], rows)
+    return table(["", ""], rows)
 
 
 def _held_out(base: RunConfig) -> str:
@@ -164,7 +161,7 @@ def _gates(gates: Sequence[GateResult]) -> str:
         )
         for one in gates
     ]
-    return _table(["gate", "measured at", "must be", "is", "seeds", "", "the paper's"], rows)
+    return table(["gate", "measured at", "must be", "is", "seeds", "", "the paper's"], rows)
 
 
 def _primary(records: Sequence[ArmRecord], unjudged: bool) -> str:
@@ -172,17 +169,8 @@ def _primary(records: Sequence[ArmRecord], unjudged: bool) -> str:
     for one in primary(records):
         p = "-" if one.p is None else f"{one.p:.3g}"
         verdict = "not judged" if unjudged else f"**{one.words}**"
-        rows.append((f"`{one.method}` - `{one.other}`", _effect(one), p, verdict))
-    return _table(["contrast at 8x", "difference (95 % interval), seeds", "Holm's p", "verdict"], rows)
-
-
-def _effect(one: Contrast) -> str:
-    effect = one.effect
-    if effect is None:
-        return "-"
-    if effect.pairs == 1:
-        return f"{effect.mean:+.3f}, 1 seed"
-    return f"{effect.mean:+.3f} ({effect.low:+.3f} to {effect.high:+.3f}), {effect.pairs} seeds"
+        rows.append((f"`{one.method}` - `{one.other}`", effect_text(one), p, verdict))
+    return table(["contrast at 8x", "difference (95 % interval), seeds", "Holm's p", "verdict"], rows)
 
 
 def _results(records: Sequence[ArmRecord]) -> str:
@@ -192,13 +180,13 @@ def _results(records: Sequence[ArmRecord]) -> str:
             cell = [one for one in records if (one.method, one.passes) == (method, passes)]
             if cell:
                 rows.append((name_of(passes), f"`{method}`", *_cells(cell)))
-    return _table(["passes", "method", "collapses", *(head for head, _ in COLUMNS.values())], rows)
+    return table(["passes", "method", "collapses", *(head for head, _ in COLUMNS.values())], rows)
 
 
 def _cells(cell: Sequence[ArmRecord]) -> Iterator[str]:
     yield f"{sum(one.figures['collapsed'] for one in cell):.0f} of {len(cell)}"
     for name, (_, digits) in COLUMNS.items():
-        yield _mean_and_spread([one.figures[name] for one in cell], digits)
+        yield mean_and_spread([one.figures[name] for one in cell], digits)
 
 
 def _against_grpo(records: Sequence[ArmRecord]) -> Iterator[str]:
@@ -208,32 +196,18 @@ def _against_grpo(records: Sequence[ArmRecord]) -> Iterator[str]:
         for method in METHODS:
             if method == BASELINE or not any((one.method, one.passes) == (method, passes) for one in records):
                 continue
-            effects = [_effect(contrast(records, method, BASELINE, passes, name)) for name in _SECONDARY]
-            entropy = _effect(entropy_at_equal_reward(records, method, BASELINE, passes))
+            effects = [effect_text(contrast(records, method, BASELINE, passes, name)) for name in _SECONDARY]
+            entropy = effect_text(entropy_at_equal_reward(records, method, BASELINE, passes))
             rows.append((f"`{method}`", *effects, entropy))
         if rows:
             heads = ["method", *_SECONDARY.values(), "entropy at equal reward, nats"]
-            yield f"At {passes} passes:\n\n{_table(heads, rows)}"
+            yield f"At {passes} passes:\n\n{table(heads, rows)}"
 
 
 def _read() -> str:
     rows = [(one.figure, one.read, one.limits) for one in READ]
-    return _table(["figure", "read from the paper's graphics", "not read, or not comparable"], rows)
+    return table(["figure", "read from the paper's graphics", "not read, or not comparable"], rows)
 
 
 def _failures(failures: Sequence[Failure]) -> str:
     return "\n".join(f"- `{failure.arm.name}`: {failure.reason}" for failure in failures)
-
-
-def _mean_and_spread(values: Sequence[float], digits: int) -> str:
-    """Mean and standard deviation over seeds, of those that exist."""
-    known = [value for value in values if np.isfinite(value)]
-    if not known:
-        return "-"
-    middle = f"{fmean(known):.{digits}f}"
-    return f"{middle} ± {standard_deviation(known):.{digits}f}" if len(known) > 1 else middle
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

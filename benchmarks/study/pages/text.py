@@ -18,7 +18,8 @@ error of the mean; a gate compares the mean alone."""
 
 UNJUDGED = """\
 All differences below are measured, with their intervals. They hold for this task. Whether they would hold
-where all gates hold, this study does not say."""
+where all gates hold, this study does not say; the [next
+one](../benchmarks/results/controller_study.md) is designed to."""
 
 PRIMARY = f"""\
 Mean reward over the run at 8x, `paper` (BAPO with a search in each micro-batch) minus the other, paired

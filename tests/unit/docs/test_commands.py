@@ -26,6 +26,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import CompareOptions, EvalOptions
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand
+from benchmarks.study.controller.options import ControllerOptions
 from benchmarks.study.options import StudyOptions
 from checkpoints_tools.commands import COMMANDS as CHECKPOINT_COMMANDS
 from tests.support.pages import PAGES, ROOT, Block, blocks, inline_commands
@@ -92,8 +93,8 @@ def parse_eval(arguments: Sequence[str]) -> None:
 
 
 def parse_study(arguments: Sequence[str]) -> None:
-    assert arguments[0] == "staleness"
-    parse_options(StudyOptions, "bapo study staleness", arguments[1:]).resolved()
+    options = {"staleness": StudyOptions, "controller": ControllerOptions}[arguments[0]]
+    parse_options(options, f"bapo study {arguments[0]}", arguments[1:]).resolved()
 
 
 def parse_doctor(arguments: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ def test_arms_in_the_file_are_not_run_again(plan: StudyPlan, monkeypatch: pytest
             finish(arm, 0.5)
         return []
 
-    monkeypatch.setattr(command, "_run", finish_all)
+    monkeypatch.setattr(command, "run_missing", finish_all)
     flags = ["--methods", "grpo", "--passes", "1", "8", "--seeds=2", "--steps=2"]
     places = [f"--folder={elsewhere}", f"--write={plan.options.document}"]
     assert study_command(["staleness", *flags, *places], lambda _: 0) == 0

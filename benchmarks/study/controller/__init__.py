@@ -1,0 +1,1 @@
+"""The second study: does BAPO help where its controller acts? Design, gates and verdicts."""

@@ -1,0 +1,222 @@
+"""Renderer of the second study's document: its design, which needs no run, then what the runs say.
+
+Used in this folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bapo_megatron.config import RunConfig
+from benchmarks.study.contrasts import MATTERS
+from benchmarks.study.controller.arms import (
+    CALIBRATION_SEEDS,
+    CLAIMED,
+    RATE_SEEDS,
+    RATES,
+    STALE,
+    UPDATES,
+    VARIANTS,
+    WARM_STEPS,
+    main_cells,
+    variant_of,
+)
+from benchmarks.study.controller.gates import CHANCE, GATES, MARGIN, Calibration, margin_of, results_of
+from benchmarks.study.controller.options import ControllerOptions
+from benchmarks.study.controller.verdicts import RIVALS, START, claims, verdicts
+from benchmarks.study.gates import GateResult
+from benchmarks.study.measures import ArmRecord
+from benchmarks.study.pages.document import COLUMNS
+from benchmarks.study.pages.tables import effect_text, mean_and_spread, table
+from benchmarks.study.runner import Failure
+
+COMMAND = "bapo study controller --write benchmarks/results/controller_study.md"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the study is: what the page is computed from. Made by ``command.py``."""
+
+    records: list[ArmRecord]
+    failures: tuple[Failure, ...]
+    arms: int
+    """Arms that are known so far."""
+    calibration: Calibration
+    chosen: dict[str, float] | None
+    """The best rate of each claimed method; None until the rates' arms are done."""
+
+
+def page(options: ControllerOptions, base: RunConfig, progress: Progress) -> str:
+    """The whole document."""
+    own = [one for one in progress.records if one.seed < min(CALIBRATION_SEEDS)]
+    results = options.results.name
+    parts = [
+        "# Does BAPO help where its controller acts?",
+        f"Command: `{COMMAND}`",
+        f"{len(progress.records)} of the {progress.arms} arms that are known are done. "
+        + (f"All numbers are computed from [{results}]({results})." if progress.records else "None has run."),
+        *("## The answer", *_answer(options, progress, own)),
+        *("## The design", *_design(options, base)),
+        *("## The calibration", *_calibration(progress)),
+        *("## The rates", _rates(progress)),
+    ]
+    if own:
+        parts += ["## The gates", _gates(results_of(own)), "## The contrasts", _contrasts(progress, own)]
+        parts += ["## All arms", _arms(own)]
+    if progress.failures:
+        named = "\n".join(f"- `{one.arm.name}`: {one.reason}" for one in progress.failures)
+        parts += ["## Arms that failed", named]
+    return "\n\n".join(parts) + "\n"
+
+
+def _answer(options: ControllerOptions, progress: Progress, own: list[ArmRecord]) -> Iterator[str]:
+    if options.quick:
+        yield "Not judged: this is `--quick`, three arms that show that the study runs."
+        return
+    seeds = {one.seed for one in own}
+    if progress.chosen is None or len(seeds) < options.seeds or _missing(progress, own, seeds):
+        yield "Not judged: not all arms have run. What follows was written before them."
+        return
+    gates = results_of(own)
+    yield "All gates hold." if all(one.passed for one in gates) else "**Not judged.** Not all gates hold."
+    yield "\n".join(f"- {line}" for line in verdicts(gates, claims(own, progress.chosen)))
+
+
+def _missing(progress: Progress, own: list[ArmRecord], seeds: set[int]) -> bool:
+    """Whether an arm of the study itself is missing."""
+    cells = main_cells(progress.chosen or {})
+    return len({(one.method, one.passes, one.seed) for one in own} & _grid(cells, seeds)) < len(cells) * len(
+        seeds
+    )
+
+
+def _grid(cells: list[tuple[str, int]], seeds: set[int]) -> set[tuple[str, int, int]]:
+    return {(name, staleness, seed) for name, staleness in cells for seed in seeds}
+
+
+def _design(options: ControllerOptions, base: RunConfig) -> Iterator[str]:
+    steps = options.steps or base.steps
+    yield (
+        "The first study ([study.md](../../docs/study.md)) asked where BAPO's search was idle, and its "
+        "ranking may be one of step sizes. This one asks the same where the search acts, with the controls "
+        "that were missing. It was written before it ran, computed from the constants of `benchmarks/study`."
+    )
+    levels = ", ".join(f"{level} ({passes} x {parts})" for level, (passes, parts) in UPDATES.items())
+    rows = [
+        (
+            "task",
+            "the demo's: sums that the policy works out, or fails at length, so that positive tokens hold "
+            "less than BAPO's target",
+        ),
+        (
+            "batch",
+            f"{base.rollout.prompts_per_step} prompts of {base.rollout.group_size} responses; groups of "
+            "equal rewards are dropped, in every arm",
+        ),
+        ("steps", f"{steps}, of which {WARM_STEPS} are warm-up, at every staleness"),
+        ("staleness", f"updates of a batch, passes x mini-batches: {levels}. One count everywhere"),
+        ("learning rate", f"{options.lr or base.optimizer.lr:g}; it is the calibration that decides it"),
+        ("seeds", f"0 to {options.seeds - 1}"),
+        (
+            "arms",
+            f"GRPO at 1 and 4; at {STALE} all {len(VARIANTS)} methods, GRPO at "
+            f"{' and '.join(f'{rate:g}' for rate in RATES[1:])} of the rate, and the claimed methods at "
+            "their best rate",
+        ),
+        ("methods", ", ".join(f"`{name}`: {one.label}" for name, one in VARIANTS.items())),
+        (
+            "claimed",
+            f"{', '.join(f'`{name}`' for name in CLAIMED)}, each at the best of the rates "
+            f"{', '.join(f'{rate:g}' for rate in RATES)}, chosen on the seeds {_span(RATE_SEEDS)}",
+        ),
+    ]
+    yield table(["", ""], rows)
+    yield (
+        f"**Claims**, in mean reward over the run at staleness {STALE}, paired by seed, Student's t, Holm's "
+        f"correction, a difference matters from {MATTERS:g} on: BAPO at its best rate against "
+        f"{', '.join(f'`{name}`' for name in RIVALS)} at theirs, and against `grpo` at the recipe's rate; "
+        f"and `paper` against `{START}`, where its search begins. Everything else is shown with intervals, "
+        "and judges nothing."
+    )
+    yield (
+        "**Gates.** If all hold, the contrasts are verdicts. If one fails, the page says what its failure "
+        "says, and no contrast is called better or worse."
+    )
+    yield table(
+        ["gate", "measured at", "must be", "the paper's", "if it fails"],
+        [(one.text, f"`{one.method}`, {one.passes}", one.range, one.paper, one.says) for one in GATES],
+    )
+    yield (
+        f"**Chance to be judged.** The gates are first measured on the seeds {_span(CALIBRATION_SEEDS)}, "
+        f"which the study does not use. It begins only if each holds there by {MARGIN:g} standard errors, "
+        f"and if at least {CHANCE:.0%} of bootstrap draws of {options.seeds} of these seeds hold all of them "
+        "together."
+    )
+
+
+def _span(seeds: range) -> str:
+    return f"{seeds[0]} to {seeds[-1]}"
+
+
+def _calibration(progress: Progress) -> Iterator[str]:
+    found = progress.calibration
+    if not any(one.seeds for one in found.gates):
+        yield "Not run: `bapo study controller --calibrate`."
+        return
+    yield _gates(list(found.gates))
+    sound = "the study may begin" if found.is_sound else "the study does not begin"
+    yield f"All gates hold together in {found.chance:.0%} of the draws: {sound}."
+
+
+def _rates(progress: Progress) -> str:
+    if progress.chosen is None:
+        return "Not chosen yet."
+    return ", ".join(f"`{method}`: {rate:g}" for method, rate in progress.chosen.items()) + "."
+
+
+def _gates(gates: list[GateResult]) -> str:
+    rows = [
+        (
+            one.gate.text,
+            one.gate.range,
+            one.shown,
+            _margin(one),
+            str(one.seeds),
+            "holds" if one.passed else "**fails**",
+        )
+        for one in gates
+    ]
+    return table(["gate", "must be", "is", "margin, standard errors", "seeds", ""], rows)
+
+
+def _margin(one: GateResult) -> str:
+    margin = margin_of(one)
+    return "-" if math.isnan(margin) else "no spread" if math.isinf(margin) else f"{margin:.1f}"
+
+
+def _contrasts(progress: Progress, own: list[ArmRecord]) -> str:
+    """Differences and p-values; the verdict, in words, stands in the answer alone."""
+    found = claims(own, progress.chosen or dict.fromkeys(CLAIMED, 1.0))
+    rows = [
+        (f"`{one.method}` - `{one.other}`", effect_text(one), "-" if one.p is None else f"{one.p:.3g}")
+        for one in found
+    ]
+    return table(["mean reward at staleness 8", "difference (95 % interval), seeds", "Holm's p"], rows)
+
+
+def _arms(own: list[ArmRecord]) -> str:
+    cells = dict.fromkeys((one.passes, one.method) for one in sorted(own, key=lambda one: one.passes))
+    rows = []
+    for staleness, name in cells:
+        cell = [one for one in own if (one.method, one.passes) == (name, staleness)]
+        collapses = f"{sum(one.figures['collapsed'] for one in cell):.0f} of {len(cell)}"
+        figures = [
+            mean_and_spread([one.figures[key] for one in cell], digits)
+            for key, (_, digits) in COLUMNS.items()
+        ]
+        rows.append(
+            (str(staleness), f"`{name}` ({VARIANTS[variant_of(name).method].label})", collapses, *figures)
+        )
+    return table(["staleness", "arm", "collapses", *(head for head, _ in COLUMNS.values())], rows)

@@ -28,6 +28,7 @@ from bapo_megatron.rollout.engines.local.model import LocalModel
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
+from bapo_megatron.rollout.engines.sglang.route_wire import FLAG as ROUTES_FLAG
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
     server_command,
@@ -140,6 +141,8 @@ class Servers:
         """A server that no other test uses, and that a test may harm. It is not ready yet."""
         port = free_port()
         flags = ["--dtype", "float32", "--max-total-tokens", "40000", "--skip-server-warmup"]
+        if "num_experts" in (model / "config.json").read_text():
+            flags.append(ROUTES_FLAG)
         command = server_command(sglang_python(), model, "127.0.0.1", port, cuda=False, flags=flags)
         log = self._folder / f"{model.name}-{port}.log"
         url = f"http://127.0.0.1:{port}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bapo_megatron.hf.parameter_map import expert_tensors
-from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
+from bapo_megatron.types import GenerateRequest, Generation, RouteShape, SamplingParams
 from tests.support.tiers import slow_but
 
 from .blocking import BlockingEngine
@@ -125,6 +125,66 @@ def test_log_probs_equal_the_models(
     asked = mixed_requests(14, temperature=temperature)
     answers = start(folder).generate(asked)
     assert_from_model(folder, asked, answers)
+
+
+ROUTES = RouteShape(SHAPE["num_hidden_layers"], 2, 8)
+"""Of the model with experts."""
+
+
+def reference_routes(folder: Path, asked: GenerateRequest, tokens: Sequence[int]) -> list[list[list[int]]]:
+    """The experts of the positions that predict the answer's ``tokens``, in order of their numbers."""
+    ids = torch.tensor([[*asked.input_ids.tolist(), *tokens]])
+    with torch.inference_mode():
+        logits = reference_model(folder)(ids[:, :-1], output_router_logits=True).router_logits
+    routes = torch.stack([one.topk(2, -1).indices.sort(-1).values for one in logits], 1)
+    found: list[list[list[int]]] = routes[len(asked.input_ids) - 1 :].tolist()
+    return found
+
+
+@pytest.mark.own_model
+def test_routes_are_the_models_and_continue_by_segment(start: Start, make_model: MakeModel) -> None:
+    folder = make_model("qwen3_moe")
+    engine = start(folder)
+    asked = [dataclasses.replace(one, routes=ROUTES) for one in mixed_requests(8)]
+    for _ in range(2):  # the second segment begins in a prefix cache
+        answers = engine.generate([*asked, request("plain")])
+        assert answers.pop().routes_R is None
+        for one, answer in zip(asked, answers, strict=True):
+            assert answer.routes_R is not None
+            assert answer.routes_R.dtype == np.uint8
+            wanted = reference_routes(folder, one, answer.token_ids_R.tolist())
+            assert np.sort(answer.routes_R, -1).tolist() == wanted
+        asked = [
+            dataclasses.replace(
+                one,
+                input_ids=np.concatenate([one.input_ids, answer.token_ids_R]),
+                prefix_tokens=len(answer.token_ids_R),
+            )
+            for one, answer in zip(asked, answers, strict=True)
+        ]
+
+
+@pytest.mark.own_model
+def test_tokens_before_an_update_keep_their_routes(start: Start, make_model: MakeModel) -> None:
+    """Those of the weights that sampled them, also where the engine computes their prefix anew."""
+    old, new = make_model("qwen3_moe"), make_model("qwen3_moe", seed=1)
+
+    def update(engine: BlockingEngine, _wait_s: float) -> None:
+        engine.update_weights(iter(tensors(new)), 1)
+        engine.abort()
+
+    asked = [dataclasses.replace(one, routes=ROUTES) for one in mixed_requests(4, new=FOREVER)]
+    _, answers = interrupted(lambda: start(old), asked, update)
+    kept = 0
+    for one, answer in zip(asked, answers, strict=True):
+        before = int((answer.versions_R == 0).sum())
+        assert answer.routes_R is not None or not len(answer.token_ids_R)
+        if answer.routes_R is not None and before:
+            wanted = reference_routes(old, one, answer.token_ids_R[:before].tolist())
+            assert np.sort(answer.routes_R[:before], -1).tolist() == wanted
+            assert wanted != reference_routes(new, one, answer.token_ids_R[:before].tolist())
+            kept += before
+    assert kept > 4
 
 
 def test_answers_come_in_order_with_plain_types(start: Start, make_model: MakeModel) -> None:

@@ -125,7 +125,8 @@ def _predicted(table: MetricTable, bucket: str | None, reading: Reading) -> np.n
     if bucket:
         share = np.nan_to_num(table.column(f"staleness/{bucket}/tokens"))
         value = np.where(share != 0, share * table.column(f"staleness/{bucket}/{reading}"), 0.0)
-    return -rate * value if reading == "covariance" else rate * value
+    found: np.ndarray = -rate * value if reading == "covariance" else rate * value
+    return found
 
 
 def _entropy(table: MetricTable, group: np.ndarray) -> np.ndarray:
@@ -133,7 +134,8 @@ def _entropy(table: MetricTable, group: np.ndarray) -> np.ndarray:
     value = table.column("policy/entropy")
     tokens = np.where(np.isnan(value), 0.0, _tokens(table))
     totals, sums = np.bincount(group, tokens), np.bincount(group, tokens * np.nan_to_num(value))
-    return np.divide(sums, totals, out=np.full(len(sums), np.nan), where=totals != 0)
+    means: np.ndarray = np.divide(sums, totals, out=np.full(len(sums), np.nan), where=totals != 0)
+    return means
 
 
 def _tokens(table: MetricTable) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Reshard: a Megatron checkpoint rewritten as torch_dist, with another grid of chunks or vocabulary padding.
 
-The trainer loads torch_dist at any parallel layout as it is: that needs no reshard. Used by
+Its common state (``common.pt``) is the source's, for stacked keys: all layers of a parameter under one. The
+trainer loads torch_dist at any parallel layout as it is: that needs no reshard. Used by
 ``checkpoints_tools/`` and ``commands.py``.
 """
 
@@ -8,10 +9,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.parameter_map import hf_tensors
-from checkpoints_tools.archives.torch_dist_metadata import common
+from bapo_megatron.runtime.files import read_file_inside
+from checkpoints_tools.archives.pickle_allow_list import PickledObject
+from checkpoints_tools.archives.pickle_writer import Call, Instance, Name
+from checkpoints_tools.archives.torch_archive import object_archive
+from checkpoints_tools.archives.torch_dist_metadata import CONTENT, common
+from checkpoints_tools.archives.torch_zip import StoredTensor
 from checkpoints_tools.carried import carried_beside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
@@ -22,8 +29,48 @@ from checkpoints_tools.formats.mp_rank import MpRank
 from checkpoints_tools.formats.opening import OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.torch_dist import OPTIMIZER, OPTIMIZER_STATES, RESHARDABLE, TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
-from checkpoints_tools.rewriting import common_for_stacked
 from checkpoints_tools.to_megatron import RELEASE, arguments
+
+_COMMON = "common.pt"
+_CONTENT = "content_metadata"
+
+
+def common_for_stacked(source: TorchDist) -> bytes:
+    """``common.pt`` of the resharded checkpoint; the source's bytes, if its keys are stacked already.
+
+    CheckpointError for an object that the pickle writer cannot write.
+    """
+    path = source.folder / _COMMON
+    if source.layout == "stacked":
+        return read_file_inside(source.folder, _COMMON)
+    content = source.common.get(_CONTENT)
+    kept = content if isinstance(content, dict) else {}
+    changed = {**kept, **CONTENT}
+    changed.pop("non_homogeneous_layers", None)
+    try:
+        return object_archive(_as_written({**source.common, _CONTENT: changed}))
+    except (TypeError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{path} cannot be written anew ({error}); --weights-only leaves it behind"
+        ) from None
+
+
+def _as_written(value: Any) -> Any:
+    """A value of the pickle reader as objects of the pickle writer. CheckpointError if there are none."""
+    if isinstance(value, dict):
+        return {key: _as_written(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_as_written(inner) for inner in value)
+    if isinstance(value, StoredTensor):
+        raise CheckpointError("it holds a tensor")
+    if not isinstance(value, PickledObject):
+        return value
+    module, _, name = value.class_name.rpartition(".")
+    if not value.arguments:
+        return Instance(Name(module, name), _as_written(value.state))
+    if value.state is not None:
+        raise CheckpointError(f"it holds an object of {value.class_name}")
+    return Call(Name(module, name), _as_written(value.arguments))
 
 
 def reshard(

@@ -1,7 +1,7 @@
 """Group-relative advantages of the responses to one prompt: GRPO and Dr. GRPO.
 
 A pure function on numpy arrays; ``data/packing.py`` calls it for each group of a batch, on every rank,
-``trainer/reference.py`` again with penalized rewards, ``trainer/records/positive_share.py`` for a metric.
+``trainer/reference.py`` again with penalized rewards, ``trainer/records/rollouts.py`` for a metric.
 
 Legend: ``_G`` responses of a group.
 """

@@ -1,4 +1,6 @@
-"""Entry points of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: flags in, printed results out."""
+"""Entry points of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: flags in, text out.
+
+Shares are printed as points: 0.5 is 50.0."""
 
 from __future__ import annotations
 
@@ -7,11 +9,109 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from bapo_megatron.config.flags import parse_options
-from bapo_megatron.evaluation.comparison import compare
-from bapo_megatron.evaluation.examples import examples
+from bapo_megatron.errors import printable
+from bapo_megatron.evaluation.comparison import Compared, compare
+from bapo_megatron.evaluation.examples import Example, examples
 from bapo_megatron.evaluation.options import CompareOptions, EvalOptions
-from bapo_megatron.evaluation.run import evaluate
-from bapo_megatron.evaluation.text import comparison_text, examples_text, results_text
+from bapo_megatron.evaluation.responses import SUMMARY, Response
+from bapo_megatron.evaluation.run import Results, evaluate
+from bapo_megatron.types import Metrics
+
+_LONGEST_EXAMPLE = 500
+"""Characters of a question or a response that an example shows."""
+
+
+def results_text(results: Results) -> str:
+    """The results of an evaluation as text, one block for each suite."""
+    blocks = []
+    for name, (folder, metrics) in results.items():
+        lines = [f"{name}: {metrics['problems']} problems, {metrics['samples']} responses each"]
+        lines += [_with_interval(key, metrics) for key in metrics if f"{key}_low" in metrics]
+        lines += _responses(metrics)
+        lines += _certainty(metrics)
+        blocks.append("\n  ".join([*lines, f"{folder / SUMMARY}"]))
+    return "\n".join(blocks) + "\n"
+
+
+def _points(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def _with_interval(key: str, metrics: Metrics) -> str:
+    low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
+    tied = metrics.get(f"{key}_tied")
+    ties = f"; ties in {_points(tied)} % of problems count by share" if tied else ""
+    return f"{key:8} {_points(metrics[key]):>6}  ({_points(low)} to {_points(high)}){ties}"
+
+
+def _responses(metrics: Metrics) -> list[str]:
+    shares = [
+        f"{_points(share)} % {name}"
+        for name in ("truncated", "unanswered", "unjudged")
+        if (share := metrics[name]) is not None
+    ]
+    length = "response tokens: " + ", ".join(
+        f"{name.partition('/')[2]} {value:,.0f}"
+        for name, value in metrics.items()
+        if name.startswith("response_tokens/") and value is not None
+    )
+    return [", ".join(shares), length]
+
+
+def _certainty(metrics: Metrics) -> list[str]:
+    lines = []
+    if (rerun := metrics["rerun_std"]) is not None:
+        lines.append(
+            f"the same model with other seeds: {_points(rerun)} points apart (one standard deviation)"
+        )
+    lines.append(
+        f"to show in 4 of 5 comparisons, another model must differ by "
+        f"{_points(metrics['detectable_difference'])} points (`bapo eval compare` pairs problems, and mostly "
+        f"sees more)"
+    )
+    return lines
+
+
+def comparison_text(found: Sequence[Compared], a: str, b: str) -> str:
+    """The comparison of two evaluations as text, one block for each suite."""
+    lines = [f"A: {a}", f"B: {b}"]
+    for one in found:
+        low, high = one.interval
+        verdict = (
+            "B differs from A"
+            if one.p_value < 0.05
+            else "no difference is shown; that does not show equality"
+        )
+        lines += [
+            f"{one.suite}: {one.problems} problems, {one.samples[0]} and {one.samples[1]} responses each",
+            f"  A {_points(one.a)}, B {_points(one.b)}, difference {100 * one.difference:+.1f} points "
+            f"({100 * low:+.1f} to {100 * high:+.1f}); B is better on {one.better}, worse on {one.worse}",
+            f"  p = {one.p_value:.3g} (sign flips over problems, exact): {verdict}",
+            f"  detectable: a true difference of {_points(one.detectable)} points would show in 4 of 5 "
+            f"comparisons like this; a smaller one mostly would not",
+            *(f"  not sampled alike: {text}" for text in one.other_settings),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def examples_text(found: Sequence[Example]) -> str:
+    """Problems with the first response of A and of B, each text on one line."""
+    return "".join(
+        f"{one.suite}, problem {one.problem}: {_one_line(one.question)}\n"
+        f"  A, {_judged(one.a)}\n  B, {_judged(one.b)}\n"
+        for one in found
+    )
+
+
+def _judged(response: Response) -> str:
+    return f"{'right' if response.correct else 'wrong'}: {_one_line(response.text)}"
+
+
+def _one_line(text: str) -> str:
+    """Untrusted text on one line, escaped; of a long one the end is kept."""
+    if len(text) > _LONGEST_EXAMPLE:
+        text = f"{text[: _LONGEST_EXAMPLE // 2]} [...] {text[-_LONGEST_EXAMPLE // 2 :]}"
+    return printable(text.strip()).replace("\n", " \u23ce ")
 
 
 def eval_command(arguments: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Examples for ``bapo eval compare --examples``: problems of a suite with the responses of two evaluations.
 
-The suite's file must be as it was; ConfigError if it has changed. Used by ``command.py`` and ``text.py``.
+The suite's file must be as it was; ConfigError if it has changed. Used by ``command.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bapo_megatron.evaluation.responses import RESPONSES, Response, first_respon
 class Example:
     """Example: one problem, with the first response of each evaluation, as plain data.
 
-    Made by ``examples``, printed by ``text.py``.
+    Made by ``examples``, printed by ``command.py``.
     """
 
     suite: str

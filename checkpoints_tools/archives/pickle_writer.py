@@ -3,7 +3,7 @@
 The pickle module imports the classes that it writes. Here ``Name``, ``Call``, ``Instance`` and ``Persistent``
 stand for them; plain values are written as they are, and TypeError is raised for any other. For the writers
 of archives and of ``.metadata``. Used by ``torch_archive.py``, ``torch_dist_metadata.py`` and
-``checkpoints_tools/rewriting.py``.
+``checkpoints_tools/resharding.py``.
 """
 
 from __future__ import annotations

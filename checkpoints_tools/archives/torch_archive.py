@@ -5,7 +5,7 @@ only the bytes before and after the tensor are made; the caller copies the tenso
 
 torch checks no checksum of the entries. The tensor's is left zero: to compute it, every byte would have to
 pass through the processor once more. Used by ``torch_dist_metadata.py``,
-``checkpoints_tools/formats/torch_dist_writer.py`` and ``checkpoints_tools/rewriting.py``.
+``checkpoints_tools/formats/torch_dist_writer.py`` and ``checkpoints_tools/resharding.py``.
 """
 
 from __future__ import annotations

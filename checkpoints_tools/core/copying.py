@@ -2,7 +2,8 @@
 
 A tensor is copied in bands: as many whole rows as a buffer holds, within which no block begins or ends. The
 source's blocks are read into the buffer, the destination's blocks are written from it. So every byte is read
-once and written once however the two are cut, and memory is one buffer for each thread. Used by
+once and written once however the two are cut, and memory is one buffer for each thread. A cast to bfloat16
+rounds to nearest even, bit for bit as torch does (a NaN has one bit pattern). Used by
 ``checkpoints_tools/conversion.py`` and ``comparing.py``.
 """
 
@@ -16,10 +17,42 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bapo_megatron.errors import CheckpointError
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
-from checkpoints_tools.core.number_types import to_bfloat16
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_NAN = 0x7FC0  # torch's kernels make 0x7FC0 or 0xFFFF of every NaN, by the machine
+
+
+def to_bfloat16(data: memoryview, dtype: str) -> memoryview:
+    """The values of ``data``, of type F32 or F16, as BF16: to nearest, ties to even, NaN to 0x7FC0.
+
+    A float16 becomes a float32 first, which loses nothing.
+    """
+    import numpy as np  # a conversion that keeps its type starts without it
+
+    if dtype == "F16":
+        with np.errstate(invalid="ignore"):
+            bits = np.frombuffer(data, np.float16).astype(np.float32).view(np.uint32)
+    elif dtype == "F32":
+        bits = np.frombuffer(data, np.uint32)
+    else:
+        raise ValueError(f"{dtype} is not converted to BF16")
+    return _rounded(bits).data.cast("B")
+
+
+def _rounded(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+    import numpy as np
+
+    nearest = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(is_nan, np.uint32(_NAN), nearest).astype(np.uint16)
+
 
 BUFFER_BYTES = 1 << 20
 _WRITE_BEHIND_BYTES = 32 << 20

@@ -13,8 +13,8 @@ import pytest
 
 from bapo_megatron.data.prepare.options import DATA_FILE
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.evaluation.model import model_digest
 from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY
+from bapo_megatron.evaluation.run import model_digest
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo

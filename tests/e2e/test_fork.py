@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron.commands.cluster.status import read_status
-from bapo_megatron.commands.cluster.status_text import status_text
+from bapo_megatron.commands.cluster.status import read_status, status_text
 from bapo_megatron.commands.report.data import read_run
 from bapo_megatron.commands.report.header import facts
 from bapo_megatron.runtime.jsonl_log import read_jsonl

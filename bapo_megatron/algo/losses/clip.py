@@ -7,7 +7,7 @@
 
 Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an update (``search_groups.py``).
 
-Used by ``commands/verify/measure.py`` and ``benchmarks/diagnostics.py``.
+Used by ``commands/verify/check.py`` and ``benchmarks/diagnostics.py``.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ def submit_command(arguments: Sequence[str]) -> None:
 
 def status_command(arguments: Sequence[str]) -> None:
     """``bapo status RUN [--watch]``: print the status of a run."""
-    from bapo_megatron.commands.cluster.status import read_status
-    from bapo_megatron.commands.cluster.status_text import status_text
+    from bapo_megatron.commands.cluster.status import read_status, status_text
     from bapo_megatron.runtime.child_process import NoAnswer, within
 
     run, switches = _run_and_switches("status", arguments, "--watch")

@@ -1,7 +1,7 @@
 """Slurm job of a recipe: node groups, environment settings, and the checks before its submission.
 
-Nothing here calls Slurm: ``submit.py`` makes the job, has it checked, and hands its specification to
-``slurm/launch.py``.
+The checks look for missing container mounts, and inputs that do not exist on this machine. Nothing here calls
+Slurm: ``submit.py`` makes the job, has it checked, and hands its specification to ``slurm/launch.py``.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile
-from bapo_megatron.commands.cluster.paths import absent_inputs, missing_mounts, without_run_dir
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.hardware import GB
@@ -26,6 +25,48 @@ from bapo_megatron.planning.sizes import run_folder_bytes
 from bapo_megatron.planning.summary import nodes_text, summary
 from bapo_megatron.planning.verdict import rehearsal_verdict
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
+
+
+def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator[str]:
+    """Missing mounts: one line for each path that the container does not mount. ``paths`` are named by role.
+
+    ``mounts``: HOST:CONTAINER, with options after another colon. Tasks use the host's paths, so only a mount
+    with two equal sides counts, of the path itself or of a folder above it.
+    """
+    places = [mount.split(":") for mount in mounts]
+    shown = [
+        PurePosixPath(host) for host, inside, *_ in places if PurePosixPath(host) == PurePosixPath(inside)
+    ]
+    for what, path in paths.items():
+        if not any(PurePosixPath(path).is_relative_to(folder) for folder in shown):
+            folder = path.parent if what == "recipe" else path
+            yield f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
+            shown.append(PurePosixPath(folder))  # once told, it also covers the paths below it
+
+
+def absent_inputs(config: RunConfig, root: Path) -> Iterator[str]:
+    """Absent inputs: one line for each model or dataset that this machine lacks; nodes may have it."""
+    model = root / config.model.hf_path
+    if not (model / "config.json").is_file():
+        yield f"model.hf_path: {model} has no config.json on this machine; the nodes must have the model"
+    for source in config.data.files:
+        data, field = (
+            root / source.path,
+            f"data.sources[{source.name}]" if config.data.sources else "data.path",
+        )
+        if not data.exists():
+            yield f"{field}: {data} is absent on this machine; the nodes must have it (docs/data.md)"
+
+
+def without_run_dir(flags: Sequence[str]) -> Iterator[str]:
+    """The flags of `bapo train` without `--run-dir` and its value, in any spelling that tyro accepts."""
+    words = iter(flags)
+    for word in words:
+        name, given, _ = word.replace("_", "-").partition("=")
+        if name != "--run-dir":
+            yield word
+        elif not given:
+            next(words, None)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from bapo_megatron.commands.report.data import (
     mean,
     read_run,
 )
-from bapo_megatron.commands.report.header import facts, main_settings
+from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
 from bapo_megatron.commands.report.lines import smoothing_window
 from bapo_megatron.commands.report.panels import PANELS, Panel
-from bapo_megatron.commands.report.readings import comparison_readings, readings
 from bapo_megatron.commands.report.series import FEW_TOKENS, LOSS_EVENTS, event_marks, final_results
 from bapo_megatron.commands.report.text import (
     NO_VALUE,

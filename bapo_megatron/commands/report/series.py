@@ -125,8 +125,8 @@ def _predicted(table: MetricTable, bucket: str | None, reading: Reading) -> np.n
     if bucket:
         share = np.nan_to_num(table.column(f"staleness/{bucket}/tokens"))
         value = np.where(share != 0, share * table.column(f"staleness/{bucket}/{reading}"), 0.0)
-    predicted: np.ndarray = -rate * value if reading == "covariance" else rate * value
-    return predicted
+    found: np.ndarray = -rate * value if reading == "covariance" else rate * value
+    return found
 
 
 def _entropy(table: MetricTable, group: np.ndarray) -> np.ndarray:

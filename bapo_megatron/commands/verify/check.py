@@ -3,19 +3,27 @@
 The canary batch is random sequences, so it needs the recipe and the model, but no dataset, tokenizer or run
 directory. A check writes a layout reference (``--save``), or compares with one. The loss is always ``clip``,
 BAPO's, whatever ``algorithm.loss`` is. It makes one update, to measure the gradient norm; the updated weights
-are discarded. ``command.py`` calls it, in the processes of the layout.
+are discarded. So that a comparison notices another model, a reference also holds fingerprints: SHA-256 of
+config.json, and of samples of the weight files, in a second at any size. ``command.py`` calls it, in the
+processes of the layout.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
+from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
+from bapo_megatron.algo.objective import Objective
+from bapo_megatron.algo.surrogate import contributions
 from bapo_megatron.commands.verify.comparison import (
     TOLERANCES,
     QuantityRow,
@@ -28,22 +36,100 @@ from bapo_megatron.commands.verify.comparison import (
 )
 from bapo_megatron.commands.verify.layout_reference import (
     LayoutReference,
+    TokenOutputs,
+    Totals,
     identity_differences,
     read_layout_reference,
     write_layout_reference,
 )
-from bapo_megatron.commands.verify.measure import measure_tokens, measure_totals
-from bapo_megatron.commands.verify.model_digest import model_digests
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored
+from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
+from bapo_megatron.runtime.distributed import broadcast_from_main, gather, is_main
 from bapo_megatron.runtime.files import check_output_file
+from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.preflight import check_weights
+
+_BySample = dict[int, tuple[np.ndarray, np.ndarray]]
+
+
+def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> TokenOutputs:
+    """Log-probs and entropies of ``samples`` at every predicting position, equal on all ranks. Collective."""
+    packs = _packs(policy, config, samples)
+    mine: _BySample = {}
+    for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
+        for index, start, length in pack.rows:
+            log_prob, entropy = (values[start : start + length].cpu().numpy().copy() for values in stats)
+            mine[index] = (log_prob, entropy)
+    found: _BySample = {}
+    for ranks in gather(mine):  # all ranks of one replica have the same values
+        found = {**ranks, **found}
+    ordered = broadcast_from_main([found[index] for index in range(len(samples))] if is_main() else None)
+    return TokenOutputs([log_prob for log_prob, _ in ordered], [entropy for _, entropy in ordered])
+
+
+def measure_totals(
+    policy: Policy, config: RunConfig, samples: Sequence[Sample], at: Bounds | None = None
+) -> Totals:
+    """The totals of one update by BAPO's loss on ``samples``. Equal on every rank. Collective.
+
+    The bounds are searched on the whole update, also under ``scope: micro_batch``, where they would depend
+    on the packs. Loss and gradient are taken ``at`` the bounds given (the reference's), or else at the
+    bounds found, so that each quantity is judged by itself.
+    """
+    packs = _packs(policy, config, samples)
+    bounds = replace(config.algorithm.bounds, bounds_tokens=None)
+    loss = ClipLoss(replace(config.algorithm, bounds=bounds))
+    sums = policy.token_sums(packs, loss.search.measure)
+    chosen = loss.search.find(sums)
+    used = chosen if at is None else SearchResult(at, contributions(sums, at, bounds))
+    result = policy.update(packs, Objective(loss).token_fn(used, policy.version))
+    tokens = sum(sample.trained_tokens for sample in samples)
+    return Totals(
+        sums.numpy(),
+        chosen.bounds.low,
+        chosen.bounds.high,
+        float(result.sums[0]) / tokens,
+        result.grad_norm,
+    )
+
+
+def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list[MicroBatch]:
+    return pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
+
+
+_PLACES = 64
+_PLACE_BYTES = 4096
+
+
+def model_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 (the first 16 digits) of ``config.json``, and of the weight files.
+
+    Of each ``model*.safetensors`` file the digest covers the name, the size, and 64 places of 4 KiB, evenly
+    spaced from the first byte (the header: tensor names, types, shapes) to the last. So any other training
+    run's weights differ, and a 60 GB model takes a second. A change of a few single numbers can be missed,
+    and the same weights in differently cut files count as another model.
+    """
+    weights = hashlib.sha256()
+    for path in sorted(folder.glob("model*.safetensors")):
+        _add_places(weights, path)
+    config = hashlib.sha256((folder / "config.json").read_bytes())
+    return {"config_sha256": config.hexdigest()[:16], "weights_sha256": weights.hexdigest()[:16]}
+
+
+def _add_places(digest: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}\n".encode())
+    with path.open("rb") as file:
+        for place in range(_PLACES):
+            file.seek(max(0, size - _PLACE_BYTES) * place // (_PLACES - 1))
+            digest.update(file.read(_PLACE_BYTES))
+
 
 _TOKENS = 16384
 

@@ -2,7 +2,7 @@
 
 The file is an npz archive. It holds the inputs themselves (token ids, rollout log-probs, advantages), not
 only their seed, so a comparison never depends on how a later version draws them. Used by ``check.py``,
-``comparison.py`` and ``measure.py``.
+``comparison.py``.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """Dataset sources, read row by row: a JSONL, JSON or parquet file, a hub dataset, generated problems.
 
-``open_source`` makes one. Each has ``name``, ``digest()``, and ``rows()``, which may be called again.
-``pipeline.py`` reads all rows of it in each of its two passes.
+``open_source`` makes one. Of CHAMP's 270 problems only those are read whose answer is a number: the others
+are words, or formulas in plain text. Each source has ``name``, ``digest()``, and ``rows()``, which may be
+called again. ``pipeline.py`` reads all rows of it in each of its two passes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.data.prepare import champ
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX, GeneratedSource, tasks_of
 from bapo_megatron.data.rows import FORMATS, Row, iterate_jsonl, within_depth
 from bapo_megatron.errors import ConfigError
@@ -22,6 +24,12 @@ from bapo_megatron.errors import ConfigError
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 _PARQUET_ROWS = 256
 """Rows of a parquet file that are read at a time: rows of code problems have megabytes of tests."""
+
+CHAMP = "champ"
+
+_CHAMP_PACKAGE, _CHAMP_FILE = "champ_dataset", "dataset_files/v0.json"
+_ALTERNATIVE = re.compile(r",? or (?:equivalently|approximately) |\s*\(i\.e\.")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,47 @@ class HubSource:
         return found.hexdigest()
 
 
-Source = FileSource | HubSource | GeneratedSource | champ.ChampSource
+class ChampSource:
+    """Source of the package's problems, in its order; each call reads the file anew.
+
+    Made by ``open_source``.
+    """
+
+    name = CHAMP
+
+    def rows(self) -> Iterator[Row]:
+        """Problems whose answer is a number. ConfigError if the package is not installed."""
+        for problem in json.loads(self._path.read_text(encoding="utf-8"))["problems"].values():
+            if answer := _champ_number(problem["_raw_answer"]):
+                yield {
+                    "problem": problem["_text"],
+                    "answer": answer,
+                    "identifier": problem["identifier"],
+                    "category": problem["category"],
+                    "data_source": CHAMP,
+                }
+
+    def digest(self) -> str:
+        """SHA-256 of the package's file."""
+        return hashlib.sha256(self._path.read_bytes()).hexdigest()
+
+    @cached_property
+    def _path(self) -> Path:
+        found = importlib.util.find_spec(_CHAMP_PACKAGE)
+        if found is None or found.origin is None:
+            raise ConfigError(
+                f"source {CHAMP}: run pip install --no-deps champ-dataset==1.0.0, which holds it"
+            )
+        return Path(found.origin).parent / _CHAMP_FILE
+
+
+def _champ_number(answer: str | None) -> str | None:
+    """First form of an answer that is a number; None if there is none."""
+    forms = _ALTERNATIVE.split((answer or "").replace("@@", ""))
+    return next((form.strip() for form in forms if _NUMBER.fullmatch(form.strip())), None)
+
+
+Source = FileSource | HubSource | GeneratedSource | ChampSource
 
 
 @dataclass(frozen=True)
@@ -99,8 +147,8 @@ def open_source(text: str, split: str, revision: str | None, generation: Generat
         wanted = generation or Generation()
         return tasks_of(text, wanted.size, wanted.seed, wanted.settings)
     path = Path(text)
-    if text == champ.NAME and not path.exists():
-        return champ.ChampSource()
+    if text == CHAMP and not path.exists():
+        return ChampSource()
     if path.is_file():
         if path.suffix not in FORMATS:
             raise ConfigError(f"source {path}: unknown ending; give one of {', '.join(FORMATS)}")

@@ -1,24 +1,234 @@
 """Endpoint scorer: scores responses by requests to a judge or reward model, and caches scores.
 
-The reward pool calls it in its own event loop. Used by ``reward/pool.py``.
+``LlmJudge`` and ``RewardModel`` make bodies and read replies; ``EndpointScorer`` sends. A reward model's four
+protocols are those of SGLang's ``/classify`` (docs.sglang.io, reward models), of vLLM's ``/classify``
+(docs.vllm.ai, classification), of OpenRLHF's ``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and of slime's
+``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is useless: it answers a softmax, which of one
+number is always 1. The reward pool calls it in its own event loop. Used by ``reward/pool.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit, urlunsplit
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.errors import RunStopped
+from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.reward.answer_text import after_thinking
 from bapo_megatron.reward.endpoints.api_key import key_of, redacted
 from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient
-from bapo_megatron.reward.endpoints.llm_judge import LlmJudge
 from bapo_megatron.reward.endpoints.question import Question, question_of
-from bapo_megatron.reward.endpoints.reward_model import RewardModel
-from bapo_megatron.reward.endpoints.settings import LlmJudgeSettings, RewardModelSettings, read_settings
+from bapo_megatron.reward.endpoints.settings import (
+    FIELD,
+    LlmJudgeSettings,
+    RewardModelSettings,
+    read_settings,
+)
 from bapo_megatron.types import Prompt
+
+Message = dict[str, str]
+
+
+class RewardModel:
+    """Reward model (a ``Judge``): makes the request's body, and reads the number from the reply.
+
+    Made by ``scorer.py`` for `reward_model`.
+    """
+
+    def __init__(self, settings: RewardModelSettings) -> None:
+        """Load the tokenizer, if the settings name one. ConfigError if it cannot be loaded."""
+        self._settings = settings
+        self.url = settings.url
+        self._tokenizer = _tokenizer(settings.tokenizer) if settings.tokenizer else None
+        self._body: Callable[[Question], dict[str, Any]] = getattr(self, f"_{settings.protocol}")
+
+    def body(self, question: Question) -> dict[str, Any]:
+        """Request body in the protocol of the settings."""
+        return self._body(question)
+
+    def value(self, answer: Any) -> float:
+        """Reward in a reply, NaN and infinity included. EndpointError without a number, or out of range."""
+        settings = self._settings
+        number = _number(_found(answer, settings.protocol, settings.reward_key))
+        below = settings.lowest is not None and number < settings.lowest
+        above = settings.highest is not None and number > settings.highest
+        if below or above:
+            range_ = f"{settings.lowest} to {settings.highest}"
+            raise EndpointError("out of range", f"the reward model gave {number:g}, which is not in {range_}")
+        return settings.scale * number
+
+    def _sglang(self, question: Question) -> dict[str, Any]:
+        return {**self._named(), "text": self._text(question)}
+
+    def _vllm(self, question: Question) -> dict[str, Any]:
+        asked = {"input": self._text(question)} if self._tokenizer else {"messages": _dialogue(question)}
+        return {**self._named(), **asked, "use_activation": False, "add_special_tokens": False}
+
+    def _openrlhf(self, question: Question) -> dict[str, Any]:
+        prompt, label = self._opening(question), question.ground_truth
+        return {"query": [self._text(question)], "prompts": [prompt], "labels": [label]}
+
+    def _slime(self, question: Question) -> dict[str, Any]:
+        prompt = self._opening(question) if self._tokenizer else question.text
+        return {"prompt": prompt, "response": question.response, "label": question.ground_truth}
+
+    def _named(self) -> dict[str, str]:
+        return {"model": self._settings.model} if self._settings.model else {}
+
+    def _text(self, question: Question) -> str:
+        return self._templated(_dialogue(question), False)
+
+    def _opening(self, question: Question) -> str:
+        return self._templated(question.messages, True)
+
+    def _templated(self, messages: Sequence[Message], opens: bool) -> str:
+        assert self._tokenizer is not None
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=opens
+            )
+        except Exception as error:  # a template raises whatever its author chose
+            roles = ", ".join(one["role"] for one in messages)
+            raise EndpointError(
+                "chat template",
+                f"{FIELD}.tokenizer={self._settings.tokenizer}: its chat template refuses messages of the "
+                f"roles {roles}: {error}",
+            ) from None
+        return text
+
+
+def _tokenizer(folder: str) -> Any:
+    try:
+        return load_tokenizer(Path(folder))
+    except ConfigError as error:  # its message names the policy's field
+        raise ConfigError(str(error).replace("model.hf_path", f"{FIELD}.tokenizer")) from error
+
+
+def _dialogue(question: Question) -> list[Message]:
+    return [*question.messages, {"role": "assistant", "content": question.response}]
+
+
+def _found(answer: Any, protocol: str, key: str) -> Any:
+    """Value at the protocol's place of the number."""
+    try:
+        if protocol == "sglang":
+            return (answer[0] if isinstance(answer, list) else answer)["embedding"]
+        if protocol == "vllm":
+            return answer["data"][0]["probs"]
+        if protocol == "openrlhf":
+            return answer["rewards"]
+        return answer[key] if key else answer
+    except (KeyError, IndexError, TypeError):
+        raise EndpointError(
+            "no number", f"protocol={protocol} finds no number in {str(answer)[:200]}"
+        ) from None
+
+
+def _number(found: Any) -> float:
+    """A number, alone or in lists of one."""
+    while isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    if isinstance(found, list):
+        many = f"a list of {len(found)}" + (": an embedding, or a model of several classes" if found else "")
+        raise EndpointError("no number", f"one number is expected of the reward model; it gave {many}")
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise EndpointError("no number", f"the reward model gave {str(found)[:200]!r}, which is no number")
+    try:
+        return float(found)
+    except OverflowError:
+        raise EndpointError("no number", "the reward model gave a number beyond all floats") from None
+
+
+_PATH = "/chat/completions"
+
+
+class LlmJudge:
+    """LLM judge (a ``Judge``): makes the request's body, and reads the score from the reply.
+
+    Made by ``scorer.py`` for `llm_judge`.
+    """
+
+    def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
+        """``wrong``, ``correct``: rewards of the worst and of the best verdict."""
+        self._settings, self._wrong, self._correct = settings, wrong, correct
+        self.url = whole_url(settings.url)
+        self._verdict = re.compile(settings.verdict)
+
+    def body(self, question: Question) -> dict[str, Any]:
+        """Request body of the chat completion."""
+        settings = self._settings
+        fields = {
+            "model": settings.model,
+            "messages": [{"role": "user", "content": filled(settings.template, question)}],
+            "temperature": settings.temperature,
+            "max_tokens": settings.max_tokens,
+            **settings.extra_body,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def value(self, answer: Any) -> float:
+        """Reward of the verdict, linear from ``wrong`` to ``correct``. EndpointError if there is none."""
+        settings = self._settings
+        number = self._number(_reply(answer))
+        if not settings.lowest <= number <= settings.highest:
+            asked = f"{settings.lowest:g} to {settings.highest:g}"
+            raise EndpointError("out of range", f"the judge's verdict is {number:g}, which is not in {asked}")
+        share = (number - settings.lowest) / (settings.highest - settings.lowest)
+        return self._wrong + share * (self._correct - self._wrong)
+
+    def _number(self, reply: str) -> float:
+        """Number in the last verdict after the judge's thinking part."""
+        found = self._verdict.findall(after_thinking(reply))
+        if not found:
+            end = reply[-200:]
+            raise EndpointError(
+                "no verdict", f"{self._settings.verdict!r} is not in the judge's reply, which ends {end!r}"
+            )
+        try:
+            return float(found[-1])
+        except ValueError:
+            raise EndpointError(
+                "no verdict", f"the judge's verdict {found[-1][:50]!r} is no number"
+            ) from None
+
+
+def whole_url(url: str) -> str:
+    """Address of the chat completions, from itself or from the base address of the API (``.../v1``)."""
+    parts = urlsplit(url)
+    path = parts.path.rstrip("/")
+    return url if path.endswith(_PATH) else urlunsplit(parts._replace(path=path + _PATH))
+
+
+def filled(template: str, question: Question) -> str:
+    """Template with its placeholders filled, in one pass: text of a response is never a placeholder."""
+    texts = {
+        "prompt": question.text,
+        "response": question.response,
+        "ground_truth": question.ground_truth,
+    }
+    return re.sub(r"\{(prompt|response|ground_truth)\}", lambda place: texts[place[1]], template)
+
+
+def _reply(answer: Any) -> str:
+    try:
+        choice = answer["choices"][0]
+        reply = choice["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise EndpointError("no reply", f"there is no chat completion in {str(answer)[:200]}") from None
+    if choice.get("finish_reason") == "length":  # what it has may be half a number, or a thought
+        raise EndpointError(
+            "cut off", "the judge's reply is cut off before its end: raise reward.settings.max_tokens"
+        )
+    if not isinstance(reply, str):
+        raise EndpointError("no reply", f"the judge's reply is {str(reply)[:200]}, which is no text")
+    return reply
 
 
 class Judge(Protocol):

@@ -1,21 +1,240 @@
 """The reward ``reasoning_gym``: an answer is scored by the verifier of its problem's task.
 
-The verifiers are the library's code; a reward worker calls them in its main thread, with a limit of CPU
-time. Used by ``data/prepare/generator.py`` and ``reward/functions.py``.
+The verifiers are the library's code; a reward worker calls them in its main thread, with a limit of CPU time:
+CPU time, as on a busy machine an honest answer may take long. Nine verifiers call ``eval`` on the model's
+text, or sympy's ``parse_expr``, which calls it; five evaluate a text of the problem. Their input is parsed
+here first, and must be a list of values, or arithmetic with a small result (``is_harmless``). Some other
+verifiers need unlimited time or memory for a large number, or accept ``nan``. Used by
+``data/prepare/generator.py`` and ``reward/functions.py``.
 """
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.reasoning_gym.answer import answer_of, is_number
-from bapo_megatron.reward.reasoning_gym.cpu_limit import OutOfTime, cpu_limit
-from bapo_megatron.reward.reasoning_gym.evaluated_answers import is_harmless, unsafe_entry
+from bapo_megatron.reward.answer_text import after_thinking, last_boxed
 from bapo_megatron.reward.reasoning_gym.library import check_task, verifier
+
+MAX_CHARACTERS = 20_000
+"""Limit in characters of an answer; a longer one is wrong."""
+
+MAX_EVALUATED_CHARACTERS = 2_000
+"""The same limit for an answer that is evaluated."""
+
+_MAX_DEPTH = 60
+_MAX_DIGITS = 18
+_MAX_DEGREE = 200
+"""Largest product of nested exponents, so that no result has more than some thousand digits."""
+
+_FUNCTIONS = frozenset(
+    (
+        *("Abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "exp", "ln"),
+        *("log", "sec", "sin", "sinh", "sqrt", "tan", "tanh"),
+    )
+)
+"""Functions that an expression may call. Not ``Integral``: the derivative of ``Integral(f, x)`` is ``f``."""
+
+_CONSTANTS = frozenset(("pi",))
+_VALUES = (ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
+_HEX_ARITHMETIC = re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0-3](?![0-9a-f])|\*(?!\*)|[-+() ])*")
+"""As generated: no power, and no shift by more than three bits."""
+_LARGE_NUMBER = re.compile(r"\d{3}")
+_EXPONENT = re.compile(r"\d[eE]")
+_NO_NUMBER = re.compile(r"nan|inf", re.IGNORECASE)
+
+
+def is_harmless(task: str, answer: str) -> bool:
+    """Whether an answer may reach the verifier of ``task``; if not, it is wrong."""
+    if len(answer) > MAX_CHARACTERS or "\0" in answer:
+        return False
+    check = _ANSWERS.get(task)
+    return check is None or (len(answer) <= MAX_EVALUATED_CHARACTERS and check(answer))
+
+
+def unsafe_entry(task: str, entry: Mapping[str, Any]) -> str | None:
+    """Error of a problem whose own text the verifier of ``task`` would evaluate, or None.
+
+    Dataset rows may come from anywhere.
+    """
+    if task not in _ENTRIES:
+        return None
+    name, check = _ENTRIES[task]
+    text = entry["answer"] if name == "answer" else entry["metadata"].get(name)
+    if isinstance(text, str) and len(text) <= MAX_CHARACTERS and check(text):
+        return None
+    return (
+        f"extra_info.entry has the {name} {text!r:.80}, which {task}'s verifier would evaluate: it is refused"
+    )
+
+
+def _is_value(answer: str) -> bool:
+    """Whether it is made of numbers, strings, names and lists of them, or is no Python at all."""
+    tree = _parsed(answer)
+    if tree is None:
+        return True
+    return _depth(tree) <= _MAX_DEPTH and all(isinstance(node, _VALUES) for node in ast.walk(tree))
+
+
+def _is_arithmetic(answer: str) -> bool:
+    """Whether it is made of numbers, ``+ - * /`` and brackets."""
+    tree = _parsed(answer)
+    return tree is not None and _depth(tree) <= _MAX_DEPTH and 0 < _degree(tree, False) <= _MAX_DEGREE
+
+
+def _is_algebra(answer: str) -> bool:
+    """Whether it is arithmetic with letters, powers and elementary functions."""
+    tree = _parsed(answer)
+    return tree is not None and _depth(tree) <= _MAX_DEPTH and 0 < _degree(tree, True) <= _MAX_DEGREE
+
+
+def _parsed(text: str) -> ast.expr | None:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+
+
+def _depth(tree: ast.AST) -> int:
+    """Depth of a tree, computed without recursion."""
+    level, depth = [tree], 0
+    while level:
+        depth += 1
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    return depth
+
+
+def _degree(node: ast.expr, letters: bool) -> float:
+    """Degree of an expression in its numbers and letters; infinite if it is not allowed."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return (
+                1.0
+                if len(f"{value!r}".strip("-")) <= _MAX_DIGITS and abs(value) < 10**_MAX_DIGITS
+                else _NEVER
+            )
+        case ast.Name(id=name) if letters and (len(name) == 1 or name in _CONSTANTS):
+            return 1.0
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            return _degree(operand, letters)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right) if letters:
+            return _degree(left, letters) * max(1.0, _exponent(right))
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+            return max(_degree(left, letters), _degree(right, letters))
+        case ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=right):
+            return _degree(left, letters) + _degree(right, letters)
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if letters and name in _FUNCTIONS:
+            return _degree(argument, letters)
+    return _NEVER
+
+
+def _exponent(node: ast.expr) -> float:
+    """Size of an exponent: a number, a quotient of numbers, or a letter; infinite for others."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return abs(float(value)) if abs(value) <= _MAX_DEGREE else _NEVER
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            return _exponent(operand)
+        case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=int())):
+            return _exponent(left)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _exponent(left) * _exponent(right)
+        case ast.Name(id=name) if len(name) == 1:
+            return 1.0
+    return _NEVER
+
+
+_NEVER = float("inf")
+
+_ANSWERS: dict[str, Callable[[str], bool]] = {
+    **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _is_value),
+    **dict.fromkeys(("countdown", "puzzle24"), _is_arithmetic),
+    **dict.fromkeys(
+        ("intermediate_integration", "polynomial_multiplication", "simple_integration"), _is_algebra
+    ),
+    **dict.fromkeys(("rubiks_cube", "rush_hour"), lambda answer: not _LARGE_NUMBER.search(answer)),
+    "coin_flip": lambda answer: not _EXPONENT.search(answer),  # 1e999999999 as a fraction
+    "complex_arithmetic": lambda answer: not _NO_NUMBER.search(answer),  # min(1, nan) is 1
+    "propositional_logic": lambda _: True,  # it is parsed, and so must be short
+}
+_ENTRIES: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "bitwise_arithmetic": ("problem", lambda text: _HEX_ARITHMETIC.fullmatch(text) is not None),
+    "intermediate_integration": ("integrand", _is_algebra),
+    "number_sorting": ("answer", _is_value),
+    "polynomial_multiplication": ("answer", _is_algebra),
+    "simple_integration": ("integrand", _is_algebra),
+}
+
+
+class OutOfTime(BaseException):
+    """CPU time limit exceeded; a BaseException, so that a verifier's ``except Exception`` lets it through.
+
+    Raised within ``cpu_limit``, caught in ``reward.py``.
+    """
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime within the block after ``seconds`` of CPU time, repeatedly until the block has ended.
+
+    Repeatedly: a bare ``except`` may swallow one. Outside of the main thread there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+"""The form that reasoning-gym's own prompts ask for."""
+
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\].])[-+])?"
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?:/\d+)?|(?<!\d)\.\d+"
+)
+"""A number: sign (not after a digit or bracket: ``5-3`` is a difference), thousands, decimals, exponent,
+denominator."""
+
+
+def answer_of(response: str, expected: object) -> str | None:
+    r"""Answer after the thinking part: the last ``<answer>``, else the last ``\boxed{}``; None if empty.
+
+    Without both: the last number if a number is ``expected`` (``7 + 8 = 15`` of a small model means 15), else
+    all of the text.
+    """
+    text = after_thinking(response)
+    if tagged := _TAGGED.findall(text):
+        return str(tagged[-1]).strip() or None
+    if (boxed := last_boxed(text)) is not None:
+        return boxed or None
+    if is_number(expected):
+        numbers = _NUMBER.findall(text.replace("\u2212", "-"))
+        return numbers[-1] if numbers else None
+    return text.strip() or None
+
+
+def is_number(text: object) -> bool:
+    """Whether the text is one number."""
+    return isinstance(text, str) and _NUMBER.fullmatch(text.strip()) is not None
+
 
 NO_ANSWER = "judged by its verifier"
 """Ground truth of a problem with many right answers, none of which reasoning-gym gives."""

@@ -21,7 +21,7 @@ from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.formats.opening import open_checkpoint
 from checkpoints_tools.formats.torch_dist import TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
-from checkpoints_tools.rewriting import common_for_stacked
+from checkpoints_tools.resharding import common_for_stacked
 from tests.support.checkpoint_models import edit_metadata, folder_bytes, load_tensors, save_random_model
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from bapo_megatron.commands.verify import layout_reference as module
+from bapo_megatron.commands.verify.check import model_digests
 from bapo_megatron.commands.verify.layout_reference import (
     identity_differences,
     read_layout_reference,
     write_layout_reference,
 )
-from bapo_megatron.commands.verify.model_digest import model_digests
 from bapo_megatron.errors import ConfigError
 from tests.support.layout_references import handmade
 

@@ -10,9 +10,8 @@ import pytest
 
 from bapo_megatron.algo.bounds import BoundsConfig, balanced, clip_higher, fixed, floored, grpo, paper
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.header import facts, main_settings
+from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
 from bapo_megatron.commands.report.metric_table import MetricTable
-from bapo_megatron.commands.report.readings import comparison_readings, readings
 
 
 def settings_of(bounds: BoundsConfig) -> dict[str, Any]:

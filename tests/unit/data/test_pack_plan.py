@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bapo_megatron.data.pack_balancing import Documents, balance
-from bapo_megatron.data.pack_plan import plan_packs
+from bapo_megatron.data.pack_plan import Documents, balance, plan_packs
 from bapo_megatron.types import PackLayout
 
 

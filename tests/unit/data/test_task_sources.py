@@ -11,7 +11,7 @@ import pytest
 
 from bapo_megatron.cli import run
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.data.prepare import champ, generator
+from bapo_megatron.data.prepare import generator, sources
 from bapo_megatron.data.prepare.contamination import TEMPLATE, Contamination, EvaluationProblem
 from bapo_megatron.data.prepare.normal_form import commuted_key, key
 from bapo_megatron.data.prepare.options import DATA_FILE, PrepareOptions
@@ -178,13 +178,13 @@ def test_champ_is_a_suite_for_the_maths_reward(tmp_path: Path) -> None:
     ],
 )
 def test_answers_of_champ_that_are_numbers(answer: str | None, number: str | None) -> None:
-    assert champ._number(answer) == number
+    assert sources._champ_number(answer) == number
 
 
 def test_without_its_package_champ_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"source champ: run pip install --no-deps champ-dataset==1\.0\.0"):
-        list(champ.ChampSource().rows())
+        list(sources.ChampSource().rows())
 
 
 # --- system messages -----------------------------------------------------------------------------

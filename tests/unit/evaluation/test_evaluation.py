@@ -18,8 +18,8 @@ from bapo_megatron.config import EvaluationConfig, RewardConfig, SglangConfig
 from bapo_megatron.data.suites import load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
 from bapo_megatron.evaluation import sampling
+from bapo_megatron.evaluation.command import comparison_text, results_text
 from bapo_megatron.evaluation.comparison import compare
-from bapo_megatron.evaluation.model import find_checkpoint, hf_model, model_digest, output_of
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
     FORMAT,
@@ -30,10 +30,9 @@ from bapo_megatron.evaluation.responses import (
     read_responses,
     write_summary,
 )
-from bapo_megatron.evaluation.run import evaluate
+from bapo_megatron.evaluation.run import evaluate, find_checkpoint, hf_model, model_digest, output_of
 from bapo_megatron.evaluation.sampling import SuiteSampler
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
-from bapo_megatron.evaluation.text import comparison_text, results_text
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool

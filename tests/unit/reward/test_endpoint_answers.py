@@ -13,7 +13,7 @@ import pytest
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.reward.endpoints import client
-from bapo_megatron.reward.endpoints.llm_judge import LlmJudge
+from bapo_megatron.reward.endpoints.scorer import LlmJudge
 from bapo_megatron.reward.endpoints.settings import LlmJudgeSettings
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.types import Prompt

@@ -500,7 +500,7 @@ def test_planning_needs_neither_key_nor_tokenizer() -> None:
     ],
 )
 def test_the_base_address_will_do(url: str, asked: str) -> None:
-    from bapo_megatron.reward.endpoints.llm_judge import whole_url
+    from bapo_megatron.reward.endpoints.scorer import whole_url
 
     assert whole_url(url) == asked
 

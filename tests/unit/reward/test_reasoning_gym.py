@@ -16,9 +16,13 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.reward.reasoning_gym import library, reward
-from bapo_megatron.reward.reasoning_gym.answer import answer_of
-from bapo_megatron.reward.reasoning_gym.evaluated_answers import is_harmless
-from bapo_megatron.reward.reasoning_gym.reward import check_extra_info, extra_info_of_entry, score
+from bapo_megatron.reward.reasoning_gym.reward import (
+    answer_of,
+    check_extra_info,
+    extra_info_of_entry,
+    is_harmless,
+    score,
+)
 from bapo_megatron.types import Prompt
 from tests.support.tiers import slow_but
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bapo_megatron.runtime.events.outbox import QUIET_S, Outbox
+from bapo_megatron.runtime.events.sender import QUIET_S, Outbox
 from bapo_megatron.runtime.events.targets import Refused
 
 

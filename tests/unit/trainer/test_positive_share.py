@@ -12,9 +12,8 @@ import pytest
 from bapo_megatron.algo.bounds import BoundsConfig, fixed
 from bapo_megatron.config import DataConfig, LoggingConfig, ModelConfig, RunConfig
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from bapo_megatron.trainer.records.positive_share import SHARE, outlook, positive_share
 from bapo_megatron.trainer.records.recorder import StepClock
-from bapo_megatron.trainer.records.rollouts import RolloutRecord
+from bapo_megatron.trainer.records.rollouts import SHARE, RolloutRecord, outlook, positive_share
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 from tests.support.batches import header_in_memory
 

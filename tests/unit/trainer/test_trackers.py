@@ -21,8 +21,7 @@ from bapo_megatron.trainer.records.observer import trackio_tracker
 from bapo_megatron.trainer.records.observer.mlflow_tracker import MlflowTracker
 from bapo_megatron.trainer.records.observer.tracker import TrackedRun
 from bapo_megatron.trainer.records.observer.trackio_tracker import TrackioTracker
-from bapo_megatron.trainer.records.observer.wandb_files import _records
-from bapo_megatron.trainer.records.observer.wandb_tracker import WandbTracker
+from bapo_megatron.trainer.records.observer.wandb_tracker import WandbTracker, _records
 
 STEP = {"time/step_s": 2.0, "reward/mean": 0.5, "staleness/16+/tokens": 1.0}
 

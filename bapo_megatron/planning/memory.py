@@ -28,7 +28,7 @@ FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
 _BUCKET = 1 << 26  # policy/host_optimizer.py
 _HOST_BLOCK = 1 << 28  # policy/state/offload.py
-PACK_COLUMNS = 4 * 8 + 6 * 4 + 4
+PACK_COLUMNS = 4 * 8 + 7 * 4 + 4
 """Bytes of a token's columns on the device (``tensor_types.COLUMNS``): four int64, six float32, one int32."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,10 @@ from bapo_megatron.data.packing import Sample, pack_samples, samples_of
 from bapo_megatron.data.routes import write_routes
 from bapo_megatron.policy.route_replay import pack_totals, unknown_T
 from bapo_megatron.types import Group, PackLayout, Prompt, Rollout, StoredRoutes
+from tests.support.batches import in_memory
 
 X = 255
+PROMPT = Prompt(0, np.arange(3, dtype=np.int32), "", "")
 
 
 def sample(prompt: int, response: int, routes: list[list[list[int]]] | None, dtype: str = "u1") -> Sample:
@@ -75,10 +76,12 @@ def test_a_rank_reads_its_own_samples_alone(tmp_path: Path, monkeypatch: pytest.
     file = tmp_path / "routes.npy"
     stored = [StoredRoutes(file, first, n, 2, 2, "|u1", crc)
               for first, n, crc in ((0, 3, crcs[0]), (3, 2, crcs[1]))]  # fmt: skip
-    samples = [
-        replace(sample(3, 3, None), stored_routes=stored[0]),
-        replace(sample(2, 2, None), stored_routes=stored[1]),
+    ids = [np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32)]
+    rollouts = [
+        Rollout(one, np.zeros(len(one), np.float32), one, "stop", 1.0, where)
+        for one, where in zip(ids, stored, strict=True)
     ]
+    [samples] = samples_of(in_memory(Group(PROMPT, tuple(rollouts))), "grpo", (), "replay")
     read: list[int] = []
     plain = packing.read_routes
     monkeypatch.setattr(packing, "read_routes", lambda one: (read.append(one.first), plain(one))[1])
@@ -92,9 +95,10 @@ def test_a_rank_reads_its_own_samples_alone(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(("asked", "replays"), [("off", None), ("measure", False), ("replay", True)])
 def test_what_is_made_of_stored_routes(asked: str, replays: bool | None, tmp_path: Path) -> None:
     stored = StoredRoutes(tmp_path / "routes.npy", 0, 3, 2, 2, "|u1", 0)
-    one = Rollout(np.arange(3, dtype=np.int32), np.zeros(3), np.zeros(3, np.int32), "stop", 1.0, stored)
-    group = Group(Prompt(0, np.array([1], np.int32), "", ""), (one, one))
-    made = samples_of(group, "grpo", (), asked)[0]  # type: ignore[arg-type]
-    assert made.stored_routes == (None if replays is None else stored)
+    ids = np.arange(3, dtype=np.int32)
+    one = Rollout(ids, np.zeros(3, np.float32), ids, "stop", 1.0, stored)
+    [[made, _]] = samples_of(in_memory(Group(PROMPT, (one, one))), "grpo", (), asked)  # type: ignore[arg-type]
+    assert made.route_row == (None if replays is None else (2, 2, np.dtype(np.uint8)))
+    assert made.without_routes().route_row is None
     if replays is not None:
         assert made.replays_routes == replays

@@ -27,7 +27,7 @@ def answer(*ids: int, mask: list[bool] | None = None) -> Generation:
 
 
 def test_the_table_is_what_every_response_has() -> None:
-    names = ["token_ids_R", "log_probs_R", "versions_R", "loss_mask_R", "routes_R"]
+    names = ["token_ids_R", "log_probs_R", "versions_R", "loss_mask_R", "routes_R", "teacher_log_probs_R"]
     assert list(RESPONSE_COLUMNS) == names
     assert all(hasattr(made, name) for name in names for made in (answer(1), answer(1).first(0)))
     assert set(names) <= set(Rollout.__dataclass_fields__)

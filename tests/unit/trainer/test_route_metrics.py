@@ -14,6 +14,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer.preflight import check_route_replay
 from bapo_megatron.trainer.routes import check_route_mismatch, check_stored_routes, route_metrics, route_names
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch, StoredRoutes
+from tests.support.batches import header_in_memory
 from tests.support.models import save_tiny_model
 
 
@@ -58,11 +59,16 @@ def test_a_share_above_the_limit_is_said(shares: list[Any], limit: float | None,
 def test_stored_rollouts_without_routes_stop_a_run_that_needs_them() -> None:
     ids = np.arange(3, dtype=np.int32)
     stored = StoredRoutes(Path("routes.npy"), 0, 3, 2, 2, "|u1", 0)
-    rollouts = (Rollout(ids, ids, ids, "stop", 1.0, stored), Rollout(ids, ids, ids, "stop", 0.0))
+    log_probs = ids.astype(np.float32)
+    rollouts = (
+        Rollout(ids, log_probs, ids, "stop", 1.0, stored),
+        Rollout(ids, log_probs, ids, "stop", 0.0),
+    )
     batch = StepBatch((Group(Prompt(0, ids, "", ""), rollouts),), {})
-    check_stored_routes(RolloutConfig(), 7, batch)
+    header = header_in_memory(batch)
+    check_stored_routes(RolloutConfig(), 7, header)
     with pytest.raises(ConfigError, match="1 of the 2 responses of step 7 were stored without routes"):
-        check_stored_routes(RolloutConfig(route_replay="replay"), 7, batch)
+        check_stored_routes(RolloutConfig(route_replay="replay"), 7, header)
 
 
 def test_the_preflight_asks_for_experts_and_an_engine_with_routes(tmp_path: Path) -> None:

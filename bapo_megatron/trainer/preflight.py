@@ -27,8 +27,6 @@ from bapo_megatron.config import (
     SftConfig,
 )
 from bapo_megatron.data.sources import load_problems
-from bapo_megatron.environment.template import ObservationTemplate, check_template
-from bapo_megatron.environment.traits import interpreter_problem, read_traits, stop_ids
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.export import check_export_output
@@ -40,7 +38,7 @@ from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import check_function, needs_sandbox, settings_for
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend
-from bapo_megatron.rollout.engines.requests import stop_token_ids
+from bapo_megatron.rollout.sampler.environment_start import check_environment as check_turns
 from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
 from bapo_megatron.rollout.sampler.teacher import check_teacher
 from bapo_megatron.runtime.distributed import launched_world_size
@@ -94,7 +92,7 @@ def run_checks(
     if config.rollout.replay is None and read_dataset:
         data = config.data
         yield lambda: _check_sandbox(config)
-        yield lambda: check_turns(config, tokenizer())
+        yield lambda: check_turns(config.environment, config.model.hf_path, tokenizer())
         yield lambda: load_problems(data, config.reward.function, tokenizer())
         yield lambda: load_suites(
             config.evaluation, data.max_prompt_tokens, tokenizer(), config.reward.function
@@ -123,7 +121,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     if read_dataset:
         check_hooks(config.checkpoint, config.logging)
         _check_sandbox(config)
-        check_turns(config, tokenizer)
+        check_turns(config.environment, config.model.hf_path, tokenizer)
         load_problems(config.data, config.reward.function, tokenizer)
 
 
@@ -142,23 +140,6 @@ def _check_reward(config: RunConfig) -> None:
     for function in config.reward_functions:
         field = "reward.function" if function == config.reward.function else of_sources[function]
         check_function(settings_for(config.reward, function), field)
-
-
-def check_turns(config: RunConfig, tokenizer: Any) -> None:
-    """Check of the environment: its class in a worker, its stops, the tokens of its observations.
-
-    ConfigError for a class that does not load or contradicts itself, a stop of several tokens, and a chat
-    template that does not continue a response over several turns as it was sampled.
-    """
-    environment, folder = config.environment, config.model.hf_path
-    if environment.function is None:
-        return
-    if problem := interpreter_problem(environment.python):
-        raise ConfigError(problem)
-    traits = read_traits(environment)
-    stop_ids(traits, tokenizer)
-    template = ObservationTemplate(tokenizer, traits.role, stop_token_ids(folder, tokenizer))
-    check_template(template, str(folder), "sampled" if environment.history == "sampled" else "template")
 
 
 def _check_sandbox(config: RunConfig) -> None:

@@ -164,12 +164,19 @@ class NoStep(Environment):
 
 
 class Twice(Plain):
-    """Asks for the answer once more, with the sum of the digits that it saw; ``reward.function`` judges."""
+    """Asks for the answer once more, with the sum of the digits that it saw; rewards an odd length.
+
+    As long as the file ``settings["hold"]`` is there, odd samples of groups from 6 on wait.
+    """
 
     def step(self, turn: str) -> Reply:
         """One observation, then the end."""
         self.turns += 1
         self.note(f"step {turn!r}")
+        group, sample, _ = self.task.episode.split("-")
+        hold = Path(self.settings.get("hold", "/nowhere"))
+        while int(sample) % 2 and group.isdigit() and int(group) >= 6 and hold.exists():
+            time.sleep(0.01)
         if self.turns == 2:
-            return Reply(None, metrics={"letters": len(turn)})
+            return Reply(None, reward=float(len(turn) % 2), metrics={"letters": len(turn)})
         return Reply(f"Sure? {sum(map(int, filter(str.isdigit, turn)))}")

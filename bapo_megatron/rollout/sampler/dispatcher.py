@@ -112,6 +112,8 @@ class Dispatcher:
         """Queue a response for its next segment, if it needs one, and its group is open."""
         if self._state.open.get(group.number) is group and group.responses[sample].is_sampling:
             heapq.heappush(self._ready, (group.number, sample))
+        elif group.responses[sample].is_complete:  # perhaps ended by its environment
+            self._cached.pop((group.number, sample), None)
 
     def unpark(self) -> None:
         """Queue the parked responses: new weights bring new budgets."""

@@ -28,9 +28,6 @@ import uvloop
 from bapo_megatron.config import EngineConfig, RunConfig
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.suites import Suite
-from bapo_megatron.environment.pool import EnvironmentPool
-from bapo_megatron.environment.template import ObservationTemplate
-from bapo_megatron.environment.traits import read_traits, stop_ids
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Need
@@ -40,14 +37,14 @@ from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
-from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
+from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
+from bapo_megatron.rollout.sampler.environment_start import open_environment
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
-from bapo_megatron.rollout.sampler.turns import Stepping
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.stop_signals import SIGNALS
 
@@ -258,9 +255,9 @@ async def _open(
     whole_round = rollout.prompts_per_step * rollout.group_size * 1000 if rounds else None
     pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)
     tokenizer = load_tokenizer(config.model.hf_path)
-    stops, problems = stop_token_ids(config.model.hf_path, tokenizer), setup.problems
-    turn_stops, stepping = await _stepping(config, tokenizer, stops, opened)
-    dataset = Dataset(problems.prompts, tokenizer, (*stops, *turn_stops), problems.sources)
+    folder, problems = config.model.hf_path, setup.problems
+    stops, stepping = await open_environment(config.environment, folder, tokenizer, opened)
+    dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, stepping)
     teacher = await _open_teacher(config, dataset, opened)
     # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an
@@ -270,21 +267,6 @@ async def _open(
     opened.push_async_callback(sampler.close)
     opened.callback(held_out.close)
     return sampler, pool, held_out
-
-
-async def _stepping(
-    config: RunConfig, tokenizer: Any, stops: tuple[int, ...], opened: AsyncExitStack
-) -> tuple[tuple[int, ...], Stepping | None]:
-    """The stop tokens of the run's environment, and its parts, started. Neither without an environment."""
-    environment = config.environment
-    if environment.function is None:
-        return (), None
-    traits = await asyncio.to_thread(read_traits, environment)
-    template = ObservationTemplate(tokenizer, traits.role, stops)
-    steps = EnvironmentPool(environment, traits)
-    await steps.start()
-    opened.push_async_callback(steps.close)
-    return stop_ids(traits, tokenizer), Stepping(steps, template)
 
 
 async def _open_teacher(config: RunConfig, dataset: Dataset, opened: AsyncExitStack) -> Teacher | None:

@@ -58,31 +58,33 @@ async def whole_response(
     response, losses = Response(), 0
     cached: CachedPrefix | None = None
     seed = request_seed(sampling.seed, *seed_place)
-    while need := needs(response, sampling):
-        if isinstance(need, Step):
-            assert turns is not None
-            response = await _stepped(turns, prompt, response, name)
-            continue
-        while slot is None and (slot := pool.reserve(over_capacity, cached)) is None:
-            await asyncio.sleep(_POLL_S)
-        request = next_request(response, need, sampling, prompt, name, seed)
-        try:
-            answer = _checked(pool, slot, version, await pool.generate(slot, request))
-            cached = pool.cached_at(slot)
-        except EngineLost as lost:
-            losses += lost.by_this_request
-            if why := given_up(losses, name):
-                raise RunStopped(f"{why}: {lost}") from lost
-            continue
-        except ValueError as error:  # any engine would refuse it
-            raise RunStopped(f"a request of an evaluation was refused: {error}") from error
-        finally:
-            slot.load -= 1
-            slot = None
-            pool.changed.set()
-        response = continued(response, answer, finish_reason_of(response.tokens, answer, sampling))
-    if turns is not None:
-        turns.forget(_episode(name, response))
+    try:
+        while need := needs(response, sampling):
+            if isinstance(need, Step):
+                assert turns is not None
+                response = await _stepped(turns, prompt, response, name)
+                continue
+            while slot is None and (slot := pool.reserve(over_capacity, cached)) is None:
+                await asyncio.sleep(_POLL_S)
+            request = next_request(response, need, sampling, prompt, name, seed)
+            try:
+                answer = _checked(pool, slot, version, await pool.generate(slot, request))
+                cached = pool.cached_at(slot)
+            except EngineLost as lost:
+                losses += lost.by_this_request
+                if why := given_up(losses, name):
+                    raise RunStopped(f"{why}: {lost}") from lost
+                continue
+            except ValueError as error:  # any engine would refuse it
+                raise RunStopped(f"a request of an evaluation was refused: {error}") from error
+            finally:
+                slot.load -= 1
+                slot = None
+                pool.changed.set()
+            response = continued(response, answer, finish_reason_of(response.tokens, answer, sampling))
+    finally:
+        if turns is not None:
+            turns.forget(_episode(name, response))
     return response
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,13 @@ from bapo_megatron.rollout.sampler.response import (
     next_request,
     restarted,
 )
+from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async
 from tests.support.episodes import EpisodeWorld, HereSteps, counting
 from tests.support.sampling import until
+from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
 
 STOP = 9
@@ -419,3 +422,57 @@ def test_an_answer_does_not_open_a_dropped_group_again(
 def test_metrics_without_episodes_are_as_before() -> None:
     assert episode_metrics([]) == {}
     assert not [name for name in rollout_metrics([], 0, RewardConfig()) if name.startswith("environment")]
+
+
+@pytest.mark.parametrize("seed", slow_but(range(20), 0, 1, 2, 3))
+def test_kills_at_any_moment_keep_accounts_and_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Some with a torn record. Answers come late and in any order; in one seed of two replays differ."""
+    random = np.random.default_rng(seed)
+    kind = Forgetful if seed % 2 else Async
+    given_to: dict[int, list[int]] = {}
+
+    async def live(world: EpisodeWorld, first: int, last: int, kill_after: float) -> int:
+        """Steps until the end or the kill; the step that was reached."""
+        step = first
+        async with world.sampling(first, rounds=False, most=int(random.integers(1, 9))):
+            end = asyncio.get_running_loop().time() + kill_after
+            while step <= last:
+                left = end - asyncio.get_running_loop().time()
+                path = await world.sampler.next_batch(step, max(0.001, left)) if left > 0 else None
+                if path is None:
+                    world.kill()
+                    return step
+                numbers = step_groups(world.journal, step)
+                assert given_to.setdefault(step, numbers) == numbers, "a step got other groups than before"
+                for group in plain(read_step(path.parent, step)):
+                    for sample, (text, *_, end_) in enumerate(group):
+                        turns = re.sub(r"\[[^]]*\]", "", text).split("\x03")[:-1]
+                        assert turns == ["turn0", *["turn1"] * (1 - sample), "end"]
+                        assert end_ == ("stop", 1.0 if kind is Forgetful else 2.0 - sample / 2)
+                await world.weights(step)
+                step += 1
+        return step
+
+    async def check() -> None:
+        step, lives = 1, 0
+        while step <= 5:
+            lives += 1
+            Forgetful.lives += 1
+            steps = HereSteps(kind)
+            steps.wait_s = lambda: float(random.uniform(0, 0.05))
+            world = EpisodeWorld(tmp_path, counting, steps, max_staleness=2, segment_tokens=1 + seed % 5)
+            world.engines[0].version = step - 1
+            step = await live(world, step, 5, float(random.uniform(0.01, 0.3)) if lives < 30 else 1e9)
+            await asyncio.sleep(0)
+            if random.random() < 0.3:
+                with sorted(world.journal.glob("segments-*.log"))[-1].open("ab") as file:
+                    file.write(b"BPR1given" + random.bytes(int(random.integers(0, 40))))
+        found = accounts.check_accounts(
+            world.journal, world.journal, world.config.rollout, world.dataset.prompts
+        )
+        assert found.totals()["trained"] > 0
+        assert sorted(given_to) == [1, 2, 3, 4, 5]
+
+    run(check(), monkeypatch)

@@ -15,7 +15,7 @@ from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from tests.support.forked_commands import ForkedCommand, start_bapo
 from tests.support.metrics import results
-from tests.support.short_runs import exported, finish, wait_for_steps
+from tests.support.short_runs import LIMIT_S, exported, finish, wait_for_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -27,6 +27,7 @@ SHORT = (
     "--rollout.group-size=4",
     "--rollout.max-response-tokens=48",
 )
+REPLAY = "--rollout.route-replay=replay"
 SGLANG = ("--steps=2", "--rollout.engine=sglang", "--rollout.sglang.servers=1")
 
 
@@ -34,14 +35,15 @@ def start(run_dir: Path, *flags: str) -> ForkedCommand:
     return start_bapo("train", "recipes/demo_moe_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags)
 
 
-def test_a_killed_run_of_experts_continues_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), (REPLAY,)], ids=["own", "replayed"])
+def test_a_killed_run_of_experts_continues_bit_for_bit(flags: tuple[str, ...], tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(start(whole))
-    process = start(killed)
+    finish(start(whole, *flags))
+    process = start(killed, *flags)
     wait_for_steps(process, killed, 3)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert "resume" in finish(start(killed))
+    assert "resume" in finish(start(killed, *flags))
     for log in ("metrics.jsonl", "updates.jsonl"):
         assert results(killed, log) == results(whole, log)
     same = exported(killed)
@@ -61,3 +63,38 @@ def test_a_server_samples_from_the_experts_that_were_sent(sync: str, tmp_path: P
     assert not {"digests_not_compared", "engine_lost", "broadcast_failed"} & set(kinds)
     for row in read_jsonl(RunPaths(tmp_path).metrics):
         assert row["rollout/engine_gap_mean"] < 1e-4
+
+
+def test_a_server_returns_the_routes_that_are_replayed(tmp_path: Path) -> None:
+    """Asynchronously, so that weights change while responses are sampled. Float32: the routers agree."""
+    try:
+        sglang_python()
+    except ConfigError:
+        pytest.skip("SGLang is not installed: make sglang")
+    more = ("--rollout.max-staleness=1", "--rollout.segment-tokens=16", "--steps=3")
+    finish(start(tmp_path, *SGLANG, REPLAY, *more))
+    kinds = [event["kind"] for event in read_jsonl(RunPaths(tmp_path).events)]
+    assert not {"engine_lost", "routes_differ"} & set(kinds)
+    rows = [row for row in read_jsonl(RunPaths(tmp_path).updates) if row["policy/tokens"]]
+    assert rows[0]["routes/engine_mismatch"] < 0.01
+    for row in rows:
+        assert row["routes/known"] == 1.0
+        assert row["routes/mismatch"] < 0.2
+        assert row["routes/unknown_tokens"] > 0
+
+
+def test_stored_routes_are_replayed_at_another_layout_and_needed(tmp_path: Path) -> None:
+    stored = tmp_path / "stored"
+    finish(start(stored, REPLAY, "--steps=2"))
+    again = (f"--rollout.replay={stored}", "--steps=2")
+    finish(start(tmp_path / "again", *again, REPLAY, "--parallel.data=1", "--parallel.expert=1"))
+    found, theirs = (list(read_jsonl(RunPaths(run).updates)) for run in (tmp_path / "again", stored))
+    for ours, other in zip(found, theirs, strict=True):
+        assert ours["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
+        assert ours["routes/known"] == other["routes/known"] == 1.0
+    plain = tmp_path / "plain"
+    finish(start(plain, "--steps=1"))
+    refused = start(tmp_path / "refused", f"--rollout.replay={plain}", "--steps=1", REPLAY)
+    said = refused.communicate(timeout=LIMIT_S)[0].decode()
+    assert refused.returncode == 2
+    assert f"rollout.replay={plain} has no routes of step 1" in said

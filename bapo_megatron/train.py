@@ -14,13 +14,8 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from bapo_megatron.algo.measurements.staleness import age_metrics
-from bapo_megatron.data.packing import (
-    TrainingBatch,
-    TrainingSample,
-    pack_samples,
-    samples_of,
-    split_into_updates,
-)
+from bapo_megatron.data.packing import pack_samples, split_into_updates
+from bapo_megatron.data.samples import TrainingBatch, TrainingSample, samples_of
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import Run

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.layout import parallel_processes
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.runtime.distributed import free_port

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from bapo_megatron.algo.bapo import eq8_literal
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.trainer.update_loss import UpdateLoss

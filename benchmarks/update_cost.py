@@ -20,7 +20,8 @@ from typing import Literal
 
 from bapo_megatron.algo.bapo import BoundsConfig, eq8_literal, grpo
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from benchmarks.common import (

@@ -1,6 +1,6 @@
 """Group-relative advantages of the responses to one prompt: GRPO and Dr. GRPO.
 
-A pure function on numpy arrays; ``data/packing.py`` calls it for each group of a batch, on every rank,
+A pure function on numpy arrays; ``data/samples.py`` calls it for each group of a batch, on every rank,
 ``trainer/reference.py`` again with penalized rewards, ``trainer/records/rollouts.py`` for a metric.
 
 Legend: ``_G`` responses of a group.

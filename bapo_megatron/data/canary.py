@@ -21,7 +21,7 @@ import torch
 
 from bapo_megatron.algo.bounds import BoundsConfig, Share, high_values, low_values, search_path
 from bapo_megatron.algo.surrogate import contribution_sums
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 
 _SPREAD = 0.6
 """Standard deviation of the drawn log-ratios: some tokens in every interval between candidates."""

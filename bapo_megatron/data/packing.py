@@ -1,4 +1,4 @@
-"""Sequence packing: turns groups of rollouts into samples, and samples into balanced ``thd`` micro-batches.
+"""Sequence packing: turns samples into balanced ``thd`` micro-batches.
 
 The shift to predicting positions happens here, once: a sample of n tokens has n - 1 of them, and position i
 holds token i as input and token i + 1 as label, with all per-token columns of that label. All ranks compute
@@ -10,308 +10,28 @@ Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` tokens of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.data.pack_plan import plan_packs
-from bapo_megatron.data.routes import read_routes, unknown_expert
+from bapo_megatron.data.routes import unknown_expert
+from bapo_megatron.data.samples import RouteRow, Sample, TrainingSample
 from bapo_megatron.tensor_types import MicroBatch
-from bapo_megatron.types import (
-    PackLayout,
-    ResponseColumns,
-    ResponseHeader,
-    ResponseTokens,
-    StepHeader,
-    StoredRoutes,
-    VersionSpan,
-)
+from bapo_megatron.types import PackLayout
 
 T = TypeVar("T")
-
-RouteReplay = Literal["off", "measure", "replay"]
-
-RouteRow = tuple[int, int, np.dtype[Any]]
-"""Layers and experts of a token, and the dtype of its routes."""
 
 UNKNOWN_BYTE = unknown_expert(np.uint8)
 """The mark of an unknown route in a pack of bytes; in one of int16, which uint16 becomes, it is -1."""
 
 # Padding is cut into documents of at most this many tokens, so that attention over it stays cheap.
 _PADDING_DOCUMENT = 512
-
-
-class TrainingBatch(Protocol):
-    """A step's batch on one rank: the header, and columns on request. ``StepColumns`` implements it."""
-
-    @property
-    def header(self) -> StepHeader:
-        """The numbers of all responses, equal on every rank."""
-
-    def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
-        """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers."""
-
-
-class TrainingSample(Protocol):
-    """Training sequence as every rank sees it: its numbers, and on request its columns, as a ``Sample``.
-
-    ``Sample`` has them in memory, ``StoredSample`` in a step's file. Code asks for the columns of samples
-    that this rank packs, and of no others.
-    """
-
-    @property
-    def advantage(self) -> float: ...
-    @property
-    def source(self) -> int: ...
-    @property
-    def response_tokens(self) -> int: ...
-    @property
-    def trained_tokens(self) -> int: ...
-    @property
-    def predicted_tokens(self) -> int: ...
-    @property
-    def positions(self) -> int: ...
-    @property
-    def versions(self) -> VersionSpan: ...
-    @property
-    def route_row(self) -> RouteRow | None: ...
-    @property
-    def replays_routes(self) -> bool: ...
-
-    def load_routes(self) -> np.ndarray | None:
-        """Routes of its tokens, [R, layers, per_token]; None if it has none."""
-
-    def without_routes(self) -> Self:
-        """The sample without routes: the routers choose."""
-
-    def loaded(self) -> Sample:
-        """The sample with its columns."""
-
-    def changed(self, change: Callable[[Sample], Sample]) -> Self:
-        """The sample with columns that ``change`` adds wherever it is loaded. It must keep the numbers."""
-
-    def with_advantage(self, advantage: float) -> Self:
-        """The sample with another advantage."""
-
-
-@dataclass(frozen=True)
-class _TokenIds:
-    token_ids: np.ndarray
-    """Token ids of prompt and response, int32."""
-
-
-@dataclass(frozen=True)
-class Sample(ResponseColumns, _TokenIds):
-    """Training sequence, as plain data: a prompt and a response with its advantage.
-
-    It has all columns of the response. ValueError for a loss mask that has not one value for each token of
-    the response. Positional arguments: token ids, log-probs, versions, advantage. Made by ``StoredSample``
-    from a step's file, by ``trainer/sft.py`` from a solution; packed by ``pack_samples``.
-    """
-
-    advantage: float
-    old_log_probs_R: np.ndarray | None = None
-    """Log-probs under pi_old, the ratio's denominator, float32; None: ``log_probs_R``."""
-    importance_R: np.ndarray | None = None
-    """Importance weights: factors of each token's weight in the loss, float32; None: 1."""
-    source: int = -1
-    """Index of its source among ``data.sources``; -1 without sources."""
-    reference_log_probs_R: np.ndarray | None = None
-    """Log-probs under the frozen reference policy, float32; None in a run without one."""
-    replays_routes: bool = True
-    """See ``MicroBatch``."""
-
-    def __post_init__(self) -> None:
-        if self.loss_mask_R is not None and len(self.loss_mask_R) != self.response_tokens:
-            raise ValueError(
-                f"loss_mask_R has {len(self.loss_mask_R)} values for a response of {self.response_tokens} "
-                f"tokens; give one for each"
-            )
-
-    @property
-    def response_tokens(self) -> int:
-        """Tokens of the response, trained on or not."""
-        return len(self.log_probs_R)
-
-    @property
-    def trained_R(self) -> np.ndarray:
-        """Loss mask of the response, bool [R]: the tokens that are trained on."""
-        if self.loss_mask_R is None:
-            return np.ones(self.response_tokens, np.bool_)
-        return self.loss_mask_R.astype(np.bool_)
-
-    @property
-    def predicted_R(self) -> np.ndarray:
-        """``trained_R`` without the first token of the sample, which no position predicts."""
-        predicted_R = self.trained_R
-        predicted_R[: max(0, len(predicted_R) - self.positions)] = False
-        return predicted_R
-
-    @property
-    def trained_tokens(self) -> int:
-        """Number of response tokens that are trained on."""
-        return int(self.trained_R.sum())
-
-    @property
-    def predicted_tokens(self) -> int:
-        """Number of trained tokens that a position predicts."""
-        return int(self.predicted_R.sum())
-
-    @property
-    def positions(self) -> int:
-        """Number of predicting positions, the sample's length in a pack."""
-        return len(self.token_ids) - 1
-
-    @property
-    def versions(self) -> VersionSpan:
-        """Weight versions of the tokens that are trained on."""
-        return VersionSpan.of(self.versions_R[self.trained_R])
-
-    @property
-    def route_row(self) -> RouteRow | None:
-        """Layers and experts of a token, and the dtype of its routes; None if it has none."""
-        return None if self.routes_R is None else (*self.routes_R.shape[1:], self.routes_R.dtype)
-
-    def load_routes(self) -> np.ndarray | None:
-        """As of ``TrainingSample``."""
-        return self.routes_R
-
-    def without_routes(self) -> Sample:
-        """As of ``TrainingSample``."""
-        return replace(self, routes_R=None)
-
-    def loaded(self) -> Sample:
-        """This sample, whose columns are in memory."""
-        return self
-
-    def changed(self, change: Callable[[Sample], Sample]) -> Sample:
-        """The sample that ``change`` makes of it."""
-        return change(self)
-
-    def with_advantage(self, advantage: float) -> Sample:
-        """The sample with another advantage."""
-        return replace(self, advantage=advantage)
-
-
-@dataclass(frozen=True)
-class StoredSample:
-    """Training sequence in a step's file: its numbers on every rank, its columns where it is packed.
-
-    ``loaded`` reads them anew at each call, because the updates of a step give a sample to different ranks,
-    and costs a read of the response. StorageFailed, on this rank alone, if they cannot be read. Made by
-    ``samples_of``.
-    """
-
-    response: ResponseHeader
-    prompt_tokens: int
-    read: Callable[[], tuple[np.ndarray, ResponseTokens]]
-    """Reads the prompt's token ids and the response's tokens."""
-    advantage: float
-    source: int = -1
-    route_replay: RouteReplay = "off"
-    """What is made of its routes; `off`: they are left where they are."""
-    changes: tuple[Callable[[Sample], Sample], ...] = ()
-
-    @property
-    def response_tokens(self) -> int:
-        """As of ``Sample``."""
-        return self.response.tokens
-
-    @property
-    def trained_tokens(self) -> int:
-        """As of ``Sample``."""
-        return self.response.trained_tokens
-
-    @property
-    def predicted_tokens(self) -> int:
-        """As of ``Sample``."""
-        return self.response.predicted_tokens
-
-    @property
-    def positions(self) -> int:
-        """As of ``Sample``."""
-        return self.prompt_tokens + self.response_tokens - 1
-
-    @property
-    def versions(self) -> VersionSpan:
-        """As of ``Sample``."""
-        return self.response.versions
-
-    @property
-    def route_row(self) -> RouteRow | None:
-        """As of ``Sample``."""
-        at = self._routes
-        return None if at is None else (at.layers, at.per_token, np.dtype(at.dtype))
-
-    @property
-    def replays_routes(self) -> bool:
-        """As of ``Sample``."""
-        return self.route_replay == "replay"
-
-    @property
-    def _routes(self) -> StoredRoutes | None:
-        return None if self.route_replay == "off" else self.response.routes
-
-    def load_routes(self) -> np.ndarray | None:
-        """As of ``TrainingSample``. StorageFailed, on this rank alone, if they cannot be read."""
-        return None if self._routes is None else read_routes(self._routes)
-
-    def without_routes(self) -> StoredSample:
-        """As of ``TrainingSample``."""
-        return replace(self, route_replay="off")
-
-    def loaded(self) -> Sample:
-        """The sample with its columns, and with all changes."""
-        ids_P, tokens = self.read()
-        sample = Sample(
-            token_ids=np.concatenate([ids_P, tokens.token_ids_R]),
-            **{name: x for name, x in tokens.columns.items() if name != "token_ids_R"},
-            advantage=self.advantage,
-            source=self.source,
-        )
-        for change in self.changes:
-            sample = change(sample)
-        return sample
-
-    def changed(self, change: Callable[[Sample], Sample]) -> StoredSample:
-        """The sample with ``change`` after those that it has."""
-        return replace(self, changes=(*self.changes, change))
-
-    def with_advantage(self, advantage: float) -> StoredSample:
-        """The sample with another advantage."""
-        return replace(self, advantage=advantage)
-
-
-def samples_of(
-    batch: TrainingBatch,
-    advantage: Literal["grpo", "dr_grpo"],
-    sources: Sequence[str] = (),
-    route_replay: RouteReplay = "off",
-) -> list[list[StoredSample]]:
-    """Samples of a step, group by group, with advantages normalized within each group. Reads no column.
-
-    ``sources``: names of the run's sources; a sample gets the index of its own. ``route_replay``: what is
-    made of the rollouts' routes; `off`: they are left where they are.
-    """
-    found = []
-    for number, group in enumerate(batch.header.groups):
-        source = sources.index(group.source) if group.source in sources else -1
-        advantages = group_advantages([one.reward for one in group.responses], advantage)
-        reads = (partial(batch.read, number, index) for index in range(len(group.responses)))
-        found.append(
-            [
-                StoredSample(response, group.prompt_tokens, read, float(value), source, route_replay)
-                for response, read, value in zip(group.responses, reads, advantages, strict=True)
-            ]
-        )
-    return found
 
 
 def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -> list[list[T]]:

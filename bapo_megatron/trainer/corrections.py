@@ -36,7 +36,8 @@ from bapo_megatron.algo.corrections.importance_sampling import (
 from bapo_megatron.algo.corrections.rejection import is_off_policy, is_outside
 from bapo_megatron.algo.sequences import sequence_means, sums_by_sequence
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.data.packing import Sample, TrainingSample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Metrics

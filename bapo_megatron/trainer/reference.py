@@ -26,7 +26,7 @@ from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.algo.reference_kl import response_penalty
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
 from bapo_megatron.config import AlgorithmConfig, RunConfig
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from bapo_megatron.config import SftConfig
 from bapo_megatron.data.mixture import Mixture
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.prompts import MixedSource, load_prompts
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.data.sources import mixed
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.export import export_hf

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.hf.reader import HfReader

@@ -20,7 +20,8 @@ from bapo_megatron.config import (
     RolloutConfig,
     RunConfig,
 )
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.planning.hardware import GB, GPUS
 from bapo_megatron.planning.job import Job, PlanOptions

@@ -13,7 +13,8 @@ from megatron.core import parallel_state
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.policy import checkpoint as megatron_checkpoint

@@ -21,7 +21,8 @@ from bapo_megatron.config import (
     ParallelConfig,
     RunConfig,
 )
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy

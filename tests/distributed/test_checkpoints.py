@@ -16,7 +16,8 @@ from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.checkpoint import reader as checkpoint
 from bapo_megatron.checkpoint.writer import digest
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_tiny_model

@@ -19,7 +19,8 @@ from bapo_megatron.config import (
     OptimizerConfig,
     ParallelConfig,
 )
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics, PackLayout, TokenStats

@@ -14,7 +14,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.hf.shards import join, shard

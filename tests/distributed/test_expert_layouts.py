@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from tests.distributed.test_layouts import Answer, answers, check_agreement, layout
 from tests.support.models import EXPERTS, random_samples, save_tiny_model, tiny_model
 from tests.support.tiers import slow_but

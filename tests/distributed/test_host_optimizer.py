@@ -15,7 +15,8 @@ from megatron.core.optimizer import distrib_optimizer
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy import host_optimizer
 from bapo_megatron.policy.host_optimizer import HostAdamW
 from bapo_megatron.policy.megatron import MegatronPolicy

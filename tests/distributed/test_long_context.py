@@ -13,7 +13,8 @@ import torch
 from bapo_megatron.algo.bapo import Bounds, balanced
 from bapo_megatron.algo.losses.clip import contribution_fn, search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import VOCAB, save_tiny_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config import AlgorithmConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from tests.distributed.test_clipping import answer
 from tests.support.metrics import known
 from tests.support.models import random_samples, save_tiny_model

@@ -15,7 +15,8 @@ from torch.multiprocessing import ProcessRaisedException
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.state import offload
 from bapo_megatron.types import TokenStats

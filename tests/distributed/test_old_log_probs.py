@@ -21,7 +21,7 @@ from bapo_megatron.config import (
     ParallelConfig,
     RunConfig,
 )
-from bapo_megatron.data.packing import Sample, samples_of
+from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.policy.attention.context_parallel import slice_batch
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.output_head import OutputHead

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.megatron import MegatronPolicy

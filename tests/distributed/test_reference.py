@@ -21,7 +21,8 @@ from bapo_megatron.config import (
     ReferenceKlConfig,
     RunConfig,
 )
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.state import offload
 from bapo_megatron.train import train_on

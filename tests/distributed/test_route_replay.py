@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.routes import known_rows
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.routes import check_route_mismatch, route_metrics
 from bapo_megatron.trainer.update_loss import UpdateLoss

@@ -27,7 +27,8 @@ from bapo_megatron.config import (
     RolloutConfig,
     RunConfig,
 )
-from bapo_megatron.data.packing import TrainingBatch, pack_samples, samples_of
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import TrainingBatch, samples_of
 from bapo_megatron.errors import StorageFailed
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler, read_header, step_path, write_step

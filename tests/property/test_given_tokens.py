@@ -14,7 +14,8 @@ from bapo_megatron.algo.bapo import BoundsConfig, balanced, eq8_literal, publish
 from bapo_megatron.algo.losses import LOSSES, build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.data.packing import Sample, pack_samples, samples_of
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.rollout.sampler.episode import Answer
 from bapo_megatron.rollout.sampler.response import Response, continued, given
 from bapo_megatron.types import Group, MicroBatch, PackLayout, Prompt, ResponseTokens, Rollout, TokenStats

@@ -6,7 +6,7 @@ import numpy as np
 
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenOutputs, Totals
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 
 BOUNDS = BoundsConfig(
     low_start=0.8, low_end=0.9, low_step=0.1, high_start=1.2, high_end=1.4, high_step=0.2, target=0.5

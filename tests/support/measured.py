@@ -19,7 +19,8 @@ from bapo_megatron.config import (
     RolloutConfig,
     RunConfig,
 )
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.planning.job import Job, PlanOptions
 from bapo_megatron.planning.memory import stage_memory

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
 EXPERTS = "qwen3_moe"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.planning.rehearsal.layers import VERSIONS
 from tests.distributed.test_checkpoints import save_and_go_on, save_before_any_update
 from tests.support.te_process import APEX, Choices, TransformerEngineProcess

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from tests.distributed.test_checkpoints import save_and_go_on, save_before_any_update
 from tests.support.te_process import Choices, TransformerEngineProcess
 from tests.support.tiers import slow_but

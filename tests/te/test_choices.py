@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.attention.te_backend import check_environment, has_te_attention
 from tests.support.te_process import Choices, TransformerEngineProcess

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf import parameter_map
 from bapo_megatron.planning.rehearsal.layers import VERSIONS
 from bapo_megatron.policy.attention import context_parallel, core

@@ -45,7 +45,8 @@ from bapo_megatron.commands.verify.layout_reference import (
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy

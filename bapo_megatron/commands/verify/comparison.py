@@ -25,7 +25,7 @@ from bapo_megatron.algo.bounds import (
 )
 from bapo_megatron.algo.surrogate import all_measures
 from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenOutputs, Totals
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch.distributed as dist
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.planning.records import HAND_OVER, SAMPLE, SEARCH, UPDATE

@@ -20,7 +20,8 @@ from bapo_megatron.algo.losses.clip import (
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.search_groups import group_of_sequences, group_of_tokens
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.types import Metrics, MicroBatch, PackLayout, TokenStats
 from tests.support import literal_bapo as literal
 from tests.support.models import random_samples

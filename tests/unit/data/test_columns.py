@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algo.bapo import contribution_sums, fixed
-from bapo_megatron.data.packing import Sample, pack_samples, samples_of, trained_columns
+from bapo_megatron.data.packing import pack_samples, trained_columns
+from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.planning.memory import PACK_COLUMNS
 from bapo_megatron.policy.attention.context_parallel import slice_batch
 from bapo_megatron.trainer.sft import next_token_loss

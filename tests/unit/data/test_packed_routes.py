@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.data import packing
-from bapo_megatron.data.packing import Sample, pack_samples, samples_of
+from bapo_megatron.data import samples as samples_module
+from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.routes import write_routes
+from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.policy.route_replay import pack_totals, unknown_T
 from bapo_megatron.types import Group, PackLayout, Prompt, Rollout, StoredRoutes
 from tests.support.batches import in_memory
@@ -83,8 +84,8 @@ def test_a_rank_reads_its_own_samples_alone(tmp_path: Path, monkeypatch: pytest.
     ]
     [samples] = samples_of(in_memory(Group(PROMPT, tuple(rollouts))), "grpo", (), "replay")
     read: list[int] = []
-    plain = packing.read_routes
-    monkeypatch.setattr(packing, "read_routes", lambda one: (read.append(one.first), plain(one))[1])
+    plain = samples_module.read_routes
+    monkeypatch.setattr(samples_module, "read_routes", lambda one: (read.append(one.first), plain(one))[1])
     packs = [pack_samples(samples, 8, layout=PackLayout(data_rank=rank, data_size=3)) for rank in range(3)]
     assert sorted(read) == [0, 3]
     assert all(pack.route_TLK is not None for [pack] in packs)

@@ -10,12 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.data.packing import (
-    Sample,
-    pack_samples,
-    samples_of,
-    split_into_updates,
-)
+from bapo_megatron.data.packing import pack_samples, split_into_updates
+from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.types import Group, MicroBatch, PackLayout, Prompt, Rollout
 from tests.support.batches import in_memory
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron import types
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.rollout.sampler.event_log.events import Segment, groups_opened, segments_arrived
 from bapo_megatron.rollout.sampler.event_log.state import SamplerState
 from bapo_megatron.types import RESPONSE_COLUMNS, Generation, Prompt, ResponseTokens, Rollout
@@ -102,7 +102,7 @@ column = """    mark_R: Annotated[np.ndarray | None, ResponseColumn("marks", np.
 exec(compile(before + column + place + after, spec.origin, "exec"), types.__dict__)
 
 import numpy as np
-from bapo_megatron.data.packing import samples_of
+from bapo_megatron.data.samples import samples_of
 from bapo_megatron.rollout.sampler.event_log import events
 from bapo_megatron.rollout.sampler.event_log.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_header, read_step, write_step

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.data.packing import Sample, samples_of
+from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.rollout.sampler import step_columns
 from bapo_megatron.rollout.sampler.step_batches import read_header, read_step, step_path, write_step

@@ -19,7 +19,8 @@ from bapo_megatron.algo.corrections.rejection import CorrectionsConfig, is_off_p
 from bapo_megatron.algo.losses import LOSSES, build_loss, load_loss
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
-from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.train import update
 from bapo_megatron.trainer.corrections import METRICS, corrected, correction_metrics, with_old_log_probs

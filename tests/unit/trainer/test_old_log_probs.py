@@ -15,7 +15,7 @@ import torch
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.algo.corrections.importance_sampling import truncated_importance
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
-from bapo_megatron.data.packing import Sample
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss

@@ -23,6 +23,7 @@ from bapo_megatron.commands.report.data import (
     mean,
     read_run,
 )
+from bapo_megatron.commands.report.episodes import episode_cells
 from bapo_megatron.commands.report.header import facts, main_settings
 from bapo_megatron.commands.report.panels import PANELS, Panel
 from bapo_megatron.commands.report.readings import readings
@@ -106,6 +107,7 @@ def _render(run: RunRecord, pictures: list[Picture], window: int) -> str:
         few=FEW_TOKENS,
         losses=any(mark.loss for mark in event_marks(run)),
         staleness=staleness_cells(run),
+        episodes=episode_cells(run, figures["window"]),
         sources=source_cells(run, figures["window"]),
         source_columns=SOURCE_COLUMNS,
         events=[event_cells(event) for event in run.events],

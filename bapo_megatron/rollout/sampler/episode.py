@@ -1,7 +1,7 @@
 """The episode of a response in an environment: its turns, what it was given, what its environment said.
 
 Pure data and functions, part of the state machine in ``response.py``. A response without an environment is an
-episode of one turn. Used by ``response.py``, ``stepper.py`` and ``event_log/``.
+episode of one turn. Used by ``response.py``, ``turns.py`` and ``event_log/``.
 """
 
 from __future__ import annotations

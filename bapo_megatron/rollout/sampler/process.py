@@ -255,7 +255,7 @@ async def _open(
     pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)
     tokenizer = load_tokenizer(config.model.hf_path)
     folder, problems = config.model.hf_path, setup.problems
-    stops, stepping = await open_environment(config.environment, folder, tokenizer, opened)
+    stops, stepping = await open_environment(config.environment, folder, tokenizer, report, opened)
     dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, stepping)
     # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an

@@ -281,14 +281,20 @@ async def _ask(
         robust, right_from = RobustScorer(scorer, config.reward.failed, _report), config.reward.correct
         pool = await open_pool(config, urls, str(select_device()), _report, opened)
         await pool.update(folder, _VERSION)
-        stops, stepping = await open_environment(config.environment, folder, tokenizer, opened)
+        stops, stepping = await open_environment(config.environment, folder, tokenizer, _report, opened)
         most, max_turns = rollout.max_response_tokens, config.environment.max_turns
         turns = stepping and TurnTaker(stepping, Dataset((), tokenizer, stops), max_turns, most)
         sampling = Sampling(rollout.temperature, most, config.seed, stops, in_environment=turns is not None)
         for task in tasks:
             lost_minutes = rollout.engine_config.lost_minutes
             sampler = SuiteSampler(
-                *(task.suite.prompts, tokenizer, pool, robust, sampling, _VERSION, lost_minutes),
+                task.suite.prompts,
+                tokenizer,
+                pool,
+                robust,
+                sampling,
+                _VERSION,
+                lost_minutes,
                 right_from,
                 turns,
                 task.suite.name,

@@ -110,8 +110,9 @@ class SuiteSampler:
         prompt = self._prompts[problem]
         place = (0, problem, sample)
         name = f"{problem}-{sample}" if self._turns is None else f"{self._name}-{problem}-{sample}"
+        turns = self._turns
         response = await whole_response(
-            *(self._pool, self._sampling, self._version, prompt, name, place, slot), turns=self._turns
+            self._pool, self._sampling, self._version, prompt, name, place, slot, turns=turns
         )
         tokens, reason = response.sampled_tokens, response.finish_reason
         assert reason is not None

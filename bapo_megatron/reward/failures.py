@@ -37,7 +37,7 @@ class FailureReports:
     """Reporter of failures: the 1st, 10th, 100th ... of each kind, the first with its traceback.
 
     Two failures are of one kind if their ``failure`` and ``place`` are equal. Made by ``RobustScorer`` and
-    ``Stepper``.
+    ``TurnTaker``.
     """
 
     def __init__(self, report: Callable[..., None], event: str = "reward_failed") -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,9 @@ def test_an_environment(suites: Path, tmp_path: Path, engine: str) -> None:
     where = ("--max-response-tokens", "160", "--samples", "1", "--engine", engine)
     finish(evaluation(suites, tmp_path / "out", *within, *where))
     rows = whole_responses(tmp_path / "out/sums", samples=1)
-    assert all("Sure? " in row["text"] for row in rows)
-    assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
+    found = Counter(("Sure? " in row["text"], row["finish_reason"], row["failure"]) for row in rows)
+    assert found[True, "stop", None] > PROBLEMS / 2, found
+    assert found.keys() <= {(True, "stop", None), (True, "length", None), (False, "length", None)}
     assert all(0 < row["tokens"] < 130 for row in rows)
     summary = json.loads((tmp_path / "out/sums" / SUMMARY).read_text())
     assert summary["sampling"]["environment"] == {"function": within[1], "settings": {}, "max_turns": 8}

@@ -173,10 +173,14 @@ class Twice(Plain):
         """One observation, then the end."""
         self.turns += 1
         self.note(f"step {turn!r}")
-        group, sample, _ = self.task.episode.split("-")
         hold = Path(self.settings.get("hold", "/nowhere"))
-        while int(sample) % 2 and group.isdigit() and int(group) >= 6 and hold.exists():
+        while hold.exists() and self.is_held():
             time.sleep(0.01)
         if self.turns == 2:
             return Reply(None, reward=float(len(turn) % 2), metrics={"letters": len(turn)})
         return Reply(f"Sure? {sum(map(int, filter(str.isdigit, turn)))}")
+
+    def is_held(self) -> bool:
+        """By its episode's name in a run: group, sample, attempt."""
+        group, sample, _ = map(int, self.task.episode.split("-"))
+        return group >= 6 and sample % 2 == 1

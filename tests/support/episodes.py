@@ -101,7 +101,7 @@ class EpisodeWorld(World):
         environment = EnvironmentConfig("tests.support.environments:Async", max_turns=max_turns)
         super().__init__(folder, [TurnEngine(say)], environment=environment, **rollout)
         self.steps = steps or HereSteps()
-        self.stepping = Stepping(self.steps, Brackets())
+        self.stepping = Stepping(self.steps, Brackets(), self._note)
 
 
 def counting(_prompt: int, sample: int, turn: int) -> str:

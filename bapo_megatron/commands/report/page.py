@@ -186,6 +186,7 @@ def _details(run: RunRecord) -> dict[str, Any]:
         "losses": any(mark.loss for mark in event_marks(run)),
         "main_settings": main_settings(run.config),
         "smoothing": smoothing_window(len(run.steps)),
+        "episodes": episode_cells(run, window),
         "sources": source_cells(run, window),
         "source_columns": SOURCE_COLUMNS,
         "metrics": _metric_rows(run, window),

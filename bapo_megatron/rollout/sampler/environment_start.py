@@ -15,6 +15,7 @@ from bapo_megatron.environment.pool import EnvironmentPool
 from bapo_megatron.environment.template import ObservationTemplate, check_template
 from bapo_megatron.environment.traits import interpreter_problem, read_traits, stop_ids
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.rollout.sampler.turns import Stepping
 
@@ -36,7 +37,7 @@ def check_environment(environment: EnvironmentConfig, model: Path, tokenizer: An
 
 
 async def open_environment(
-    environment: EnvironmentConfig, model: Path, tokenizer: Any, opened: AsyncExitStack
+    environment: EnvironmentConfig, model: Path, tokenizer: Any, report: Report, opened: AsyncExitStack
 ) -> tuple[tuple[int, ...], Stepping | None]:
     """The stop tokens of model and environment together, and the environment's parts, started.
 
@@ -50,4 +51,4 @@ async def open_environment(
     steps = EnvironmentPool(environment, traits)
     await steps.start()
     opened.push_async_callback(steps.close)
-    return (*stops, *stop_ids(traits, tokenizer)), Stepping(steps, template)
+    return (*stops, *stop_ids(traits, tokenizer)), Stepping(steps, template, report)

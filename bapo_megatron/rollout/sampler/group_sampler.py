@@ -68,8 +68,7 @@ class GroupSampler:
         self._state = state = SamplerState(prompts, rollout.group_size, self._identity)
         self._admission = admission = AdmissionController(rollout, state)
         self._dispatcher = dispatcher = Dispatcher(config, dataset, state, admission, pool)
-        changed = pool.changed.set
-        stepper = stepping and Stepper(config, dataset, state, stepping, changed, report)
+        stepper = stepping and Stepper(config, dataset, state, stepping, pool.changed.set)
         self._batches = BatchBuilder(config, state, admission, pool, self._folder, rounds)
         self._loop = SamplerLoop(
             rollout,

@@ -149,15 +149,9 @@ class HeldOut:
         name = f"evaluation.{step}.{item.suite.name}.{item.problem}-{item.sample}"
         place = (_EPOCH, item.problem, item.sample)
         async with room:
+            pool, sampling, version = self._pool, self._sampling, self._version
             response = await whole_response(
-                self._pool,
-                self._sampling,
-                self._version,
-                prompt,
-                name,
-                place,
-                over_capacity=True,
-                turns=self._turns,
+                pool, sampling, version, prompt, name, place, over_capacity=True, turns=self._turns
             )
         ids = [response.so_far.token_ids_R, response.last_turn_R]
         text, last = await asyncio.to_thread(self._dataset.texts, ids)

@@ -256,7 +256,7 @@ async def _open(
     pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)
     tokenizer = load_tokenizer(config.model.hf_path)
     folder, problems = config.model.hf_path, setup.problems
-    stops, stepping = await open_environment(config.environment, folder, tokenizer, opened)
+    stops, stepping = await open_environment(config.environment, folder, tokenizer, report, opened)
     dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, stepping)
     teacher = await _open_teacher(config, dataset, opened)

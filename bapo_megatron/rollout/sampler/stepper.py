@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.reward.failures import FailureReports
-from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.event_log.events import Given
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
-from bapo_megatron.rollout.sampler.turns import MOST_RESTARTS, Stepping, TurnTaker
+from bapo_megatron.rollout.sampler.turns import Stepping, TurnTaker
 
 
 class Restart(NamedTuple):
@@ -41,7 +39,6 @@ class Stepper:
         sampler_state: SamplerState,
         stepping: Stepping,
         changed: Callable[[], None],
-        report: Report,
     ) -> None:
         """``changed`` is called when there are results."""
         most = config.rollout.max_response_tokens
@@ -55,8 +52,6 @@ class Stepper:
         self._restarts: list[Restart] = []
         self._error: BaseException | None = None
         """A mistake of this program in a step."""
-        self._failures = FailureReports(report, event="environment_failed")
-        self._diverged = FailureReports(report, event="episode_restarted")
 
     @property
     def is_busy(self) -> bool:
@@ -118,11 +113,9 @@ class Stepper:
         self._episodes[key] = name = f"{group.number}-{sample}-{attempt}"
         try:
             result = await self._turns.result(self._dataset.prompts[group.index], response, name)
-            if result.failure == "diverged" and attempt < MOST_RESTARTS:
-                self._diverged.note(result)
+            if self._turns.must_restart(response, result):
                 self._restarts.append(Restart(group, sample, result.detail))
                 return
-            self._failures.note(result)
             answer = await self._turns.answer(response, result)
             self._answers.append(Given(group, sample, response.tokens, attempt, answer))
         finally:

@@ -12,6 +12,8 @@ import numpy as np
 
 from bapo_megatron.environment import Task, Turn
 from bapo_megatron.environment.pool import Question, StepResult
+from bapo_megatron.reward.failures import FailureReports
+from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.episode import Answer
 from bapo_megatron.rollout.sampler.response import Response
@@ -40,10 +42,14 @@ class GivesTokens(Protocol):
 
 
 class Stepping(NamedTuple):
-    """The parts that take steps and make their answers tokens. Made in ``process.py``."""
+    """The parts that take steps, make their answers tokens, and report failures.
+
+    Made by ``open_environment``.
+    """
 
     steps: Steps
     template: GivesTokens
+    report: Report
 
 
 class TurnTaker:
@@ -59,6 +65,8 @@ class TurnTaker:
         self._max_turns, self._max_response_tokens = max_turns, max_response_tokens
         self._tokenizing = asyncio.Lock()
         """A tokenizer is asked by one thread at a time."""
+        self._failures = FailureReports(stepping.report, event="environment_failed")
+        self._restarts = FailureReports(stepping.report, event="episode_restarted")
 
     async def result(self, prompt: Prompt, response: Response, episode: str) -> StepResult:
         """The environment's answer to the last turn of a response that waits for it."""
@@ -75,8 +83,16 @@ class TurnTaker:
         )
         return await self._stepping.steps.step(question)
 
+    def must_restart(self, response: Response, result: StepResult) -> bool:
+        """Whether the response must begin again: its environment could not be brought back."""
+        if result.failure != "diverged" or response.episode.restarts >= MOST_RESTARTS:
+            return False
+        self._restarts.note(result)
+        return True
+
     async def answer(self, response: Response, result: StepResult) -> Answer:
         """What the response is given: tokens, or its end."""
+        self._failures.note(result)
         if result.failure is not None or result.observation is None:
             return _end("failed" if result.failure is not None else "stop", result)
         if response.episode.sampled_turns >= self._max_turns:
@@ -87,7 +103,9 @@ class TurnTaker:
                 ids = await asyncio.to_thread(self._stepping.template.given_ids, result.observation, last)
         except Exception as error:  # a chat template raises what it likes
             why = f"its observation cannot be rendered: {error!r}"
-            return _end("failed", StepResult(failure="raised", detail=why, seconds=result.seconds))
+            failed = StepResult(failure="raised", detail=why, seconds=result.seconds, place="template")
+            self._failures.note(failed)
+            return _end("failed", failed)
         if response.tokens + len(ids) >= self._max_response_tokens:  # no token would be left to the model
             return _end("length", result)
         return Answer(

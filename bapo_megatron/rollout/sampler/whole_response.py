@@ -27,7 +27,7 @@ from bapo_megatron.rollout.sampler.response import (
     next_request,
     restarted,
 )
-from bapo_megatron.rollout.sampler.turns import MOST_RESTARTS, TurnTaker
+from bapo_megatron.rollout.sampler.turns import TurnTaker
 from bapo_megatron.types import Generation, Prompt
 
 _POLL_S = 1.0
@@ -96,7 +96,7 @@ def _episode(name: str, response: Response) -> str:
 async def _stepped(turns: TurnTaker, prompt: Prompt, response: Response, name: str) -> Response:
     """The response after its environment's answer, or begun again if that could not be brought back."""
     result = await turns.result(prompt, response, _episode(name, response))
-    if result.failure == "diverged" and response.episode.restarts < MOST_RESTARTS:
+    if turns.must_restart(response, result):
         return restarted(response)
     return given(response, await turns.answer(response, result))
 

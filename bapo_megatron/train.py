@@ -109,12 +109,12 @@ def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> M
     if config.algorithm.old_log_probs == "trainer":
         on_policy = policy.version == step_version
     else:
-        on_policy = all((sample.versions_R == policy.version).all() for sample in samples)
+        on_policy = all((sample.versions_R[sample.trained_R] == policy.version).all() for sample in samples)
     groups, corrections = corrected(policy, groups, config.algorithm, config.batch.pack_tokens, on_policy)
     if not any(groups):
         return _no_update(run, len(samples), corrections)
     samples = [sample for group in groups for sample in group]
-    versions = [[sample.versions_R for sample in group] for group in groups]
+    versions = [[sample.versions_R[sample.trained_R] for sample in group] for group in groups]
     ages = age_metrics(versions, policy.version, step_version)
     packs = pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
     metrics = optimize(run, packs, on_policy, step_version)

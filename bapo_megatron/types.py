@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMNS",
+    "GIVEN",
     "RESPONSE_COLUMNS",
     "BroadcastGroup",
     "BucketSpec",
@@ -57,9 +58,14 @@ __all__ = [
 Metrics = dict[str, float | None]
 """Flat names to values, e.g. ``{"bapo/clip_high": 1.45}``; ``None`` where a value does not exist."""
 
-FinishReason = Literal["stop", "length", "abort"]
-"""Stop reason. `stop`: the model sampled a stop token. `length`: the response reached its limit of tokens.
-`abort`: the engine ended the request early; the response is unfinished, and is continued."""
+FinishReason = Literal["stop", "length", "abort", "turns", "failed"]
+"""Stop reason. `stop`: the model sampled a stop token, or its environment ended the episode. `length`: the
+response reached its limit of tokens. `abort`: the engine ended the request early; the response is unfinished,
+and is continued. `turns`: `environment.max_turns`. `failed`: a step of its environment failed."""
+
+GIVEN = -1
+"""Version of tokens that an environment gave: no policy sampled them. Their loss mask is False, and their
+log-prob 0."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ class ResponseColumns:
     log_probs_R: Annotated[np.ndarray, ResponseColumn("log_probs", np.float32)]
     """Log-probs of the tokens, natural log, of the softmax of logits / temperature, by their engine."""
     versions_R: Annotated[np.ndarray, ResponseColumn("versions", np.int32)]
-    """Weight version that sampled each token."""
+    """Weight version that sampled each token; ``GIVEN`` where an environment gave it."""
     loss_mask_R: Annotated[np.ndarray | None, ResponseColumn("loss_masks", np.bool_, fill=True)] = field(
         default=None, kw_only=True
     )

@@ -71,6 +71,15 @@ _ADDED: dict[str, Any] = {
     "rollout.sglang.compare_digests": True,  # was not compared then; a resumed run compares
     "data.sources": [],
     "reward.settings": {},
+    "environment.function": None,
+    "environment.settings": {},
+    "environment.max_turns": 8,
+    "environment.step_limit_s": 60.0,
+    "environment.episode_limit_s": 600.0,
+    "environment.workers": 2,
+    "environment.memory_limit_mb": 16384,
+    "environment.python": None,
+    "environment.history": "exact",
     "reward.sandbox_url": None,
     "reward.math_allow_operations": False,  # was True then; a resumed run scores as new runs do
 }
@@ -91,6 +100,8 @@ _MAY_CHANGE = (
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
     *("reward.allow_weak_sandbox", "reward.sandbox_url"),
+    *("environment.workers", "environment.memory_limit_mb", "environment.python"),
+    *("environment.step_limit_s", "environment.episode_limit_s"),
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps"),
     *("rollout.sglang.", "rollout.custom_engine."),
 )

@@ -8,6 +8,7 @@ from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
 from bapo_megatron.config.engine import EngineConfig
+from bapo_megatron.config.environment import EnvironmentConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.run import RunConfig, SftConfig
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "LoggingConfig",
     "ModelConfig",

@@ -14,6 +14,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
+from bapo_megatron.config.environment import EnvironmentConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
@@ -30,6 +31,7 @@ from bapo_megatron.config.validation import (
     checkpoint_problems,
     data_problems,
     engine_problems,
+    environment_problems,
     hold_problems,
     hook_problems,
     mismatch_problems,
@@ -77,6 +79,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -139,6 +142,7 @@ class RunConfig:
         yield from staleness_problems(self.rollout)
         yield from engine_problems(self.rollout, self.longest_request)
         yield from reward_problems(self.reward, self.rollout.max_response_tokens)
+        yield from environment_problems(self.environment)
         yield from data_problems(self.data)
         yield from source_reward_problems(self.data, self.reward)
         yield from checkpoint_problems(self.checkpoint, self.evaluation)

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.ranges import range_problem, type_problem
 from bapo_megatron.config.engine import EngineConfig
+from bapo_megatron.config.environment import EnvironmentConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
@@ -179,6 +180,25 @@ def staleness_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"{rollout.max_staleness + 1} steps is less than rollout.max_response_tokens="
             f"{rollout.max_response_tokens}: long responses would always be too old; set "
             f"rollout.max_staleness={needed}"
+        )
+
+
+def environment_problems(environment: EnvironmentConfig) -> Iterator[str]:
+    """Rules of the environment: the form of its class's path, and of its limits."""
+    function = environment.function
+    if function is None:
+        if environment.settings:
+            yield "environment.settings needs environment.function: set both or none"
+    elif not re.fullmatch(r"[\w.]+:\w+|.+\.py:\w+", function):
+        yield (
+            f"environment.function={function!r} names no class: give package.module:Name, or file.py:Name "
+            "of one"
+        )
+    if environment.step_limit_s > environment.episode_limit_s:
+        yield (
+            f"environment.step_limit_s={environment.step_limit_s:g} is above "
+            f"environment.episode_limit_s={environment.episode_limit_s:g}, the limit of all steps together: "
+            "lower it"
         )
 
 

@@ -13,9 +13,22 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig, SglangConfig
+from bapo_megatron.config import (
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
 from bapo_megatron.config.sections import Settings
-from bapo_megatron.config.validation import REWARD_ENDPOINTS, raise_problems, sandbox_problems
+from bapo_megatron.config.validation import (
+    REWARD_ENDPOINTS,
+    environment_problems,
+    raise_problems,
+    sandbox_problems,
+)
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.suites import REWARD_FUNCTION
 from bapo_megatron.errors import ConfigError
@@ -74,6 +87,8 @@ class EvalOptions:
     """Address of a SandboxFusion server that runs programs, as `reward.sandbox_url` of a run."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The servers of `engine=sglang`."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """What answers the model's turns, as in a run."""
 
     @property
     def names(self) -> list[str]:
@@ -126,6 +141,7 @@ class EvalOptions:
             )
         if self.reward_settings and self.reward in (None, "reasoning_gym"):
             yield f"reward_settings needs reward: name whose settings they are; {self.reward} takes none"
+        yield from environment_problems(self.environment)
         yield from sandbox_problems("sandbox_url", self.sandbox_url)
         if not self.judge_limit_s > 0:
             yield f"judge_limit_s={self.judge_limit_s} must be above 0"
@@ -144,6 +160,7 @@ class EvalOptions:
             run_dir=output,
             seed=self.seed,
             rollout=self.rollout,
+            environment=self.environment,
             reward=RewardConfig(
                 function=self.reward or (REWARD_FUNCTION if programs else "math"),
                 settings=self.reward_settings,
@@ -158,7 +175,14 @@ class EvalOptions:
 
     def sampling(self) -> dict[str, Any]:
         """Settings that responses depend on, besides model and problem; equal within one evaluation."""
+        environment = self.environment
+        within = {
+            "function": environment.function,
+            "settings": environment.settings,
+            "max_turns": environment.max_turns,
+        }
         return {
+            **({"environment": within} if environment.function is not None else {}),
             "temperature": self.temperature,
             "max_response_tokens": self.max_response_tokens,
             "seed": self.seed,

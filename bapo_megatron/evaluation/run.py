@@ -36,9 +36,11 @@ from bapo_megatron.reward.functions import check_function
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
-from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
+from bapo_megatron.rollout.engines.requests import Dataset, limits_of
+from bapo_megatron.rollout.sampler.environment_start import check_environment, open_environment
 from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
+from bapo_megatron.rollout.sampler.turns import TurnTaker
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.written_folders import is_run
 from bapo_megatron.types import Metrics
@@ -82,6 +84,7 @@ def evaluate(options: EvalOptions) -> Results:
     model = hf_model(location, options.hf_reference, output)
     engine_backend(options.engine, "--engine").check_weights(model.folder)
     tokenizer = load_tokenizer(model.folder)
+    check_environment(options.environment, model.folder, tokenizer)
     function, most_tokens = options.reward or REWARD_FUNCTION, options.max_prompt_tokens
     suites = [load_suite(name, tokenizer, most_tokens, options.suites, function) for name in options.names]
     longest = max(len(prompt.token_ids_P) for suite in suites for prompt in suite.prompts)
@@ -178,16 +181,17 @@ async def _ask(
         robust, right_from = RobustScorer(scorer, config.reward.failed, _report), config.reward.correct
         pool = await open_pool(config, urls, str(select_device()), _report, opened)
         await pool.update(folder, _VERSION)
-        sampling = Sampling(
-            rollout.temperature,
-            rollout.max_response_tokens,
-            config.seed,
-            stop_token_ids(folder, tokenizer),
-        )
+        stops, stepping = await open_environment(config.environment, folder, tokenizer, opened)
+        most, max_turns = rollout.max_response_tokens, config.environment.max_turns
+        turns = stepping and TurnTaker(stepping, Dataset((), tokenizer, stops), max_turns, most)
+        sampling = Sampling(rollout.temperature, most, config.seed, stops, in_environment=turns is not None)
         for task in tasks:
             lost_minutes = rollout.engine_config.lost_minutes
             sampler = SuiteSampler(
-                task.suite.prompts, tokenizer, pool, robust, sampling, _VERSION, lost_minutes, right_from
+                *(task.suite.prompts, tokenizer, pool, robust, sampling, _VERSION, lost_minutes),
+                right_from,
+                turns,
+                task.suite.name,
             )
             await sampler.ask(task.places, _Progress(task))
             await asyncio.to_thread(finish, task)

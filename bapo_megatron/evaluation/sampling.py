@@ -13,12 +13,16 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
+from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.evaluation.scoring import ScoredResponse, vote_of
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.rollout.sampler.response import Sampling
-from bapo_megatron.rollout.sampler.scoring import Scorer
+from bapo_megatron.rollout.sampler.scoring import Scorer, response_score
+from bapo_megatron.rollout.sampler.turns import TurnTaker
 from bapo_megatron.rollout.sampler.whole_response import whole_response
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.types import Prompt
@@ -46,11 +50,15 @@ class SuiteSampler:
         version: int,
         lost_minutes: float,
         right_from: float = 1.0,
+        turns: TurnTaker | None = None,
+        name: str = "",
     ) -> None:
         """``version``: of the weights to sample from; tokens of others are refused. ``lost_minutes``: longest
-        wait while no engine answers. ``right_from``: lowest score of a right response."""
+        wait while no engine answers. ``right_from``: lowest score of a right response. ``turns``: of
+        the environment that answers them, if there is one. ``name``: of the suite, part of its episodes'."""
         self._prompts, self._tokenizer = prompts, tokenizer
         self._pool, self._scorer, self._sampling, self._version = pool, scorer, sampling, version
+        self._turns, self._name = turns, name
         self._lost_minutes, self._right_from = lost_minutes, right_from
         self._running: set[asyncio.Task[None]] = set()
         self._judged: asyncio.Queue[Row] = asyncio.Queue()
@@ -100,15 +108,22 @@ class SuiteSampler:
 
     async def _respond(self, slot: EngineSlot, problem: int, sample: int) -> None:
         prompt = self._prompts[problem]
-        name, place = f"{problem}-{sample}", (0, problem, sample)
-        response = await whole_response(self._pool, self._sampling, self._version, prompt, name, place, slot)
-        tokens, reason = response.so_far.token_ids_R, response.finish_reason
+        place = (0, problem, sample)
+        name = f"{problem}-{sample}" if self._turns is None else f"{self._name}-{problem}-{sample}"
+        response = await whole_response(
+            *(self._pool, self._sampling, self._version, prompt, name, place, slot), turns=self._turns
+        )
+        tokens, reason = response.sampled_tokens, response.finish_reason
         assert reason is not None
-        text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-        result = await self._scorer.score(prompt, text, len(tokens))
+        text, last = self._text(response.so_far.token_ids_R), self._text(response.last_turn_R)
+        result = await response_score(self._scorer, prompt, response, last, RewardConfig.failed)
         correct = result.score is not None and result.score >= self._right_from
-        judged = ScoredResponse(problem, sample, correct, vote_of(text), len(tokens), reason, result.failure)
+        judged = ScoredResponse(problem, sample, correct, vote_of(last), tokens, reason, result.failure)
         self._judged.put_nowait({**asdict(judged), "text": text})
+
+    def _text(self, ids: np.ndarray) -> str:
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return text
 
     async def _keep(self, count: int, keep: Keep) -> None:
         """Store the scored responses, in batches, until all ``count`` are stored."""

@@ -25,7 +25,7 @@ from bapo_megatron.types import Prompt
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
 
-Failure = Literal["raised", "time", "died", "not finite", "endpoint"]
+Failure = Literal["raised", "time", "died", "not finite", "endpoint", "environment"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class RewardResult:
     """With all penalties; `reward.failed` without any if there is a failure."""
     failure: Failure | None = None
     """Kind of the failure: the function raised, timed out, ended its process, or returned no finite number;
-    or the endpoint gave none. None on success."""
+    or the endpoint gave none; or a step of the response's environment failed. None on success."""
     detail: str = ""
     """Text of the failure, for the log."""
     traceback: str = dataclasses.field(default="", compare=False)

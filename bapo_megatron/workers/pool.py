@@ -60,7 +60,7 @@ class CallFailed(Exception):
     """Failure of a call, named by its function and its holder."""
 
     def __init__(
-        self, name: str, failure: Failure, detail: str, traceback: str = "", place: str = ""
+        self, name: str, failure: Failure, detail: str, traceback: str = "", place: str = "", beside: int = 0
     ) -> None:
         super().__init__(f"{name}: {failure}: {detail}")
         self.failure: Failure = failure
@@ -69,6 +69,8 @@ class CallFailed(Exception):
         """Of a function that raised."""
         self.place = place
         """Identity of a mistake in a function: the type of the error and the line that raised it."""
+        self.beside = beside
+        """Other calls in flight when its worker ended: one of them may have ended it, or kept it busy."""
 
 
 @dataclass(eq=False)
@@ -87,11 +89,13 @@ class _Call:
     deadline: float = math.inf
     timer: asyncio.TimerHandle | None = None
 
-    def fail(self, failure: Failure, detail: str, traceback: str = "", place: str = "") -> None:
+    def fail(
+        self, failure: Failure, detail: str, traceback: str = "", place: str = "", beside: int = 0
+    ) -> None:
         """Let the caller know, if it still waits."""
         if not self.future.done():
             name = self.kind.function if self.holder is None else f"{self.kind.function} of {self.holder}"
-            self.future.set_exception(CallFailed(name, failure, detail, traceback, place))
+            self.future.set_exception(CallFailed(name, failure, detail, traceback, place, beside))
 
     def line(self) -> bytes:
         """Its line for a worker. Written when it is sent: thousands may wait, each with a long response."""
@@ -414,4 +418,4 @@ class _Place:
             self.own.append(call)
             return
         beside = f", with {suspects - 1} other calls in flight" if suspects > 1 else ""
-        call.fail("time" if is_overdue else "died", reason + beside)
+        call.fail("time" if is_overdue else "died", reason + beside, beside=suspects - 1)

@@ -113,6 +113,27 @@ def test_real_servers(suites: Path, tmp_path: Path) -> None:
     assert not servers_of(tmp_path / "out")
 
 
+@pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.slow)])
+def test_an_environment(suites: Path, tmp_path: Path, engine: str) -> None:
+    """Two turns, and the environment's reward; what was given is in the text, and is no length."""
+    if engine == "sglang":
+        try:
+            sglang_python()
+        except ConfigError as error:
+            pytest.skip(str(error))
+    within = ("--environment.function", "tests.support.environments:Twice", "--environment.workers", "1")
+    where = ("--max-response-tokens", "160", "--samples", "1", "--engine", engine)
+    finish(evaluation(suites, tmp_path / "out", *within, *where))
+    rows = whole_responses(tmp_path / "out/sums", samples=1)
+    assert all("Sure? " in row["text"] for row in rows)
+    assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
+    assert all(0 < row["tokens"] < 130 for row in rows)
+    summary = json.loads((tmp_path / "out/sums" / SUMMARY).read_text())
+    assert summary["sampling"]["environment"] == {"function": within[1], "settings": {}, "max_turns": 8}
+    refused = evaluation(suites, tmp_path / "out", *where)
+    assert "environment" in finish(refused, 2)
+
+
 def test_a_reward_of_ones_own(suites: Path, tmp_path: Path) -> None:
     """From the data, whose card names it, to the summary; a failing one is told with its traceback."""
     own = "tests.support.reward_functions:is_short"

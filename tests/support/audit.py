@@ -19,6 +19,9 @@ from bapo_megatron.config import RolloutConfig
 from bapo_megatron.types import Prompt
 from tests.support.raw_journal import RawGroup, RawRecord, read_log, read_step_file
 
+GIVEN = -1
+"""The version of tokens that an environment gave."""
+
 NEW_BEGINNINGS = 3
 """Times that a stale prompt is sampled once more before it may be given up."""
 
@@ -31,6 +34,14 @@ class _Response:
     reason: str | None = None
     returns: int = 0
     """``Audit.returns`` when its last segment came."""
+    waits: bool = False
+    """Its environment is to answer."""
+    attempt: int = 0
+
+    @property
+    def sampled(self) -> list[int]:
+        """The versions of the tokens that no environment gave."""
+        return [version for version in self.versions if version != GIVEN]
 
 
 @dataclass
@@ -45,7 +56,7 @@ class _Group:
 
     @property
     def tokens(self) -> int:
-        return sum(len(response.ids) for response in self.responses)
+        return sum(len(response.sampled) for response in self.responses)
 
     @property
     def is_uniform(self) -> bool:
@@ -150,21 +161,51 @@ class Audit:
             assert group.place == (epoch, index)
             assert group.end is None, "a segment of a group that is gone"
             assert response.reason is None, "a segment after the end"
+            assert not response.waits, "a segment before the environment has answered"
             assert start == len(response.ids), "a segment elsewhere than at the end of the last"
             assert 1 <= length <= (self.config.segment_tokens or length)
             versions = arrays["versions"][at:end].tolist()
             assert versions == sorted(versions)
-            if response.versions and versions[0] < response.versions[-1]:
+            if response.sampled and versions[0] < response.sampled[-1]:
                 assert self.returns > response.returns, "older weights than before"
             response.ids += arrays["token_ids"][at:end].tolist()
             response.log_probs += [one.tobytes() for one in arrays["log_probs"][at:end]]
             response.versions += versions
-            response.reason, response.returns = reason, self.returns
+            response.waits, response.returns = reason == "turn", self.returns
+            response.reason = None if response.waits else reason
             self._check_length(response)
             self._check_budget(group, response)
             at = end
         self.tokens["sampled"] += at
         assert all(len(array) == at for array in arrays.values())
+
+    def _given(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Answers of environments: they follow a turn, and end the response or give it tokens."""
+        at = 0
+        for number, epoch, index, sample, start, attempt, length, said in fields["parts"]:
+            group, end = self.groups[number], at + length
+            response = group.responses[sample]
+            assert group.place == (epoch, index)
+            assert group.end is None, "an answer in a group that is gone"
+            assert response.waits, "an answer to no turn"
+            assert (start, attempt) == (len(response.ids), response.attempt)
+            response.ids += arrays["token_ids"][at:end].tolist()
+            response.log_probs += [np.float32(0).tobytes()] * length
+            response.versions += [GIVEN] * length
+            response.waits, response.reason = False, said["finish_reason"]
+            assert (response.reason is None) == (length > 0), "it goes on with tokens, and ends without"
+            assert response.reason in (None, "stop", "length", "turns", "failed")
+            assert (response.reason == "failed") == (said["failure"] is not None)
+            assert len(response.ids) < self.config.max_response_tokens or not length
+            at = end
+
+    def _restarted(self, fields: dict[str, Any], _arrays: dict[str, np.ndarray]) -> None:
+        group = self.groups[fields["number"]]
+        response = group.responses[fields["sample"]]
+        assert group.end is None
+        assert response.waits, "only a step of an environment makes a response begin again"
+        self.tokens["dropped_restarted"] += len(response.sampled)
+        group.responses[fields["sample"]] = _Response(attempt=response.attempt + 1)
 
     def _check_length(self, response: _Response) -> None:
         longest = self.config.max_response_tokens
@@ -177,7 +218,7 @@ class Audit:
         if (budget := self.config.budget_tokens) is None:
             return
         first = min(group.begun_after, self.weights_step)
-        for version, spent in Counter(response.versions).items():
+        for version, spent in Counter(response.sampled).items():
             steps = sum(version in made for step, made in self.versions_of.items() if step >= first)
             steps = max(1, steps)  # they may be on their way
             assert spent <= budget * steps, f"{spent} tokens of version {version}, of {steps} steps"
@@ -233,7 +274,7 @@ class Audit:
             group.end = "trained"
             self.tokens["trained"] += group.tokens
         used = {version for group in groups for one in group.responses for version in one.versions.tolist()}
-        assert used <= self._versions
+        assert used - {GIVEN} <= self._versions
         self._check_metrics(metrics)
         self.served = step
         self.dropped.clear()
@@ -252,7 +293,7 @@ class Audit:
         return max(fit) if fit or before is None else before
 
     def _lag(self, group: _Group, step: int) -> int:
-        versions = {version for response in group.responses for version in response.versions}
+        versions = {version for response in group.responses for version in response.sampled}
         return max((step - 1 - self._made(version, step) for version in versions), default=0)
 
     def _is_too_old(self, group: _Group, step: int) -> bool:
@@ -268,6 +309,7 @@ class Audit:
             assert theirs.token_ids.tolist() == ours.ids
             assert theirs.log_probs.tobytes() == b"".join(ours.log_probs)
             assert theirs.versions.tolist() == ours.versions
+            assert theirs.is_sampled.tolist() == [version != GIVEN for version in ours.versions]
             assert theirs.finish_reason == ours.reason
 
     def _check_metrics(self, metrics: dict[str, Any]) -> None:

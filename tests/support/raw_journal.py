@@ -36,6 +36,8 @@ class RawResponse(NamedTuple):
     token_ids: np.ndarray
     log_probs: np.ndarray
     versions: np.ndarray
+    is_sampled: np.ndarray
+    """The loss mask: all True where the file has none."""
     finish_reason: str
     reward: float
 
@@ -89,6 +91,8 @@ def read_step_file(path: Path) -> tuple[list[RawGroup], dict[str, Any]]:
     with np.load(path) as arrays:
         header = json.loads(arrays["header"].tobytes())
         columns = [arrays[name] for name in ("token_ids", "log_probs", "versions")]
+        masks = arrays["loss_masks"] if "loss_masks" in arrays else np.ones(len(columns[0]), np.bool_)
+        columns.append(masks)
         prompt_ids = arrays["prompt_ids"]
     groups, at, prompt_at = [], 0, 0
     for number, group in zip(header["numbers"], header["groups"], strict=True):

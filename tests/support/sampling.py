@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from bapo_megatron.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
@@ -19,6 +19,7 @@ from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step
+from bapo_megatron.rollout.sampler.turns import Stepping
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt, StepBatch
 
 EOS = 3
@@ -35,7 +36,6 @@ class Letters:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """The text without EOS."""
-        assert skip_special_tokens
         return "".join(chr(token) for token in ids if token != EOS)
 
 
@@ -137,6 +137,7 @@ class World:
         engines: Sequence[ScriptedEngine],
         prompts: int = 12,
         scorer: Any = None,
+        environment: EnvironmentConfig | None = None,
         **rollout: Any,
     ) -> None:
         settings = {"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 6, **rollout}
@@ -145,6 +146,7 @@ class World:
             model=ModelConfig(Path("/nowhere")),
             data=DataConfig(Path("/nowhere"), shuffle=False),
             rollout=RolloutConfig(**settings),
+            environment=environment or EnvironmentConfig(),
             run_dir=folder,
             seed=1,
         )
@@ -154,6 +156,7 @@ class World:
         self.score = scorer or StartsWithY()
         made = [Prompt(n, np.array([n], np.int32), "", "test") for n in range(prompts)]
         self.dataset = Dataset(made, Letters(), (EOS,))
+        self.stepping: Stepping | None = None
         self.events: list[dict[str, Any]] = []
         self.sampler: GroupSampler
         self.pool: EnginePool
@@ -186,6 +189,7 @@ class World:
             self._note,
             rounds,
             is_held,
+            self.stepping,
         )
         try:
             await self.sampler.start(first_step, state)

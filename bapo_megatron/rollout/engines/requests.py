@@ -39,6 +39,14 @@ class Dataset:
         """Responses as text, without special tokens."""
         return [self.tokenizer.decode(one.tolist(), skip_special_tokens=True) for one in ids]
 
+    def turn_text(self, ids: np.ndarray) -> str:
+        """A turn of the model as text: without the token that ended it, with all other special ones."""
+        listed = ids.tolist()
+        if listed and listed[-1] in self.stop_token_ids:
+            listed.pop()
+        text: str = self.tokenizer.decode(listed, skip_special_tokens=False)
+        return text
+
 
 @dataclass(frozen=True)
 class ModelLimits:
@@ -120,14 +128,18 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
 
 def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """The identity of a journal: the settings that its records depend on; a resume must not change them."""
-    rollout = config.rollout
+    rollout, environment = config.rollout, config.environment.function
+    # A program without environments compares the size, and refuses such a journal in words.
+    of = {} if environment is None else {"environment.function": environment}
+    size = rollout.group_size if environment is None else f"{rollout.group_size} episodes of an environment"
     return {
+        **of,
         **mixture_settings(dataset.sources),
         "prompts": len(dataset.prompts),
         "seed": config.seed,
         "data.shuffle": config.data.shuffle,
         "model.hf_path": str(config.model.hf_path),
-        "rollout.group_size": rollout.group_size,
+        "rollout.group_size": size,
         "rollout.temperature": rollout.temperature,
         "rollout.max_response_tokens": rollout.max_response_tokens,
     }

@@ -15,6 +15,7 @@ import numpy as np
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.sampler.admission import AdmissionController
+from bapo_megatron.rollout.sampler.episode_metrics import episode_metrics
 from bapo_megatron.rollout.sampler.event_log.events import batch_served
 from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, GroupSummary, SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
@@ -86,6 +87,7 @@ def sampler_metrics(
     return {
         **rollout_metrics(sampler_state.scored, len(chosen), reward),
         **_by_source(sampler_state.scored, chosen, reward, sources),
+        **episode_metrics(sampler_state.scored),
         "rollout/groups_dropped": float(sampler_state.dropped["uniform"]),
         "rollout/groups_stale": float(sampler_state.dropped["stale"] + stale),
         "sampler/groups_kept": float(sampler_state.outstanding - len(chosen)),

@@ -17,6 +17,7 @@ from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, request_seed
 from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.sampler.admission import AdmissionController
+from bapo_megatron.rollout.sampler.episode import TURN
 from bapo_megatron.rollout.sampler.event_log.events import Segment
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.response import (
@@ -61,6 +62,7 @@ class Dispatcher:
             config.seed,
             dataset.stop_token_ids,
             config.rollout.segment_tokens,
+            config.environment.function is not None,
         )
         self._state, self._admission, self._pool = sampler_state, admission, pool
         self._ready: list[ResponseKey] = []
@@ -97,9 +99,11 @@ class Dispatcher:
         return results
 
     def add(self, group: OpenGroup, sample: int) -> None:
-        """Queue a response for its next segment, unless it is complete or its group is dropped."""
-        if self._state.open.get(group.number) is group and not group.responses[sample].is_complete:
+        """Queue a response for its next segment, if it needs one, and its group is open."""
+        if self._state.open.get(group.number) is group and group.responses[sample].is_sampling:
             heapq.heappush(self._ready, (group.number, sample))
+        elif group.responses[sample].is_complete:  # perhaps ended by its environment
+            self._cached.pop((group.number, sample), None)
 
     def unpark(self) -> None:
         """Queue the parked responses: new weights bring new budgets."""
@@ -194,11 +198,12 @@ class Dispatcher:
         finish_reason = finish_reason_of(start, answer, self._sampling)
         self._segments.append(Segment(group, key[1], start, answer, finish_reason))
         self._cached.pop(key, None)
-        if not finish_reason and (cached := self._pool.cached_at(slot)):
+        if finish_reason in (None, TURN) and (cached := self._pool.cached_at(slot)):
             self._cached[key] = cached
 
     def _need(self, group: OpenGroup, sample: int) -> Tokens | None:
-        return needs(group.responses[sample], self._sampling, self._admission.budget(group, sample))
+        found = needs(group.responses[sample], self._sampling, self._admission.budget(group, sample))
+        return found if isinstance(found, Tokens) else None
 
     def _request(self, group: OpenGroup, sample: int, need: Tokens) -> GenerateRequest:
         prompt, name = self._dataset.prompts[group.index], f"{group.number}-{sample}"

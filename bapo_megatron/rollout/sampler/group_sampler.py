@@ -26,6 +26,8 @@ from bapo_megatron.rollout.sampler.journal_start import OUTSTANDING, journal_sta
 from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path
+from bapo_megatron.rollout.sampler.stepper import Stepper
+from bapo_megatron.rollout.sampler.turns import Stepping
 from bapo_megatron.runtime.run_paths import RunPaths
 
 
@@ -46,12 +48,14 @@ class GroupSampler:
         report: Report,
         rounds: bool = False,
         is_held: Callable[[], bool] = lambda: False,
+        stepping: Stepping | None = None,
     ) -> None:
         """Open the journal of the run. ConfigError if another process writes it.
 
         ``rounds``: open new groups, and form a batch, only when no group is open, so that an engine whose
         answers depend on its batch always gets the same batches. ``is_held``: whether requests must wait,
-        because such an engine has an evaluation's requests.
+        because such an engine has an evaluation's requests. ``stepping``: the parts of ``environment``, if
+        the run has one.
         """
         self._rollout, self._report, self._pool = config.rollout, report, pool
         self._folder = RunPaths(config.directory).journal
@@ -62,6 +66,8 @@ class GroupSampler:
         self._state = state = SamplerState(prompts, rollout.group_size, self._identity)
         self._admission = admission = AdmissionController(rollout, state)
         self._dispatcher = dispatcher = Dispatcher(config, dataset, state, admission, pool)
+        changed = pool.changed.set
+        stepper = stepping and Stepper(config, dataset, state, stepping, changed, report)
         self._batches = BatchBuilder(config, state, admission, pool, self._folder, rounds)
         self._loop = SamplerLoop(
             rollout,
@@ -70,11 +76,12 @@ class GroupSampler:
             self._journal,
             admission,
             dispatcher,
-            GroupScorer(dataset, scorer),
+            GroupScorer(dataset, scorer, config.reward.failed),
             pool.changed,
             report,
             rounds,
             is_held,
+            stepper,
         )
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:

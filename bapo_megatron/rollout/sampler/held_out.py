@@ -21,7 +21,8 @@ from bapo_megatron.data.suites import Suite
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.response import Sampling
-from bapo_megatron.rollout.sampler.scoring import Scorer
+from bapo_megatron.rollout.sampler.scoring import Scorer, response_score
+from bapo_megatron.rollout.sampler.turns import Stepping, TurnTaker
 from bapo_megatron.rollout.sampler.whole_response import whole_response
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
@@ -50,13 +51,22 @@ class HeldOut:
     """
 
     def __init__(
-        self, config: RunConfig, suites: Sequence[Suite], dataset: Dataset, pool: EnginePool, scorer: Scorer
+        self,
+        config: RunConfig,
+        suites: Sequence[Suite],
+        dataset: Dataset,
+        pool: EnginePool,
+        scorer: Scorer,
+        stepping: Stepping | None = None,
     ) -> None:
+        """``stepping``: the parts of ``environment``, if the run has one."""
         self._config, self._suites = config, suites
         self._dataset, self._pool, self._scorer = dataset, pool, scorer
         temperature, most = config.evaluation_sampling
         stops, segment = dataset.stop_token_ids, config.rollout.segment_tokens
-        self._sampling = Sampling(temperature, most, config.seed, stops, segment)
+        self._sampling = Sampling(temperature, most, config.seed, stops, segment, stepping is not None)
+        max_turns = config.environment.max_turns
+        self._turns = stepping and TurnTaker(stepping, dataset, max_turns, most)
         self._paths = RunPaths(config.directory)
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
@@ -138,18 +148,20 @@ class HeldOut:
         place = (_EPOCH, item.problem, item.sample)
         async with room:
             response = await whole_response(
-                self._pool, self._sampling, self._version, prompt, name, place, over_capacity=True
+                *(self._pool, self._sampling, self._version, prompt, name, place),
+                over_capacity=True,
+                turns=self._turns,
             )
-        ids = response.so_far.token_ids_R
-        [text] = await asyncio.to_thread(self._dataset.texts, [ids])
-        result = await self._scorer.score(prompt, text, len(ids))
+        ids = [response.so_far.token_ids_R, response.last_turn_R]
+        text, last = await asyncio.to_thread(self._dataset.texts, ids)
+        result = await response_score(self._scorer, prompt, response, last, self._config.reward.failed)
         return {
             "suite": item.suite.name,
             "problem": item.problem,
             "sample": item.sample,
             "correct": result.score is not None and result.score >= self._config.reward.correct,
             "failure": result.failure,
-            "tokens": len(ids),
+            "tokens": response.sampled_tokens,
             "finish_reason": response.finish_reason,
             "response": text,
         }

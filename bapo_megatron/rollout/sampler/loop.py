@@ -2,7 +2,8 @@
 
 One task wakes up at every change. It writes all queued events and returned segments in one commit, and only
 then applies them. It opens new groups as admission allows (``admission.py``), and sends requests to engines
-(``dispatcher.py``). Complete groups are scored (``scoring.py``). Used by ``group_sampler.py``.
+(``dispatcher.py``), and turns to their environments (``stepper.py``). Complete groups are scored
+(``scoring.py``). Used by ``group_sampler.py``.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
 from bapo_megatron.rollout.sampler.event_log.events import (
+    answers_given,
     group_dropped,
     group_scored,
     groups_opened,
+    response_restarted,
     segments_arrived,
 )
 from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
 from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.scoring import FirstStepScores, GroupScorer
+from bapo_megatron.rollout.sampler.stepper import Stepper
 
 MAX_RESAMPLES = 3
 """Most retries of a prompt whose group was stale; then it is dropped."""
@@ -56,12 +60,14 @@ class SamplerLoop:
         report: Report,
         rounds: bool,
         is_held: Callable[[], bool],
+        stepper: Stepper | None = None,
     ) -> None:
         """``changed``: wakes the loop; also set by the engine pool. ``rounds``, ``is_held``: see
-        ``GroupSampler``."""
+        ``GroupSampler``. ``stepper``: None in a run without an environment."""
         self._config, self._order, self._state, self._journal = config, order, sampler_state, journal
         self._admission, self._dispatcher, self._scorer = admission, dispatcher, scorer
         self._changed, self._report, self._rounds, self._is_held = changed, report, rounds, is_held
+        self._stepper = stepper
         self._events: list[Record] = []
         """Events that are queued for the next commit."""
         self._next_number = 0
@@ -123,6 +129,8 @@ class SamplerLoop:
                 if not self._rounds:
                     await self._dispatcher.drain(_DRAIN_S)
         self._dispatcher.cancel()
+        if self._stepper:
+            self._stepper.cancel()
         for task in self._scoring.values():
             task.cancel()
 
@@ -162,14 +170,21 @@ class SamplerLoop:
         self._admit_groups()
         # Nothing is sent before all is committed: a queued event may drop the group of a request, and a new
         # group must be in the journal before an engine samples for it.
-        while self._events or self._dispatcher.has_results:
+        while self._events or self._has_results:
             await self._commit()
+        if self._rounds and self._stepper and self._stepper.is_busy:
+            return  # the requests go out together when all have been answered: always the same batches
         await self._dispatcher.send(at_once=self._rounds)
 
     @property
+    def _has_results(self) -> bool:
+        return self._dispatcher.has_results or bool(self._stepper and self._stepper.has_results)
+
+    @property
     def _is_busy(self) -> bool:
-        """Whether anything is being sampled or scored, or is queued for a commit."""
-        return bool(self._dispatcher.is_busy or self._scoring or self._events)
+        """Whether anything is being sampled, stepped or scored, or is queued for a commit."""
+        steps = self._stepper is not None and self._stepper.is_busy
+        return bool(self._dispatcher.is_busy or steps or self._scoring or self._events)
 
     async def _commit(self) -> None:
         """Write all new events and segments in one commit, then apply them and act on them."""
@@ -177,11 +192,17 @@ class SamplerLoop:
         for group, why in refusals:
             if self._is_open(group) and self._drop(group, "refused"):
                 self._report("request_refused", detail=why)
+        answers, restarts = self._stepper.take_results() if self._stepper else ([], [])
         segments = [one for one in arrived if self._is_open(one.group)]
+        answers = [one for one in answers if self._is_open(one.group)]
+        restarts = [one for one in restarts if self._is_open(one.group)]
         events, self._events = self._events, []
-        if segments:
-            # First: applied after the drop of its group, which may be queued, a segment would reopen it.
-            events.insert(0, segments_arrived(segments))
+        # First: applied after the drop of its group, which may be queued, any of them would reopen it.
+        events[:0] = [
+            *([segments_arrived(segments)] if segments else []),
+            *([answers_given(answers)] if answers else []),
+            *(response_restarted(*one) for one in restarts),
+        ]
         if not events:
             return
         if self._journal.is_full:
@@ -191,9 +212,12 @@ class SamplerLoop:
         for event in events:
             self._state.apply(event)
             self._act_on(event)
-        for segment in segments:
-            self._dispatcher.add(segment.group, segment.sample)
-        for group in {one.group.number: one.group for one in segments}.values():
+        changed = [(one.group, one.sample) for one in segments]
+        changed += [(one.group, one.sample) for one in answers]
+        changed += [(one.group, one.sample) for one in restarts]
+        for group, sample in changed:
+            self._continue(group, sample)
+        for group in {group.number: group for group, _ in changed}.values():
             self._score_if_complete(group)
         if any(event.kind == "weights" for event in events):
             # After the events are applied: staleness and budgets depend on the step of the new weights.
@@ -234,8 +258,14 @@ class SamplerLoop:
     def _resume(self, group: OpenGroup) -> None:
         """Queue the unfinished responses of a group, new or from the journal; score a complete group."""
         for sample in range(len(group.responses)):
-            self._dispatcher.add(group, sample)
+            self._continue(group, sample)
         self._score_if_complete(group)
+
+    def _continue(self, group: OpenGroup, sample: int) -> None:
+        """Give a response to the dispatcher or to the stepper, whichever it needs next."""
+        self._dispatcher.add(group, sample)
+        if self._stepper:
+            self._stepper.add(group, sample)
 
     def _score_if_complete(self, group: OpenGroup) -> None:
         """Begin to score a group if all of its responses are finished."""
@@ -268,7 +298,9 @@ class SamplerLoop:
         return True
 
     def _cancel(self, number: int) -> None:
-        """Cancel the requests and the scoring of a group."""
+        """Cancel the requests, the steps and the scoring of a group."""
         self._dispatcher.cancel_group(number)
+        if self._stepper:
+            self._stepper.cancel_group(number)
         if task := self._scoring.pop(number, None):
             task.cancel()

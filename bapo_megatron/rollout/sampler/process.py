@@ -37,8 +37,9 @@ from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
-from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
+from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
+from bapo_megatron.rollout.sampler.environment_start import open_environment
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
@@ -253,13 +254,14 @@ async def _open(
     whole_round = rollout.prompts_per_step * rollout.group_size * 1000 if rounds else None
     pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)
     tokenizer = load_tokenizer(config.model.hf_path)
-    stops, problems = stop_token_ids(config.model.hf_path, tokenizer), setup.problems
+    folder, problems = config.model.hf_path, setup.problems
+    stops, stepping = await open_environment(config.environment, folder, tokenizer, opened)
     dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources)
-    held_out = HeldOut(config, setup.held_out, dataset, pool, scorer)
+    held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, stepping)
     # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an
     # evaluation and training must not mix.
     sampler = GroupSampler(
-        config, dataset, pool, scorer, report, rounds=rounds, is_held=lambda: rounds and held_out.is_busy
+        config, dataset, pool, scorer, report, rounds, lambda: rounds and held_out.is_busy, stepping
     )
     opened.push_async_callback(sampler.close)
     opened.callback(held_out.close)

@@ -1,21 +1,35 @@
 """The state machine of one response: what it needs next, the request for it, and how an answer continues it.
 
     state       needs        event                               next state
-    sampling    Tokens(n)    a segment without a finish reason   sampling
+    sampling    Tokens(n)    a segment without a reason          sampling
     sampling    Tokens(n)    a segment with a finish reason      complete
+    sampling    Tokens(n)    a segment with the reason `turn`    waiting
+    waiting     STEP         an answer with tokens               sampling
+    waiting     STEP         an answer with a finish reason      complete
+    waiting     STEP         ``restarted``                       sampling, without tokens
     complete    nothing
 
-Pure functions on frozen data: no engine, no file, no clock. The dispatcher drives responses for training with
-it (the write-ahead log is between an answer and ``continued``), ``whole_response.py`` those of evaluations.
+Only responses in an environment have turns (``episode.py``). Pure functions on frozen data: no engine, no
+file, no clock. The dispatcher and the stepper drive responses for training with it (the write-ahead log is
+between an answer and the next state), ``whole_response.py`` those of evaluations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 
+from bapo_megatron.rollout.sampler.episode import (
+    TURN,
+    Answer,
+    Episode,
+    SegmentEnd,
+    answered,
+    turn_ended,
+)
 from bapo_megatron.types import (
     FinishReason,
     GenerateRequest,
@@ -41,6 +55,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     segment_tokens: int | None = None
     """Most tokens of one request; None: one request for the whole response."""
+    in_environment: bool = False
+    """Whether a stop token ends a turn, which an environment answers, and not the response."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +69,15 @@ class Response:
 
     so_far: ResponseTokens = field(default_factory=lambda: ResponseTokens.joined([]))
     finish_reason: FinishReason | None = None
-    """``stop`` or ``length`` of a complete response, else None."""
+    """That of a complete response, else None."""
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
-    """Number of tokens by the weight version that sampled them."""
+    """Number of sampled tokens by the weight version that sampled them."""
+    episode: Episode = field(default_factory=Episode)
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether it needs more tokens from an engine."""
+        return not self.is_complete and not self.episode.is_waiting
 
     @property
     def is_complete(self) -> bool:
@@ -64,8 +86,19 @@ class Response:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens so far."""
+        """Number of tokens so far, sampled and given."""
         return len(self.so_far.token_ids_R)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the model has sampled."""
+        return self.tokens - self.episode.given_tokens
+
+    @property
+    def last_turn_R(self) -> np.ndarray:
+        """Token ids of the model's last turn, the whole response if it has one: what a reward judges."""
+        ids_R: np.ndarray = self.so_far.token_ids_R[self.episode.last_turn_start :]
+        return ids_R
 
     def rollout(self, reward: float) -> Rollout:
         """The complete response with its reward."""
@@ -81,13 +114,24 @@ class Tokens:
     """Most tokens of the next request; 0: none before new weights bring a new budget."""
 
 
-def needs(response: Response, sampling: Sampling, budget: int | None = None) -> Tokens | None:
+class Step(Enum):
+    """A need: the environment's answer to the model's turn. ``STEP`` is the only one."""
+
+    STEP = "step"
+
+
+STEP = Step.STEP
+
+
+def needs(response: Response, sampling: Sampling, budget: int | None = None) -> Tokens | Step | None:
     """What the response needs next; None if it is complete.
 
     ``budget``: most tokens that it may still have from the current weights (``rollout.budget_tokens``).
     """
     if response.is_complete:
         return None
+    if response.episode.is_waiting:
+        return STEP
     limits = (sampling.max_response_tokens - response.tokens, sampling.segment_tokens, budget)
     return Tokens(max(0, min(limit for limit in limits if limit is not None)))
 
@@ -109,24 +153,39 @@ def next_request(
     )
 
 
-def finish_reason_of(before: int, segment: ResponseTokens, sampling: Sampling) -> FinishReason | None:
+def finish_reason_of(before: int, segment: ResponseTokens, sampling: Sampling) -> SegmentEnd | None:
     """The finish reason of a response with ``segment`` after its first ``before`` tokens; None: unfinished.
 
-    From the tokens, whatever the engine reports: an abort may coincide with the stop token.
+    ``turn`` in place of ``stop`` in an environment, which says whether the response ends. From the tokens,
+    whatever the engine reports: an abort may coincide with the stop token.
     """
     ids = segment.token_ids_R
     if len(ids) and ids[-1] in sampling.stop_token_ids:
-        return "stop"
+        return TURN if sampling.in_environment else "stop"
     return "length" if before + len(ids) >= sampling.max_response_tokens else None
 
 
-def continued(response: Response, segment: ResponseTokens, finish_reason: FinishReason | None) -> Response:
-    """The response with ``segment`` appended. ``finish_reason``: if the segment completes it."""
+def continued(response: Response, segment: ResponseTokens, reason: SegmentEnd | None) -> Response:
+    """The response with ``segment`` appended. ``reason``: if the segment completes it, or a turn of it."""
     by_version = dict(response.tokens_by_version)
     for version, count in _counts(segment.versions_R).items():
         by_version[version] = by_version.get(version, 0) + count
-    joined = ResponseTokens.joined([response.so_far, segment] if response.tokens else [segment])
-    return Response(joined, finish_reason, by_version)
+    joined, episode = _joined(response, segment), response.episode
+    if reason is not None:
+        episode = turn_ended(episode, len(joined.token_ids_R), reason)
+    return Response(joined, None if reason == TURN else reason, by_version, episode)
+
+
+def given(response: Response, answer: Answer) -> Response:
+    """The response with its environment's answer, which gives it tokens or completes it."""
+    joined = _joined(response, answer.tokens) if len(answer.token_ids_R) else response.so_far
+    episode = answered(response.episode, len(joined.token_ids_R), answer)
+    return replace(response, so_far=joined, finish_reason=answer.finish_reason, episode=episode)
+
+
+def restarted(response: Response) -> Response:
+    """The response begun again: its environment cannot be brought back to where it was."""
+    return Response(episode=Episode(restarts=response.episode.restarts + 1))
 
 
 def foreign_weights(answer: Generation, is_known: Callable[[int], bool]) -> str | None:
@@ -140,6 +199,10 @@ def foreign_weights(answer: Generation, is_known: Callable[[int], bool]) -> str 
 def given_up(losses: int, name: str) -> str | None:
     """Why a response is given up after so many engine losses with its requests; None: it is sent again."""
     return f"{MOST_LOSSES} engines were lost with request {name!r}" if losses >= MOST_LOSSES else None
+
+
+def _joined(response: Response, more: ResponseTokens) -> ResponseTokens:
+    return ResponseTokens.joined([response.so_far, more] if response.tokens else [more])
 
 
 def _counts(versions_R: np.ndarray) -> dict[int, int]:

@@ -15,6 +15,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
+from bapo_megatron.rollout.sampler.response import Response
 from bapo_megatron.types import Prompt
 
 
@@ -54,17 +55,32 @@ class GroupScorer:
     Made by ``GroupSampler``, called by ``SamplerLoop``.
     """
 
-    def __init__(self, dataset: Dataset, scorer: Scorer) -> None:
-        self._dataset, self._scorer = dataset, scorer
+    def __init__(self, dataset: Dataset, scorer: Scorer, failed: float) -> None:
+        """``failed``: the reward of a response whose environment failed."""
+        self._dataset, self._scorer, self._failed = dataset, scorer, failed
 
     async def score(self, group: OpenGroup) -> list[RewardResult]:
         """The results of a complete group, in the order of its responses."""
         prompt = self._dataset.prompts[group.index]
-        ids = [response.so_far.token_ids_R for response in group.responses]
+        ids = [response.last_turn_R for response in group.responses]
         texts = await asyncio.to_thread(self._dataset.texts, ids)  # it takes a while for long responses
+        pairs = zip(group.responses, texts, strict=True)
         return await asyncio.gather(
-            *(self._scorer.score(prompt, text, len(one)) for text, one in zip(texts, ids, strict=True))
+            *(response_score(self._scorer, prompt, one, text, self._failed) for one, text in pairs)
         )
+
+
+async def response_score(
+    scorer: Scorer, prompt: Prompt, response: Response, text: str, failed: float
+) -> RewardResult:
+    """The result of a complete response: ``failed`` if its environment failed; else the sum of what that
+    gave; else ``scorer``'s reward for ``text``, the model's last turn."""
+    episode = response.episode
+    if episode.failure is not None:
+        return RewardResult(failed, "environment", f"{episode.failure}: {episode.detail}")
+    if episode.reward is not None:
+        return RewardResult(episode.reward, score=episode.reward)
+    return await scorer.score(prompt, text, response.sampled_tokens)
 
 
 ScoredGroup = tuple[OpenGroup, list[RewardResult]]
@@ -106,6 +122,12 @@ class FirstStepScores:
 
 def _all_failed(results: list[RewardResult]) -> str:
     first = results[0]
+    if all(one.failure == "environment" for one in results):
+        return (
+            f"the environment of all {len(results)} responses of the first step failed, the first with\n\n"
+            f"{first.detail}\n\nNothing was trained. Mend environment.function, or raise "
+            "environment.step_limit_s, then give another --run-dir: these responses are complete"
+        )
     what = first.traceback or f"{first.failure}: {first.detail}"
     limit = "; reward.time_limit_s and reward.memory_limit_mb are its limits" if not first.traceback else ""
     return (

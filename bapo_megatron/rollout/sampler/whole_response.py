@@ -17,13 +17,17 @@ from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.sampler.response import (
     Response,
     Sampling,
+    Step,
     continued,
     finish_reason_of,
     foreign_weights,
+    given,
     given_up,
     needs,
     next_request,
+    restarted,
 )
+from bapo_megatron.rollout.sampler.turns import MOST_RESTARTS, TurnTaker
 from bapo_megatron.types import Generation, Prompt
 
 _POLL_S = 1.0
@@ -39,11 +43,13 @@ async def whole_response(
     seed_place: tuple[int, int, int],
     slot: EngineSlot | None = None,
     over_capacity: bool = False,
+    turns: TurnTaker | None = None,
 ) -> Response:
     """Sample a complete response from the weights of ``version``.
 
     ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine that
-    is reserved already. ``over_capacity``: see `EnginePool.reserve`.
+    is reserved already. ``over_capacity``: see `EnginePool.reserve`. ``turns``: of the environment that
+    answers it, if `Sampling.in_environment`; its failures are data of the response.
 
     An engine that answers with a token of other weights is lost, and the answer is not used. It waits without
     a limit for an engine with room: the caller watches ``EnginePool.check``. RunStopped if the request is
@@ -52,26 +58,47 @@ async def whole_response(
     response, losses = Response(), 0
     cached: CachedPrefix | None = None
     seed = request_seed(sampling.seed, *seed_place)
-    while need := needs(response, sampling):
-        while slot is None and (slot := pool.reserve(over_capacity, cached)) is None:
-            await asyncio.sleep(_POLL_S)
-        request = next_request(response, need, sampling, prompt, name, seed)
-        try:
-            answer = _checked(pool, slot, version, await pool.generate(slot, request))
-            cached = pool.cached_at(slot)
-        except EngineLost as lost:
-            losses += lost.by_this_request
-            if why := given_up(losses, name):
-                raise RunStopped(f"{why}: {lost}") from lost
-            continue
-        except ValueError as error:  # any engine would refuse it
-            raise RunStopped(f"a request of an evaluation was refused: {error}") from error
-        finally:
-            slot.load -= 1
-            slot = None
-            pool.changed.set()
-        response = continued(response, answer, finish_reason_of(response.tokens, answer, sampling))
+    try:
+        while need := needs(response, sampling):
+            if isinstance(need, Step):
+                assert turns is not None
+                response = await _stepped(turns, prompt, response, name)
+                continue
+            while slot is None and (slot := pool.reserve(over_capacity, cached)) is None:
+                await asyncio.sleep(_POLL_S)
+            request = next_request(response, need, sampling, prompt, name, seed)
+            try:
+                answer = _checked(pool, slot, version, await pool.generate(slot, request))
+                cached = pool.cached_at(slot)
+            except EngineLost as lost:
+                losses += lost.by_this_request
+                if why := given_up(losses, name):
+                    raise RunStopped(f"{why}: {lost}") from lost
+                continue
+            except ValueError as error:  # any engine would refuse it
+                raise RunStopped(f"a request of an evaluation was refused: {error}") from error
+            finally:
+                slot.load -= 1
+                slot = None
+                pool.changed.set()
+            response = continued(response, answer, finish_reason_of(response.tokens, answer, sampling))
+    finally:
+        if turns is not None:
+            turns.forget(_episode(name, response))
     return response
+
+
+def _episode(name: str, response: Response) -> str:
+    """The name of the response's episode: another one for each attempt."""
+    return f"{name}-{response.episode.restarts}"
+
+
+async def _stepped(turns: TurnTaker, prompt: Prompt, response: Response, name: str) -> Response:
+    """The response after its environment's answer, or begun again if that could not be brought back."""
+    result = await turns.result(prompt, response, _episode(name, response))
+    if result.failure == "diverged" and response.episode.restarts < MOST_RESTARTS:
+        return restarted(response)
+    return given(response, await turns.answer(response, result))
 
 
 def _checked(pool: EnginePool, slot: EngineSlot, version: int, answer: Generation) -> Generation:

@@ -18,6 +18,7 @@ from bapo_megatron.rollout.sampler import response
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.trainer.evaluation import evaluation_metrics
 from bapo_megatron.types import Generation, Prompt
+from tests.support.episodes import EpisodeWorld
 from tests.support.sampling import ScriptedEngine, World, mixed
 
 
@@ -275,3 +276,28 @@ def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
             return at_once
 
     assert asyncio.run(main()) == 2
+
+
+def test_an_evaluation_has_the_runs_environment(tmp_path: Path) -> None:
+    """Its responses have turns, its environment's rewards are the scores, and nothing given is a length."""
+    say = lambda prompt, sample, turn: "end" if turn == 1 + sample else ("raise" if prompt == 5 else "a")  # noqa: E731
+    made = EpisodeWorld(tmp_path, say)
+    made.config = dataclasses.replace(made.config, evaluation=EvaluationConfig(2, ("easy",), 2))
+
+    async def main() -> Path:
+        async with made.sampling(rounds=False):
+            asked = HeldOut(made.config, SUITES, made.dataset, made.pool, made.score, made.stepping)
+            path = await evaluated(asked, 2)
+            assert path is not None
+            return path
+
+    rows = [json.loads(line) for line in asyncio.run(main()).read_text().splitlines()]
+    found = [(row["response"], row["correct"], row["tokens"], row["finish_reason"]) for row in rows]
+    assert found == [
+        *[("a[1:a]end", True, 6, "stop"), ("a[1:a]a[2:a]end", True, 8, "stop")] * 2,
+        *[("raise", False, 6, "failed")] * 2,
+    ]
+    assert [row["failure"] for row in rows] == [None] * 4 + ["environment"] * 2
+    episodes = {name for name, _ in made.steps.asked if name.startswith("evaluation.2.")}
+    assert episodes == {*made.steps.forgotten} & episodes
+    assert len(episodes) == 6

@@ -143,7 +143,9 @@ def test_a_group_is_scored_in_the_order_of_its_responses() -> None:
         ids = np.array([*map(ord, text), EOS], np.int32)
         answer = answer_of(ids, np.zeros(len(ids), np.int32))
         state.apply(segments_arrived([Segment(state.open[0], sample, 0, answer, "stop")]))
-    results = asyncio.run(GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length()).score(state.open[0]))
+    results = asyncio.run(
+        GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length(), 0.0).score(state.open[0])
+    )
     assert [(one.reward, one.detail) for one in results] == [(2.0, "5 a"), (3.0, "5 bc")]
 
 

@@ -20,7 +20,7 @@ from bapo_megatron.runtime.events.kinds import (
 
 ROOT = Path(__file__).parents[3]
 WRITERS = "_stop_signals|_?event|_?report(?:_problem)?|_tell(?:_of)?|_note|_announced"
-WRITTEN = re.compile(rf'(?:"kind":\s*|\b(?:{WRITERS})\(\s*)"(\w+)"')
+WRITTEN = re.compile(rf'(?:"kind":\s*|\bevent(?:: str)?\s?=\s?|\b(?:{WRITERS})\(\s*)"(\w+)"')
 
 
 def python_kinds() -> set[str]:

@@ -31,6 +31,7 @@ from bapo_megatron.trainer.flow_control import give_gpus_to_engines, give_gpus_t
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import (
+    GIVEN,
     Group,
     MicroBatch,
     PackLayout,
@@ -58,12 +59,14 @@ class RecordingPolicy:
         self.losses: list[torch.Tensor] = []
         self.searched: list[str] = []
         self.calls: list[str] = []
+        self.old_calls = 0
 
     def save(self, path: Path) -> None:
         raise AssertionError("the store of these tests writes nothing")
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
         self.calls.append("old_sums")
+        self.old_calls += 1
         stats = [TokenStats(b.old_log_prob_T, torch.ones_like(b.mask_T)) for b in batches]
         return sum(fn(s, b) for s, b in zip(stats, batches, strict=True))
 
@@ -341,3 +344,20 @@ def test_a_step_makes_its_updates_and_counts_staleness() -> None:
     assert [row["staleness/queue_mean"] for row in updates] == [2, 2, 2, 2]
     assert [row["staleness/2-3/tokens"] for row in updates] == [1, 1, 0, 0]
     assert train_on(run, 1, StepBatch((), {})) == []
+
+
+def test_given_tokens_have_no_age_and_make_no_update_stale() -> None:
+    """Version 10 trains on what it has sampled: the tokens of environments, of version -1, count nowhere."""
+    run, policy = run_with()
+    made = group([0.0, 1.0], [4, 6])
+    rollouts = []
+    for one in made.rollouts:
+        mask_R = np.arange(len(one.token_ids_R)) % 3 != 1
+        versions_R = np.where(mask_R, 10, GIVEN).astype(np.int32)
+        rollouts.append(dataclasses.replace(one, versions_R=versions_R, loss_mask_R=mask_R))
+    batch = StepBatch((dataclasses.replace(made, rollouts=tuple(rollouts)),), {})
+    [metrics] = train_on(run, 1, batch)
+    assert (metrics["staleness/max"], metrics["staleness/mean"]) == (0.0, 0.0)
+    assert metrics["policy/tokens"] == 7.0
+    assert policy.searched == []
+    assert policy.old_calls == 1, "on-policy: no pass of the model measures the ratio"

@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+import numpy as np
+
+from bapo_megatron.rollout.sampler.episode import Answer, SegmentEnd
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
-from bapo_megatron.types import FinishReason, Generation, ResponseTokens
+from bapo_megatron.types import Generation, ResponseTokens
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,24 @@ class Segment:
     start: int
     """Tokens of the response before the segment."""
     generation: Generation
-    finish_reason: FinishReason | None
-    """Finish reason of the response if the segment completes it, else None."""
+    finish_reason: SegmentEnd | None
+    """Finish reason of the response if the segment completes it, ``turn`` if it ends a turn, else None."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a response was given: its environment's answer to a turn, with its place in the response.
+
+    Made by ``Stepper``.
+    """
+
+    group: OpenGroup
+    sample: int
+    start: int
+    """Tokens of the response before it."""
+    attempt: int
+    """How often the response had begun again."""
+    answer: Answer
 
 
 def groups_opened(groups: Sequence[tuple[int, int, int]], taken: int | None) -> Record:
@@ -48,6 +67,23 @@ def segments_arrived(segments: Sequence[Segment]) -> Record:
         rows.append([*place, one.start, length, one.finish_reason])
     arrays = ResponseTokens.joined([one.generation for one in segments]).arrays
     return Record("segments", {"parts": rows}, arrays)
+
+
+def answers_given(answers: Sequence[Given]) -> Record:
+    """Event: environments answered turns; the given tokens lie end to end in the record's array."""
+    rows = []
+    for one in answers:
+        group, said = one.group, asdict(one.answer)
+        length = len(said.pop("token_ids_R"))
+        place = (group.number, group.epoch, group.index, one.sample, one.start, one.attempt)
+        rows.append([*place, length, said])
+    ids = [np.zeros(0, np.int32), *(one.answer.token_ids_R for one in answers)]
+    return Record("given", {"parts": rows}, {"token_ids": np.concatenate(ids).astype(np.int32)})
+
+
+def response_restarted(group: OpenGroup, sample: int, why: str) -> Record:
+    """Event: a response begins again, because its environment cannot be brought back to where it was."""
+    return Record("restarted", {"number": group.number, "sample": sample, "why": why}, {})
 
 
 def group_scored(number: int, rewards: Sequence[float], failures: Sequence[str]) -> Record:

@@ -112,7 +112,7 @@ class SegmentJournal:
 def _group_numbers(record: Record) -> Iterable[int]:
     """The numbers of the groups that a record is about; none for a step's batch."""
     fields = record.fields
-    if record.kind == "segments":
+    if record.kind in ("segments", "given"):
         return {part[0] for part in fields["parts"]}
     if record.kind == "open":
         return {group[0] for group in fields["groups"]}

@@ -20,9 +20,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.sampler.episode import Answer, summary
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
-from bapo_megatron.rollout.sampler.response import Response, continued
+from bapo_megatron.rollout.sampler.response import Response, continued, given, restarted
 from bapo_megatron.types import Group, Prompt, ResponseTokens
+
+FORMAT = 2
+"""Format of the journal of a run with an environment; without one it is 1, and the same as before."""
 
 
 class GroupSummary(NamedTuple):
@@ -34,13 +38,15 @@ class GroupSummary(NamedTuple):
     number: int
     rewards: list[float]
     lengths: list[int]
-    """Tokens of each response."""
+    """Sampled tokens of each response."""
     reasons: list[str]
     """Finish reason of each response."""
     failures: list[str]
     """The kind of each failed score."""
     source: str = ""
     """The source of the prompt; empty in a run of one file."""
+    episodes: Sequence[dict[str, Any]] = ()
+    """The ``summary`` of each response's episode; none in a run without an environment."""
 
 
 @dataclass
@@ -66,8 +72,8 @@ class OpenGroup:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all responses so far."""
-        return sum(response.tokens for response in self.responses)
+        """Number of sampled tokens of all responses so far."""
+        return sum(response.sampled_tokens for response in self.responses)
 
     @property
     def oldest_version(self) -> int | None:
@@ -105,6 +111,7 @@ class SamplerState:
         self._prompts = prompts
         self._group_size = group_size
         self._identity = dict(identity or {})
+        self._in_environment = "environment.function" in self._identity
         self.next_number = 0
         """The number of the next group."""
         self.taken = 0
@@ -186,6 +193,7 @@ class SamplerState:
     def snapshot(self) -> Record:
         """The snapshot record of everything but the groups: the first record of every log."""
         fields = {
+            **({"format": FORMAT} if self._in_environment else {}),
             "identity": self._identity,
             "next_number": self.next_number,
             "taken": self.taken,
@@ -195,7 +203,8 @@ class SamplerState:
             "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
-            "judged": self.scored,  # the key of earlier versions
+            # The key of earlier versions. Those do not know of episodes, and read no journal that has some.
+            "judged": [one if one.episodes else one[:-1] for one in self.scored],
             "dropped": dict(self.dropped),
         }
         return Record("state", fields, {})
@@ -204,6 +213,11 @@ class SamplerState:
 
     def _on_state(self, record: Record) -> None:
         fields = record.fields
+        if fields.get("format", 1) > FORMAT:
+            raise ConfigError(
+                f"the run's journal has format {fields['format']}, this version of the program reads formats "
+                f"up to {FORMAT}: continue it with the version that wrote it, or name another --run-dir"
+            )
         for name, ours in self._identity.items():
             if (theirs := fields["identity"].get(name)) != ours:
                 raise ConfigError(
@@ -233,10 +247,29 @@ class SamplerState:
             segments, parts, strict=True
         ):
             responses = self._group(number, epoch, index).responses
-            if responses[sample].tokens != start:  # the segment before it was lost to damage
+            # What was before it was lost to damage: a segment, or the beginning of another attempt.
+            if responses[sample].tokens != start or not responses[sample].is_sampling:
                 continue
             responses[sample] = continued(responses[sample], segment, reason)
             self.tokens["sampled"] += length
+
+    def _on_given(self, record: Record) -> None:
+        at = 0
+        for number, epoch, index, sample, start, attempt, length, said in record.fields["parts"]:
+            ids = record.arrays["token_ids"][at : at + length].copy()
+            at += length
+            responses = self._group(number, epoch, index).responses
+            episode = responses[sample].episode
+            if responses[sample].tokens != start or (episode.is_waiting, episode.restarts) != (True, attempt):
+                continue
+            responses[sample] = given(responses[sample], Answer(ids, **said))
+
+    def _on_restarted(self, record: Record) -> None:
+        group, sample = self.open.get(record.fields["number"]), record.fields["sample"]
+        if group is None:
+            return
+        self.tokens["dropped_restarted"] += group.responses[sample].sampled_tokens
+        group.responses[sample] = restarted(group.responses[sample])
 
     def _on_judged(self, record: Record) -> None:
         group = self.open.get(record.fields["number"])
@@ -255,9 +288,12 @@ class SamplerState:
             group.tokens,
             group.oldest_version or 0,
         )
-        lengths, reasons = [r.tokens for r in group.responses], [str(r.finish_reason) for r in rollouts]
-        source = self._prompts[group.index].source
-        self.scored.append(GroupSummary(group.number, rewards, lengths, reasons, failures, source))
+        lengths = [response.sampled_tokens for response in group.responses]
+        reasons, source = [str(r.finish_reason) for r in rollouts], self._prompts[group.index].source
+        found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
+        if self._in_environment:
+            found = found._replace(episodes=[summary(response.episode) for response in group.responses])
+        self.scored.append(found)
 
     def _on_dropped(self, record: Record) -> None:
         number, reason = record.fields["number"], record.fields["reason"]

@@ -1,0 +1,189 @@
+"""Environment pool: steps of episodes in worker processes, thousands at a time, for one event loop.
+
+An episode's object stays in one worker, and is a cache: where it is gone, a new one is brought to the same
+place from the turns (``worker.py``). Failures are data. What a failure costs:
+
+- A step that raises, or takes longer than ``environment.step_limit_s``, ends its own episode, as does the end
+  of ``environment.episode_limit_s``. Only the time of steps counts, no waiting for a place or a worker.
+- A step that ends its worker, or a plain one that cannot be interrupted, takes the objects of others along.
+  The steps in flight are then asked again of new objects, beside fewer and fewer others
+  (``workers/pool.py``), until who ends workers is alone, and fails. So a step may run twice; the name of the
+  episode is the key by which an outer effect can be made once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from bapo_megatron.config.environment import EnvironmentConfig
+from bapo_megatron.environment.interface import Task, Turn
+from bapo_megatron.environment.traits import Traits, worker_program
+from bapo_megatron.environment.worker import THREADS
+from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
+
+ASYNC_STEPS = 4000
+"""Most async steps at a time in a worker."""
+
+CLOSE_S = 30.0
+"""Time limit of ``Environment.close``."""
+
+_ASYNC_GRACE_S, _PLAIN_GRACE_S = 15.0, 2.0
+"""Time past its limit until a step heeds its cancel, or ends if it is plain; else its worker is killed."""
+
+Failure = Literal["raised", "time", "died", "diverged"]
+"""The step raised, took too long, or ended its worker; or the episode cannot be brought back to its place."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A turn of the model that its environment is to answer, with what its episode was so far.
+
+    Made by ``Stepper`` of the sampler.
+    """
+
+    task: Task
+    turn: str
+    replies: int
+    """Answers of the environment before this one."""
+    turns: Callable[[], Sequence[Turn]]
+    """All turns, the last of which is ``turn``. Called only where a new object must be brought there."""
+    note: Any = None
+    """The last note of the environment."""
+    seconds: float = 0.0
+    """Time of the steps so far."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Answer of an environment to a turn, or why there is none. Made by ``EnvironmentPool``."""
+
+    observation: str | None = None
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    note: Any = None
+    seconds: float = 0.0
+    failure: Failure | None = None
+    detail: str = ""
+    """Text of the failure."""
+    traceback: str = ""
+    place: str = ""
+    """Identity of a mistake in a user's code; see ``CallFailed``."""
+
+
+class EnvironmentPool:
+    """Pool of ``environment.workers`` processes that hold episodes: ``start``, ``step``, ``close``.
+
+    Made in the sampler's process, and by `bapo eval`.
+    """
+
+    def __init__(self, config: EnvironmentConfig, traits: Traits) -> None:
+        self._config = config
+        places = 1 if traits.own_random else ASYNC_STEPS if traits.is_async else THREADS
+        self._grace_s = _ASYNC_GRACE_S if traits.is_async else _PLAIN_GRACE_S
+        self._workers = WorkerPool(worker_program(config), config.workers, places)
+        self._held: set[str] = set()
+        """Episodes whose object is in a worker, as far as is known."""
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start all workers. ConfigError, ChildError or OSError, and then none runs."""
+        await self._workers.start()
+
+    async def step(self, question: Question) -> StepResult:
+        """The environment's answer to a turn. Whatever an environment does, this does not raise."""
+        name = question.task.episode
+        if self._left_s(question) <= 0:
+            self.forget(name)
+            limit = self._config.episode_limit_s
+            return StepResult(
+                failure="time", detail=f"its steps took environment.episode_limit_s={limit:g} s"
+            )
+        try:
+            answer = await self._held_step(question) if name in self._held else None
+            if answer is None:
+                answer = await self._resumed(question)
+        except CallFailed as failed:
+            self._held.discard(name)
+            self._workers.forget(name)
+            return StepResult(
+                failure=failed.failure, detail=failed.detail, traceback=failed.traceback, place=failed.place
+            )
+        except asyncio.CancelledError:  # the worker closes the object of a cancelled step by itself
+            self._held.discard(name)
+            self._workers.forget(name)
+            raise
+        if "diverged" in answer:
+            self._held.discard(name)
+            return StepResult(failure="diverged", detail=answer["diverged"])
+        if answer["observation"] is None:
+            self._held.discard(name)
+            self._workers.forget(name)
+        else:
+            self._held.add(name)
+        return StepResult(**answer)
+
+    def forget(self, episode: str) -> None:
+        """Release the object of an episode: there will be no more steps of it."""
+        if episode in self._held:
+            self._held.discard(episode)
+            self._closing.add(task := asyncio.create_task(self._close_one(episode)))
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Kill all workers; steps in flight are cancelled."""
+        for task in [*self._closing]:
+            task.cancel()
+        await self._workers.close()
+
+    async def _held_step(self, question: Question) -> dict[str, Any] | None:
+        """The answer of the episode's object; None if that is gone. CallFailed."""
+        name = question.task.episode
+        asked = {"episode": name, "replies": question.replies, "turn": question.turn}
+        kind = CallKind("step", self._limit_s(question), repeatable=False, grace_s=self._grace_s)
+        try:
+            answer: dict[str, Any] = await self._workers.call(kind, asked, name)
+        except CallFailed as failed:
+            if not _may_be_anothers(failed):
+                raise
+            return None
+        return None if "missing" in answer else answer
+
+    async def _resumed(self, question: Question) -> dict[str, Any]:
+        """The answer of a new object, which is first brought to where the episode is. CallFailed."""
+        turns = [list(turn) for turn in await asyncio.to_thread(question.turns)]
+        asked = {"task": asdict(question.task), "turns": turns, "note": question.note}
+        limit_s = self._config.step_limit_s * question.replies + self._limit_s(question)
+        name = question.task.episode
+        try:
+            kind = CallKind("resume", limit_s, repeatable=False, grace_s=self._grace_s)
+            answer: dict[str, Any] = await self._workers.call(kind, asked, name)
+        except CallFailed as failed:
+            if not _may_be_anothers(failed):
+                raise
+            # Now as a suspect, who is asked again beside fewer others.
+            kind = CallKind("resume", limit_s, repeatable=True, grace_s=self._grace_s)
+            answer = await self._workers.call(kind, asked, name)
+        return answer
+
+    async def _close_one(self, episode: str) -> None:
+        try:
+            await self._workers.call(CallKind("close", CLOSE_S, repeatable=False), episode, episode)
+        except CallFailed:
+            pass  # its object is gone
+        finally:
+            self._workers.forget(episode)
+
+    def _left_s(self, question: Question) -> float:
+        return self._config.episode_limit_s - question.seconds
+
+    def _limit_s(self, question: Question) -> float:
+        """Time limit of the next step."""
+        return min(self._config.step_limit_s, self._left_s(question))
+
+
+def _may_be_anothers(failed: CallFailed) -> bool:
+    """Whether another step may be at fault: one that ended the worker, or blocked its event loop."""
+    return failed.failure == "died" or failed.beside > 0

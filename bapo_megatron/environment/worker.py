@@ -1,0 +1,261 @@
+"""Worker program of environments, ``python -m bapo_megatron.environment.worker LIFELINE``: holds episodes.
+
+    step     {episode, replies, turn}    {observation, reward, metrics, note, seconds}, or {"missing": true}
+    resume   {task, turns, note}         the same, or {"diverged": why}
+    close    the episode's name          null
+
+``resume`` begins an episode, or brings a new object to where it was, and then steps: the last of ``turns`` is
+the one that it answers. The settings are ``function``, ``settings`` and ``memory_limit_mb``. The first note
+of the program is the class's ``Traits`` as JSON. ``pool.py`` is at the other end. Only the standard library
+is imported: a worker may run in an interpreter of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures.thread
+import inspect
+import json
+import math
+import random
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
+from bapo_megatron.environment.loading import is_async, load_environment
+from bapo_megatron.workers.serving import Prepared, serve
+
+THREADS = 32
+"""Plain steps at a time."""
+
+MOST_CHARACTERS = 4 << 20
+"""Longest observation."""
+
+NOTE_BYTES = 64 << 10
+"""Longest note, as JSON."""
+
+
+def main() -> None:
+    """Entry point: serve calls until the input ends."""
+    serve(_prepared)
+
+
+def _prepared(settings: dict[str, Any]) -> Prepared:
+    """Import the user's class. ConfigError."""
+    kind = load_environment(settings["function"], settings["settings"])
+    episodes = Episodes(kind, settings["settings"])
+    traits = {
+        "role": kind.role,
+        "stops": kind.stops,
+        "resume": kind.resume,
+        "own_random": bool(kind.own_random),
+        "is_async": is_async(kind),
+    }
+    functions: dict[str, Callable[[Any], Any]]
+    functions = {"step": episodes.step, "resume": episodes.resume, "close": episodes.close}
+    own_files = (__file__, asyncio.futures.__file__, concurrent.futures.thread.__file__)
+    return Prepared(functions, settings["memory_limit_mb"], [json.dumps(traits)], own_files)
+
+
+class Episodes:
+    """The environments of a worker, by the names of their episodes. Made by ``_prepared``.
+
+    An object is taken out while it steps: after an error, or a step that was cancelled, nobody knows its
+    state, so it is closed and not put back.
+    """
+
+    def __init__(self, kind: type[Environment], settings: Mapping[str, Any]) -> None:
+        self._kind, self._settings = kind, settings
+        self._held: dict[str, tuple[int, Environment]] = {}
+        """The object of each episode, with the number of its replies so far."""
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
+        self._is_async = is_async(kind)
+        self._random = RandomStates() if kind.own_random else None
+
+    async def step(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a turn, if the object is here, and has seen all turns before it."""
+        name = question["episode"]
+        if name not in self._held:
+            return {"missing": True}
+        replies, environment = self._held.pop(name)
+        with self._own_random(name):
+            if replies != question["replies"]:
+                await self._close(environment)
+                return {"missing": True}
+            return await self._advance(name, replies, environment, question["turn"])
+
+    async def resume(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The answer of a new object to the last turn, after it was brought there."""
+        task, turns = Task(**question["task"]), [Turn(*one) for one in question["turns"]]
+        *before, last = turns
+        await self.close(task.episode)
+        if before and self._kind.resume == "never":
+            return {"diverged": "its environment cannot be resumed (resume = 'never')"}
+        if self._random:
+            self._random.forget(task.episode)
+        with self._own_random(task.episode):
+            environment = await self._called(self._kind, task, self._settings)
+            try:
+                why = await self._brought(environment, before, question["note"]) if before else None
+            except BaseException:
+                await self._close(environment)
+                raise
+            if why is not None:
+                await self._close(environment)
+                return {"diverged": why}
+            return await self._advance(task.episode, len(before) // 2, environment, last.text)
+
+    async def close(self, name: str) -> None:
+        """Release an episode's object, if there is one."""
+        if self._random:
+            self._random.forget(name)
+        if name in self._held:
+            await self._close(self._held.pop(name)[1])
+
+    async def _advance(self, name: str, replies: int, environment: Environment, turn: str) -> dict[str, Any]:
+        try:
+            began = time.monotonic()
+            reply = await self._reply(environment, turn)
+            seconds = time.monotonic() - began
+            answer = {**_checked(reply), "seconds": seconds}
+        except BaseException:
+            await self._close(environment)
+            raise
+        if reply.observation is None:
+            await self._close(environment)
+        else:
+            self._held[name] = replies + 1, environment
+        return answer
+
+    async def _brought(self, environment: Environment, before: list[Turn], note: Any) -> str | None:
+        """Bring a new object to where the lost one was; why that failed, or None."""
+        if self._kind.resume == "restore":
+            await self._called(environment.restore, before, note)
+            return None
+        for place, (said, given) in enumerate(zip(before[::2], before[1::2], strict=True), 1):
+            again = await self._reply(environment, said.text)
+            if again.observation != given.text:
+                was, now = _short(given.text), _short(again.observation)
+                return f"its environment answered turn {place} with {was}, and after a replay with {now}"
+        return None
+
+    async def _reply(self, environment: Environment, turn: str) -> Reply:
+        reply = await self._called(environment.step, turn)
+        if not isinstance(reply, Reply):
+            raise TypeError(f"step returned {type(reply).__name__}: return a Reply")
+        return reply
+
+    async def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What ``function`` returns: called here if the class is async, else in a thread."""
+        found = function(*arguments) if self._is_async else await self._in_thread(function, *arguments)
+        return await found if inspect.isawaitable(found) else found
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A plain function's result. A cancel waits for its end, and a pool kills who does not heed one:
+        a thread cannot be ended, and one that hangs would hold its place for good."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, _result, function, arguments)
+        was_cancelled = False
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                was_cancelled = True
+        if was_cancelled:
+            raise asyncio.CancelledError
+        return future.result()
+
+    async def _close(self, environment: Environment) -> None:
+        """Close an object. An error of it is printed: the episode has ended without it."""
+        try:
+            await self._called(environment.close)
+        except Exception:
+            traceback.print_exc()
+
+    @contextmanager
+    def _own_random(self, name: str) -> Iterator[None]:
+        if self._random is None:
+            yield
+        else:
+            with self._random.of(name):
+                yield
+
+
+class RandomStates:
+    """States of the global generators of ``random`` and numpy, for each episode its own.
+
+    They begin at a seed made of the episode's name, so a replay draws what was drawn. The pool sends one step
+    at a time. Made by ``Episodes``.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Put the episode's states in force, and keep them at the end."""
+        seed = zlib.crc32(name.encode())
+        ours, theirs = self._states.get(name, (None, None))
+        numpy = sys.modules.get("numpy")
+        random.seed(seed) if ours is None else random.setstate(ours)
+        if numpy is not None:
+            numpy.random.seed(seed) if theirs is None else numpy.random.set_state(theirs)
+        try:
+            yield
+        finally:
+            numpy = sys.modules.get("numpy")
+            self._states[name] = random.getstate(), None if numpy is None else numpy.random.get_state()
+
+    def forget(self, name: str) -> None:
+        """The episode is over, or begins again."""
+        self._states.pop(name, None)
+
+
+def _result(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        return function(*arguments)
+    except StopIteration as error:  # a future does not take it
+        raise RuntimeError(f"{function} raised StopIteration") from error
+
+
+def _checked(reply: Reply) -> dict[str, Any]:
+    """A reply as JSON. TypeError or ValueError for one that cannot be used or kept."""
+    said, metrics = reply.observation, {}
+    if said is not None:
+        if not isinstance(said, str):
+            raise TypeError(f"Reply.observation is {type(said).__name__}: give a text or None")
+        if len(said) > MOST_CHARACTERS:
+            raise ValueError(
+                f"Reply.observation has {len(said)} characters; at most {MOST_CHARACTERS} may be"
+            )
+        said.encode()  # UnicodeEncodeError, a ValueError: lone surrogates are no text
+    reward = None if reply.reward is None else _number("reward", reply.reward)
+    for name, value in dict(reply.metrics).items():
+        metrics[str(name)] = _number(f"metrics[{name!r}]", value)
+    size = len(json.dumps(reply.note))
+    if size > NOTE_BYTES:
+        raise ValueError(f"Reply.note has {size} bytes as JSON; at most {NOTE_BYTES} may be")
+    return {"observation": said, "reward": reward, "metrics": metrics, "note": reply.note}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"Reply.{name}={value!r} is no finite number")
+    return number
+
+
+def _short(text: str | None) -> str:
+    return repr(text)[:200]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The stepper: asks environments for their answers to the model's turns, and collects them.
+
+The dispatcher's counterpart: a response is with one or the other, and holds no place at an engine while its
+environment works. Used by ``group_sampler.py`` and ``loop.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.reward.failures import FailureReports
+from bapo_megatron.rollout.engines.pool import Report
+from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.sampler.event_log.events import Given
+from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
+from bapo_megatron.rollout.sampler.turns import MOST_RESTARTS, Stepping, TurnTaker
+
+
+class Restart(NamedTuple):
+    """A response that must begin again, and why. Made by ``Stepper``."""
+
+    group: OpenGroup
+    sample: int
+    why: str
+
+
+class Stepper:
+    """The scheduler of steps: asks the environment of each response that waits for it; collects answers.
+
+    In the sampler's event loop, as the dispatcher is: ``SamplerLoop`` adds responses and takes the answers,
+    which count only when they are in the write-ahead log. Made by ``GroupSampler``.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        sampler_state: SamplerState,
+        stepping: Stepping,
+        changed: Callable[[], None],
+        report: Report,
+    ) -> None:
+        """``changed`` is called when there are results."""
+        most = config.rollout.max_response_tokens
+        self._turns = TurnTaker(stepping, dataset, config.environment.max_turns, most)
+        self._dataset, self._state, self._changed = dataset, sampler_state, changed
+        self._group_size = config.rollout.group_size
+        self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._episodes: dict[tuple[int, int], str] = {}
+        """Episodes whose environment may hold an object."""
+        self._answers: list[Given] = []
+        self._restarts: list[Restart] = []
+        self._error: BaseException | None = None
+        """A mistake of this program in a step."""
+        self._failures = FailureReports(report, event="environment_failed")
+        self._diverged = FailureReports(report, event="episode_restarted")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step runs, or a result is not taken yet."""
+        return bool(self._running or self.has_results)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether there are answers or restarts that are not taken yet, or an error."""
+        return bool(self._answers or self._restarts or self._error)
+
+    def take_results(self) -> tuple[list[Given], list[Restart]]:
+        """Take the results since the last call: answers, and responses that must begin again.
+
+        Raises the error of a step, which is a mistake of this program: what an environment does is data.
+        """
+        if self._error:
+            raise self._error
+        results, self._answers, self._restarts = (self._answers, self._restarts), [], []
+        return results
+
+    def add(self, group: OpenGroup, sample: int) -> None:
+        """Ask the environment of a response that waits for it; release that of a complete one."""
+        key, response = (group.number, sample), group.responses[sample]
+        if self._state.open.get(group.number) is not group or key in self._running:
+            return
+        if response.episode.is_waiting:
+            self._running[key] = task = asyncio.create_task(self._step(group, sample))
+            task.add_done_callback(self._note_end)
+        elif response.is_complete:
+            self._forget(key)
+
+    def cancel_group(self, number: int) -> None:
+        """Cancel the steps of a group, and release its environments."""
+        for sample in range(self._group_size):
+            if task := self._running.pop((number, sample), None):
+                task.cancel()
+            self._forget((number, sample))
+
+    def cancel(self) -> None:
+        """Cancel all steps. They are asked again at the next start."""
+        for task in self._running.values():
+            task.cancel()
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._error = self._error or task.exception()
+        self._changed()
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        if episode := self._episodes.pop(key, None):
+            self._turns.forget(episode)
+
+    async def _step(self, group: OpenGroup, sample: int) -> None:
+        """One step of one response; keep its answer, or note that the response must begin again."""
+        key, response = (group.number, sample), group.responses[sample]
+        attempt = response.episode.restarts
+        # The same after a kill, and another for each attempt: a key for outer effects.
+        self._episodes[key] = name = f"{group.number}-{sample}-{attempt}"
+        try:
+            result = await self._turns.result(self._dataset.prompts[group.index], response, name)
+            if result.failure == "diverged" and attempt < MOST_RESTARTS:
+                self._diverged.note(result)
+                self._restarts.append(Restart(group, sample, result.detail))
+                return
+            self._failures.note(result)
+            answer = await self._turns.answer(response, result)
+            self._answers.append(Given(group, sample, response.tokens, attempt, answer))
+        finally:
+            if self._running.get(key) is asyncio.current_task():
+                del self._running[key]

@@ -1,0 +1,129 @@
+"""A turn of a model and what it is given next: the question to its environment, and the answer as tokens.
+
+Used by ``stepper.py`` for training, and by ``whole_response.py`` for evaluations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from bapo_megatron.environment import Task, Turn
+from bapo_megatron.environment.pool import Question, StepResult
+from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.sampler.episode import Answer
+from bapo_megatron.rollout.sampler.response import Response
+from bapo_megatron.types import FinishReason, Prompt
+
+MOST_RESTARTS = 20
+"""Times that a response begins again because its environment could not be brought back; then it has failed.
+Far more than kills, which are not its fault, may hit it."""
+
+
+class Steps(Protocol):
+    """What takes steps of environments (protocol): ``EnvironmentPool`` is one."""
+
+    async def step(self, question: Question) -> StepResult:
+        """The environment's answer; whatever the environment does, this does not raise."""
+
+    def forget(self, episode: str) -> None:
+        """The episode is over."""
+
+
+class GivesTokens(Protocol):
+    """The rule for the tokens of observations (protocol): ``ObservationTemplate`` is one."""
+
+    def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+        """The ids, int32, from the end of the model's turn, whose last token is given, to its next."""
+
+
+class Stepping(NamedTuple):
+    """The parts that take steps and make their answers tokens. Made in ``process.py``."""
+
+    steps: Steps
+    template: GivesTokens
+
+
+class TurnTaker:
+    """The way from a turn of the model to what it is given next, for training and evaluations.
+
+    Made by ``Stepper`` and ``HeldOut``.
+    """
+
+    def __init__(
+        self, stepping: Stepping, dataset: Dataset, max_turns: int, max_response_tokens: int
+    ) -> None:
+        self._stepping, self._dataset = stepping, dataset
+        self._max_turns, self._max_response_tokens = max_turns, max_response_tokens
+        self._tokenizing = asyncio.Lock()
+        """A tokenizer is asked by one thread at a time."""
+
+    async def result(self, prompt: Prompt, response: Response, episode: str) -> StepResult:
+        """The environment's answer to the last turn of a response that waits for it."""
+        so_far = response.episode
+        ids = response.last_turn_R
+        task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
+        question = Question(
+            task,
+            await asyncio.to_thread(self._dataset.turn_text, ids),
+            so_far.steps,
+            lambda: self._turns(response),
+            so_far.note,
+            so_far.seconds,
+        )
+        return await self._stepping.steps.step(question)
+
+    async def answer(self, response: Response, result: StepResult) -> Answer:
+        """What the response is given: tokens, or its end."""
+        if result.failure is not None or result.observation is None:
+            return _end("failed" if result.failure is not None else "stop", result)
+        if response.episode.sampled_turns >= self._max_turns:
+            return _end("turns", result)
+        last = int(response.so_far.token_ids_R[-1])
+        try:
+            async with self._tokenizing:
+                ids = await asyncio.to_thread(self._stepping.template.given_ids, result.observation, last)
+        except Exception as error:  # a chat template raises what it likes
+            why = f"its observation cannot be rendered: {error!r}"
+            return _end("failed", StepResult(failure="raised", detail=why, seconds=result.seconds))
+        if response.tokens + len(ids) >= self._max_response_tokens:  # no token would be left to the model
+            return _end("length", result)
+        return Answer(
+            ids,
+            result.observation,
+            reward=result.reward,
+            note=result.note,
+            metrics=result.metrics,
+            seconds=result.seconds,
+        )
+
+    def forget(self, episode: str) -> None:
+        """There will be no more turns of an episode."""
+        self._stepping.steps.forget(episode)
+
+    def _turns(self, response: Response) -> list[Turn]:
+        """The turns of a response so far."""
+        ids, start, found = response.so_far.token_ids_R, 0, []
+        for end, text in response.episode.turns:
+            if text is None:
+                found.append(Turn("sampled", self._dataset.turn_text(ids[start:end])))
+            else:
+                found.append(Turn("given", text))
+            start = end
+        return found
+
+
+def _end(reason: FinishReason, result: StepResult) -> Answer:
+    """The answer that ends a response."""
+    return Answer(
+        np.zeros(0, np.int32),
+        finish_reason=reason,
+        reward=result.reward,
+        failure=result.failure,
+        detail=result.detail,
+        note=result.note,
+        metrics=result.metrics,
+        seconds=result.seconds,
+    )

@@ -1,0 +1,96 @@
+"""A run with an environment: killed in the middle of its episodes it ends as the run that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.metrics import results
+from tests.support.raw_journal import RawRecord, read_log
+from tests.support.short_runs import LIMIT_S, audited, exported, finish, output_of, start
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = (
+    "--steps=3",
+    "--rollout.max-response-tokens=160",
+    "--environment.function=tests.support.environments:Twice",
+    "--environment.max-turns=3",
+)
+
+
+def records(run_dir: Path) -> list[RawRecord]:
+    paths = sorted((run_dir / "journal").glob("segments-*.log"))
+    return [record for path in paths for record in read_log(path)]
+
+
+def answered(run_dir: Path, from_group: int) -> int:
+    """Answers of environments on disk."""
+    parts = [part for one in records(run_dir) if one.kind == "given" for part in one.fields["parts"]]
+    return len({(part[0], part[3]) for part in parts if part[0] >= from_group})
+
+
+def test_a_kill_in_the_middle_of_episodes_changes_no_bit(tmp_path: Path) -> None:
+    """Some episodes of the second round have their answer on disk, and the environments of others work."""
+    hold = tmp_path / "hold"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    flags = (*FLAGS, "--environment.settings=" + json.dumps({"hold": str(hold)}))
+    finish(start(whole, *flags))
+    hold.touch()
+    with audited(killed):
+        process = start(killed, *flags)
+        deadline = time.monotonic() + LIMIT_S
+        while answered(killed, 6) < 4:
+            assert process.poll() is None, process.communicate()[0].decode()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        hold.unlink()
+        finish(start(killed, *flags))
+    for step in (1, 2, 3):
+        ours, theirs = (np.load(run / f"journal/step_{step:06d}.npz") for run in (killed, whole))
+        assert sorted(ours.files) == sorted(theirs.files)
+        names = [name for name in ours.files if name != "header"]
+        assert "loss_masks" in names
+        assert all(np.array_equal(ours[name], theirs[name]) for name in names)
+        assert 0.1 < (~ours["loss_masks"]).mean() < 0.9
+    assert results(killed) == results(whole)
+    assert results(killed, "updates.jsonl") == results(whole, "updates.jsonl")
+    assert all(torch.equal(tensor, exported(whole)[name]) for name, tensor in exported(killed).items())
+    rows = read_jsonl(whole / "metrics.jsonl")
+    assert {row["environment/turns_mean"] for row in rows} == {2.0}
+    assert all(row["rollout/engine_gap_max"] < 1e-3 for row in rows), "given tokens have no log-prob"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--environment.function=tests.support.environments:Missing",), "has no class Missing"),
+        (("--environment.function=Missing",), "environment.function='Missing' names no class"),
+        (
+            ("--environment.function=tests.support.environments:Async",),
+            "stops has '</call>', which is 7 tokens",
+        ),
+        (
+            ("--environment.function=tests.support.environments:Twice", "--environment.python=/nowhere"),
+            "environment.python=/nowhere is no program",
+        ),
+        (('--environment.settings={"a": 1}',), "environment.settings needs environment.function"),
+        (("--environment.step-limit-s=700",), "environment.step_limit_s=700 is above"),
+    ],
+)
+def test_a_mistake_ends_before_any_work(tmp_path: Path, flags: tuple[str, ...], text: str) -> None:
+    process = start(tmp_path / "run", *flags)
+    output = output_of(process)
+    assert text in output
+    assert process.returncode == 2
+    assert not (tmp_path / "run/journal").exists()

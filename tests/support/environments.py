@@ -1,0 +1,182 @@
+"""Environments with faults and memories, for tests; a turn says what its step does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.environment import Environment, Reply, Task, Turn
+
+
+def acted(self: Environment, turn: str, turns: int) -> Reply:
+    """The answer to a turn, which may be a fault."""
+    if turn == "raise":
+        raise ValueError("the door is shut")
+    if turn == "stop iteration":
+        raise StopIteration
+    if turn == "exit":
+        raise SystemExit(3)
+    if turn == "die":
+        os._exit(9)
+    if turn == "print":
+        print("x" * (1 << 20))
+    if turn == "surrogate":
+        return Reply("\ud800")
+    if turn == "long":
+        return Reply("x" * (5 << 20))
+    if turn == "no reply":
+        return "text"  # type: ignore[return-value]
+    if turn == "note":
+        return Reply("noted", note="x" * (70 << 10))
+    if turn == "nan":
+        return Reply("paid", reward=float("nan"))
+    if turn == "end":
+        return Reply(None, reward=1.0, metrics={"turns": turns})
+    return Reply(f"{turns}:{turn}", reward=0.5, metrics={"steps": 1}, note={"turns": turns})
+
+
+def _is_first(turn: str) -> bool:
+    """Whether a turn that ends with the name of a file comes for the first time: it makes the file."""
+    file = Path(turn.split()[-1])
+    is_first = not file.exists()
+    file.touch()
+    return is_first
+
+
+class Plain(Environment):
+    """Counts its turns, and notes its life in the file ``settings["log"]``, if there is one."""
+
+    def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
+        super().__init__(task, settings)
+        self.turns = 0
+        self.note("made")
+
+    def note(self, what: str) -> None:
+        """A line: process, episode, event."""
+        if file := self.settings.get("log"):
+            with open(file, "a") as lines:
+                lines.write(f"{os.getpid()} {self.task.episode} {what}\n")
+
+    def step(self, turn: str) -> Reply:
+        """Count and act."""
+        self.turns += 1
+        self.note(f"step {turn}")
+        if turn == "hang":
+            time.sleep(1000)
+        if turn.startswith("hang once ") and _is_first(turn):
+            time.sleep(1000)
+        if turn == "spin":
+            while True:
+                pass
+        if turn.startswith("wait for "):
+            while not Path(turn.removeprefix("wait for ")).exists():
+                time.sleep(0.005)
+        return acted(self, turn, self.turns)
+
+    def close(self) -> None:
+        """Note it."""
+        self.note("closed")
+
+
+class Async(Plain):
+    """The same with an async step."""
+
+    stops = ("</call>",)
+
+    async def step(self, turn: str) -> Reply:  # type: ignore[override]
+        """Count and act; waiting lets others step."""
+        self.turns += 1
+        self.note(f"step {turn}")
+        if turn == "hang":
+            await asyncio.sleep(1000)
+        if turn.startswith("hang once ") and _is_first(turn):
+            await asyncio.sleep(1000)
+        if turn == "block":
+            time.sleep(1000)
+        if turn.startswith("meet "):
+            Async.waiting += 1
+            while Async.waiting < int(turn.removeprefix("meet ")):
+                await asyncio.sleep(0.01)
+        if turn.startswith("wait for "):
+            while not Path(turn.removeprefix("wait for ")).exists():
+                await asyncio.sleep(0.005)
+        return acted(self, turn, self.turns)
+
+    waiting = 0
+
+
+class Restored(Plain):
+    """Comes back by ``restore``."""
+
+    resume = "restore"
+
+    def restore(self, turns: Sequence[Turn], note: Any) -> None:
+        """From the note."""
+        self.turns = note["turns"]
+        self.note(f"restored {[turn.text for turn in turns]}")
+
+
+class Never(Plain):
+    """Cannot come back."""
+
+    resume = "never"
+
+
+class Clock(Plain):
+    """Answers with its process, so a replay in another one differs."""
+
+    def step(self, turn: str) -> Reply:
+        """The number of the process."""
+        self.turns += 1
+        return Reply(str(os.getpid())) if turn != "end" else Reply(None)
+
+
+class Dice(Plain):
+    """Draws from the global generator."""
+
+    own_random = True
+
+    def step(self, turn: str) -> Reply:
+        """Three dice."""
+        return Reply(" ".join(str(random.randint(1, 10**6)) for _ in range(3)))
+
+
+class SharedDice(Dice):
+    """The mistake that `own_random` mends."""
+
+    own_random = False
+
+
+class NoStep(Environment):
+    """Lacks everything, and contradicts itself."""
+
+    role = "ipython"  # type: ignore[assignment]
+    stops = "</call>"  # type: ignore[assignment]
+    resume = "restore"
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, {})
+
+
+class Twice(Plain):
+    """Asks for the answer once more, with the sum of the digits that it saw; rewards an odd length.
+
+    As long as the file ``settings["hold"]`` is there, odd samples of groups from 6 on wait.
+    """
+
+    def step(self, turn: str) -> Reply:
+        """One observation, then the end."""
+        self.turns += 1
+        self.note(f"step {turn!r}")
+        group, sample, _ = self.task.episode.split("-")
+        hold = Path(self.settings.get("hold", "/nowhere"))
+        while int(sample) % 2 and group.isdigit() and int(group) >= 6 and hold.exists():
+            time.sleep(0.01)
+        if self.turns == 2:
+            return Reply(None, reward=float(len(turn) % 2), metrics={"letters": len(turn)})
+        return Reply(f"Sure? {sum(map(int, filter(str.isdigit, turn)))}")

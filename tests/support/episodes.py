@@ -1,0 +1,109 @@
+"""Episodes of the sampler on scripted engines, with environments in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bapo_megatron.config import EnvironmentConfig
+from bapo_megatron.environment import Environment
+from bapo_megatron.environment.pool import Question, StepResult
+from bapo_megatron.environment.worker import Episodes
+from bapo_megatron.rollout.sampler.turns import Stepping
+from bapo_megatron.types import GenerateRequest, Generation
+from tests.support.environments import Async
+from tests.support.sampling import EOS, ScriptedEngine, World
+
+Say = Callable[[int, int, int], str]
+"""From the numbers of prompt, sample and turn to what the model says."""
+
+
+class Brackets:
+    """The rule for observations: ``[text]``, one token a character."""
+
+    def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+        """The ids of the observation in brackets."""
+        assert last_token == EOS
+        return np.array([*map(ord, f"[{observation}]")], np.int32)
+
+
+class TurnEngine(ScriptedEngine):
+    """An engine whose turns are scripted; it counts those before by the brackets in the request."""
+
+    def __init__(self, say: Say, name: str = "turns") -> None:
+        super().__init__(lambda *_: "", name)
+        self.say = say
+
+    def _answer(self, request: GenerateRequest, aborted: bool) -> Generation:
+        sample, start = int(request.request_id.split("-")[1]), request.prefix_tokens
+        text = "".join(map(chr, request.input_ids[1 : start + 1].tolist()))
+        _, _, begun = text.rpartition("]")
+        whole = [*map(ord, self.say(int(request.input_ids[0]), sample, text.count("]"))), EOS]
+        assert [*map(ord, begun)] == whole[: len(begun)], "a turn continues from another beginning"
+        ids = whole[len(begun) :][: 1 if aborted else request.params.max_new_tokens]
+        places = np.arange(start, start + len(ids))
+        return Generation(
+            request_id=request.request_id,
+            token_ids_R=np.array(ids, np.int32),
+            log_probs_R=(-(places + 1) / 100).astype(np.float32),
+            versions_R=np.full(len(ids), self.version, np.int32),
+            finish_reason="stop" if ids[-1] == EOS else "length",
+        )
+
+
+class HereSteps:
+    """The environments of a worker in this process, in place of the pool."""
+
+    def __init__(self, kind: type[Environment] = Async, settings: dict[str, Any] | None = None) -> None:
+        self.episodes = Episodes(kind, settings or {})
+        self.asked: list[tuple[str, str]] = []
+        self.forgotten: list[str] = []
+        self.wait_s: Callable[[], float] = lambda: 0.0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def step(self, question: Question) -> StepResult:
+        """The answer, after a while."""
+        name = question.task.episode
+        self.asked.append((name, question.turn))
+        await self.gate.wait()
+        await asyncio.sleep(self.wait_s())
+        try:
+            asked = {"episode": name, "replies": question.replies, "turn": question.turn}
+            answer = await self.episodes.step(asked)
+            if "missing" in answer:
+                turns = [list(turn) for turn in question.turns()]
+                whole = {"task": asdict(question.task), "turns": turns, "note": question.note}
+                answer = await self.episodes.resume(whole)
+        except Exception as error:
+            return StepResult(failure="raised", detail=repr(error))
+        if "diverged" in answer:
+            return StepResult(failure="diverged", detail=answer["diverged"])
+        return StepResult(**{**answer, "seconds": 0.0})
+
+    def forget(self, episode: str) -> None:
+        """Note it."""
+        self.forgotten.append(episode)
+
+
+class EpisodeWorld(World):
+    """A world with an environment: five groups of two, three of which are a step."""
+
+    def __init__(self, folder: Path, say: Say, steps: HereSteps | None = None, **settings: Any) -> None:
+        rollout = {"prompts_per_step": 3, "group_size": 2, "max_response_tokens": 200, **settings}
+        rollout = {"drop_uniform_groups": False, "segment_tokens": 3, **rollout}
+        max_turns = rollout.pop("max_turns", 8)
+        environment = EnvironmentConfig("tests.support.environments:Async", max_turns=max_turns)
+        super().__init__(folder, [TurnEngine(say)], environment=environment, **rollout)
+        self.steps = steps or HereSteps()
+        self.stepping = Stepping(self.steps, Brackets())
+
+
+def counting(_prompt: int, sample: int, turn: int) -> str:
+    """Turns that differ; the first sample has one more."""
+    return "end" if turn == 2 - sample else f"turn{turn}"

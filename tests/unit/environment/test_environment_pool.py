@@ -1,0 +1,355 @@
+"""Episodes in worker processes: held, brought back, hung, raised; a fault costs its own episode."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import sysconfig
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config.environment import EnvironmentConfig
+from bapo_megatron.environment import Task, Turn
+from bapo_megatron.environment import pool as pools
+from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
+from bapo_megatron.environment.traits import Traits, interpreter_problem, read_traits, stop_ids
+from bapo_megatron.errors import ConfigError
+
+pytestmark = pytest.mark.integration
+
+LONG_S = 300.0
+
+
+def config(name: str, **fields: Any) -> EnvironmentConfig:
+    made = {"step_limit_s": LONG_S, "episode_limit_s": LONG_S, "workers": 1, **fields}
+    return EnvironmentConfig(f"tests.support.environments:{name}", **made)
+
+
+class Player:
+    """Episodes as the sampler would keep them: turns so far, the last note, seconds."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self.pool = pool
+        self.turns: dict[str, list[Turn]] = {}
+        self.notes: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        self.history_asked = 0
+
+    async def say(self, name: str, turn: str) -> StepResult:
+        turns = self.turns.setdefault(name, [])
+        asked = [*turns, Turn("sampled", turn)]
+
+        def history() -> list[Turn]:
+            self.history_asked += 1
+            return asked
+
+        task = Task([{"role": "user", "content": "hello"}], "42", "test", {"a": 1}, name)
+        question = Question(
+            task, turn, len(turns) // 2, history, self.notes.get(name), self.seconds.get(name, 0.0)
+        )
+        result = await self.pool.step(question)
+        if result.observation is not None:
+            turns += [asked[-1], Turn("given", result.observation)]
+            self.notes[name] = result.note
+            self.seconds[name] = self.seconds.get(name, 0.0) + result.seconds
+        return result
+
+    def processes(self) -> list[int]:
+        places = self.pool._workers._workers
+        return [place._process.pid for place in places if place._process]
+
+
+def played(settings: EnvironmentConfig, act: Callable[[Player], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        pool = EnvironmentPool(settings, read_traits(settings))
+        await pool.start()
+        try:
+            return await asyncio.wait_for(act(Player(pool)), LONG_S)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+def lines(log: Path) -> list[str]:
+    """The events of the log, without the processes' numbers."""
+    return [line.split(" ", 1)[1] for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["Plain", "Async"])
+def test_an_episode_stays_in_its_worker_to_its_end(tmp_path: Path, name: str) -> None:
+    log = tmp_path / "log"
+
+    async def act(player: Player) -> None:
+        assert await player.say("e", "a") == replace(
+            StepResult("1:a", 0.5, {"steps": 1.0}, {"turns": 1}), seconds=player.seconds["e"]
+        )
+        assert (await player.say("e", "b")).observation == "2:b"
+        end = await player.say("e", "end")
+        assert (end.observation, end.reward, end.metrics, end.failure) == (None, 1.0, {"turns": 3.0}, None)
+        assert player.history_asked == 1, "a held object needs no history"
+
+    played(config(name, workers=2, settings={"log": str(log)}), act)
+    assert lines(log) == ["e made", "e step a", "e step b", "e step end", "e closed"]
+    assert len({line.split()[0] for line in log.read_text().splitlines()}) == 1
+
+
+def test_a_thousand_async_steps_wait_in_one_worker() -> None:
+    async def act(player: Player) -> None:
+        found = await asyncio.gather(*(player.say(str(n), "meet 1000") for n in range(1000)))
+        assert {one.observation for one in found} == {"1:meet 1000"}
+
+    played(config("Async"), act)
+
+
+def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+
+    async def act(player: Player) -> None:
+        waiting = [asyncio.create_task(player.say(str(n), f"wait for {file}")) for n in range(31)]
+        assert (await player.say("free", "a")).observation == "1:a"
+        file.touch()
+        assert {one.failure for one in await asyncio.gather(*waiting)} == {None}
+
+    played(config("Plain"), act)
+
+
+@pytest.mark.parametrize(
+    ("turn", "failure", "text"),
+    [
+        ("raise", "raised", r"ValueError\('the door is shut'\)"),
+        ("exit", "raised", "SystemExit"),
+        ("stop iteration", "raised", "StopIteration"),
+        ("no reply", "raised", "step returned str: return a Reply"),
+        ("surrogate", "raised", "surrogates not allowed"),
+        ("long", "raised", "5242880 characters; at most 4194304 may be"),
+        ("note", "raised", "Reply.note has 71682 bytes as JSON"),
+        ("nan", "raised", "Reply.reward=nan is no finite number"),
+        ("die", "died", "exit code 9"),
+        ("hang", "time", "no answer within"),
+    ],
+)
+@pytest.mark.parametrize("name", ["Plain", "Async"])
+def test_a_fault_is_data_and_costs_its_own_episode(
+    name: str, turn: str, failure: str, text: str, tmp_path: Path
+) -> None:
+    async def act(player: Player) -> None:
+        assert (await player.say("other", "a")).observation == "1:a"
+        found = await player.say("faulty", turn)
+        assert found.failure == failure
+        assert found.observation is None
+        assert re.search(text, found.detail), found.detail
+        assert (await player.say("other", "b")).observation == "2:b"
+        if turn == "raise":
+            assert "tests/support/environments.py" in found.traceback
+            assert "serving.py" not in found.traceback
+            assert found.place.startswith("ValueError at ")
+
+    limits = {"step_limit_s": 1.0} if turn == "hang" else {}
+    played(config(name, **limits), act)
+
+
+def test_megabytes_of_prints_are_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    async def act(player: Player) -> None:
+        assert (await player.say("e", "print")).observation == "1:print"
+
+    played(config("Async"), act)
+    assert capfd.readouterr().err.count("x") >= 1 << 20
+
+
+@pytest.mark.parametrize(("name", "turn"), [("Plain", "spin"), ("Async", "block")])
+def test_a_step_that_cannot_be_interrupted_costs_its_worker_and_no_other_episode(
+    name: str, turn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pools, "_PLAIN_GRACE_S", 0.2)
+    monkeypatch.setattr(pools, "_ASYNC_GRACE_S", 0.2)
+    file = tmp_path / "file"
+
+    async def act(player: Player) -> None:
+        assert (await player.say("idle", "a")).observation == "1:a"
+        beside = asyncio.create_task(player.say("beside", f"hang once {file}"))
+        stuck = asyncio.create_task(player.say("stuck", turn))
+        assert (await stuck).failure == "time"
+        if name == "Plain":  # it was late as well, and could not be interrupted
+            assert (await beside).observation == f"1:hang once {file}"
+        else:  # whether its own limit, or the other's, came first
+            assert (await beside).failure in (None, "time")
+        assert (await player.say("idle", "b")).observation == "2:b", "it was replayed"
+
+    settings = replace(config(name), step_limit_s=3.0)
+    played(settings, act)
+
+
+def test_who_ends_workers_ends_up_alone() -> None:
+    """Ten episodes in a worker, one of which ends it at each try: nine go on."""
+
+    async def act(player: Player) -> None:
+        for n in range(10):
+            await player.say(str(n), "a")
+        found = await asyncio.gather(*(player.say(str(n), "die" if n == 4 else "b") for n in range(10)))
+        assert [one.failure for one in found] == [None] * 4 + ["died"] + [None] * 5
+        assert {one.observation for one in found} == {"2:b", None}
+
+    played(config("Async"), act)
+
+
+@pytest.mark.parametrize("name", ["Plain", "Async", "Restored"])
+def test_a_lost_object_is_brought_back(tmp_path: Path, name: str) -> None:
+    log = tmp_path / "log"
+
+    async def act(player: Player) -> None:
+        await player.say("e", "a")
+        await player.say("e", "b")
+        os.kill(player.processes()[0], signal.SIGKILL)
+        assert (await player.say("e", "c")).observation == "3:c"
+
+    played(config(name, settings={"log": str(log)}), act)
+    before = ["e made", "e step a", "e step b"]
+    again = ["e restored ['a', '1:a', 'b', '2:b']"] if name == "Restored" else ["e step a", "e step b"]
+    assert lines(log) == [*before, "e made", *again, "e step c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("Clock", "and after a replay with"), ("Never", "cannot be resumed")]
+)
+def test_an_episode_that_cannot_be_brought_back_says_so(name: str, why: str) -> None:
+    async def act(player: Player) -> None:
+        await player.say("e", "a")
+        os.kill(player.processes()[0], signal.SIGKILL)
+        found = await player.say("e", "b")
+        assert (found.failure, found.observation) == ("diverged", None)
+        assert why in found.detail
+
+    played(config(name), act)
+
+
+def test_own_random_makes_a_replay_draw_what_was_drawn() -> None:
+    """Two episodes take turns in one worker; without states of their own the replay differs."""
+
+    async def act(player: Player) -> list[str | None]:
+        said = [(await player.say(name, "roll")).observation for name in "abab"]
+        assert len(set(said)) == 4
+        os.kill(player.processes()[0], signal.SIGKILL)
+        return [(await player.say(name, "roll")).failure for name in "ba"]
+
+    assert played(config("Dice"), act) == [None, None]
+    assert "diverged" in played(config("SharedDice"), act)
+
+
+def test_the_clock_of_an_episode_is_hard() -> None:
+    async def act(player: Player) -> None:
+        await player.say("e", "a")
+        player.seconds["e"] = 5.0
+        found = await player.say("e", "b")
+        assert (found.failure, found.detail) == ("time", "its steps took environment.episode_limit_s=5 s")
+        player.seconds["f"] = 4.5
+        assert (await player.say("f", "hang")).failure == "time"
+
+    played(config("Async", episode_limit_s=5.0), act)
+
+
+def test_a_forgotten_or_cancelled_episode_is_closed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async def act(player: Player) -> None:
+        await player.say("e", "a")
+        player.pool.forget("e")
+        waiting = asyncio.create_task(player.say("f", "hang"))
+        while "f step hang" not in lines(log):
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        while not {"e closed", "f closed"} <= {*lines(log)}:
+            await asyncio.sleep(0.01)
+        assert not player.pool._workers._holders
+
+    played(config("Async", settings={"log": str(log)}), act)
+
+
+# --- the class, before a run ---------------------------------------------------------------------
+
+
+def test_the_traits_of_a_class() -> None:
+    assert read_traits(config("Async")) == Traits("tool", ("</call>",), "replay", False, True)
+    assert read_traits(config("Restored")).resume == "restore"
+
+
+def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("WORD = 'hello'\n")
+    (tmp_path / "my_tool.py").write_text(
+        "import beside_it\nfrom bapo_megatron.environment import Environment, Reply\n"
+        "class Tool(Environment):\n    def step(self, turn):\n        return Reply(beside_it.WORD)\n"
+    )
+    settings = replace(config(""), function=f"{tmp_path}/my_tool.py:Tool")
+
+    async def act(player: Player) -> None:
+        assert (await player.say("e", "a")).observation == "hello"
+
+    played(settings, act)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("tests.support.environments:Missing", "has no class Missing"),
+        ("tests.support.nowhere:Name", "importing tests.support.nowhere failed"),
+        ("nowhere.py:Name", "there is no file .*/nowhere.py"),
+        ("tests.support.environments:acted", "is no subclass of bapo_megatron.environment.Environment"),
+        ("tests.support.environments:NoStep", r"it has no step\(self, turn\) of its own"),
+        ("tests.support.environments:NoStep", "role='ipython' is unknown: set it to 'tool' or 'user'"),
+        ("tests.support.environments:NoStep", "stops='</call>' must be a tuple of texts"),
+        ("tests.support.environments:NoStep", "resume='restore' needs a method restore"),
+        ("tests.support.environments:NoStep", r"define __init__\(self, task, settings\)"),
+    ],
+)
+def test_a_wrong_class_is_refused_in_words(function: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_traits(EnvironmentConfig(function))
+
+
+def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.py").write_text(
+        f"import sys\nassert {sysconfig.get_path('purelib')!r} not in sys.path\n"
+        "from bapo_megatron.environment import Environment, Reply\n"
+        "class Tool(Environment):\n    def step(self, turn):\n        return Reply(sys.executable)\n"
+    )
+    base = Path(sys.base_prefix) / "bin" / "python3"
+    settings = replace(config(""), function=f"{tmp_path}/elsewhere.py:Tool")
+    with pytest.raises(ConfigError, match="elsewhere failed with AssertionError"):
+        read_traits(settings)
+
+    async def act(player: Player) -> None:
+        assert Path(str((await player.say("e", "a")).observation)).resolve() == base.resolve()
+
+    played(replace(settings, python=base), act)
+
+
+def test_an_interpreter_that_is_none_is_refused(tmp_path: Path) -> None:
+    assert "is no program" in str(interpreter_problem(tmp_path / "python"))
+    assert interpreter_problem(Path(sys.executable)) is None
+    with pytest.raises(ConfigError, match="cannot be started"):
+        read_traits(replace(config("Async"), python=tmp_path / "python"))
+
+
+class Letters:
+    """A tokenizer: one token a letter, but for one word."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [7] if text == "</call>" else [*text.encode()]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_a_stop_is_one_token_or_refused() -> None:
+    traits = Traits("tool", ("</call>",), "replay", False, True)
+    assert stop_ids(traits, Letters()) == (7,)
+    with pytest.raises(ConfigError, match=r"stops has '</x>', which is 4 tokens"):
+        stop_ids(replace(traits, stops=("</x>",)), Letters())

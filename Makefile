@@ -65,7 +65,11 @@ TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/planning/rehearsal/layers.
 TOKENIZERS_VERSION := 3.7.2
 TOKENIZERS := qwen3 qwen2_5 llama3_2 deepseek_v3
 
-.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo demo-moe demo-real real-model check test test-slow test-again slurm-test lint format gpu-check clean
+# Packages of public environments, and of `renderers`, each for tests of its adapter: an environment of their own.
+ENVIRONMENTS_VENV := .venv-environments
+ENVIRONMENTS_PINS := tests/support/environments.txt
+
+.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster image demo demo-moe demo-real real-model check test test-slow test-again slurm-test lint format gpu-check clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -102,6 +106,14 @@ trackers: $(TRACKERS)/.done
 $(TRACKERS)/.done: $(TRACKERS_PINS) | $(VENV)/.done
 	rm -rf $(TRACKERS)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(TRACKERS) -r $(TRACKERS_PINS)
+	touch $@
+
+environments: $(ENVIRONMENTS_VENV)/.done
+
+$(ENVIRONMENTS_VENV)/.done: $(ENVIRONMENTS_PINS)
+	rm -rf $(ENVIRONMENTS_VENV)
+	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
+	$(ENVIRONMENTS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r $(ENVIRONMENTS_PINS)
 	touch $@
 
 te-sources: $(TE_VERSIONS:%=$(TE_SOURCES)/%/.done)
@@ -197,7 +209,7 @@ check: lint
 test: setup sglang nemo-run te-sources
 	$(PYTEST) -m "not slow" -n auto $(PYTEST_FLAGS)
 
-test-slow: setup sglang nemo-run trackers te-sources tokenizers real-model
+test-slow: setup sglang nemo-run trackers environments te-sources tokenizers real-model
 	$(PYTEST) -m slow -n auto $(PYTEST_FLAGS)
 
 # The failed tests of the run before, once more, one after the other; nothing, where that run did not end by itself.
@@ -228,4 +240,4 @@ gpu-check:
 	$(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) .venv-cluster .venv-cluster-sglang .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) $(ENVIRONMENTS_VENV) .venv-cluster .venv-cluster-sglang .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

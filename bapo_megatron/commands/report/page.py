@@ -23,6 +23,7 @@ from bapo_megatron.commands.report.data import (
     mean,
     read_run,
 )
+from bapo_megatron.commands.report.episodes import episode_cells
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
 from bapo_megatron.commands.report.lines import smoothing_window
 from bapo_megatron.commands.report.panels import PANELS, Panel

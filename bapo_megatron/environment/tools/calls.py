@@ -1,7 +1,7 @@
 """Tool calls in a turn of the model, and the settings of a tool; pure functions on text.
 
 Only the standard library is imported: an environment may run in an interpreter of its own. Used by
-``calculator.py`` and ``python_tool.py``.
+``calculator.py``, ``python_tool.py`` and ``environment/adapters/``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bapo_megatron.environment import Reply, Task
 from bapo_megatron.environment.tools.calculator import Calculator, evaluate
 from bapo_megatron.errors import ConfigError
-from tests.support.played_episodes import check_durable
+from tests.support.scripted_episodes import check_durable
 
 TASK = Task([{"role": "user", "content": "47+86="}])
 

@@ -11,7 +11,7 @@ from bapo_megatron.environment import Reply, Task
 from bapo_megatron.environment.tools import python_tool
 from bapo_megatron.environment.tools.python_tool import PythonTool
 from bapo_megatron.errors import ConfigError
-from tests.support.played_episodes import check_durable, play
+from tests.support.scripted_episodes import check_durable, play
 
 pytestmark = pytest.mark.integration
 

@@ -67,7 +67,9 @@ async def _played(
                 break
         return replies
     finally:
-        environment.close()
+        closed: Any = environment.close()
+        if inspect.isawaitable(closed):
+            await closed
 
 
 async def _step(environment: Environment, turn: str) -> Reply:

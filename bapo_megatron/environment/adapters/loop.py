@@ -1,0 +1,77 @@
+"""Adapter of a loop: a user's own ``async def play(ask)`` as an environment, a turn of the model an ``ask``.
+
+Durable by replay: a new object runs ``play`` again, and answers its questions from the journal. Only the
+standard library is imported. Used by ``endpoint.py`` and ``verifiers_v1.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+from bapo_megatron.environment.interface import Environment, Reply, Task
+
+Ask = Callable[[str | None], Awaitable[str]]
+"""Ask the model: its next turn after the observation. The first question is the prompt: None, or its text."""
+
+
+class LoopEnvironment(Environment):
+    """An episode that is a loop. Subclass it with ``play``; a worker of environments makes the object."""
+
+    role: ClassVar[Literal["tool", "user"]] = "user"
+
+    def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
+        super().__init__(task, settings)
+        self._turns: asyncio.Queue[str] = asyncio.Queue()
+        self._replies: asyncio.Queue[Reply | Exception] = asyncio.Queue()
+        self._playing: asyncio.Task[None] | None = None
+
+    async def play(self, ask: Ask) -> float | None:
+        """Play the episode: ``await ask(observation)`` is the model's next turn. Its end is the episode's.
+
+        Returns the reward; None: ``reward.function`` judges the last turn. It must ask the same again when it
+        is answered the same, or it is begun again after a kill.
+        """
+        raise NotImplementedError
+
+    async def step(self, turn: str) -> Reply:
+        """Answer ``play`` with a turn; what it asks next is the observation."""
+        if self._playing is None:
+            self._playing = asyncio.create_task(self._play())
+            self._check_opening(await self._next())
+        self._turns.put_nowait(turn)
+        return await self._next()
+
+    def close(self) -> None:
+        """End the loop, wherever it is."""
+        if self._playing is not None:
+            self._playing.cancel()
+
+    async def _ask(self, observation: str | None) -> str:
+        self._replies.put_nowait(Reply(observation or ""))
+        return await self._turns.get()
+
+    async def _play(self) -> None:
+        try:
+            self._replies.put_nowait(Reply(None, reward=await self.play(self._ask)))
+        except Exception as error:  # the step that waits raises it
+            self._replies.put_nowait(error)
+
+    async def _next(self) -> Reply:
+        found = await self._replies.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _check_opening(self, first: Reply) -> None:
+        """ValueError if the loop's first question is not what the model was asked: it would learn to answer
+        another one."""
+        prompt = str(self.task.messages[-1]["content"])
+        if first.observation is None:
+            raise ValueError("play() ended before it asked the model: it must ask at least once")
+        if first.observation not in ("", prompt):
+            raise ValueError(
+                f"play() asks first {first.observation[:200]!r}, and the prompt's last message is "
+                f"{prompt[:200]!r}: ask(None), or put into the dataset's prompts what the loop asks"
+            )

@@ -1,0 +1,73 @@
+"""Adapter of OpenEnv: an episode is a session of a server; a new session replays the actions after a kill.
+
+    environment.function = "bapo_megatron.environment.adapters.openenv:OpenEnv"
+    environment.settings = {"url": "http://localhost:8000", "action": "message", "observation": "text"}
+
+A row's ``extra_info`` may have ``reset``: arguments of the server's reset, such as ``{"seed": 3}``, without
+which a server that draws cannot replay. Rewards of the steps add up. Tried with openenv-core 0.3.0. Workers
+of environments load it by that name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from openenv.core import GenericEnvClient
+
+from bapo_megatron.environment.interface import Environment, Reply, Task
+from bapo_megatron.environment.tools.calls import answer_part, settings_of
+from bapo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OpenEnvSettings:
+    """``environment.settings`` of a server. Made for each episode."""
+
+    url: str = ""
+    """Address of the server."""
+    action: str = "message"
+    """Field of the action that holds the model's turn, without its thinking part."""
+    observation: str = ""
+    """Field of the observation that the model is shown; empty: the whole observation, as JSON."""
+
+
+class OpenEnv(Environment):
+    """An episode that is a session. Made by a worker of environments; async, so thousands wait in one."""
+
+    role: ClassVar[Literal["tool", "user"]] = "user"
+
+    def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
+        super().__init__(task, settings)
+        self._settings = settings_of(OpenEnvSettings, settings)
+        if not self._settings.url:
+            raise ConfigError("environment.settings has no url: give the address of an OpenEnv server")
+        self._client: Any = None
+
+    async def step(self, turn: str) -> Reply:
+        """Act in the session, which the first step opens."""
+        if self._client is None:
+            self._client = GenericEnvClient(base_url=self._settings.url)
+            await self._client.connect()
+            await self._client.reset(**self.task.extra_info.get("reset", {}))
+        result = await self._client.step({self._settings.action: answer_part(turn).strip()})
+        said = None if result.done else self._shown(result.observation)
+        return Reply(said, reward=None if result.reward is None else float(result.reward))
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Close the session."""
+        if self._client is not None:
+            await self._client.close()
+
+    def _shown(self, observation: Mapping[str, Any]) -> str:
+        field = self._settings.observation
+        if not field:
+            return json.dumps(observation, ensure_ascii=False, sort_keys=True)
+        if not isinstance(observation.get(field), str):
+            raise ValueError(
+                f"the server's observation has no text {field!r}, but {sorted(observation)}: name one in "
+                "`observation` of environment.settings"
+            )
+        return str(observation[field])

@@ -1,0 +1,82 @@
+"""Adapter of TextArena: a game for one player, rebuilt after a kill by playing its moves again.
+
+    environment.function = "bapo_megatron.environment.adapters.textarena:TextArena"
+
+A row's ``extra_info`` names the game and its seed, ``{"env_id": "GuessTheNumber-v0", "seed": 3}``, and its
+prompt is the game's first observation; ``rows`` makes them. Tried with textarena 0.7.4; games with word lists
+need those of nltk, which it downloads. Workers of environments load it by that name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import textarena
+
+from bapo_megatron.environment.interface import Environment, Reply, Task
+from bapo_megatron.environment.tools.calls import answer_part, settings_of
+
+
+@dataclass(frozen=True)
+class TextArenaSettings:
+    """``environment.settings`` of a game. Made for each episode."""
+
+    new_text_only: bool = True
+    """Whether an observation leaves out what the one before has said: games repeat all of it each time."""
+
+
+class TextArena(Environment):
+    """An episode that is a game. Made by a worker of environments."""
+
+    role: ClassVar[Literal["tool", "user"]] = "user"
+    own_random = True  # games draw from the global generator, also between two moves
+
+    def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
+        super().__init__(task, settings)
+        self._new_text_only = settings_of(TextArenaSettings, settings).new_text_only
+        game, seed = task.extra_info["env_id"], int(task.extra_info["seed"])
+        self._game = started(game, seed)
+        self._shown = observed(self._game)
+        if not str(task.messages[-1]["content"]).endswith(self._shown):
+            raise ValueError(
+                f"the prompt's last message does not end with the first observation of {game} with the seed "
+                f"{seed}: make the dataset with `rows` of {__name__}"
+            )
+
+    def step(self, turn: str) -> Reply:
+        """Make the move: the turn without its thinking part. The only player's reward comes with the end."""
+        over, _ = self._game.step(action=answer_part(turn).strip())
+        if over:
+            rewards, _ = self._game.close()
+            return Reply(None, reward=float(rewards[0]))
+        before, self._shown = self._shown, observed(self._game)
+        said = self._shown.removeprefix(before).strip() if self._new_text_only else self._shown
+        return Reply(said)
+
+
+def started(env_id: str, seed: int) -> Any:
+    """A new game. Its draws follow from the seed, also those of games that draw from ``random``."""
+    game = textarena.make(env_id)
+    random.seed(seed)
+    game.reset(num_players=1, seed=seed)
+    return game
+
+
+def observed(game: Any) -> str:
+    """What its player sees now."""
+    _, observation = game.get_observation()
+    return str(observation)
+
+
+def rows(env_id: str, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Rows of a dataset, in the fields of ``data.path``: a game with each seed."""
+    for seed in seeds:
+        yield {
+            "data_source": f"textarena/{env_id}",
+            "prompt": [{"role": "user", "content": observed(started(env_id, seed))}],
+            "reward_model": {"ground_truth": "-", "style": "rule"},
+            "extra_info": {"env_id": env_id, "seed": seed},
+        }

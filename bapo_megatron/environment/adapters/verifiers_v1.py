@@ -1,0 +1,102 @@
+"""Adapter of verifiers' v1 environments: their own ``run(task, agents)``, in which the agents are the policy.
+
+    environment.function = "bapo_megatron.environment.adapters.verifiers_v1:VerifiersV1"
+    environment.settings = {"taskset": {"id": "my-taskset"}, "env": {}}
+
+``settings`` are verifiers' own. A row's ``extra_info`` has the task's place, ``{"idx": 3}``; ``rows`` makes
+rows. A task's rewards judge, but those that need a box. A harness, a program in a box, is not run: that is
+for ``endpoint.py``. Tried with verifiers 0.4.0. Workers of environments load it by that name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
+
+
+class VerifiersV1(LoopEnvironment):
+    """An episode that is one of verifiers' environments. Made by a worker of environments."""
+
+    own_random = True
+
+    async def play(self, ask: Ask) -> float:
+        """Run the environment; the reward is the sum over the policy's traces."""
+        state = random.getstate()  # a taskset may draw when it is loaded, which is not at every replay
+        environment = loaded(json.dumps(self.settings, sort_keys=True))
+        task = next(itertools.islice(iter(environment.taskset), self.task.extra_info["idx"], None))
+        random.setstate(state)
+        episode = vf.Episode(env=vf.EnvInfo(id=environment.config.env_id), task=_traced(task))
+        agents = _Agents(ask=ask, traces=episode.traces)
+        await environment.setup(agents)
+        await environment.run(task, agents)
+        await environment.finalize(task, episode)
+        return float(sum(trace.reward for trace in episode.traces))
+
+
+class _Agents(SimpleNamespace):
+    def __getattr__(self, name: str) -> _Agent:
+        return _Agent(name, self.__dict__["ask"], self.__dict__["traces"])
+
+
+class _Agent:
+    def __init__(self, name: str, ask: Ask, traces: list[Any]) -> None:
+        self._name, self._ask, self._traces = name, ask, traces
+
+    async def run(self, task: Any) -> Any:
+        async with self.interaction(task) as interaction:
+            await interaction.turn()
+        return interaction.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: Any) -> AsyncIterator[Any]:
+        """A conversation on the task, whose rewards judge its end; ``turn`` is the policy's next turn."""
+        trace: Any = vf.Trace(
+            task=_traced(task), agent=vf.AgentInfo(config=vf.AgentConfig(), name=self._name)
+        )
+
+        async def turn(message: Any = None) -> Any:
+            texts = [message] if isinstance(message, str) else [one.content for one in message or []]
+            answer = vf.AssistantMessage(content=await self._ask("\n".join(texts) if texts else None))
+            for said in (*(vf.UserMessage(content=text) for text in texts), answer):
+                parent = len(trace.nodes) - 1 if trace.nodes else None
+                trace.nodes.append(vf.MessageNode(parent=parent, message=said, sampled=said is answer))
+            return vf.Segment([answer])
+
+        yield SimpleNamespace(trace=trace, turn=turn)
+        trace.is_completed = trace.ok = True
+        await task.score(trace)
+        self._traces.append(trace)
+
+
+@cache
+def loaded(settings: str) -> Any:
+    """The environment that the settings, as JSON, configure; one for all episodes of a worker."""
+    found = json.loads(settings)
+    return load_environment(resolve_env_config({**found.get("env", {}), "taskset": found["taskset"]}))
+
+
+def rows(settings: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
+    """Rows of a dataset, in the fields of ``data.path``: the first ``count`` tasks, with system prompts."""
+    for task in itertools.islice(iter(loaded(json.dumps(settings)).taskset), count):
+        system = [{"role": "system", "content": task.data.system_prompt}] if task.data.system_prompt else []
+        prompt = [*system, {"role": "user", "content": task.data.prompt_text}]
+        judged = {
+            "reward_model": {"ground_truth": "-", "style": "rule"},
+            "extra_info": {"idx": task.data.idx},
+        }
+        yield {"data_source": f"verifiers/{settings['taskset']['id']}", "prompt": prompt, **judged}
+
+
+def _traced(task: Any) -> Any:
+    return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)

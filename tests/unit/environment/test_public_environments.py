@@ -1,0 +1,128 @@
+"""Adapters with the real packages, and given tokens against `renderers`, in an environment of theirs.
+
+Each script of tests/support/foreign runs in `.venv-environments` (`make environments`), plays an episode, and
+again with a fresh object after each turn, as after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.environment.template import ObservationTemplate
+from tests.support.chat_templates import ROOT, family_tokenizer
+
+FOREIGN = ROOT / "tests/support/foreign"
+PYTHON = ROOT / ".venv-environments/bin/python"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (ROOT / ".venv-environments/.done").is_file(), reason="no public environments: make environments"
+    ),
+]
+
+
+def found(script: str, *arguments: Path, given: object = None) -> Any:
+    """What a script finds, in an environment without this one's packages."""
+    done = subprocess.run(
+        [PYTHON, FOREIGN / f"{script}.py", *arguments],
+        capture_output=True,
+        text=True,
+        input=json.dumps(given),
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{FOREIGN}"},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND "))
+
+
+def test_textarena() -> None:
+    """Seven games over kills; an observation is the new text, or all that the game repeats."""
+    games = found("play_textarena")
+    refused = games.pop("refused")
+    assert refused.startswith(
+        "the prompt's last message does not end with the first observation of Secretary-v0"
+    )
+    assert len(games) == 7
+    first, second = (said for said, _ in games["GuessTheNumber-v0"][0][:2])
+    assert first == "[Player] [3]\n[GAME] The target number is higher."
+    assert second == "[Player] I guess [12]\n[GAME] The target number is lower."
+    for new, whole in games.values():
+        assert [reward for _, reward in new] == [reward for _, reward in whole]
+        for said, all_of_it in zip(new, whole, strict=True):
+            assert (said[0] is None) == (all_of_it[0] is None)
+            assert said[0] is None or all_of_it[0].strip().endswith(said[0])
+    assert games["TowerOfHanoi-v0"][0][-1] == [None, 1.0]
+
+
+def test_openenv() -> None:
+    """A session over kills: its seed makes the replay draw the same; the reward comes with the end."""
+    text, whole, refused = found("play_openenv")
+    assert [said and said.split()[0] for said, _ in text] == ["higher", "lower", None]
+    assert [reward for _, reward in text] == [None, None, pytest.approx(1 / 3)]
+    assert json.loads(whole) == {"asked": 1, "text": text[0][0]}
+    assert refused == (
+        "the server's observation has no text 'board', but ['asked', 'text']: name one in `observation` of "
+        "environment.settings"
+    )
+
+
+def test_verifiers() -> None:
+    """A game of its own environment over kills, with draws; and a task's own reward of one answer."""
+    played = found("play_verifiers")
+    prompt, said, reward = played["game"]
+    assert prompt == [{"role": "user", "content": "Guess my number."}]
+    assert [one and one.split()[0] for one in said] == ["higher", "lower", None]
+    assert reward == 1.5  # the task's, and what the game has recorded
+    assert [played[name][1:] for name in ("right", "wrong")] == [[[None], 1.0], [[None], 0.0]]
+
+
+def test_an_agent_with_the_client_of_openai() -> None:
+    assert found("play_agent") == [["4", None], ["5", None], [None, 1.0]]
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+FAMILIES = [
+    ("Qwen3", "tool"),
+    ("Qwen3 as sampled", "user"),
+    ("Llama 3.1", "tool"),
+    ("Llama 3.1", "user"),
+    ("DeepSeek V3", "tool"),
+    ("DeepSeek V3", "user"),
+    ("R1", "user"),
+]
+
+
+def test_given_tokens_are_those_of_renderers() -> None:
+    """Over random observations and turns; a turn may end with the model's stop, or a call's last token."""
+    draw, cases, ours = random.Random(0), [], []
+    letters = "abc XYZ 0123 .,;:!?()[]{}\n\t\\/'\"\u00e4\u03bb\u6f22\U0001f642"
+    for family, role in FAMILIES:
+        tokenizer = family_tokenizer(family.removesuffix(" as sampled"))
+        template = ObservationTemplate(tokenizer, role, [tokenizer.eos_token_id])
+        prompt = tokenizer.encode(
+            template.prompt_text([{"role": "user", "content": "1+1="}]), add_special_tokens=False
+        )
+        for number in range(60):
+            observation = "".join(draw.choices(letters, k=draw.randrange(40)))
+            turn = [draw.randrange(1000, 100_000) for _ in range(5)]
+            if family == "R1":  # it has begun to think in the prompt
+                turn = [*tokenizer.encode("Hm.\n</think>\n\n", add_special_tokens=False), *turn]
+            if number % 2:
+                turn = [*turn, tokenizer.eos_token_id]
+            ours.append(template.given_ids(observation, turn[-1]).tolist())
+            about = {"family": family, "role": role, "observation": observation}
+            cases.append({**about, "prompt": prompt, "turn": turn})
+    theirs = found("bridge", ROOT / ".tokenizers", given=cases)
+    for case, our, their in zip(cases, ours, theirs, strict=True):
+        assert our == their, (case["family"], case["role"], case["observation"], case["turn"])

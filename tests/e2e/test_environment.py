@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.metrics import results
 from tests.support.raw_journal import RawRecord, read_log
@@ -94,3 +96,34 @@ def test_a_mistake_ends_before_any_work(tmp_path: Path, flags: tuple[str, ...], 
     assert text in output
     assert process.returncode == 2
     assert not (tmp_path / "run/journal").exists()
+
+
+@pytest.mark.slow
+def test_real_servers_and_a_kill_in_the_middle_of_episodes(tmp_path: Path) -> None:
+    """SGLang promises no tokens, so the rules of the journal are checked, and what training saw."""
+    try:
+        sglang_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    hold, run_dir = tmp_path / "hold", tmp_path / "run"
+    servers = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", "--rollout.segment-tokens=16")
+    flags = (*FLAGS, *servers, "--environment.settings=" + json.dumps({"hold": str(hold)}))
+    hold.touch()
+    with audited(run_dir):
+        process = start(run_dir, *flags)
+        deadline = time.monotonic() + LIMIT_S
+        while answered(run_dir, 6) < 4:
+            assert process.poll() is None, process.communicate()[0].decode()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        before = answered(run_dir, 0)
+        hold.unlink()
+        finish(start(run_dir, *flags))
+        assert answered(run_dir, 0) > before
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(1.5 < row["environment/turns_mean"] <= 2.0 for row in rows)
+    assert all(row["environment/failures"] == row["environment/restarts"] == 0.0 for row in rows)
+    assert all(row["rollout/engine_gap_max"] < 0.05 for row in rows), "given tokens have no log-prob"

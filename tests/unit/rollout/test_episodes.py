@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config import RewardConfig
+from bapo_megatron.config import EnvironmentConfig, RewardConfig
 from bapo_megatron.environment import Reply
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler.batch_builder import rollout_metrics
@@ -476,3 +476,20 @@ def test_kills_at_any_moment_keep_accounts_and_episodes(
         assert sorted(given_to) == [1, 2, 3, 4, 5]
 
     run(check(), monkeypatch)
+
+
+@pytest.mark.parametrize("first", ["with an environment", "without one"])
+def test_a_journal_belongs_to_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Whoever continues it without the environment is refused in words, as is who adds one."""
+    within = EpisodeWorld(tmp_path, counting)
+    alone = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "yes" if sample else "no")
+    alone.config = dataclasses.replace(alone.config, environment=EnvironmentConfig())
+    alone.stepping = None
+    worlds = [within, alone] if first.startswith("with ") else [alone, within]
+    run(step_of(worlds[0]), monkeypatch)
+    written = "rollout.group_size=2 episodes of an environment, now it is 2"
+    added = "environment.function=None, now it is tests.support.environments:Async"
+    with pytest.raises(ConfigError, match=written if worlds[0] is within else added):
+        run(step_of(worlds[1]), monkeypatch)

@@ -1,7 +1,7 @@
 """Paired comparison of two evaluations of the same suites: differences, intervals, p-values.
 
 It reads the folders that ``bapo eval`` wrote. ConfigError if they cannot be compared. Used by
-``command.py`` and ``examples.py``.
+``command.py``.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class MicroBatch:
     Empty in a run of one file."""
     trained_tokens: tuple[int, ...] = ()
     """Number of trained tokens of each of the ``sequences``, from which every rank computes the same search
-    groups (``algo/search_groups.py``). Empty in a pack that was not made by ``pack_samples``."""
+    groups (``algo/losses/clip.py``). Empty in a pack that was not made by ``pack_samples``."""
 
     @classmethod
     def of(

@@ -18,8 +18,7 @@ from bapo_megatron.config import EvaluationConfig, RewardConfig, SglangConfig
 from bapo_megatron.data.suites import load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
 from bapo_megatron.evaluation import run as evaluation_run
-from bapo_megatron.evaluation.command import comparison_text, results_text
-from bapo_megatron.evaluation.comparison import compare
+from bapo_megatron.evaluation.command import compare, comparison_text, results_text
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
     FORMAT,

@@ -33,6 +33,7 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
+from bapo_megatron.runtime.text_table import text_table
 
 FRESH_S = 60.0
 """Age of an entry in RUN/engines at which its server counts as gone, seconds."""
@@ -193,12 +194,10 @@ def _age(row: dict[str, Any], now: float) -> float | None:
         return None
 
 
-_WIDTH = 12
-
-
 def status_text(status: Status) -> str:
     """The status as lines of text."""
-    return "".join(f"{name:<{_WIDTH}}{printable(text)}\n" for name, text in _rows(status))
+    rows = [(name, printable(text)) for name, text in _rows(status)]
+    return "".join(f"{line}\n" for line in text_table(rows))
 
 
 def _rows(status: Status) -> Iterator[tuple[str, str]]:

@@ -99,7 +99,7 @@ class MicroBatch:
     Empty in a run of one file."""
     trained_tokens: tuple[int, ...] = ()
     """Number of trained tokens of each of the ``sequences``, from which every rank computes the same search
-    groups (``algo/search_groups.py``). Empty in a pack that was not made by ``pack_samples``."""
+    groups (``algo/losses/clip.py``). Empty in a pack that was not made by ``pack_samples``."""
     route_TLK: Tensor | None = None
     """The column of routes, the experts of each token in each layer, as they are stored (``RouteShape``): the
     row of a prompt's token, of padding, and of every other unknown route is the mark throughout. It stays on

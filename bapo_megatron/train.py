@@ -31,8 +31,13 @@ from bapo_megatron.trainer.flow_control import (
     wait_for_sampler,
 )
 from bapo_megatron.trainer.profile import profiled
-from bapo_megatron.trainer.records.idle_search import MOVED
-from bapo_megatron.trainer.records.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
+from bapo_megatron.trainer.records.recorder import (
+    MOVED,
+    StepClock,
+    check_engine_gap,
+    check_one_sign,
+    step_metrics,
+)
 from bapo_megatron.trainer.reference import check_taught, with_reference
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.routes import (

@@ -114,8 +114,7 @@ class Inspect:
 
     def run(self) -> int:
         """Inspect the checkpoint, and print the result."""
-        from checkpoints_tools.inspection import inspect_checkpoint
-        from checkpoints_tools.inspection_text import as_text
+        from checkpoints_tools.inspection import as_text, inspect_checkpoint
 
         found = inspect_checkpoint(self.path, self.step, self.hf_reference)
         print(dumps(found.as_json(), indent=2) if self.json else as_text(found))

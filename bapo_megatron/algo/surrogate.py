@@ -149,7 +149,7 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
 class TokenBounds(NamedTuple):
     """Per-token clipping bounds, [T] each: plain data for ``policy_loss`` in place of one ``Bounds``.
 
-    Made by ``of`` in ``ClipLoss.terms``, where an update has several search groups (``search_groups.py``)
+    Made by ``of`` in ``ClipLoss.terms``, where an update has several search groups (``losses/clip.py``)
     with bounds of their own.
     """
 

@@ -13,8 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from bapo_megatron.data.fields import RowError, extra_info_of, field_of, ground_truth_of, messages_of
-from bapo_megatron.data.rows import Row, iterate_jsonl, read_rows
+from bapo_megatron.data.rows import (
+    Row,
+    RowError,
+    extra_info_of,
+    field_of,
+    ground_truth_of,
+    iterate_jsonl,
+    messages_of,
+    read_rows,
+)
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.types import Prompt

@@ -1,7 +1,9 @@
-"""Dataset file reader: the rows of a JSONL or parquet file, by ``datasets``, without its user cache.
+"""Rows of a dataset: files read without a user cache, validated fields, and the difficulty filter.
 
-``read_rows`` holds all rows in memory; ``iterate_jsonl`` gives one after the other. ConfigError for a bad
-file. Used in ``commands/doctor/``, this folder, ``data/prepare/`` and ``evaluation/``.
+``read_rows`` holds all rows of a JSONL or parquet file in memory; ``iterate_jsonl`` gives one after the
+other. ConfigError for a bad file, RowError for a field that is not as in Skywork-OR1-RL-Data's schema. A
+row's difficulty, by which too easy and too hard problems are dropped, is a number in its ``extra_info``. Used
+in ``commands/doctor/``, this folder, ``data/prepare/`` and ``evaluation/``.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import json
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config import DataConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.types import Prompt
 
 Row = dict[str, Any]
 
@@ -121,4 +125,117 @@ def _broken_line(path: Path) -> str | None:
             deque(iterate_jsonl(path), maxlen=0)
     except ConfigError as error:
         return str(error)
+    return None
+
+
+_RAW = {"problem", "question"}
+"""Columns of a raw dataset, which `bapo data prepare` converts."""
+
+
+class RowError(Exception):
+    """Invalid dataset row; callers add the file and the row's number, and raise ConfigError or count it."""
+
+
+def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
+    """Value of ``row[name]``. RowError if it is not of type ``kind``."""
+    value = row.get(name)
+    if not isinstance(value, kind):
+        found = "missing" if value is None else f"of type {type(value).__name__}"
+        raise RowError(f"{name} is {found}; it must be {kind_name}")
+    return value
+
+
+def messages_of(row: Row) -> list[dict[str, str]]:
+    """Chat messages of the row's ``prompt``. RowError if there are none or one is empty."""
+    if "prompt" not in row and _RAW & {name.lower() for name in row}:
+        raise RowError(
+            f"prompt is missing; the row has {', '.join(sorted(row))}: `bapo data prepare FILE --output DIR` "
+            f"converts such rows"
+        )
+    messages: list[dict[str, str]] = field_of(row, "prompt", list, "a list of {role, content}")
+    if not messages:
+        raise RowError("prompt is empty; it must hold at least one message {role, content}")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise RowError(f"prompt holds {message!r}; a message must be {{role, content}}")
+        for key in ("role", "content"):
+            value = message.get(key)
+            if not isinstance(value, str) or not value.strip():
+                raise RowError(f"prompt has a message whose {key} is {value!r}; it must be text, not empty")
+    return messages
+
+
+def ground_truth_of(row: Row, several: bool = False) -> str:
+    """Ground truth of the row, ``reward_model.ground_truth``, as text: one answer, or the tests of a program.
+
+    ``several``: a list of answers is allowed, too, as JSON, for a user's reward function.
+    """
+    value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
+    answer = _unwrapped(value, several)
+    if not isinstance(answer, str) or not answer.strip():
+        raise RowError(f"reward_model.ground_truth is {value!r}; it must be the answer as text, not empty")
+    return answer
+
+
+def _unwrapped(value: object, several: bool) -> object:
+    """Answer inside ``'["34"]'``, Skywork's form of some answers; any other value unchanged."""
+    inner: object = value
+    if isinstance(value, str) and value.lstrip().startswith('["'):
+        try:
+            inner = json.loads(value)
+        except ValueError:
+            return value
+    if isinstance(inner, list) and all(isinstance(item, str) for item in inner):
+        if len(inner) > 1 and all(item.lstrip().startswith("assert") for item in inner):
+            return json.dumps(inner)  # the tests of a code problem
+        if len(inner) != 1 and several:
+            return value if isinstance(value, str) else json.dumps(inner, ensure_ascii=False)
+        if len(inner) != 1:
+            raise RowError(f"reward_model.ground_truth is {value!r}, {len(inner)} answers; give one")
+        return inner[0]
+    return value
+
+
+def extra_info_of(row: Row) -> dict[str, Any]:
+    """The row's ``extra_info`` as plain JSON, without keys of other rows (Arrow fills those with None)."""
+    info = row.get("extra_info")
+    if info is not None and not isinstance(info, dict):
+        raise RowError(f"extra_info is of type {type(info).__name__}; it must be an object")
+    plain = json.loads(json.dumps(info or {}, default=str))
+    return {key: value for key, value in plain.items() if value is not None}
+
+
+def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prompt, ...]:
+    """Prompts whose ``data.difficulty`` is between its bounds, both included; all if it is not set.
+
+    Skywork-OR1-RL-Data has ``model_difficulty.DeepSeek-R1-Distill-Qwen-7B`` and the like in ``extra_info``.
+    Prompts without the number are left out. Raises ConfigError if none is left.
+    """
+    if data.difficulty is None:
+        return tuple(prompts)
+    found = [(prompt, difficulty_of(prompt.extra_info, data.difficulty)) for prompt in prompts]
+    kept = [
+        prompt
+        for prompt, value in found
+        if value is not None and data.min_difficulty <= value <= data.max_difficulty
+    ]
+    if not kept:
+        values = [value for _, value in found if value is not None]
+        there = f"they span {min(values)} to {max(values)}" if values else "no row has that number"
+        raise ConfigError(
+            f"data.difficulty={data.difficulty}: no prompt lies between data.min_difficulty="
+            f"{data.min_difficulty} and data.max_difficulty={data.max_difficulty}; {there}"
+        )
+    return tuple(kept)
+
+
+def difficulty_of(info: Any, path: str) -> float | None:
+    """Difficulty at the dotted ``path``; keys may have dots themselves, as names of models do."""
+    if isinstance(info, dict):
+        for key, value in info.items():
+            if key == path:
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                return float(value) if is_number else None
+            if path.startswith(f"{key}."):
+                return difficulty_of(value, path[len(key) + 1 :])
     return None

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from bapo_megatron.config import DataConfig, SourceConfig
-from bapo_megatron.data.difficulty import within_difficulty
 from bapo_megatron.data.prompts import MixedSource, PromptSet, load_prompts
+from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.data.suites import check_prepared_for
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check

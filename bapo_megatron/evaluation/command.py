@@ -1,21 +1,194 @@
 """Entry points of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: flags in, text out.
 
-Shares are printed as points: 0.5 is 50.0."""
+A comparison reads the folders that ``bapo eval`` wrote, and is paired, problem by problem; ConfigError if
+they cannot be compared. Shares are printed as points: 0.5 is 50.0. For ``--examples`` the suite's file must
+be as it was; ConfigError if it has changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from bapo_megatron.config.flags import parse_options
-from bapo_megatron.errors import printable
-from bapo_megatron.evaluation.comparison import Compared, compare
-from bapo_megatron.evaluation.examples import Example, examples
+from bapo_megatron.data.rows import messages_of, read_rows
+from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.evaluation.options import CompareOptions, EvalOptions
-from bapo_megatron.evaluation.responses import SUMMARY, Response
+from bapo_megatron.evaluation.responses import (
+    RESPONSES,
+    SUMMARY,
+    Response,
+    first_responses,
+    flat_settings,
+    read_responses,
+    read_summary,
+)
 from bapo_megatron.evaluation.run import Results, evaluate
+from bapo_megatron.evaluation.statistics import (
+    Interval,
+    bootstrap_intervals,
+    detectable_difference,
+    sign_flip_p_value,
+    standard_deviation,
+)
 from bapo_megatron.types import Metrics
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Comparison of one suite, as plain data: avg@n of evaluation A and of B.
+
+    All but the p-value are shares of 1; differences are B - A. Made by ``compare_suite``, printed by ``bapo
+    eval compare``.
+    """
+
+    suite: str
+    problems: int
+    samples: tuple[int, int]
+    a: float
+    b: float
+    difference: float
+    interval: Interval
+    """95 % bootstrap over problems."""
+    p_value: float
+    """P-value of the exact paired sign-flip test over problems."""
+    detectable: float
+    """Minimal detectable difference: a true difference that four of five comparisons would show."""
+    better: int
+    """Problems that B solves more often than A."""
+    worse: int
+    other_settings: tuple[str, ...]
+    """Settings besides the model that differ."""
+
+
+def compare(a: Path, b: Path) -> list[Compared]:
+    """Paired comparison of every suite that both evaluations have.
+
+    ``a`` and ``b``: outputs of `bapo eval`, or the folders of one suite. ConfigError if one is not finished,
+    or if their problems differ.
+    """
+    return [compare_suite(name, *folders) for name, folders in suites_of_both(a, b).items()]
+
+
+def suites_of_both(a: Path, b: Path) -> dict[str, tuple[Path, Path]]:
+    """The folders of each suite that both evaluations have, by its name. ConfigError if there is none."""
+    folders_a, folders_b = _suites(a), _suites(b)
+    both = {name: (folder, folders_b[name]) for name, folder in folders_a.items() if name in folders_b}
+    if not both:
+        raise ConfigError(
+            f"{a} has {', '.join(folders_a)} and {b} has {', '.join(folders_b)}: no suite is in both"
+        )
+    return both
+
+
+def _suites(path: Path) -> dict[str, Path]:
+    if (path / SUMMARY).is_file():
+        return {read_summary(path)["suite"]["name"]: path}
+    found = {folder.name: folder for folder in sorted(path.glob("*/")) if (folder / SUMMARY).is_file()}
+    if not found:
+        raise ConfigError(f"{path} holds no finished evaluation ({SUMMARY}); give an output of `bapo eval`")
+    return found
+
+
+def compare_suite(name: str, a: Path, b: Path) -> Compared:
+    """Comparison of one suite in both evaluations."""
+    summary_a, summary_b = read_summary(a), read_summary(b)
+    if summary_a["suite"]["sha256"] != summary_b["suite"]["sha256"]:
+        raise ConfigError(f"suite {name}: {a} and {b} asked different problems (their files' SHA-256 differ)")
+    if (reward_a := summary_a.get("reward")) != (reward_b := summary_b.get("reward")):
+        names = [one["function"] if one else "math or code" for one in (reward_a, reward_b)]
+        raise ConfigError(f"suite {name}: {a} and {b} were scored by other rewards ({', '.join(names)})")
+    samples_a, samples_b = int(summary_a["samples"]), int(summary_b["samples"])
+    correct_a, correct_b = _correct(a, samples_a), _correct(b, samples_b)
+    problems = range(int(summary_a["suite"]["problems"]))
+    # In integers, so that equal sums are exactly equal.
+    unit = lcm(samples_a, samples_b)
+    steps = [correct_b[p] * (unit // samples_b) - correct_a[p] * (unit // samples_a) for p in problems]
+    difference_P = np.array(steps) / unit
+    return Compared(
+        suite=name,
+        problems=len(problems),
+        samples=(samples_a, samples_b),
+        a=correct_a.total() / samples_a / len(problems),
+        b=correct_b.total() / samples_b / len(problems),
+        difference=sum(steps) / unit / len(problems),
+        interval=bootstrap_intervals(difference_P[:, None])[0],
+        p_value=sign_flip_p_value(steps),
+        detectable=detectable_difference(standard_deviation(difference_P), len(problems)),
+        better=sum(step > 0 for step in steps),
+        worse=sum(step < 0 for step in steps),
+        other_settings=tuple(_differences(summary_a, summary_b)),
+    )
+
+
+def _correct(folder: Path, samples: int) -> Counter[int]:
+    return Counter(one.problem for one in read_responses(folder / RESPONSES, samples) if one.correct)
+
+
+def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    ours, theirs = flat_settings({"sampling": a["sampling"]}), flat_settings({"sampling": b["sampling"]})
+    return [
+        f"{name}: {ours[name]!r}, {theirs.get(name)!r}" for name in ours if ours[name] != theirs.get(name)
+    ]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Example: one problem, with the first response of each evaluation, as plain data.
+
+    Made by ``examples``, printed by ``command.py``.
+    """
+
+    suite: str
+    problem: int
+    question: str
+    """The last message of the prompt."""
+    a: Response
+    b: Response
+
+
+def examples(a: Path, b: Path, count: int) -> list[Example]:
+    """The first ``count`` problems of every suite that both evaluations have: the choice is not by outcome.
+
+    ``a`` and ``b``: as for `compare`. ConfigError if the suite's file is not what it was when A asked it.
+    """
+    found = []
+    for suite, (folder_a, folder_b) in suites_of_both(a, b).items():
+        questions = _questions(suite, folder_a, count)
+        answers_a, answers_b = (
+            first_responses(folder / RESPONSES, len(questions)) for folder in (folder_a, folder_b)
+        )
+        found += [
+            Example(suite, problem, question, answers_a[problem], answers_b[problem])
+            for problem, question in enumerate(questions)
+        ]
+    return found
+
+
+def _questions(suite: str, folder: Path, count: int) -> list[str]:
+    about = read_summary(folder)["suite"]
+    if "path" not in about:
+        raise ConfigError(
+            f"suite {suite}: {folder} does not say where the suite's file is, because an earlier version "
+            "wrote it; run `bapo eval` again with its flags, which only writes the summary anew"
+        )
+    path = Path(about["path"])
+    if not path.is_file():
+        raise ConfigError(f"suite {suite}: {path}, which {folder} was asked from, is gone; bring it back")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != about["sha256"]:
+        raise ConfigError(
+            f"suite {suite}: {path} has changed since {folder} was asked from it; bring it back"
+        )
+    return [messages_of(row)[-1]["content"] for row in read_rows(path)[:count]]
+
 
 _LONGEST_EXAMPLE = 500
 """Characters of a question or a response that an example shows."""

@@ -1,6 +1,6 @@
 """Statistics of evaluations: pass@k, majority vote, bootstrap intervals, paired permutation test.
 
-``scoring.py`` and ``comparison.py`` call them.
+``scoring.py`` and ``command.py`` call them.
 
 Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
 Problems are the random sample: intervals and tests are over problems, never over responses. Pure functions;

@@ -7,9 +7,11 @@ them one by one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from bapo_megatron.config import (
     RunConfig,
     SftConfig,
 )
+from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.data.sources import load_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
@@ -45,7 +48,6 @@ from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.events.targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.user_command import missing_program
-from bapo_megatron.trainer.records.installed_trackers import check_logging
 from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
 from bapo_megatron.trainer.sampling import load_suites
 from bapo_megatron.trainer.sft import load_solutions
@@ -303,3 +305,38 @@ def _check_replay(config: RunConfig) -> None:
                 f"rollout.route_replay={config.rollout.route_replay}: rollout.replay={replayed} has no "
                 f"routes of step {step}, because that run asked for none; set it to off"
             )
+
+
+_EXTRA = "the extra `trackers` of bapo-megatron"
+
+
+def check_logging(logging: LoggingConfig) -> None:
+    """ConfigError if a chosen tracker is not installed. Call before the run starts."""
+    raise_problems(list(_problems(logging)))
+
+
+def _problems(logging: LoggingConfig) -> Iterator[str]:
+    for name in logging.chosen:
+        if not _is_installed(name):
+            package = "mlflow-skinny" if name == "mlflow" else name
+            extra = "" if name == "tensorboard" else f" or {_EXTRA}"
+            yield (
+                f"logging.trackers has {name}, but {package} is not installed: "
+                f"`pip install {package}`{extra}, or take {name} out"
+            )
+        elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and not _has_database():
+            yield (
+                f"logging.trackers has mlflow without MLFLOW_TRACKING_URI, but sqlalchemy and alembic, for a "
+                f"database in the run directory, are not installed: `pip install sqlalchemy alembic` or "
+                f"{_EXTRA}, or set MLFLOW_TRACKING_URI"
+            )
+
+
+def _has_database() -> bool:
+    return _is_installed("sqlalchemy") and _is_installed("alembic")
+
+
+def _is_installed(module: str) -> bool:
+    """Whether ``module`` can be imported; a folder of that name in the present directory is none."""
+    found = find_spec(module)
+    return found is not None and found.has_location

@@ -1,7 +1,7 @@
 """Progress line of a copy on stderr: share done, rate, ETA.
 
 Rewritten at most five times a second in a terminal, and each ten seconds a new line in a log. Used by
-``checkpoints_tools/conversion.py``, ``checkpoints_tools/inspection_text.py`` and
+``checkpoints_tools/conversion.py``, ``checkpoints_tools/inspection.py`` and
 ``checkpoints_tools/verification.py``.
 """
 

@@ -45,7 +45,7 @@ def test_with_the_same_settings_it_equals_the_other_run_bit_for_bit(whole: Path,
     assert times(whole) == before
     [event] = [row for row in read_jsonl(run_dir / "events.jsonl") if row["kind"] == "forked"]
     assert (event["run"], event["step"], event["fields"]) == (str(whole), 4, {})
-    assert f"forked from {whole} at step 4\n" in status_text(read_status(run_dir))
+    assert f"forked from  {whole} at step 4\n" in status_text(read_status(run_dir))
     told = dict(facts(read_run(run_dir)))
     assert told["forked from"] == f"{whole} at step 4"
     assert told["baseline"].startswith("the policy after step 4, reward ")

@@ -70,7 +70,7 @@ def status_command(arguments: Sequence[str]) -> None:
 
 def logs_command(arguments: Sequence[str]) -> None:
     """``bapo logs RUN [--follow] [--all]``: print the last lines of a run's newest logs."""
-    from bapo_megatron.commands.cluster.run_logs import follow_logs, show_logs
+    from bapo_megatron.commands.cluster.status import follow_logs, show_logs
 
     run, switches = _run_and_switches("logs", arguments, "--follow", "--all")
     (follow_logs if "--follow" in switches else show_logs)(run, sys.stdout, "--all" in switches)
@@ -78,7 +78,7 @@ def logs_command(arguments: Sequence[str]) -> None:
 
 def cancel_command(arguments: Sequence[str]) -> None:
     """``bapo cancel RUN [--now]``: stop a run after it has saved, or at once."""
-    from bapo_megatron.commands.cluster.run_logs import cancel
+    from bapo_megatron.commands.cluster.status import cancel
 
     run, switches = _run_and_switches("cancel", arguments, "--now")
     print(cancel(run, "--now" in switches))

@@ -1,6 +1,6 @@
 """Slurm client: calls of squeue and others with a deadline, and the reader of a job's state file.
 
-``status.py`` and ``run_logs.py`` call it.
+``status.py`` calls it.
 """
 
 from __future__ import annotations

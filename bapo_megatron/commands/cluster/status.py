@@ -1,27 +1,39 @@
-"""Status of a run, read from its directory and from Slurm's queue, and its text for ``bapo status``.
+"""Status of a run, read from its directory and from Slurm's queue; its logs, and its cancellation.
 
-Nothing is changed or locked. A file system that hangs blocks ``read_status``: ``bapo status`` calls it in a
-child process with a deadline. Used by ``commands.py`` and ``run_logs.py``.
+``read_status`` changes and locks nothing. A file system that hangs blocks it: ``bapo status`` calls it in a
+child process with a deadline. Logs are those of the newest start, RUN/logs/JOB/RESTART/*.log of a Slurm job;
+ConfigError if there is none, or nothing to cancel. Used by ``commands.py``.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
-from bapo_megatron.commands.cluster.slurm_client import JobState, queue_state, read_job_state
+from bapo_megatron.commands.cluster.slurm_client import (
+    JobState,
+    SlurmError,
+    call,
+    queue_state,
+    read_job_state,
+)
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.events.kinds import BEGINNINGS, event_text, is_trouble
 from bapo_megatron.runtime.events.progress import Patience, read_progress
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import tail_rows
+from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
+from bapo_megatron.runtime.text_table import text_table
 
 FRESH_S = 60.0
 """Age of an entry in RUN/engines at which its server counts as gone, seconds."""
@@ -182,12 +194,10 @@ def _age(row: dict[str, Any], now: float) -> float | None:
         return None
 
 
-_WIDTH = 12
-
-
 def status_text(status: Status) -> str:
     """The status as lines of text."""
-    return "".join(f"{name:<{_WIDTH}}{printable(text)}\n" for name, text in _rows(status))
+    rows = [(name, printable(text)) for name, text in _rows(status)]
+    return "".join(f"{line}\n" for line in text_table(rows))
 
 
 def _rows(status: Status) -> Iterator[tuple[str, str]]:
@@ -253,3 +263,94 @@ def ago(seconds: float | None) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name} ago"
     return f"{max(0.0, seconds):.0f} s ago"
+
+
+_LINES = 40
+_TAIL_BYTES = 1 << 20
+
+
+def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
+    """Log files of the newest start: the job's, rank 0's and the servers'; with ``every_rank`` all."""
+    starts = [
+        folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
+    ]
+    if not starts:
+        return sorted(RunPaths(run).logs.glob("*.log"))
+    folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
+    logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
+    return [path for path in logs if every_rank or _is_shown(path.name)]
+
+
+def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
+    """Print the last lines of each log. ConfigError if the run has none."""
+    logs = newest_logs(run, every_rank)
+    if not logs:
+        raise ConfigError(f"{run} has no logs: a run that was started by hand writes to its terminal")
+    for path in logs:
+        with read_plain(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        out.write(f"==> {path.relative_to(run)} <==\n")
+        out.write("".join(f"{printable(line)}\n" for line in lines[-_LINES:]))
+
+
+def follow_logs(
+    run: Path, out: TextIO, every_rank: bool = False, is_following: Callable[[], bool] = lambda: True
+) -> None:
+    """Print new log lines, also those of later starts, until interrupted (`tail -f`)."""
+    show_logs(run, out, every_rank)
+    seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
+    last: Path | None = None
+    while is_following():
+        time.sleep(0.5)
+        for path in newest_logs(run, every_rank):
+            size = path.stat().st_size
+            with read_plain(path) as file:
+                file.seek(seen.get(path, 0) if size >= seen.get(path, 0) else 0)
+                text = file.read().decode(errors="replace")
+            seen[path] = size
+            if not text:
+                continue
+            if path != last:
+                out.write(f"==> {path.relative_to(run)} <==\n")
+                last = path
+            out.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
+            out.flush()
+
+
+def cancel(run: Path, at_once: bool = False) -> str:
+    """Cancel the run: it saves first, unless ``at_once``. Returns a sentence that says what was done.
+
+    By Slurm if its job is in the queue, else by a signal to the process here that holds the run's lock.
+    ConfigError if there is neither, or Slurm refuses.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"run directory {run} does not exist")
+    job = read_job_state(run)
+    queued = queue_state(job.job) if job else None
+    state = queued[0] if queued else ""
+    if job is not None and state:
+        try:
+            if at_once or state != "RUNNING":
+                call("scancel", job.job)
+                return f"job {job.job} is cancelled"
+            # Before the signal: the job's script looks for this file once its ranks have saved, and a job
+            # that does not find it would requeue itself.
+            write_atomically(RunPaths(run).stop, "bapo cancel\n")
+            call("scancel", "--batch", "--signal=USR1", job.job)
+        except SlurmError as error:
+            raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None
+        return f"job {job.job} is told to save and stop; `bapo status {run}` shows when it has"
+    if (pid := lock_holder(run)) is not None:
+        os.kill(pid, signal.SIGKILL if at_once else signal.SIGTERM)
+        return f"process {pid} is told to {'end' if at_once else 'stop'}"
+    raise ConfigError(f"{run} is not running here, and no job of it is in the queue")
+
+
+def _is_shown(name: str) -> bool:
+    return name.startswith(("job", "rollout")) or (name.startswith("trainer") and name.endswith("-0.log"))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else -1

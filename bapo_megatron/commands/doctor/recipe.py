@@ -248,8 +248,7 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _forgeable_rows(config: RunConfig) -> int:
-    from bapo_megatron.data.fields import RowError, ground_truth_of
-    from bapo_megatron.data.rows import read_rows
+    from bapo_megatron.data.rows import RowError, ground_truth_of, read_rows
     from bapo_megatron.reward.code_tests import forgeable_tests
     from bapo_megatron.reward.functions import runs_code
 

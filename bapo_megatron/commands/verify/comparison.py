@@ -26,6 +26,7 @@ from bapo_megatron.algo.bounds import (
 from bapo_megatron.algo.surrogate import all_measures
 from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenOutputs, Totals
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.runtime.text_table import text_table
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,12 @@ def first_differing_row(rows: Sequence[QuantityRow]) -> QuantityRow | None:
 
 def comparison_table(rows: Sequence[QuantityRow]) -> str:
     """The comparison as an aligned table."""
-    table = [("quantity", "reference", "this layout", "worst abs", "worst rel", "tolerance", "ok")]
+    heads = ("quantity", "reference", "this layout", "worst abs", "worst rel", "tolerance", "ok")
+    cells = []
     for row in rows:
         distances = (f"{row.worst_absolute:.2e}", f"{row.worst_relative:.2e}")
-        table.append((row.quantity, row.reference, row.ours, *distances, row.tolerance, row.verdict))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+        cells.append((row.quantity, row.reference, row.ours, *distances, row.tolerance, row.verdict))
+    return "\n".join(text_table(cells, heads=heads))
 
 
 def first_not_finite(tokens: TokenOutputs, samples: Sequence[Sample]) -> str | None:

@@ -1,4 +1,4 @@
 """Dataset preparation (``bapo data prepare``): public datasets to the one format of runs and evaluations.
 
-``command.py`` parses the flags, ``pipeline.py`` does the work: sources, schema adapters, filters, data card.
+``command.py`` parses the flags and does the work, by sources, schema adapters, filters and a data card.
 """

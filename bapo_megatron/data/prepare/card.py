@@ -1,7 +1,7 @@
 """Data card of a prepared dataset (card.json, README.md): sources, rows kept and dropped, reasons, digests.
 
 Training and evaluation read from it which reward the data was prepared for (``data/suites.py``). Used by
-``command.py`` and ``pipeline.py``.
+``command.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 class Dropped:
     """A dropped row, with the name and the reason of the filter that dropped it.
 
-    Made by ``pipeline.py``; the card counts them, and shows some.
+    Made by ``command.py``; the card counts them, and shows some.
     """
 
     reason: str

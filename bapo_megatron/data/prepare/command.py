@@ -1,14 +1,212 @@
-"""The command ``bapo data prepare``: parses ``PrepareOptions``, calls ``prepare``, and prints the summary."""
+"""The command ``bapo data prepare``: reads the sources twice, filters, and writes a prepared folder.
+
+The first pass finds repeated questions and templates, the second filters and writes. The same sources and
+options give the same bytes, so the digest of data.jsonl identifies a dataset. The folder appears whole, or
+not at all with a ConfigError.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from bapo_megatron.config.flags import parse_options
-from bapo_megatron.data.prepare.card import summary
-from bapo_megatron.data.prepare.options import PrepareOptions
-from bapo_megatron.data.prepare.pipeline import prepare
+from bapo_megatron.data.prepare.card import Card, Dropped, as_markdown, summary
+from bapo_megatron.data.prepare.contamination import Contamination, EvaluationProblem
+from bapo_megatron.data.prepare.filters import (
+    INVALID,
+    Duplicates,
+    Filter,
+    TypesOfExtraInfo,
+    contamination_filter,
+    difficulty_filter,
+    first_reason,
+    length_filter,
+    scorable,
+)
+from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
+from bapo_megatron.data.prepare.problems import Problem, problem_of, with_columns, with_source
+from bapo_megatron.data.prepare.sources import Source, open_source
+from bapo_megatron.data.prompts import check_template
+from bapo_megatron.data.rows import RowError
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.runtime.written_folders import (
+    check_aside,
+    check_replaceable,
+    content_besides,
+    new_folder,
+    replaced_folder,
+)
+
+_WRITER = "bapo data prepare"
+
+Read = tuple[Source, int, Problem | RowError]
+"""A source, the index of a row in it (from 0), and its problem or error."""
+
+
+def prepare(options: PrepareOptions) -> Card:
+    """Prepare a dataset: write the folder ``options.output`` atomically; its data card.
+
+    ConfigError for bad sources, too many invalid rows, or no row that is left.
+    """
+    options.check()
+    check_dataset_output(options.output, options.overwrite)
+    options = replace(options, reward=options.reward_function)
+    where = options.split, options.revision, options.generation
+    sources = [open_source(text, *where) for text in options.sources]
+    duplicates = Duplicates()
+    card = Card(sources=[], options=options)
+    index = _contamination(options, card)
+    for source in sources:
+        rows = sum(_shown(duplicates, index, read) for read in _problems(source, options))
+        if not rows:
+            raise ConfigError(f"source {source.name}: it has no rows")
+        card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
+    if index is not None:
+        index.settle()
+    filters = _filters(options, duplicates, index, card)
+    with new_folder(options.output, _WRITER, _foreign) as folder:
+        card.sha256 = _write(folder / DATA_FILE, sources, filters, card)
+        _check_result(card, options)
+        (folder / CARD_FILE).write_text(json.dumps(card.as_json(), indent=2, ensure_ascii=False) + "\n")
+        (folder / CARD_TEXT).write_text(as_markdown(card))
+    return card
+
+
+def check_dataset_output(output: Path, overwrite: bool) -> None:
+    """Preflight of the output folder: ConfigError if it exists and may not be replaced."""
+    check_replaceable(output, _WRITER, _foreign)
+    check_aside(output, replaced_folder(output), _WRITER, _foreign)
+    if not overwrite and (output / CARD_FILE).exists():
+        raise ConfigError(f"output={output} exists: name another, or give --overwrite")
+
+
+def _foreign(folder: Path) -> str | None:
+    """Foreign content of ``folder``, in words; None if it is a prepared dataset and nothing else."""
+    if (found := content_besides(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
+        return found
+    return None if (folder / CARD_FILE).is_file() else "is no prepared dataset"
+
+
+def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Read]:
+    """Rows of a source as problems. ``renamed``: it has the columns that the options name."""
+    own, column = options.own_reward, options.source_column if renamed else None
+    names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
+    for number, row in enumerate(source.rows()):
+        try:
+            row = with_columns(with_source(row, column), names)
+            problem = problem_of(row, source.name, number, options.instruct, own)
+            yield source, number, problem.with_system(options.system_prompt if renamed else None)
+        except RowError as error:
+            yield source, number, error
+
+
+def _shown(duplicates: Duplicates, index: Contamination | None, read: Read) -> int:
+    """First pass over a row: its question goes to the deduplication, and if new to ``index``; returns 1."""
+    if isinstance(read[2], Problem) and duplicates.show(read[2]) and index is not None:
+        index.show(read[2].question)
+    return 1
+
+
+def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
+    """Index of the evaluation problems in ``options.against``; None if there are none."""
+    if not options.against:
+        return None
+    problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
+    return Contamination(problems, options.ngram_words, options.ngram_share)
+
+
+def _filters(
+    options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card
+) -> list[tuple[str, Filter]]:
+    """Filters of the options with their names, cheap ones first."""
+    found: list[tuple[str, Filter]] = [
+        ("conflicting answers", duplicates.conflict),
+        ("duplicate", duplicates.repeated),
+    ]
+    if options.difficulty is not None:
+        bounds = options.min_difficulty, options.max_difficulty
+        found.append(("difficulty", difficulty_filter(options.difficulty, *bounds)))
+    if index is not None:
+        found.append(("contaminated", contamination_filter(index)))
+    found.append((INVALID, scorable(options.reward_function)))
+    if options.tokenizer is not None:
+        tokenizer = load_tokenizer(options.tokenizer)
+        check_template(tokenizer, f"tokenizer={options.tokenizer}")
+        found.append(
+            ("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths, card.too_long))
+        )
+    return found
+
+
+def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[EvaluationProblem]:
+    suite = options.suites / text / DATA_FILE
+    path = suite if suite.is_file() else Path(text)
+    if not path.is_file():
+        raise ConfigError(
+            f"against: {text} is neither a file nor a suite ({suite} does not exist): prepare it first, or "
+            f"give the path of its file"
+        )
+    source, rows = open_source(str(path), options.split, None), 0
+    for _, number, problem in _problems(source, options, renamed=False):
+        if isinstance(problem, RowError):
+            raise ConfigError(f"against: {path}, row {number} (the first is 0): {problem}")
+        rows += 1
+        yield EvaluationProblem(text, number, problem.question)
+    card.against.append({"name": text, "sha256": source.digest(), "rows": rows})
+
+
+def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card) -> str:
+    """Second pass: write the kept rows, count the others in ``card``; the SHA-256 of the file."""
+    digest, types = hashlib.sha256(), TypesOfExtraInfo()
+    with path.open("wb") as file:
+        for source in sources:
+            for _, number, problem in _problems(source, card.options):
+                if isinstance(problem, RowError):
+                    card.drop(Dropped(INVALID, source.name, number, str(problem), ""))
+                elif reason := first_reason(problem, filters):
+                    card.drop(Dropped(reason[0], source.name, number, reason[1], problem.question))
+                elif clash := types.clash(problem.extra_info):
+                    raise ConfigError(
+                        f"{source.name}, row {number} (the first is 0): {clash}; prepare the sources apart"
+                    )
+                else:
+                    line = json.dumps(problem.row(), ensure_ascii=False, sort_keys=True).encode() + b"\n"
+                    file.write(line)
+                    digest.update(line)
+                    card.keep(problem)
+    return digest.hexdigest()
+
+
+def _check_result(card: Card, options: PrepareOptions) -> None:
+    rows = sum(source["rows"] for source in card.sources)
+    reasons = {one.why: one for one in reversed(card.invalid)}
+    distinct = [one for one in card.invalid if reasons[one.why] is one]
+    first = "".join(f"\n{one.source}, row {one.row}: {one.why}" for one in distinct[:5])
+    if len(card.invalid) > options.max_invalid * rows:
+        raise ConfigError(
+            f"{len(card.invalid)} of {rows} rows are invalid, more than max_invalid={options.max_invalid}; "
+            f"nothing was written. The first (rows count from 0):{first}"
+        )
+    if not card.kept:
+        told = ", ".join(f"{name} {count}" for name, count in card.dropped.items()) or "there are none"
+        raise ConfigError(f"no row of {rows} is left ({told}); nothing was written{_lengths(card)}{first}")
+
+
+def _lengths(card: Card) -> str:
+    """Lengths of the prompts that were too long, with the fix, in words; empty if there are none."""
+    if not card.too_long:
+        return ""
+    found = sorted(card.too_long.elements())
+    return (
+        f"; prompts of more than {card.options.max_prompt_tokens} tokens: the shortest has {found[0]}, the "
+        f"median {found[len(found) // 2]}, the longest {found[-1]}: raise --max-prompt-tokens (and the run's "
+        f"--data.max-prompt-tokens)"
+    )
 
 
 def data_command(arguments: Sequence[str]) -> None:

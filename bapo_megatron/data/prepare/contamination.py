@@ -8,7 +8,7 @@ in a few numbers and names, and sharing one of these is no contamination. A ques
 problem is contaminated, however many do.
 
 A problem with fewer than ``OWN`` n-grams ("7 + 9 =") has no reliable share: it must be equal in normal form,
-except for the order of a sum or a product. Used by ``filters.py`` and ``pipeline.py``.
+except for the order of a sum or a product. Used by ``filters.py`` and ``command.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OWN = 4
 class EvaluationProblem:
     """A problem of an evaluation set, which must not be trained on: its set, row and question.
 
-    Made by ``pipeline.py`` from the sets of `--against`.
+    Made by ``command.py`` from the sets of `--against`.
     """
 
     suite: str
@@ -61,7 +61,7 @@ class Contamination:
     """An n-gram index of evaluation problems, used in two passes over the training questions.
 
     First ``show`` for each distinct question, then ``settle`` once, then ``match`` for each question. Made by
-    ``pipeline.py`` if there are evaluation sets.
+    ``command.py`` if there are evaluation sets.
     """
 
     def __init__(self, problems: Iterable[EvaluationProblem], size: int, share: float) -> None:

@@ -1,7 +1,7 @@
 """Filters of dataset preparation: duplicates, contamination, difficulty, length, scorability.
 
 A filter is a function that gives the reason why a row is dropped, or None. It sees only the rows that the
-filters before it keep; RowError for an invalid row. ``pipeline.py`` applies them.
+filters before it keep; RowError for an invalid row. ``command.py`` applies them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from bapo_megatron.data.difficulty import difficulty_of
-from bapo_megatron.data.fields import RowError
 from bapo_megatron.data.prepare.contamination import Contamination
 from bapo_megatron.data.prepare.normal_form import answer_text, key
 from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.data.prompts import prompt_token_ids
+from bapo_megatron.data.rows import RowError, difficulty_of
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 
 Filter = Callable[[Problem], str | None]

@@ -7,7 +7,7 @@ capitalised.
 
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
 ask for that form gets an instruction. DAPO's own instruction, a line "Answer:", is removed. Used by
-``card.py``, ``filters.py`` and ``pipeline.py``.
+``card.py``, ``filters.py`` and ``command.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bapo_megatron.data.fields import RowError, extra_info_of, ground_truth_of, messages_of
-from bapo_megatron.data.rows import Row
+from bapo_megatron.data.rows import Row, RowError, extra_info_of, ground_truth_of, messages_of
 from bapo_megatron.reward.answer_text import last_boxed
 from bapo_megatron.reward.code_tests import is_tests
 
@@ -48,7 +47,7 @@ _BOX_REQUEST = re.compile(
 class Problem:
     """Problem in the format of prepared datasets: ``problem_of`` makes one, ``row`` is its line there.
 
-    ``pipeline.py`` filters and writes them.
+    ``command.py`` filters and writes them.
     """
 
     messages: list[dict[str, str]]

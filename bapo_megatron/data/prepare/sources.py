@@ -2,7 +2,7 @@
 
 ``open_source`` makes one. Of CHAMP's 270 problems only those are read whose answer is a number: the others
 are words, or formulas in plain text. Each source has ``name``, ``digest()``, and ``rows()``, which may be
-called again. ``pipeline.py`` reads all rows of it in each of its two passes.
+called again. ``command.py`` reads all rows of it in each of its two passes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 class FileSource:
     """Source in a file, JSONL, JSON or parquet, which is opened anew at each call of ``rows``.
 
-    Made by ``open_source``, read twice by ``pipeline.py``.
+    Made by ``open_source``, read twice by ``command.py``.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class FileSource:
 class HubSource:
     """Source on the Hugging Face hub: a split of a dataset, which is downloaded when the source is opened.
 
-    Made by ``open_source``, read twice by ``pipeline.py``.
+    Made by ``open_source``, read twice by ``command.py``.
     """
 
     name: str

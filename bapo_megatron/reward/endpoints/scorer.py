@@ -10,10 +10,13 @@ number is always 1. The reward pool calls it in its own event loop. Used by ``re
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
@@ -21,10 +24,9 @@ from urllib.parse import urlsplit, urlunsplit
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.reward.answer_text import after_thinking
+from bapo_megatron.reward.answer_text import THINKING, after_thinking
 from bapo_megatron.reward.endpoints.api_key import key_of, redacted
 from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient
-from bapo_megatron.reward.endpoints.question import Question, question_of
 from bapo_megatron.reward.endpoints.settings import (
     FIELD,
     LlmJudgeSettings,
@@ -32,6 +34,40 @@ from bapo_megatron.reward.endpoints.settings import (
     read_settings,
 )
 from bapo_megatron.types import Prompt
+
+
+@dataclass(frozen=True)
+class Question:
+    """A response with its prompt and ground truth, as plain data.
+
+    Made by ``question_of`` in the scorer, sent by a ``Judge``.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    """The chat messages of the prompt."""
+    response: str
+    ground_truth: str
+
+    @property
+    def text(self) -> str:
+        """Messages as text: a single one unchanged, several with their roles."""
+        if len(self.messages) == 1:
+            return self.messages[0]["content"]
+        return "\n\n".join(f"{one['role']}: {one['content']}" for one in self.messages)
+
+    def digest(self) -> bytes:
+        """Digest of the question, the key of the score cache."""
+        parts = [self.messages, self.response, self.ground_truth]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def question_of(prompt: Prompt, response: str, thinking: bool) -> Question:
+    """Question of a prompt and a response. ``thinking``: with the response's thinking part."""
+    if not thinking:
+        opened = THINKING if prompt.opens_thinking else ""  # by the chat template
+        response = after_thinking(opened + response).strip()
+    return Question(tuple(prompt.messages), response, prompt.ground_truth)
+
 
 Message = dict[str, str]
 

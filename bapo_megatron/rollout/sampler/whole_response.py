@@ -2,7 +2,7 @@
 
 A request for each segment, and again after a lost engine, which costs the segment in flight only. `bapo eval`
 and the held-out evaluations of a run use it; responses for training go through ``dispatcher.py`` instead,
-which journals them. Both follow the state machine of ``response.py``. Used by ``evaluation/sampling.py``
+which journals them. Both follow the state machine of ``response.py``. Used by ``evaluation/run.py``
 and ``held_out.py``.
 """
 

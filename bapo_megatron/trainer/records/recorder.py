@@ -1,11 +1,13 @@
 """Recorder of a run (metrics, events.jsonl, progress line), and the engine mismatch and one-sign checks.
 
-``Recorder`` is on rank 0 alone. The checks are called on every rank, once a step's metrics are written.
-Used in the package's root, ``trainer/`` and this folder.
+``Recorder`` is on rank 0 alone. Once in a run it says that BAPO's bounds never move, so that the run equals
+one with fixed bounds. The checks are called on every rank, once a step's metrics are written. Used in the
+package's root, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from bapo_megatron.algo.bounds import describe
+from bapo_megatron.algo.bounds import BoundsConfig, describe
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.errors import GapError
@@ -21,10 +23,60 @@ from bapo_megatron.reward.functions import is_built_in
 from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.runtime.jsonl_log import EventLog
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.idle_search import IdleSearch
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress
 from bapo_megatron.types import Metrics, StepHeader
+
+MOVED = "bapo/bounds_moved"
+"""Metric: whether the search of a stale update moved a bound, 1 or 0; None for an on-policy update, absent
+where nothing is searched."""
+
+_UPDATES = 16
+"""Stale updates without a move after which the notice is given: two steps of the usual reuse (2 x 4)."""
+
+
+class IdleSearch:
+    """Counter of stale updates, whose ratios are not all 1, in which no bound moved, from the run's start on.
+
+    It is not in checkpoints: a resumed process has not seen the first updates, and gives no notice. Made by
+    ``Recorder``, which asks it once a step.
+    """
+
+    def __init__(self, bounds: BoundsConfig, first_step: int) -> None:
+        self._bounds = bounds
+        self._first_step: int | None = None
+        self._shares: list[float] = []
+        self._is_over = first_step > 1
+
+    def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
+        """The notice after ``step``; None if there is none."""
+        for update in updates:
+            if self._is_over or update.get(MOVED) is None:
+                continue
+            if update[MOVED]:
+                self._is_over = True
+                continue
+            self._first_step = self._first_step or step
+            self._shares.append(update["bapo/contribution"] or 0.0)
+        if self._is_over or len(self._shares) < _UPDATES:
+            return None
+        self._is_over = True
+        return self._message(step)
+
+    def _message(self, step: int) -> str:
+        bounds, share = self._bounds, sum(self._shares) / len(self._shares)
+        why = ""
+        if math.isfinite(share) and share >= bounds.target:
+            why = (
+                f", because positive tokens hold {share:.2g} of the {bounds.measure}, above the target of "
+                f"{bounds.target:g}"
+            )
+        return (
+            f"the bounds have not moved in the first {len(self._shares)} stale updates (steps "
+            f"{self._first_step} to {step}): so far this run equals fixed({bounds.low_start:g}, "
+            f"{bounds.high_start:g}){why} (docs/algorithm.md#which-preset)"
+        )
+
 
 FIRST_GAP_LIMIT = 0.5
 """Limit of the mean engine gap, in nats, in the first step that colocated engines sampled.

@@ -20,6 +20,7 @@ from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import RunConfig
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.recorder import StepClock, step_metrics
 from bapo_megatron.types import GroupHeader, Metrics, StepHeader
@@ -161,12 +162,13 @@ def step_line(step: int, steps: int, metrics: Metrics) -> str:
 
 def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
     """Summary table: mean, lowest and highest step of each quantity; below it counts of trouble events."""
-    yield f"{f'{len(rows)} steps':<18}{'mean':>10}{'lowest':>10}{'highest':>10}"
+    table = [[f"{len(rows)} steps", "mean", "lowest", "highest"]]
     for name, metric, style in _QUANTITIES:
         values = [row[metric] for row in rows if row.get(metric) is not None]
         mean = sum(values) / len(values) if values else None
         numbers = (mean, min(values, default=None), max(values, default=None))
-        yield f"{name:<18}" + "".join(f"{_text(value, style):>10}" for value in numbers)
+        table.append([name, *(_text(value, style) for value in numbers)])
+    yield from text_table(table, right=(1, 2, 3))
     counts = Counter(event["kind"] for event in events if event["kind"] not in _USUAL)
     if counts:
         yield "events: " + ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))

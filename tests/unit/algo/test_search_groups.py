@@ -14,11 +14,12 @@ from bapo_megatron.algo.losses.clip import (
     ClipLoss,
     GroupSearchResults,
     contribution_fn,
+    group_of_sequences,
+    group_of_tokens,
     search,
     search_groups,
 )
 from bapo_megatron.algo.objective import Objective
-from bapo_megatron.algo.search_groups import group_of_sequences, group_of_tokens
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpoints_tools import cli, inspect_checkpoint, reshard, to_megatron
-from checkpoints_tools.inspection_text import as_text
+from checkpoints_tools.inspection import as_text
 from tests.support.checkpoint_models import load_tensors, save_random_model
 from tests.support.legacy_checkpoints import save_legacy
 

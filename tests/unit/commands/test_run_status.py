@@ -13,9 +13,18 @@ import pytest
 
 from bapo_megatron.checkpoint.run_directory import FORMAT
 from bapo_megatron.commands.cluster.commands import status_command
-from bapo_megatron.commands.cluster.run_logs import cancel, follow_logs, newest_logs, show_logs
 from bapo_megatron.commands.cluster.slurm_client import read_job_state
-from bapo_megatron.commands.cluster.status import ago, lock_holder, read_status, status_text, tail_rows
+from bapo_megatron.commands.cluster.status import (
+    ago,
+    cancel,
+    follow_logs,
+    lock_holder,
+    newest_logs,
+    read_status,
+    show_logs,
+    status_text,
+    tail_rows,
+)
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import within
 

@@ -16,15 +16,15 @@ import pyarrow.parquet
 import pytest
 
 from bapo_megatron.cli import run
-from bapo_megatron.data.fields import RowError
 from bapo_megatron.data.prepare import sources
 from bapo_megatron.data.prepare.card import Card
+from bapo_megatron.data.prepare.command import prepare
 from bapo_megatron.data.prepare.contamination import COMMON, Contamination, EvaluationProblem
 from bapo_megatron.data.prepare.normal_form import key, ngrams, tokens, words
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
-from bapo_megatron.data.prepare.pipeline import prepare
 from bapo_megatron.data.prepare.problems import CODE_INSTRUCTION, MATH_INSTRUCTION, problem_of
 from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.data.rows import RowError
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.functions import ground_truth_check

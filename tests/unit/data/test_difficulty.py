@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config import DataConfig
-from bapo_megatron.data.difficulty import within_difficulty
+from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.types import Prompt
 

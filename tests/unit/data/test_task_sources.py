@@ -12,10 +12,10 @@ import pytest
 from bapo_megatron.cli import run
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.data.prepare import generator, sources
+from bapo_megatron.data.prepare.command import prepare
 from bapo_megatron.data.prepare.contamination import TEMPLATE, Contamination, EvaluationProblem
 from bapo_megatron.data.prepare.normal_form import commuted_key, key
 from bapo_megatron.data.prepare.options import DATA_FILE, PrepareOptions
-from bapo_megatron.data.prepare.pipeline import prepare
 from bapo_megatron.data.prepare.sources import Generation, open_source
 from bapo_megatron.data.suites import load_suite
 from bapo_megatron.errors import ConfigError

@@ -17,9 +17,8 @@ from bapo_megatron.cli import run
 from bapo_megatron.config import EvaluationConfig, RewardConfig, SglangConfig
 from bapo_megatron.data.suites import load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
-from bapo_megatron.evaluation import sampling
-from bapo_megatron.evaluation.command import comparison_text, results_text
-from bapo_megatron.evaluation.comparison import compare
+from bapo_megatron.evaluation import run as evaluation_run
+from bapo_megatron.evaluation.command import compare, comparison_text, results_text
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
     FORMAT,
@@ -30,8 +29,14 @@ from bapo_megatron.evaluation.responses import (
     read_responses,
     write_summary,
 )
-from bapo_megatron.evaluation.run import evaluate, find_checkpoint, hf_model, model_digest, output_of
-from bapo_megatron.evaluation.sampling import SuiteSampler
+from bapo_megatron.evaluation.run import (
+    SuiteSampler,
+    evaluate,
+    find_checkpoint,
+    hf_model,
+    model_digest,
+    output_of,
+)
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardResult
@@ -341,7 +346,7 @@ def ask(
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_LOOK_S", 0.02)
+    monkeypatch.setattr(evaluation_run, "_LOOK_S", 0.02)
 
 
 def test_every_place_is_asked_once_and_judged() -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from bapo_megatron.cli import run
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.evaluation.command import examples_text
-from bapo_megatron.evaluation.examples import examples
+from bapo_megatron.evaluation.command import examples, examples_text
 from bapo_megatron.evaluation.responses import FORMAT, RESPONSES, open_folder, read_responses, write_summary
 from bapo_megatron.evaluation.scoring import ScoredResponse, score
 

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from bapo_megatron.checkpoint.reader import _trainer_state, manifest_of
-from bapo_megatron.data.fields import RowError
 from bapo_megatron.data.prompts import prompt_token_ids
+from bapo_megatron.data.rows import RowError
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.evaluation.run import find_checkpoint, model_digest
 from bapo_megatron.hf.config import read_model_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bapo_megatron.algo.bapo import BoundsConfig, fixed, paper
-from bapo_megatron.trainer.records.idle_search import MOVED, IdleSearch
+from bapo_megatron.trainer.records.recorder import MOVED, IdleSearch
 from bapo_megatron.types import Metrics
 from tests.support.bapo_objective import objective
 

@@ -15,9 +15,8 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer import following
 from bapo_megatron.trainer.records.observer.following import END, NEWS, Inbox, Observer
 from bapo_megatron.trainer.records.observer.rows import TrackedRow, TrackedRows
-from bapo_megatron.trainer.records.observer.secrets import RedactingStream, redacted
 from bapo_megatron.trainer.records.observer.state import TrackerState, read_state, write_state
-from bapo_megatron.trainer.records.observer.tracker import TrackedRun, tracked_run
+from bapo_megatron.trainer.records.observer.tracker import RedactingStream, TrackedRun, redacted, tracked_run
 
 Written = tuple[int, dict[str, float]]
 

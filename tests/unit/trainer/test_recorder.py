@@ -18,8 +18,7 @@ from bapo_megatron.config import (
     RunConfig,
 )
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from bapo_megatron.trainer.records.idle_search import MOVED
-from bapo_megatron.trainer.records.recorder import Recorder, StepClock, check_one_sign, step_metrics
+from bapo_megatron.trainer.records.recorder import MOVED, Recorder, StepClock, check_one_sign, step_metrics
 from bapo_megatron.types import StepHeader
 from tests.support.bapo_objective import objective
 from tests.support.batches import NO_FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,8 @@ def test_the_table() -> None:
         {"step": 3, **dict.fromkeys(METRICS)},  # a step without a group
     ]
     events = [{"kind": kind} for kind in ("start", "engine_ready", "engine_lost", "resume", "engine_lost")]
-    lines = {line[:18].strip(): line[18:].split() for line in summary(rows, events)}
+    cells = [re.split(r" {2,}", line) for line in summary(rows, events)]
+    lines = {name: values for name, *values in cells}
     assert lines["3 steps"] == ["mean", "lowest", "highest"]
     assert lines["reward"] == ["0.500", "0.250", "0.750"]
     assert lines["cut off"] == ["12.5%", "12.5%", "12.5%"]

@@ -15,8 +15,8 @@ import pytest
 
 from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.trainer.records import installed_trackers
-from bapo_megatron.trainer.records.installed_trackers import check_logging
+from bapo_megatron.trainer import preflight
+from bapo_megatron.trainer.preflight import check_logging
 from bapo_megatron.trainer.records.observer import trackio_tracker
 from bapo_megatron.trainer.records.observer.mlflow_tracker import MlflowTracker
 from bapo_megatron.trainer.records.observer.tracker import TrackedRun
@@ -319,7 +319,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         found.has_location = origin is not None
         return found if name in names or name == "a folder" else None
 
-    monkeypatch.setattr(installed_trackers, "find_spec", find_spec)
+    monkeypatch.setattr(preflight, "find_spec", find_spec)
 
 
 def test_missing_tracker_packages_are_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,54 @@
-"""Protocol of an experiment tracker, and the description of the run that it shows.
+"""Protocol of an experiment tracker, the description of the run that it shows, and redaction of secrets.
 
 A new tracker is a class with these methods, an entry in ``__main__.py`` and one in ``TrackerName``
-(config/outputs.py).
+(config/outputs.py). Secrets (API keys, passwords in URLs) are taken out of what a tracker's package prints or
+raises, and of the configuration that it gets.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TextIO
 
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer.secrets import redacted
+
+_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+_LEAST_CHARACTERS = 6
+_IN_ADDRESSES = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=write_token=)[^&\s'\"]+")
+_HIDDEN = "***"
+
+
+def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """``text`` with *** for values of variables whose names say KEY or TOKEN, and for passwords in URLs."""
+    for name, value in environment.items():
+        if _NAMES.search(name) and len(value) >= _LEAST_CHARACTERS:
+            text = text.replace(value, _HIDDEN)
+    return _IN_ADDRESSES.sub(_HIDDEN, text)
+
+
+class RedactingStream:
+    """Text stream that redacts secrets before it writes; all other methods are the stream's.
+
+    ``__main__.py`` puts it in place of an observer's standard output and error.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redacted(text))
+        self._stream.flush()
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
 
 _PROJECT = "bapo-megatron"
 """Project of a run whose stored configuration is older than ``logging.project``: that field's default."""

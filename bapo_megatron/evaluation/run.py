@@ -47,10 +47,9 @@ from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of
 from bapo_megatron.rollout.engines.slot import EngineSlot
-from bapo_megatron.rollout.sampler.environment_start import check_environment, open_environment
 from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, response_score
-from bapo_megatron.rollout.sampler.turns import TurnTaker
+from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment
 from bapo_megatron.rollout.sampler.whole_response import whole_response
 from bapo_megatron.runtime.files import check_files_inside, write_atomically
 from bapo_megatron.runtime.jsonl_log import Row

@@ -1,20 +1,27 @@
 """A turn of a model and what it is given next: the question to its environment, and the answer as tokens.
 
-Used by ``stepper.py`` for training, and by ``whole_response.py`` for evaluations.
+And the start of an environment: its checks before any work, and its parts in the process that samples. Used in
+``evaluation/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple, Protocol
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from bapo_megatron.config import EnvironmentConfig
 from bapo_megatron.environment import Task, Turn
-from bapo_megatron.environment.pool import Question, StepResult
+from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
+from bapo_megatron.environment.template import ObservationTemplate, check_template
+from bapo_megatron.environment.traits import interpreter_problem, read_traits, stop_ids
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.failures import FailureReports
 from bapo_megatron.rollout.engines.pool import Report
-from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.sampler.episode import Answer
 from bapo_megatron.rollout.sampler.response import Response
 from bapo_megatron.types import FinishReason, Prompt
@@ -145,3 +152,37 @@ def _end(reason: FinishReason, result: StepResult) -> Answer:
         metrics=result.metrics,
         seconds=result.seconds,
     )
+
+
+def check_environment(environment: EnvironmentConfig, model: Path, tokenizer: Any) -> None:
+    """Check of the environment: its class in a worker, its stops, the tokens of its observations.
+
+    ConfigError for a class that does not load or contradicts itself, a stop of several tokens, and a chat
+    template that does not continue a response over several turns as it was sampled.
+    """
+    if environment.function is None:
+        return
+    if problem := interpreter_problem(environment.python):
+        raise ConfigError(problem)
+    traits = read_traits(environment)
+    stop_ids(traits, tokenizer)
+    template = ObservationTemplate(tokenizer, traits.role, stop_token_ids(model, tokenizer))
+    check_template(template, str(model), "sampled" if environment.history == "sampled" else "template")
+
+
+async def open_environment(
+    environment: EnvironmentConfig, model: Path, tokenizer: Any, report: Report, opened: AsyncExitStack
+) -> tuple[tuple[int, ...], Stepping | None]:
+    """The stop tokens of model and environment together, and the environment's parts, started.
+
+    The parts are None without an environment. ConfigError, ChildError or OSError if it does not start.
+    """
+    stops = stop_token_ids(model, tokenizer)
+    if environment.function is None:
+        return stops, None
+    traits = await asyncio.to_thread(read_traits, environment)
+    template = ObservationTemplate(tokenizer, traits.role, stops)
+    steps = EnvironmentPool(environment, traits)
+    await steps.start()
+    opened.push_async_callback(steps.close)
+    return (*stops, *stop_ids(traits, tokenizer)), Stepping(steps, template, report)

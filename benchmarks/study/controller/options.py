@@ -9,7 +9,8 @@ from typing import Annotated
 import tyro
 from annotated_types import Ge
 
-from bapo_megatron.config.validation import out_of_range, raise_problems
+from bapo_megatron.algo.settings import out_of_range
+from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
 from benchmarks.study.options import StudyOptions
 

@@ -1,7 +1,7 @@
 """A turn of a model and what it is given next: the question to its environment, and the answer as tokens.
 
-And the start of an environment: its checks before any work, and its parts in the process that samples. Used in
-``evaluation/``, ``trainer/`` and this folder.
+And the start of an environment: its checks before any work, and its parts in the process that samples. Used
+in ``evaluation/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations

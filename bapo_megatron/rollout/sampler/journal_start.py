@@ -18,7 +18,7 @@ OUTSTANDING = "outstanding"
 FORKED = "forked"
 """Key in the state of a fork: the reason why its dataset starts anew; None if it goes on."""
 
-_NO_ORDER = ("model.", "rollout.")
+_NO_ORDER = ("model.", "rollout.", "environment.")
 """Prefixes of the identity's keys that do not decide the order of prompts."""
 
 

@@ -134,6 +134,8 @@ def test_the_records_by_hand() -> None:
     begun = journal_start({**STATE, FORKED: None}, {**OURS, "seed": 2}, 2)
     assert (begun.state.fields["taken"], begun.opened) == (0, [])
     assert begun.message == "the dataset begins at its start: seed is 2, and was 1"
+    within = {**OURS, "environment.function": "a:B", "rollout.group_size": "2 episodes of an environment"}
+    assert journal_start({**STATE, FORKED: None}, within, 2).state.fields["taken"] == 9
     lost = journal_start(STATE, OURS, 2)
     assert lost.state.fields["trained"] == STATE["trained"]
     assert lost.kind == "journal_missing"

@@ -1,6 +1,6 @@
 """Per-token columns of a step on a rank of the trainer: single responses, read out of the step's file.
 
-    rank 0       header_of       numbers and checksums of all responses; broadcast, about 60 bytes a response
+    rank 0       header_of       numbers and checksums of all responses; broadcast, about 50 bytes a response
     every rank   StepColumns     prompt and columns of one response, at each ``read``
 
 A batch has gigabytes where a header has kilobytes, and a rank trains on its own samples alone: so the

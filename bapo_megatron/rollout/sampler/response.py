@@ -12,7 +12,7 @@ it (the write-ahead log is between an answer and ``continued``), ``whole_respons
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -59,6 +59,9 @@ class Response:
     """``stop`` or ``length`` of a complete response, else None."""
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
     """Number of tokens by the weight version that sampled them."""
+    routed: tuple[ResponseTokens, ...] = ()
+    """The segments with their routes, from the first token on; empty while no route is known. ``so_far`` has
+    none: joined at each segment, all routes so far would be copied each time."""
 
     @property
     def is_complete(self) -> bool:
@@ -73,7 +76,10 @@ class Response:
     def rollout(self, reward: float) -> Rollout:
         """The complete response with its reward."""
         assert self.finish_reason is not None
-        return Rollout(**self.so_far.columns, finish_reason=self.finish_reason, reward=reward)
+        columns = self.so_far.columns
+        if self.routed:
+            columns["routes_R"] = ResponseTokens.joined(self.routed).routes_R
+        return Rollout(**columns, finish_reason=self.finish_reason, reward=reward)
 
 
 @dataclass(frozen=True)
@@ -129,8 +135,12 @@ def continued(response: Response, segment: ResponseTokens, finish_reason: Finish
     by_version = dict(response.tokens_by_version)
     for version, count in _counts(segment.versions_R).items():
         by_version[version] = by_version.get(version, 0) + count
-    joined = ResponseTokens.joined([response.so_far, segment] if response.tokens else [segment])
-    return Response(joined, finish_reason, by_version)
+    routed = response.routed
+    if segment.routes_R is not None or routed:
+        routed = (*(routed or [response.so_far] * bool(response.tokens)), segment)
+    plain = replace(segment, routes_R=None)
+    joined = ResponseTokens.joined([response.so_far, plain] if response.tokens else [plain])
+    return Response(joined, finish_reason, by_version, routed)
 
 
 def foreign_weights(answer: Generation, is_known: Callable[[int], bool]) -> str | None:

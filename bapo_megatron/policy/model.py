@@ -177,7 +177,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             return None
         first, count = self.decoder.layers[0].layer_number, len(self.decoder.layers)
         # From the host, this chunk's layers alone: a stage of many would hold those of all packs in flight.
-        route_TLK = part.route_TLK[:, first - 1 : first - 1 + count].to(device)
+        route_TLK = part.route_TLK[:, first - 1 : first - 1 + count].to(device, non_blocking=True)
         same_T = (part.mask_T > 0) & (part.version_T == (-1 if tally is None else tally.version))
         columns = (route_TLK, ~unknown_T(route_TLK), same_T)
         if self.config.sequence_parallel:

@@ -76,6 +76,9 @@ class Response:
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
     """Number of sampled tokens by the weight version that sampled them."""
     episode: Episode = field(default_factory=Episode)
+    routed: tuple[ResponseTokens, ...] = ()
+    """The segments with their routes, from the first token on; empty while no route is known. ``so_far`` has
+    none: joined at each segment, all routes so far would be copied each time."""
 
     @property
     def is_sampling(self) -> bool:
@@ -107,6 +110,8 @@ class Response:
         """The complete response with its reward, and with the teacher's log-probs in a distillation."""
         assert self.finish_reason is not None
         columns = {**self.so_far.columns, "teacher_log_probs_R": teacher_log_probs_R}
+        if self.routed:
+            columns["routes_R"] = ResponseTokens.joined(self.routed).routes_R
         return Rollout(**columns, finish_reason=self.finish_reason, reward=reward)
 
 
@@ -175,22 +180,34 @@ def continued(response: Response, segment: ResponseTokens, reason: SegmentEnd | 
     by_version = dict(response.tokens_by_version)
     for version, count in _counts(segment.versions_R).items():
         by_version[version] = by_version.get(version, 0) + count
-    joined, episode = _joined(response, segment), response.episode
+    joined, episode = _joined(response, replace(segment, routes_R=None)), response.episode
     if reason is not None:
         episode = turn_ended(episode, len(joined.token_ids_R), reason)
-    return Response(joined, None if reason == TURN else reason, by_version, episode)
+    routed = _routed(response, segment)
+    return Response(joined, None if reason == TURN else reason, by_version, episode, routed)
 
 
 def given(response: Response, answer: Answer) -> Response:
     """The response with its environment's answer, which gives it tokens or completes it."""
-    joined = _joined(response, answer.tokens) if len(answer.token_ids_R) else response.so_far
+    joined, routed = response.so_far, response.routed
+    if len(answer.token_ids_R):
+        joined, routed = _joined(response, answer.tokens), _routed(response, answer.tokens)
     episode = answered(response.episode, len(joined.token_ids_R), answer)
-    return replace(response, so_far=joined, finish_reason=answer.finish_reason, episode=episode)
+    return replace(
+        response, so_far=joined, finish_reason=answer.finish_reason, episode=episode, routed=routed
+    )
 
 
 def restarted(response: Response) -> Response:
     """The response begun again: its environment cannot be brought back to where it was."""
     return Response(episode=Episode(restarts=response.episode.restarts + 1))
+
+
+def _routed(response: Response, part: ResponseTokens) -> tuple[ResponseTokens, ...]:
+    """``Response.routed`` with ``part``, whose routes may be unknown, as those of given tokens are."""
+    if part.routes_R is None and not response.routed:
+        return ()
+    return (*(response.routed or [response.so_far] * bool(response.tokens)), part)
 
 
 def foreign_weights(answer: Generation, is_known: Callable[[int], bool]) -> str | None:

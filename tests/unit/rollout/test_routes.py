@@ -17,6 +17,7 @@ from bapo_megatron.config import ModelConfig
 from bapo_megatron.data.routes import known_rows, read_routes, route_problem, write_routes
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.rollout.engines.local.model import LocalModel
+from bapo_megatron.rollout.engines.sglang.route_wire import decoded_routes
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.rollout.sampler.step_batches import (
     StepFiles,
@@ -130,7 +131,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "the prompt's, too": ([*THREE, *THREE], "24 experts are no routes of 3 tokens"),
     "out of range": (
         [THREE[0], [[5, 4], [1, 8]], THREE[2]],
-        "token 1 went to expert 8 of layer 1; there are",
+        r"token 1 went to the experts \[1, 8\] of layer 1; a route has 2",
     ),
     "negative": ([[[0, 1], [-1, 6]], *THREE[1:]], "token 0 went to expert -1 of layer 1"),
     "an expert twice": ([THREE[0], THREE[1], PAIR], r"token 2 went to the experts \[3, 3\] of layer 0"),
@@ -142,6 +143,30 @@ def test_wrong_routes_are_refused(name: str) -> None:
     routes, says = BAD[name]
     with pytest.raises(BadReply, match=f"request 'r': its routes are wrong: {says}"):
         generation_of(REQUEST, reply(routes))
+
+
+@pytest.mark.parametrize("experts", [8, 128, 256, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 3000])
+def test_the_quick_decoder_finds_what_a_plain_one_does(experts: int, tokens: int) -> None:
+    """Every number of a byte, with and without padding, and blocks of more tokens than one."""
+    shape = RouteShape(5, 4, experts)
+    generator = np.random.default_rng(tokens)
+    wide = np.argsort(generator.random((tokens, 5, experts)), -1)[..., :4].astype(np.int32)
+    found = decoded_routes(memoryview(base64.b64encode(wide.tobytes())), tokens, shape)
+    assert found.dtype == shape.dtype
+    assert (found == wide).all()
+
+
+def test_the_quick_decoder_takes_no_number_that_is_no_byte() -> None:
+    """One number of a long answer, in each place of a group, with each bit of the upper bytes set."""
+    wide = np.arange(24, dtype=np.int32)
+    for place in (0, 1, 2, 21, 22, 23):
+        for bit in range(8, 32):
+            wrong = wide.view(np.uint32).copy()
+            wrong[place] |= np.uint32(1 << bit)
+            text = memoryview(base64.b64encode(wrong.tobytes()))
+            with pytest.raises(ValueError, match="token 0 went to expert .* there are 0 to 255"):
+                decoded_routes(text, 1, RouteShape(1, 24, 256))
 
 
 def test_routes_that_are_no_base64_are_refused() -> None:

@@ -83,7 +83,8 @@ class WriteAheadLog:
         After a kill during the write all of them are read, or none.
         """
         *others, last = records
-        content = b"".join([*(encode(record, more=True) for record in others), encode(last)])
+        whole = [*(encode(record, more=True) for record in others), encode(last)]
+        content = whole[0] if len(whole) == 1 else b"".join(whole)
         try:
             append_whole(self._file, content, self.size)
             os.fsync(self._file.fileno())
@@ -105,11 +106,12 @@ def encode(record: Record, more: bool = False) -> bytes:
         raise ValueError(f"kind {record.kind!r} must have 1 to 16 characters")
     layout = [(name, array.dtype.str, array.shape) for name, array in record.arrays.items()]
     text = json.dumps({"fields": record.fields, "arrays": layout}).encode()
-    data = b"".join(np.ascontiguousarray(array).tobytes() for array in record.arrays.values())
-    head = _HEAD.pack(_MORE if more else _LAST, kind, len(text), len(data))
-    return b"".join(
-        [head, _CHECK.pack(zlib.crc32(head)), text, data, _CHECK.pack(zlib.crc32(data, zlib.crc32(text)))]
-    )
+    data = [np.ascontiguousarray(array).data for array in record.arrays.values() if array.size]
+    head = _HEAD.pack(_MORE if more else _LAST, kind, len(text), sum(part.nbytes for part in data))
+    check = zlib.crc32(text)
+    for part in data:
+        check = zlib.crc32(part, check)
+    return b"".join([head, _CHECK.pack(zlib.crc32(head)), text, *data, _CHECK.pack(check)])
 
 
 def read_records(path: Path) -> Iterator[Record | Damage]:

@@ -1,6 +1,6 @@
 """Traits of an environment's class, read by a worker process: no code of a user runs in the run's own.
 
-Used by ``pool.py`` and ``rollout/sampler/environment_start.py``.
+Used by ``pool.py`` and ``rollout/sampler/turns.py``.
 """
 
 from __future__ import annotations

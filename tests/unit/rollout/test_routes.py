@@ -363,7 +363,7 @@ def test_routes_of_every_segment_survive_kills(tmp_path: Path, folder: Path) -> 
         engine.holds = lambda request: request.prefix_tokens >= 4
         engine.gate.clear()
         made = world(tmp_path, folder, engine)
-        async with made.sampling():
+        async with made.sampling(rounds=False):
             await until(lambda: made.sampler.state()["tokens"].get("sampled") == 2 * 2 * 4)
             made.kill()
         engine.gate.set()

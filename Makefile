@@ -69,7 +69,7 @@ TOKENIZERS := qwen3 qwen2_5 llama3_2 deepseek_v3
 ENVIRONMENTS_VENV := .venv-environments
 ENVIRONMENTS_PINS := tests/support/environments.txt
 
-.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster image demo demo-moe demo-real real-model check test test-slow test-again slurm-test lint format gpu-check clean
+.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster image demo demo-moe demo-real real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -238,6 +238,12 @@ format: setup
 GPU_PYTHON = $(or $(if $(filter file default,$(origin PYTHON)),$(wildcard $(CLUSTER_VENV)/bin/python)),$(PYTHON))
 gpu-check:
 	$(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
+
+# Five arms on stale data, about an hour on one GPU; MODEL is the folder of Qwen2.5-0.5B-Instruct. It goes on where it
+# stopped. GPU_STUDY_FLAGS="--data openai/gsm8k" takes GSM8K from the hub.
+MODEL ?= models/Qwen2.5-0.5B-Instruct
+gpu-study:
+	$(GPU_PYTHON) -m benchmarks.gpu_study --model "$(MODEL)" $(GPU_STUDY_FLAGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) $(ENVIRONMENTS_VENV) .venv-cluster .venv-cluster-sglang .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -127,12 +127,12 @@ def _arm(options: StudyOptions, base: RunConfig, method: str, passes: int, seed:
     return Arm(method, passes, seed, steps, run_dir, command, work(passes, steps), evaluates)
 
 
-def save_flags(base: RunConfig, steps: int) -> list[str]:
-    """Checkpoints, and evaluations of the first and the last weights."""
+def save_flags(base: RunConfig, steps: int, samples: int = SAMPLES) -> list[str]:
+    """Checkpoints, and evaluations of the first and the last weights with at least so many responses."""
     every = next(steps // count for count in _CHECKPOINTS if steps % count == 0)
     flags = [f"--checkpoint.every={every}"]
     if base.evaluation.suites:
-        samples = max(base.evaluation.samples, SAMPLES)
+        samples = max(base.evaluation.samples, samples)
         flags += [f"--evaluation.every={steps}", f"--evaluation.samples={samples}"]
     return flags
 

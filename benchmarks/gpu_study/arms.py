@@ -1,0 +1,174 @@
+"""Arms of the GPU study, in the order in which they run: an hour that is cut short still has the first ones.
+
+Used in this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from annotated_types import Ge, Gt
+
+from bapo_megatron.algo.bounds import fixed, grpo, paper
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.config.validation import out_of_range, raise_problems
+from bapo_megatron.errors import ConfigError
+from benchmarks.study.methods import Method, work
+from benchmarks.study.plan import Arm, save_flags
+
+RECIPE = Path(__file__).with_name("recipe.py")
+WARM_STEPS = 2
+"""Steps of warm-up, at every staleness."""
+
+
+@dataclass(frozen=True)
+class GpuArm:
+    """A method with its passes and mini-batches. Plain data of ``ARMS``."""
+
+    method: Method
+    passes: int = 2
+    parts: int = 4
+
+    @property
+    def staleness(self) -> int:
+        """Updates of a batch, as the paper counts."""
+        return self.passes * self.parts
+
+
+ARMS = {
+    "grpo-on-policy": GpuArm(Method("GRPO on-policy", grpo()), 1, 1),
+    "grpo": GpuArm(Method("GRPO", grpo())),
+    "grpo-sequence": GpuArm(Method("GRPO, sequence mean", grpo(), loss_mean="sequence")),
+    "fixed-0.9-1.2": GpuArm(Method("clip [0.9, 1.2]", fixed(0.9, 1.2))),
+    "paper": GpuArm(Method("BAPO", paper())),
+}
+
+_SMALL = (
+    *("--model.dtype=float32", "--rollout.engine=local", "--rollout.sglang.no-colocated"),
+    *("--rollout.sglang.sync=disk", "--parallel.no-offload", "--rollout.max-batch=8"),
+    *("--rollout.prompts-per-step=4", "--rollout.group-size=2", "--rollout.max-response-tokens=8"),
+    *("--rollout.max-oversampling=1.0", "--rollout.no-drop-uniform-groups"),
+    *("--data.max-prompt-tokens=64", "--batch.pack-tokens=512", "--reward.workers=1"),
+)
+"""Flags that make an arm small enough for a CPU, where there is no GPU: it shows that the program runs."""
+
+
+@dataclass(frozen=True)
+class GpuStudyOptions:
+    """The flags of `make gpu-study`: the model, the problems, and which arms."""
+
+    model: Path
+    """Folder of the model: Qwen2.5-0.5B-Instruct, or another one."""
+    data: str = "reasoning-gym"
+    """`reasoning-gym`, which needs no network, or `openai/gsm8k`, from the hub; or give `train` and
+    `held_out`."""
+    train: Path | None = None
+    """File of problems that train, as `bapo data prepare` writes them."""
+    held_out: Path | None = None
+    """File of problems that are held out."""
+    reward: str | None = None
+    """The run's reward.function. None: that of `data`."""
+    folder: Path = Path("runs/gpu_study")
+    """Folder of the arms; a study that is there is continued."""
+    arms: tuple[str, ...] = tuple(ARMS)
+    """Which arms, by name."""
+    steps: Annotated[int | None, Ge(1)] = None
+    """Steps of each arm. None: the recipe's."""
+    lr: Annotated[float | None, Gt(0)] = None
+    """Peak learning rate. None: the recipe's."""
+    small: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Small batches, the embedded engine and float32, for a CPU: to see that the program runs."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot be done."""
+        raise_problems(list(out_of_range(self)))
+        said = " ".join(self.arms)
+        if not self.arms or set(self.arms) - ARMS.keys() or len(set(self.arms)) < len(self.arms):
+            raise ConfigError(f"--arms {said}: name some of {' '.join(ARMS)}, each once")
+        if (self.train is None) != (self.held_out is None):
+            raise ConfigError("--train and --held-out belong together: give both, or --data")
+        if self.train is None and self.data not in SOURCES:
+            raise ConfigError(f"--data {self.data}: choose from {' '.join(SOURCES)}, or give --train")
+        if not (self.model / "config.json").is_file():
+            raise ConfigError(f"--model {self.model}: no config.json there; name the model's folder")
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """Files of the problems that train and that are held out."""
+        if self.train is not None and self.held_out is not None:
+            return self.train, self.held_out
+        folder = self.folder / "data" / self.data.replace("/", "-")
+        return folder / "train/data.jsonl", folder / "held_out/data.jsonl"
+
+
+_TASKS = "reasoning-gym:chain_sum,basic_arithmetic,simple_equations"
+SOURCES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "reasoning-gym": ("reasoning_gym", (_TASKS, "--size=3000"), (_TASKS, "--size=500", "--seed=1")),
+    "openai/gsm8k": (
+        "math",
+        ("openai/gsm8k:main", "--split=train"),
+        ("openai/gsm8k:main", "--split=test"),
+    ),
+}
+"""Reward of each source, and the words of `bapo data prepare` for what trains and what is held out."""
+
+
+def prepare_commands(options: GpuStudyOptions) -> list[list[str]]:
+    """Commands that prepare what is missing: held out first, so that nothing stands on both sides."""
+    if options.train is not None:
+        return []
+    _, train, held_out = SOURCES[options.data]
+    common = [f"--tokenizer={options.model}", "--max-prompt-tokens=512"]
+    train_file, held_file = options.files
+    commands = []
+    if not held_file.exists():
+        commands.append(["data", "prepare", *held_out, *common, f"--output={held_file.parent}"])
+    if not train_file.exists():
+        against = ["--against", str(held_file)]
+        commands.append(["data", "prepare", *train, *common, f"--output={train_file.parent}", *against])
+    return commands
+
+
+def make_arms(options: GpuStudyOptions) -> list[Arm]:
+    """The arms that are asked for, in their order. ConfigError if an arm's configuration does not serve."""
+    base = load_recipe(RECIPE, RunConfig)
+    return [_arm(options, base, name) for name in ARMS if name in options.arms]
+
+
+def _arm(options: GpuStudyOptions, base: RunConfig, name: str) -> Arm:
+    arm, steps = ARMS[name], options.steps or base.steps
+    train, held_out = options.files
+    run_dir = options.folder / "arms" / name
+    flags = (
+        *(f"--name={name}", f"--run-dir={run_dir}", f"--steps={steps}", f"--model.hf-path={options.model}"),
+        *(f"--data.path={train}", f"--reward.function={options.reward or SOURCES[options.data][0]}"),
+        *_method_flags(arm),
+        f"--optimizer.lr={options.lr or base.optimizer.lr:g}",
+        *save_flags(base, steps, samples=base.evaluation.samples),
+        *(_SMALL if options.small else ()),
+        *("--evaluation.suites", str(held_out)),
+    )
+    return Arm(
+        name,
+        arm.staleness,
+        0,
+        steps,
+        run_dir,
+        ("train", str(RECIPE), *flags),
+        work(arm.staleness, steps),
+        True,
+    )
+
+
+def _method_flags(arm: GpuArm) -> Sequence[str]:
+    return (
+        *arm.method.flags,
+        f"--algorithm.reuse-epochs={arm.passes}",
+        f"--algorithm.updates-per-epoch={arm.parts}",
+        f"--optimizer.warmup-updates={WARM_STEPS * arm.staleness}",
+    )

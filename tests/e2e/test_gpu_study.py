@@ -1,0 +1,47 @@
+"""`make gpu-study`, end to end at a pretrained model of 135 M parameters on a CPU; and its rehearsal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.forked_commands import ROOT, start_bapo
+from tests.support.real_model import require_model, write_sums
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_two_arms_of_two_steps(tmp_path: Path) -> None:
+    """They learn something, their page has both, and the same command finds them done."""
+    folder = tmp_path / "study"
+    command = [
+        *(sys.executable, "-m", "benchmarks.gpu_study", f"--model={require_model()}", "--small", "--steps=2"),
+        *(
+            f"--train={write_sums(tmp_path / 'sums.jsonl', 8)}",
+            f"--held-out={write_sums(tmp_path / 'held.jsonl', 3)}",
+        ),
+        *("--reward=tests.support.real_model:letters", f"--folder={folder}", "--arms", "grpo", "paper"),
+    ]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
+    for name in ("grpo", "paper"):
+        updates = read_jsonl(folder / "arms" / name / "updates.jsonl")
+        assert len(updates) == 16  # two steps at staleness 8
+        assert any(row["policy/grad_norm"] > 0 for row in updates)
+    page = (folder / "gpu_study.md").read_text()
+    assert "2 of 2 arms" in page
+    assert "| `paper` | " in page
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 0
+    assert "1/2 grpo is done" in again.stdout
+    assert "2/2 paper is done" in again.stdout
+
+
+def test_its_recipe_is_rehearsed() -> None:
+    """On one H100, without a GPU: its model's shape stands beside the recipe."""
+    output = start_bapo("rehearse", "benchmarks/gpu_study/recipe.py").communicate(timeout=1800)[0].decode()
+    assert "FITS" in output, output[-3000:]

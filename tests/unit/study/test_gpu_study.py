@@ -1,0 +1,150 @@
+"""The GPU study: its arms in order, what a stop leaves to do, and its page, on runs made up by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tyro
+
+from bapo_megatron.algo.bounds import fixed, grpo, paper
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.errors import ConfigError
+from benchmarks.gpu_study.__main__ import gpu_study
+from benchmarks.gpu_study.arms import ARMS, GpuStudyOptions, make_arms, prepare_commands
+from benchmarks.gpu_study.page import page, right_answers
+from benchmarks.study.plan import Arm
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> GpuStudyOptions:
+    (tmp_path / "config.json").write_text("{}")
+    return GpuStudyOptions(tmp_path, folder=tmp_path / "study", steps=2)
+
+
+def configured(arm: Arm) -> RunConfig:
+    command, recipe, *flags = arm.command
+    assert command == "train"
+    return tyro.cli(RunConfig, default=load_recipe(Path(recipe), RunConfig), args=flags)
+
+
+def test_the_arms_in_their_order(options: GpuStudyOptions) -> None:
+    """Staleness is passes x mini-batches; the sequence mean is the only other loss mean."""
+    found = [configured(arm) for arm in make_arms(replace(options, arms=tuple(reversed(ARMS))))]
+    assert [run.name for run in found] == [
+        "grpo-on-policy",
+        "grpo",
+        "grpo-sequence",
+        "fixed-0.9-1.2",
+        "paper",
+    ]
+    assert [run.algorithm.bounds for run in found] == [*[grpo()] * 3, fixed(0.9, 1.2), paper()]
+    assert [run.algorithm.loss_mean for run in found] == ["token", "token", "sequence", "token", "token"]
+    assert [(run.algorithm.reuse_epochs, run.algorithm.updates_per_epoch) for run in found] == [
+        (1, 1),
+        *[(2, 4)] * 4,
+    ]
+    assert [run.optimizer.warmup_updates for run in found] == [2, *[16] * 4]
+    for run in found:
+        run.check()
+        assert run.rollout.sglang.colocated
+        assert run.evaluation.suites == (str(options.files[1]),)
+        assert (run.evaluation.every, run.evaluation.samples) == (2, 1)
+
+
+def test_small_arms_need_no_gpu(options: GpuStudyOptions) -> None:
+    for arm in make_arms(replace(options, small=True)):
+        run = configured(arm)
+        run.check()
+        assert (run.rollout.engine, run.model.dtype, run.parallel.offload) == ("local", "float32", False)
+
+
+def test_held_out_problems_are_made_first(options: GpuStudyOptions) -> None:
+    held_out, train = prepare_commands(options)
+    assert held_out[:2] == train[:2] == ["data", "prepare"]
+    assert "--against" not in held_out
+    assert train[train.index("--against") + 1] == str(options.files[1])
+    gsm8k = prepare_commands(replace(options, data="openai/gsm8k"))
+    assert [command[2] for command in gsm8k] == ["openai/gsm8k:main"] * 2
+    assert configured(make_arms(replace(options, data="openai/gsm8k"))[0]).reward.function == "math"
+    assert prepare_commands(replace(options, train=Path("a"), held_out=Path("b"))) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"arms": ("ppo",)}, "--arms ppo: name some of grpo-on-policy grpo"),
+        ({"arms": ()}, "name some of"),
+        ({"train": Path("a")}, "belong together"),
+        ({"data": "mnist"}, "--data mnist: choose from reasoning-gym openai/gsm8k"),
+        ({"model": Path("nowhere")}, "--model nowhere: no config.json there"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+    ],
+)
+def test_wrong_flags_are_named(changed: dict[str, object], message: str, options: GpuStudyOptions) -> None:
+    def run(_command: Sequence[str]) -> int:
+        raise AssertionError("a command was run")
+
+    with pytest.raises(ConfigError, match=message):
+        gpu_study(replace(options, **changed), run)  # type: ignore[arg-type]
+
+
+def finish(arm: Arm, right: Sequence[bool]) -> None:
+    """What the page reads of a run: two steps of 30 s, and an answer to each held-out problem."""
+    (arm.run_dir / "evaluation").mkdir(parents=True)
+    steps = [{"step": step, "reward/mean": 0.25 * step, "time/step_s": 30.0} for step in (1, 2)]
+    updates = [{"step": step, "epoch": 0, "policy/entropy": 1.0} for step in (1, 2)]
+    answers = [{"suite": "s", "problem": place, "correct": one} for place, one in enumerate(right)]
+    files = {
+        "config.json": [{"format": 2, "config": {}}],
+        "metrics.jsonl": steps,
+        "updates.jsonl": updates,
+        "evaluations.jsonl": [{"step": 2, "eval/mean": sum(right) / len(right)}],
+        "events.jsonl": [{"kind": "export", "step": 2}],
+        "evaluation/step_000002.jsonl": answers,
+    }
+    for name, rows in files.items():
+        (arm.run_dir / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_stopped_study_goes_on_with_the_arm_that_is_not_done(
+    options: GpuStudyOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is stopped ends with 85, and its arm is not done."""
+    options = replace(options, train=Path("a"), held_out=Path("b"), arms=("grpo", "paper"), reward="math")
+    by_name = {arm.name: arm for arm in make_arms(options)}
+    asked: list[str] = []
+
+    def run(command: Sequence[str]) -> int:
+        [name] = [word.removeprefix("--name=") for word in command if word.startswith("--name=")]
+        asked.append(name)
+        if asked == ["grpo", "paper"]:
+            return 85
+        finish(by_name[name], [True, False, True] if name == "paper" else [False, False, True])
+        return 0
+
+    assert gpu_study(options, run) == 85
+    assert "paper ended with exit code 85; the same command goes on with it" in capsys.readouterr().out
+    assert "1 of 2 arms" in (options.folder / "gpu_study.md").read_text()
+    assert gpu_study(options, run) == 0
+    assert asked == ["grpo", "paper", "paper"]
+    text = (options.folder / "gpu_study.md").read_text()
+    assert "2 of 2 arms" in text
+    assert "| `paper` | +0.333 " in text  # one of three problems more
+    assert "| BAPO (`paper`) | 8 | 1.0 | 0.375 |" in text  # a minute; rewards of 0.25 and 0.5
+    assert gpu_study(options, run) == 0
+    assert len(asked) == 3
+
+
+def test_answers_are_paired_by_problem(options: GpuStudyOptions) -> None:
+    [arm] = make_arms(replace(options, arms=("grpo",)))
+    finish(arm, [True, False])
+    assert right_answers(arm) == {("s", 0): 1.0, ("s", 1): 0.0}
+    only_paper = replace(options, arms=("paper",))
+    [other] = make_arms(only_paper)
+    finish(other, [True, True])
+    assert "`grpo` has not run." in page(only_paper, [other])

@@ -97,18 +97,24 @@ class WeightMap:
                 yield hf_name.format(layer=layer), tensor.contiguous()
 
     def give_experts(self) -> None:
-        """Take part in the ``gather`` of another replica with this rank's shards of experts.
+        """Take part in the ``gather`` of the first replica with this rank's shards of experts.
 
-        Nothing where EP and ETP are 1: then each replica has all experts whole.
+        Only where the ranks among which EP and ETP share the experts include one of that replica: no other
+        waits for them. So nothing where EP and ETP are 1. In an EP group without such a rank ETP alone is
+        joined.
         """
-        groups = parallel_state.get_expert_model_parallel_group(), cut_group_of_experts()
-        if all(group.size() == 1 for group in groups):
+        if not _of_first_replica(parallel_state.get_expert_tensor_and_model_parallel_group()):
             return
+        asked = _of_first_replica(parallel_state.get_expert_model_parallel_group())
         stage = parallel_state.get_pipeline_model_parallel_group().rank()
         for key, owner in self._owners():
             mapping = self.table[key[0]]
-            if mapping.expert is not None and owner == stage:
+            if mapping.expert is None or owner != stage:
+                continue
+            if asked:
                 self._on_stage(key, mapping)
+            elif key in self.local:
+                self._all_pieces(self.local[key].detach(), mapping)
 
     def _owners(self) -> Iterator[tuple[Key, int]]:
         """The keys of the whole model, each with the pipeline stage that has it."""
@@ -158,6 +164,17 @@ def cut_group(mapping: Mapping) -> Any:
 def cut_group_of_experts() -> Any:
     """The process group that cuts experts: ETP, which may span replicas."""
     return parallel_state.get_expert_tensor_parallel_group()
+
+
+def _of_first_replica(group: Any) -> bool:
+    """Whether a rank of ``group`` belongs to the first data-parallel replica.
+
+    By megatron's order of ranks, in which TP varies fastest, then CP, then DP, then PP.
+    """
+    inner = parallel_state.get_tensor_model_parallel_world_size()
+    inner *= parallel_state.get_context_parallel_world_size()
+    replicas = parallel_state.get_data_parallel_world_size()
+    return any(rank // inner % replicas == 0 for rank in dist.get_process_group_ranks(group))
 
 
 def _fill(parameter: Tensor, reader: TensorReader, mapping: Mapping, layer: int | None) -> None:

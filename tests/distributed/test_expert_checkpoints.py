@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,25 +128,48 @@ def test_one_changed_element_of_one_expert_changes_the_digest(layout: str, copie
         assert (before[0] in after) == (copies == 2)
 
 
-def gathered_by_one_replica(folder: Path, parallel: ParallelConfig) -> Weights | None:
-    """As in a weight sync: the first replica gathers, the ranks of the others give their experts."""
-    policy = make_policy(folder, parallel)
+def gathered_by_one_replica(folder: Path, parallel: ParallelConfig) -> tuple[int, Weights | None]:
+    """As in a weight sync: the first replica gathers, the ranks of the others give their experts.
+
+    The calls of collectives of a rank that gives, and the weights of one that gathers.
+    """
+    policy, calls = make_policy(folder, parallel), Counter[str]()
     if policy.data_rank == 0:
-        return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+        return 0, {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    for name in ("broadcast", "all_gather"):
+        setattr(dist, name, counted(calls, name))
     policy.give_experts()
-    return None
+    return calls.total(), None
 
 
-@pytest.mark.parametrize("layout", slow_but([*LAYOUTS, "DP2 ETP2", "DP2 CP2 EP4"], "DP2 ETP2", "DP2 EP2"))
+def counted(calls: Counter[str], name: str) -> Callable[..., Any]:
+    original = getattr(dist, name)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls[name] += 1
+        return original(*arguments, **named)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "layout",
+    slow_but([*LAYOUTS, "DP2 ETP2", "DP2 CP2 EP4", "DP4 EP2", "DP4 EP2 ETP2"], "DP2 ETP2", "DP4 EP2"),
+)
 def test_one_replica_gathers_the_experts_of_all(layout: str, folder: Path) -> None:
     """With ETP, too, a replica may hold a part of each expert. A rank that does not join ends the wait."""
     more = {
         "DP2 ETP2": ParallelConfig(data=2, expert_tensor=2),
         "DP2 CP2 EP4": ParallelConfig(data=2, context=2, expert=4),
+        "DP4 EP2": ParallelConfig(data=4, expert=2),
+        "DP4 EP2 ETP2": ParallelConfig(data=4, expert=2, expert_tensor=2),
     }
     where = dataclasses.replace({**LAYOUTS, **more}[layout], timeout_minutes=5)
     wanted = load_file(folder / "model.safetensors")
-    found = [one for one in run_layout(gathered_by_one_replica, where, folder, where) if one is not None]
+    ranks = run_layout(gathered_by_one_replica, where, folder, where)
+    if layout == "DP4 EP2":  # the second half of the ranks shares its experts with nobody who gathers
+        assert [bool(calls) for calls, _ in ranks] == [False, True, False, False]
+    found = [one for _, one in ranks if one is not None]
     assert len(found) == where.model_size
     for weights in found:
         assert weights.keys() == wanted.keys()

@@ -1,4 +1,4 @@
-"""A 32B model is converted both ways in little memory: sparse files, in which only some tensors have data."""
+"""Models of 32B and 235B are converted both ways in little memory: sparse files, few tensors with data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
+from checkpoints_tools import to_megatron
 from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
 from tests.support.checkpoint_models import config_of
@@ -38,20 +41,42 @@ FILLED = [
     "model.layers.63.self_attn.q_proj.bias",
     "model.norm.weight",
 ]
+# Qwen3-235B-A22B, with narrow experts: what grows with a model of many experts is the table of its tensors.
+EXPERTS = config_of(
+    "qwen3_moe",
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=94,
+    num_attention_heads=64,
+    num_key_value_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=4,
+    norm_topk_prob=True,
+)
+FILLED_EXPERTS = [
+    "model.layers.0.mlp.experts.0.gate_proj.weight",
+    "model.layers.7.mlp.experts.127.down_proj.weight",
+    "model.layers.6.mlp.gate.weight",
+    "model.layers.5.self_attn.v_proj.weight",
+    "model.layers.11.mlp.experts.77.up_proj.weight",
+    "model.layers.11.self_attn.q_norm.weight",
+]
 
 
-def save_sparse_model(folder: Path, layers: int = 64) -> int:
-    """65 GB of holes, but for ``FILLED``. Returns the number of parameters."""
+def save_sparse_model(folder: Path, config: Mapping[str, Any], filled: Sequence[str] = FILLED) -> int:
+    """Holes, 65 GB for ``CONFIG``, but for tensors ``filled``. Returns the number of parameters."""
     folder.mkdir()
-    config = {**CONFIG, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: ("BF16", size) for name, size in hf_tensors(model_shape(config, "test")).items()}
+    tensors = {name: ("BF16", size) for name, size in hf_tensors(model_shape(dict(config), "test")).items()}
     plan = plan_safetensors(tensors, folder, Sharding(4_000_000_000))
     plan.create()
     plan.complete()
     generator = random.Random(0)
     for name, tensor in read_safetensors_folder(folder).items():
-        if name in FILLED:
+        if name in filled:
             with tensor.blocks[0].file.open("r+b") as file:
                 file.seek(tensor.blocks[0].position)
                 for _ in range(0, tensor.nbytes, MIB):
@@ -92,7 +117,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_32b_model_takes_less_than_128_mib(disk: Path) -> None:
-    parameters = save_sparse_model(disk / "hf")
+    parameters = save_sparse_model(disk / "hf", CONFIG)
     assert 32.7e9 < parameters < 32.8e9
     grid = ["--grid", "1"]  # with more, more bands of the way back hold an edge between chunks, and so data
     assert peak_mib(["to-megatron", disk / "hf", disk / "megatron", *grid]) < 128
@@ -109,8 +134,42 @@ def test_a_32b_model_takes_less_than_128_mib(disk: Path) -> None:
 def test_a_large_model_is_resharded_and_compared_in_less_than_400_mib(disk: Path) -> None:
     """A quarter of a 32B model's layers: tensors are as large, all files together 40 times the limit."""
     hf, megatron, stored = disk / "hf", disk / "megatron", disk / "stored"
-    assert save_sparse_model(hf, layers=16) * 2 > 18e9
+    assert save_sparse_model(hf, {**CONFIG, "num_hidden_layers": 16}) * 2 > 18e9
     assert peak_mib(["to-megatron", hf, megatron, "--grid", 4]) < 400
     assert peak_mib(["reshard", megatron, stored, "--vocab-multiple", 1024]) < 400
     assert peak_mib(["inspect", stored, "--json"]) < 400
     assert peak_mib(["verify", hf, stored]) < 400
+
+
+def test_a_mixture_of_128_experts_takes_little_memory(disk: Path) -> None:
+    """Twelve layers of the 94: what is held grows with the number of tensors, not with their size."""
+    hf, megatron, back = disk / "hf", disk / "megatron", disk / "back"
+    save_sparse_model(hf, {**EXPERTS, "num_hidden_layers": 12}, FILLED_EXPERTS)
+    assert peak_mib(["to-megatron", hf, megatron]) < 128
+    assert peak_mib(["to-hf", megatron, back]) < 128
+    found, before = read_safetensors_folder(back), read_safetensors_folder(hf)
+    assert len(before) == 12 * (3 * 128 + 9) + 3
+    assert {name: tensor.shape for name, tensor in found.items()} == {
+        name: tensor.shape for name, tensor in before.items()
+    }
+    for name in FILLED_EXPERTS:
+        assert content(back, name) == content(hf, name), name
+        assert any(content(back, name)), name
+    for name in ("model.layers.11.mlp.experts.76.up_proj.weight", "model.layers.8.mlp.gate.weight"):
+        assert not any(content(back, name)), name
+
+
+def test_one_expert_or_layer_too_many_or_too_few_is_refused(disk: Path) -> None:
+    save_sparse_model(disk / "hf", EXPERTS, ())
+    for change, message in (
+        (
+            {"num_experts": 127},
+            r"experts\.127\.\w+\.weight is not of this model(.*\n)+.* and 368 more",
+        ),
+        ({"num_experts": 129}, r"experts\.128\.\w+\.weight is missing\n(.*\n)+.* and 368 more"),
+        ({"num_hidden_layers": 95}, r"layers\.94\.[\w.]+\.weight is missing\n(.*\n)+.* and 385 more"),
+    ):
+        (disk / "hf/config.json").write_text(json.dumps({**EXPERTS, **change}))
+        with pytest.raises(CheckpointError, match=message):
+            to_megatron(disk / "hf", disk / "megatron")
+        assert not (disk / "megatron").exists()

@@ -16,6 +16,7 @@ from typing import Any
 
 from bapo_megatron.planning.rehearsal.transformer_engine import (  # noqa: F401  each enters its kernels in the table
     attention,
+    experts,
     linear,
     optimizer,
     ring,
@@ -31,9 +32,10 @@ from bapo_megatron.planning.rehearsal.transformer_engine.kernel import KERNELS
 _NOT_IMPORTABLE = (
     "onnx_extensions",
     "triton",
-    *(f"triton.{name}" for name in ("cross_entropy", "grouped_dbias_dscales", "mhc", "pad", "permutation")),
+    *(f"triton.{name}" for name in ("cross_entropy", "grouped_dbias_dscales", "mhc", "pad")),
 )
-"""Modules of transformer_engine.pytorch that need onnxscript or triton, and serve export and experts."""
+"""Modules of transformer_engine.pytorch that need onnxscript or triton, and serve what no policy has."""
+_PERMUTATION = "transformer_engine.pytorch.triton.permutation"
 
 
 def install(
@@ -58,6 +60,7 @@ def install(
     for name in _NOT_IMPORTABLE:
         full_name = f"transformer_engine.pytorch.{name}"
         sys.modules[full_name] = _Placeholder(full_name)
+    _replace_permutation()
     if answer_cuda:
         answer_queries(architecture)
     common = _import_common(folder)
@@ -93,6 +96,15 @@ def _import_common(folder: Path) -> types.ModuleType:
             os.environ["NVTE_PROJECT_BUILDING"] = before
     common.load_framework_extension = lambda _framework: None  # type: ignore[attr-defined]
     return common
+
+
+def _replace_permutation() -> None:
+    """Put the stand-ins for the triton kernels of the permutation into the place of their module."""
+    module = types.ModuleType(_PERMUTATION)
+    vars(module).update(experts.PERMUTATION)
+    package, _, name = _PERMUTATION.rpartition(".")
+    sys.modules[_PERMUTATION] = module
+    setattr(sys.modules[package], name, module)  # ``import ... as`` takes the attribute
 
 
 class _Placeholder(types.ModuleType):

@@ -3,9 +3,8 @@
     environment.function = "bapo_megatron.environment.adapters.verifiers_v1:VerifiersV1"
     environment.settings = {"taskset": {"id": "my-taskset"}, "env": {}}
 
-``settings`` are verifiers' own. A row's ``extra_info`` has the task's place, ``{"idx": 3}``; ``rows`` makes
-rows. A task's rewards judge, but those that need a box. A harness, a program in a box, is not run: that is
-for ``endpoint.py``. Tried with verifiers 0.4.0. Workers of environments load it by that name.
+``settings`` are verifiers' own; a row's ``extra_info`` has the task's place, ``{"idx": 3}`` (``rows``). What
+needs a box, some rewards and all harnesses, is not run. Tried with 0.4.0. Workers load it by that name.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class VerifiersV1(LoopEnvironment):
         task = next(itertools.islice(iter(environment.taskset), self.task.extra_info["idx"], None))
         random.setstate(state)
         episode = vf.Episode(env=vf.EnvInfo(id=environment.config.env_id), task=_traced(task))
-        agents = _Agents(ask=ask, traces=episode.traces)
-        await environment.setup(agents)
+        await environment.setup(agents := _Agents(ask=ask, traces=episode.traces))
         await environment.run(task, agents)
         await environment.finalize(task, episode)
         return float(sum(trace.reward for trace in episode.traces))
@@ -89,8 +87,8 @@ def loaded(settings: str) -> Any:
 def rows(settings: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
     """Rows of a dataset, in the fields of ``data.path``: the first ``count`` tasks, with system prompts."""
     for task in itertools.islice(iter(loaded(json.dumps(settings)).taskset), count):
-        system = [{"role": "system", "content": task.data.system_prompt}] if task.data.system_prompt else []
-        prompt = [*system, {"role": "user", "content": task.data.prompt_text}]
+        said = {"system": task.data.system_prompt, "user": task.data.prompt_text}
+        prompt = [{"role": role, "content": text} for role, text in said.items() if text]
         judged = {
             "reward_model": {"ground_truth": "-", "style": "rule"},
             "extra_info": {"idx": task.data.idx},

@@ -538,3 +538,23 @@ def test_a_response_that_begins_again_and_again_fails(
     assert {name for name, _ in world.steps.asked if name.startswith("0-0")} == {
         f"0-0-{attempt}" for attempt in range(4)
     }
+
+
+def test_in_rounds_the_next_turns_go_out_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose last bits depend on its batch gets the same batches, however long each step takes."""
+
+    async def check() -> None:
+        waits = iter([7.0, 3.0, 1.0, 0.0, 5.0, 2.0] * 10)
+        world = EpisodeWorld(tmp_path, counting, segment_tokens=None)
+        world.steps.wait_s = lambda: next(waits)
+        asked: list[tuple[float, int]] = []
+        clock = asyncio.get_running_loop().time
+        world.engines[0].trouble = lambda request: asked.append((clock(), request.prefix_tokens))
+        async with world.sampling(rounds=True):
+            await world.batch(1)
+        turns_of = [[time for time, start in asked if start == place] for place in (0, 15, 30)]
+        assert [len(times) for times in turns_of] == [6, 6, 3]
+        assert [len(set(times)) for times in turns_of] == [1, 1, 1]
+        assert turns_of[1][0] - turns_of[0][0] >= 7.0, "the slowest step"
+
+    run(check(), monkeypatch)

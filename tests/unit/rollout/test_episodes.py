@@ -14,7 +14,9 @@ import pytest
 
 from bapo_megatron.config import EnvironmentConfig, RewardConfig
 from bapo_megatron.environment import Reply
+from bapo_megatron.environment.pool import Question, StepResult
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.sampler import turns
 from bapo_megatron.rollout.sampler.batch_builder import rollout_metrics
 from bapo_megatron.rollout.sampler.episode import Answer, Episode
 from bapo_megatron.rollout.sampler.episode_metrics import episode_metrics
@@ -42,7 +44,7 @@ from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async
-from tests.support.episodes import EpisodeWorld, HereSteps, counting
+from tests.support.episodes import Brackets, EpisodeWorld, HereSteps, counting
 from tests.support.sampling import until
 from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
@@ -493,3 +495,66 @@ def test_a_journal_belongs_to_its_environment(
     added = "environment.function=None, now it is tests.support.environments:Async"
     with pytest.raises(ConfigError, match=written if worlds[0] is within else added):
         run(step_of(worlds[1]), monkeypatch)
+
+
+def test_an_observation_that_cannot_be_rendered_fails_its_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Picky(Brackets):
+        """A chat template that refuses a text."""
+
+        def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+            """ValueError for the text that the first samples bring about."""
+            if "odd" in observation:
+                raise ValueError("not in this chat")
+            return super().given_ids(observation, last_token)
+
+    world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "end" if turn or sample else "odd")
+    world.stepping = world.stepping._replace(template=Picky())
+    batch = run(step_of(world), monkeypatch)
+    ends = [[(row[0], row[4][0]) for row in group] for group in plain(batch)]
+    assert ends == [[("odd\x03", "failed"), ("end\x03", "stop")]] * 3
+    (event,) = [event for event in world.events if event["kind"] == "environment_failed"]
+    assert event["detail"] == "its observation cannot be rendered: ValueError('not in this chat')"
+
+
+def test_a_response_that_begins_again_and_again_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost(HereSteps):
+        """No environment of a first sample can be brought back."""
+
+        async def step(self, question: Question) -> StepResult:
+            """Diverged, or an answer."""
+            found = await super().step(question)
+            is_first = question.task.episode.split("-")[1] == "0"
+            return StepResult(failure="diverged", detail="it is gone") if is_first else found
+
+    monkeypatch.setattr(turns, "MOST_RESTARTS", 3)
+    world = EpisodeWorld(tmp_path, counting, Lost())
+    batch = run(step_of(world), monkeypatch)
+    assert [[row[4][0] for row in group] for group in plain(batch)] == [["failed", "stop"]] * 3
+    assert batch.metrics["environment/restarts"] == 9.0
+    assert {name for name, _ in world.steps.asked if name.startswith("0-0")} == {
+        f"0-0-{attempt}" for attempt in range(4)
+    }
+
+
+def test_in_rounds_the_next_turns_go_out_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose last bits depend on its batch gets the same batches, however long each step takes."""
+
+    async def check() -> None:
+        waits = iter([7.0, 3.0, 1.0, 0.0, 5.0, 2.0] * 10)
+        world = EpisodeWorld(tmp_path, counting, segment_tokens=None)
+        world.steps.wait_s = lambda: next(waits)
+        asked: list[tuple[float, int]] = []
+        clock = asyncio.get_running_loop().time
+        world.engines[0].trouble = lambda request: asked.append((clock(), request.prefix_tokens))
+        async with world.sampling(rounds=True):
+            await world.batch(1)
+        turns_of = [[time for time, start in asked if start == place] for place in (0, 15, 30)]
+        assert [len(times) for times in turns_of] == [6, 6, 3]
+        assert [len(set(times)) for times in turns_of] == [1, 1, 1]
+        assert turns_of[1][0] - turns_of[0][0] >= 7.0, "the slowest step"
+
+    run(check(), monkeypatch)

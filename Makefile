@@ -6,6 +6,7 @@
 #
 #   make demo       a policy of this project's own learns on a CPU, in minutes
 #   make demo-moe   a mixture of experts learns on a CPU, its experts on two ranks, in two minutes
+#   make demo-tools a policy learns to use a calculator on a CPU, in minutes: responses of several turns
 #   make demo-real  a pretrained chat model learns problems of reasoning-gym on a CPU, in a quarter of an hour
 #
 #   make te-check   Transformer Engine's layers against torch's, on a CPU: all of tests/te
@@ -29,6 +30,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_PINS := bapo_megatron/rollout/engines/sglang_cpu/requirements.txt
 DEMO_RUN := runs/demo_cpu
 MOE_RUN := runs/demo_moe_cpu
+TOOLS_RUN := runs/demo_tools_cpu
 
 # The second demo: a model out of its package (93 MB), and one-digit problems of reasoning-gym.
 REAL_RUN := runs/demo_real
@@ -69,7 +71,7 @@ TOKENIZERS := qwen3 qwen2_5 llama3_2 deepseek_v3
 ENVIRONMENTS_VENV := .venv-environments
 ENVIRONMENTS_PINS := tests/support/environments.txt
 
-.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster image demo demo-moe demo-real real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
+.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster image demo demo-moe demo-tools demo-real real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -176,6 +178,11 @@ demo-moe: setup
 	$(BIN)/bapo train recipes/demo_moe_cpu.py --run-dir $(MOE_RUN)
 	$(BIN)/bapo report $(MOE_RUN)
 	@echo "The plots are in $(MOE_RUN)/report: open $(MOE_RUN)/report/index.html"
+
+demo-tools: setup
+	$(BIN)/bapo train recipes/demo_tools_cpu.py --run-dir $(TOOLS_RUN)
+	$(BIN)/bapo report $(TOOLS_RUN)
+	@echo "The plots are in $(TOOLS_RUN)/report: open $(TOOLS_RUN)/report/index.html"
 
 demo-real: real-model $(REAL_DATA)/train/data.jsonl
 	$(BIN)/bapo train recipes/demo_real.py --run-dir $(REAL_RUN)

@@ -1,0 +1,44 @@
+"""The demo with a tool: its warm start, and what its policy meets."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from typing import Any
+
+from bapo_megatron.config import RunConfig, load_recipe
+from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment.tools.calculator import Calculator
+from tests.support.pages import ROOT
+from tests.support.scripted_episodes import play
+
+DEMO = ROOT / "recipes/demo"
+
+
+def sums(rows: list[dict[str, Any]]) -> set[str]:
+    return {row["prompt"][0]["content"] for row in rows}
+
+
+def test_the_warm_start_has_no_sum_of_the_run() -> None:
+    """Its solutions are one call, answered, or a guess; the calls have both habits."""
+    rows = runpy.run_path(str(DEMO / "make_tools.py"))["warm_start"]()
+    for split in ("train", "eval"):
+        lines = (DEMO / f"{split}.jsonl").read_text().splitlines()
+        assert not sums(rows) & sums([json.loads(line) for line in lines])
+    calls = [row["extra_info"]["solution"].partition("<|im_end|>") for row in rows]
+    asked = [row for row, (_, answered, _) in zip(rows, calls, strict=True) if answered]
+    right = [
+        row for row in asked if row["extra_info"]["solution"].startswith(row["prompt"][0]["content"][:-1])
+    ]
+    assert 0.65 < len(asked) / len(rows) < 0.75
+    assert 0.45 < len(right) / len(asked) < 0.55
+
+
+def test_the_recipe_and_its_calculator() -> None:
+    run = load_recipe(ROOT / "recipes/demo_tools_cpu.py", RunConfig)
+    run.check()
+    task = Task([{"role": "user", "content": "755+180="}], ground_truth="935")
+    replies = play(Calculator, task, run.environment.settings, ["755+180", "\\boxed{935}"])
+    assert [reply.observation for reply in replies] == ["935", None]
+    assert isinstance(replies[-1], Reply)
+    assert replies[-1].reward is None  # the box is judged by reward.function

@@ -255,8 +255,11 @@ def _mark_experts(model: PolicyModel) -> None:
 
     Megatron does so for EP > 1 alone. Without the mark, experts that TP repeats (ETP < TP) would keep the
     gradient of their own rank's tokens, and a checkpoint of EP 1 has another form of optimizer than of EP 2.
+    ETP cuts all of them: without that mark, which they lack on Transformer Engine 2.20, the gradient norm
+    counts those of the first rank of ETP alone.
     """
     for module in model.modules():
         if isinstance(module, MoELayer):
             for parameter in module.experts.parameters():
                 parameter.allreduce = False
+                parameter.tensor_model_parallel = True

@@ -65,13 +65,15 @@ def test_the_grouped_layer_agrees_with_torch(
 
 
 def experts_in_turn() -> None:
-    """Every expert's rows to its neighbour."""
+    """Every expert's rows to its neighbour, in the forward pass."""
     from transformer_engine.pytorch.module import grouped_linear
 
     product = grouped_linear.general_grouped_gemm
 
     def shifted(weights: list[torch.Tensor], *others: object, **named: object) -> object:
-        return product([*weights[1:], weights[0]], *others, **named)
+        if named.get("layout", "TN") == "TN":
+            weights = [*weights[1:], weights[0]]
+        return product(weights, *others, **named)
 
     grouped_linear.general_grouped_gemm = shifted
 

@@ -10,7 +10,7 @@ The task was built to have these properties: docs/environments.md.
 
 from pathlib import Path
 
-from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -48,7 +48,7 @@ def recipe() -> RunConfig:
             max_turns=3,
             workers=1,
         ),
-        algorithm=AlgorithmConfig(bounds=balanced(), advantage="grpo", reuse_epochs=2, updates_per_epoch=4),
+        algorithm=AlgorithmConfig(bounds=paper(), advantage="grpo", reuse_epochs=2, updates_per_epoch=4),
         optimizer=OptimizerConfig(lr=1e-4, warmup_updates=16, weight_decay=0.0, beta2=0.99),
         batch=BatchConfig(pack_tokens=4096),
         evaluation=EvaluationConfig(every=5, suites=(str(HERE / "eval.jsonl"),), samples=1),

@@ -5,7 +5,8 @@ which is right; to ask it for another sum, which is wrong; and to guess, which i
 an episode of up to three turns: ``755+180``, the calculator's ``935``, which is given and not trained on, and
 ``\\boxed{935}``, which the reward judges. Reward rises as guesses and slips are unlearnt.
 
-The task was built to have these properties: docs/environments.md.
+Preset: `paper()`, the default (docs/algorithm.md). The task was built to have these properties:
+docs/environments.md.
 """
 
 from pathlib import Path

@@ -10,6 +10,7 @@ and broadcasts it, one pickled object with all columns, to ranks that keep it. G
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import statistics
 import tempfile
@@ -199,7 +200,7 @@ the page cache. Medians of {ROUNDS} rounds, in turns. *share*: from the path tha
 can begin to pack. *pack*: until every rank has made its packs of one pass, in {UPDATES} updates; here the
 header's way reads the columns. *broadcast*: the pickled object. *read*: by a rank other than 0 from files.
 *memory*: of such a rank at its peak, above what it held before. *processor*: time of all ranks together, one
-round. The machine had other work (wall times are several times those of an idle one, alike for both ways).
+round. Wall times include what else the machine did: its load average at the end was {os.getloadavg()[0]:.0f}.
 
 | step file | way | share, s | pack, s | broadcast, MB | read, MB | memory, MiB | processor, s |
 |---|---|---:|---:|---:|---:|---:|---:|

@@ -268,7 +268,8 @@ class Sampler(Protocol):
     On rank 0 only. Calls block, and sampling goes on between them: ``start`` comes first, ``next_batch`` and
     ``evaluated`` are polled. RunStopped if the run cannot go on, without engines or on a full disk, say.
     ``SamplerClient`` and, for a replay, ``ReplaySampler`` implement it; ``open_sampler`` makes it,
-    ``flow_control.py`` polls it, ``DiskSync`` has it load weights.
+    ``flow_control.py`` and ``rollout_only.py`` poll it, ``checkpointing.py`` stores its state, ``DiskSync``
+    has it load weights.
     """
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:

@@ -41,13 +41,13 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: one pack, in the ``thd`` layout of concatenated sequences (documents).
+    """A micro-batch: one pack, or a chunk of it, in the ``thd`` layout of concatenated sequences (documents).
 
-    Made by ``data.packing.pack_samples``, consumed by ``Policy``. The annotated fields are the table of
-    per-token columns (``COLUMNS``). A column's value stands at the position of the token that *predicts* the
-    token it is about. Prompts, padding, dummy packs (which even out the ranks' numbers of packs) and response
-    tokens that a loss mask excludes hold fill values in every column but the ids and the position, so they
-    count nowhere.
+    Made by ``data.packing.pack_samples``, consumed by ``Policy``, losses and measurements. The annotated
+    fields are the table of per-token columns (``COLUMNS``). A column's value, but for input id and position,
+    stands at the position of the token that *predicts* the token it is about. Prompts, padding, dummy packs
+    (which even out the ranks' numbers of packs) and response tokens that a loss mask excludes hold fill
+    values in every column but the ids and the position, so they count nowhere.
 
     Documents lie one after the other; document ``d`` takes ``cu_seqlens[d]:cu_seqlens[d + 1]``, the padding
     at its own end included. Padding at the end of the pack is cut into documents of its own.

@@ -296,9 +296,9 @@ class Generation(ResponseTokens):
 class Rollout(ResponseTokens):
     """A finished response with the log-probs and weight versions of its tokens, and its reward.
 
-    What training learns from, within a ``Group``. Assembled from one or several ``Generation``s, so its
-    tokens may be of different weights. Made by the state of the sampler, and again where a step's file is
-    read.
+    What a step's file stores, within a ``Group``, and training reads as a ``Sample``. Assembled from one or
+    several ``Generation``s and, in an environment, its answers, so its tokens may be of different weights.
+    Made by the state of the sampler, and again where a step's file is read.
     """
 
     finish_reason: FinishReason
@@ -323,8 +323,8 @@ class Group:
 class StepBatch:
     """The training batch of one step: all its GRPO groups, and the metrics of its sampling.
 
-    The content of a step's file, with all per-token columns. Made by the sampler, and where a file is read as
-    a whole; a rank of the trainer has the ``StepHeader`` alone, and reads its own samples.
+    The content of a step's file; routes are in a file of their own. Made by the sampler, and where a file is
+    read as a whole; a rank of the trainer has the ``StepHeader`` alone, and reads its own samples.
     """
 
     groups: tuple[Group, ...]

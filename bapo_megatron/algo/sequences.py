@@ -1,7 +1,7 @@
-"""Sequence-level statistics of an update: ``sum_t log r_t`` and token counts of whole responses, [2 S].
+"""Sequence-level statistics of an update: ``sum_t log r_t`` and the like, and token counts, [2 S].
 
-For losses with a ratio of the whole response (GSPO, VESPO), and for rejection. A pack (micro-batch) may hold
-a part of a response: chunks of the output layer, context-parallel ranks. So the caller first adds up the sums
+For losses with a ratio of the whole response (GSPO, VESPO), and for rejection. A call may see a part of a
+response: a chunk of the output layer, a context-parallel rank's share. So the caller first adds up the sums
 of every sequence over packs and ranks, and each token then gets its sequence's value by ``batch.sequence_T``.
 Nothing here makes the host wait for a GPU, but for the first copy of the values to it.
 

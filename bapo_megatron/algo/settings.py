@@ -1,10 +1,10 @@
 """Validator of settings against annotations such as ``Annotated[float, Gt(0)]``: names, types and ranges.
 
-One for all that a user sets: the fields of a configuration and of a command's options (``wrong_types``,
-``out_of_range``), the arguments of a loss or a reward (``check_settings``), the tables of a cluster file
-(``table_problems``). Each error is one line with the field, the value and the fix. Rules between fields are
-in ``config/validation.py``. Used by ``config/validation.py``, ``commands/cluster/cluster_file.py``,
-``algo/losses/`` and ``reward/endpoints/settings.py``.
+One for all that a user sets: the fields of a configuration (``wrong_types``, ``out_of_range``) and of a
+command's options (``out_of_range``), the arguments of a loss or a reward (``check_settings``), the tables of
+a cluster file (``table_problems``). An error is one line with the field and, in most, its value and the fix.
+Rules between fields are in ``config/validation.py``. Used in ``config/``, ``planning/``, ``evaluation/``,
+``data/prepare/``, ``commands/cluster/``, ``algo/losses/`` and ``reward/endpoints/``.
 """
 
 from __future__ import annotations

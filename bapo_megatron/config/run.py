@@ -49,7 +49,11 @@ from bapo_megatron.config.validation import (
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Configuration of one RL training run, made by a recipe. See recipes/ for complete ones."""
+    """Configuration of one RL training run, made by a recipe; the command line overrides its fields.
+
+    See recipes/ for complete ones. Checked by the commands and preflight, read by ``open_run`` and by the
+    sampler's process. ``bapo eval`` makes one for its engines (``evaluation/options.py``).
+    """
 
     name: str
     """Name of the run, and of its directory runs/NAME unless run_dir says otherwise."""

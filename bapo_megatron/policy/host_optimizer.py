@@ -1,9 +1,9 @@
 """The CPU-offloaded optimizer: master weights and moments in host memory, AdamW on the host's cores.
 
-A GPU keeps only weights and gradients, 12 bytes a parameter less, divided by DP x CP. Gradients are reduced
-and clipped on the GPU as usual. Then, bucket by bucket, they are copied to the host, AdamW steps there, and
-the new weights are copied back in the model's dtype, into the buffer of megatron's all-gather. Two CUDA
-streams overlap the copies with the steps.
+A GPU keeps only weights and gradients, 12 bytes a parameter less (8 with float32 weights), divided by DP x
+CP. Gradients are reduced and clipped on the GPU as usual. Then, bucket by bucket, they are copied to the
+host, AdamW steps there, and the new weights are copied back in the model's dtype, into the buffer of
+megatron's all-gather. Two CUDA streams overlap the copies with the steps.
 
     GPU    gradients 0   1   2   ...        weights    0   1   2
     cores                step 0   1   2   ...
@@ -12,8 +12,8 @@ Megatron's own ``HybridDeviceOptimizer`` is not used: after a load without optim
 weights from before the load (Megatron-LM, pull request 5071).
 
 Masters and moments are in pageable memory, of which the fork that writes a checkpoint sees a snapshot; pinned
-memory it would share with later updates. Only the buffers of a bucket are pinned. Used in this folder and
-``policy/state/``.
+memory it would share with later updates. Only the copy buffers of a bucket are pinned. Used in this folder
+and ``policy/state/``.
 """
 
 from __future__ import annotations

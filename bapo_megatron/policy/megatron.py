@@ -49,8 +49,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class MegatronPolicy:
     """The ``Policy`` (actor) on megatron-core, made on every rank. ``interfaces.py`` has its contract.
 
-    Process groups must exist (``layout.parallel_processes``). Made by ``trainer/build.py`` for RL, by
-    ``trainer/sft.py`` for SFT.
+    Process groups must exist (``layout.parallel_processes``). Made by ``build_policy`` for RL,
+    ``bapo verify-parallel`` and rehearsals, by ``trainer/sft.py`` for SFT.
     """
 
     def __init__(

@@ -38,11 +38,12 @@ def stage_of(key: Key, chunk_layers: Sequence[int], stages: int) -> int:
 
 
 class WeightMap:
-    """The map between the whole model's parameters and this rank's shards.
+    """The map between the Hugging Face tensors of the whole model and this rank's megatron parameters.
 
-    ``load`` is local, ``gather`` is collective within a replica, with EP or ETP among all ranks.
-    KeyError for a parameter that it does not know. Made by ``MegatronPolicy``: it loads the initial
-    weights, and gathers them for weight syncs and exports.
+    ``load`` fills them from a folder and is local. ``gather`` yields whole tensors and is collective within
+    a replica; with EP or ETP, ranks of other replicas join by ``give_experts``. KeyError, when it is made,
+    for a parameter without a Hugging Face counterpart. Made by ``MegatronPolicy``, which loads the initial
+    weights and the reference's by it, and gathers for weight syncs and exports.
     """
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any], chunk_layers: Sequence[int]) -> None:

@@ -1,7 +1,9 @@
-"""Registry of reward functions: built-in names and dotted paths of ``reward.function``.
+"""Registry of reward functions: what each name of ``reward.function`` needs, checks and computes.
 
-Preflight checks a name here; each worker process loads its functions here. ConfigError for one that cannot be
-used.
+A name is a built-in, an endpoint's or a dotted path. Preflight checks it here, loaders of data get the checks
+of ground truths, and each worker process of the reward pool loads its functions (endpoints are asked by
+``pool.py``). ConfigError for one that cannot be used. Used in ``commands/doctor/``, ``data/``,
+``evaluation/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations

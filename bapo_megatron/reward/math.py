@@ -1,8 +1,8 @@
 r"""Math reward: whether the last ``\boxed{}`` of the response equals the ground truth (math-verify).
 
-Plain integers are compared as such. All else math-verify compares: in the main thread of a reward worker, or,
-for preflight checks, in a child process. What it cannot decide is wrong. Used by ``data/prepare/card.py``
-and ``functions.py``.
+Plain integers are compared as such. Most else math-verify compares: in the main thread of a reward worker,
+or, for preflight checks and ``bapo data prepare``, in a child process. What it cannot decide is wrong. Used
+by ``data/prepare/card.py`` and ``functions.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Profiles of chosen steps: torch profiler traces and GPU memory snapshots, in profile/ of the run directory.
 
 A trace covers the updates of a step and its weight sync; chrome://tracing and ui.perfetto.dev open it. A
-snapshot has every allocation with its stack; pytorch.org/memory_viz opens it. Each rank that
-``config.profile`` names writes its own files; a file that cannot be written is a warning. ``train.py`` enters
-``profiled`` once a step.
+snapshot (CUDA, ``profile.memory``) has the newest million allocations with stacks; pytorch.org/memory_viz
+opens it. Each rank that ``config.profile`` names writes its own files; a file that cannot be written is a
+warning. ``train.py`` enters ``profiled`` once a step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Rejection sampling of off-policy responses: rules by which whole responses leave an update, with any loss.
 
-``trainer/corrections.py`` applies the rules on the host before packing, alike on every rank. A rejected
-response is trained on by no token; only the metrics ``corrections/rejected_*`` of the update count it.
-Each limit is on one of two ratios:
+``trainer/corrections.py`` applies the rules on the host before packing, alike on every rank. No token of a
+rejected response is trained on in that update; only the metrics ``corrections/rejected_*`` of the update
+count it. Each limit is on one of two ratios:
 
 - ``pi_old / pi_rollout``, trainer against engine at the start of a step: known before its updates;
-- ``pi / pi_rollout``, the policy in training: measured by a forward pass before an update.
+- ``pi / pi_rollout``, the policy in training: measured before an update, by a forward pass unless
+  the ratio is known.
 
 Pure functions on numpy arrays and numbers. Legend: ``_N`` tokens of a response that are trained on.
 """

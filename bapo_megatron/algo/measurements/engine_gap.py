@@ -1,7 +1,7 @@
 """Train-inference mismatch (engine gap): ``|log pi_trainer - log pi_engine|`` of on-policy tokens, in nats.
 
 Engine and trainer compute one function with different kernels, in different orders, perhaps at different
-precisions. The difference makes on-policy data slightly off-policy. A large or growing gap shows an error:
+precisions. The difference makes on-policy data slightly off-policy. A large or growing gap may show an error:
 weights that did not arrive, another temperature, a broken kernel. ``ENGINE_GAP`` measures it in every update;
 the limits are checked by ``check_engine_gap`` in trainer/records/recorder.py.
 

@@ -74,7 +74,8 @@ class ClusterJob:
     """Slurm job of one recipe: the recipe with its flags, the cluster file, and all that follows from both.
 
     Immutable; its methods compute and read files; ``rehearsal_misfits`` alone starts processes, for
-    minutes. ``check_job`` calls the checks in their order. Made by ``submit``.
+    minutes. ``check_job`` calls the checks in their order. Made by ``submit``, which hands
+    its ``specification`` to ``slurm/launch.py``.
     """
 
     config: RunConfig

@@ -1,4 +1,4 @@
-"""Choice of the rehearsed layers: Transformer Engine's if its sources are found, else torch's.
+"""Choice of the rehearsed layers: Transformer Engine's if a GPU run has them and they are found, or torch's.
 
 ``prepare_layers`` then imports them, with patches for the whole process. ``make te-sources`` downloads the
 sources to a place outside of every environment: without the compiled part they break the import of

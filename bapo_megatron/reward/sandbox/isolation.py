@@ -1,9 +1,10 @@
 """Isolation of tested code (the sandbox's walls): namespaces, file system, user, Landlock, seccomp, limits.
 
-Runs in the sandbox's own processes (child.py), and imports only the standard library. Once for each sandbox:
+Runs in the sandbox's own processes (child.py), and imports no package of others. Once for each sandbox:
 `enter_namespaces`, then `confine_sandbox` (file system, user, Landlock). For each program: `confine_program`
 (limits, system call filter, audit hook). A wall is one of these layers; one that this kernel does not grant
-is named in a note, and the others do not depend on it. ``box`` is the sandbox's directory.
+leaves a note, or is covered by another; the file system needs the namespaces. ``box`` is the sandbox's
+directory.
 """
 
 from __future__ import annotations

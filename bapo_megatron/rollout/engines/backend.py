@@ -59,10 +59,11 @@ class EngineServers:
 class EngineBackend(ABC):
     """The factory of a run's engines, an abstract base class: a subclass must define ``open``.
 
-    ``check`` is called before a run starts, ``serve`` on rank 0, ``open`` in the process that samples. The
-    defaults are those of an engine in that process. Its settings are ``rollout.engine_config``: the field of
-    ``RolloutConfig`` with the backend's name, or ``custom_engine`` for a backend that is named by its import
-    path.
+    Made by ``engine_backend`` from ``rollout.engine``. Preflight calls ``check``, ``trainer/sampling.py``
+    ``serve`` on rank 0, ``open_pool`` ``open`` in the process that samples; ``bapo eval`` calls them, too.
+    The defaults are those of an engine in that process. Its settings are ``rollout.engine_config``: the field
+    of ``RolloutConfig`` with the backend's name, ``custom_engine`` for one that is named by its import path,
+    or else the defaults of ``EngineConfig`` (``local``).
     """
 
     rounds = False

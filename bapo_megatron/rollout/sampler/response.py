@@ -66,8 +66,8 @@ class Sampling:
 class Response:
     """State of one response that is being sampled: its tokens so far, and its finish reason when complete.
 
-    Held by the open groups of the sampler's state, and by ``whole_response.py`` in evaluations; ``continued``
-    makes the next one.
+    Held by the open groups of the sampler's state, and by ``whole_response.py`` in evaluations;
+    ``continued``, ``given`` and ``restarted`` make the next one.
     """
 
     so_far: ResponseTokens = field(default_factory=lambda: ResponseTokens.joined([]))

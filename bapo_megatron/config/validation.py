@@ -117,7 +117,7 @@ def _distillation_problems(distillation: DistillationConfig, rollout: RolloutCon
     field = "algorithm.distillation"
     if not distillation.enabled:
         return
-    if not distillation.urls:
+    if not distillation.urls and rollout.replay is None:
         yield f"{field}.urls is empty: give the addresses of the teacher's SGLang servers, http://HOST:PORT"
     if rollout.temperature != 1.0:
         yield (

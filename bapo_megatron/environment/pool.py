@@ -117,6 +117,7 @@ class EnvironmentPool:
             raise
         if "diverged" in answer:
             self._held.discard(name)
+            self._workers.forget(name)
             return StepResult(failure="diverged", detail=answer["diverged"])
         if answer["observation"] is None:
             self._held.discard(name)

@@ -84,11 +84,14 @@ class Episodes:
         if name not in self._held:
             return {"missing": True}
         replies, environment = self._held.pop(name)
-        with self._own_random(name):
-            if replies != question["replies"]:
-                await self._close(environment)
-                return {"missing": True}
-            return await self._advance(name, replies, environment, question["turn"])
+        try:
+            with self._own_random(name):
+                if replies != question["replies"]:
+                    await self._close(environment)
+                    return {"missing": True}
+                return await self._advance(name, replies, environment, question["turn"])
+        finally:
+            self._forget_random(name)
 
     async def resume(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer of a new object to the last turn, after it was brought there."""
@@ -97,19 +100,25 @@ class Episodes:
         await self.close(task.episode)
         if before and self._kind.resume == "never":
             return {"diverged": "its environment cannot be resumed (resume = 'never')"}
-        if self._random:
-            self._random.forget(task.episode)
-        with self._own_random(task.episode):
-            environment = await self._called(self._kind, task, self._settings)
-            try:
-                why = await self._brought(environment, before, question["note"]) if before else None
-            except BaseException:
-                await self._close(environment)
-                raise
-            if why is not None:
-                await self._close(environment)
-                return {"diverged": why}
-            return await self._advance(task.episode, len(before) // 2, environment, last.text)
+        try:
+            with self._own_random(task.episode):
+                environment = await self._called(self._kind, task, self._settings)
+                try:
+                    why = await self._brought(environment, before, question["note"]) if before else None
+                except BaseException:
+                    await self._close(environment)
+                    raise
+                if why is not None:
+                    await self._close(environment)
+                    return {"diverged": why}
+                return await self._advance(task.episode, len(before) // 2, environment, last.text)
+        finally:
+            self._forget_random(task.episode)
+
+    def _forget_random(self, name: str) -> None:
+        """Forget the random state of an episode without an object: it is over, or begins again."""
+        if self._random and name not in self._held:
+            self._random.forget(name)
 
     async def close(self, name: str) -> None:
         """Release an episode's object, if there is one."""

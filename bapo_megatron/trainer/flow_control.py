@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.interfaces import Need, Sampler
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.runtime.distributed import broadcast_from_main, on_all_ranks
@@ -71,6 +71,10 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
             give_gpus_to_policy(run, step)  # an offloaded policy has no weights to send
             run.sync.push(run.policy, step)
             give_gpus_to_engines(run, step)
+        elif isinstance(answer, ConfigError):
+            if step >= run.first_step:  # else nothing was trained that could be lost
+                save_now(run, step)
+            raise answer
         elif isinstance(answer, RunStopped):
             save_now(run, step)
             raise answer
@@ -107,5 +111,5 @@ def stop_if_preempted(run: Run, step: int, partial: PartialStep | None = None) -
 def _answer_or_error(sampler: Sampler, ask: Callable[[Sampler], Any]) -> Any:
     try:
         return ask(sampler)
-    except RunStopped as stopped:
-        return stopped
+    except (RunStopped, ConfigError) as error:
+        return error

@@ -150,7 +150,8 @@ def check_taught(step: int, header: StepHeader) -> None:
     if not all(one.is_taught for group in header.groups for one in group.responses):
         raise RunStopped(
             f"step {step}: rollouts without log-probs of the teacher, of a run without distillation: "
-            "train on them with --algorithm.distillation.coefficient 0, or sample anew"
+            f"train on them with --algorithm.distillation.coefficient 0, or fork the run at step {step - 1} "
+            "(--fork), which samples anew"
         )
 
 

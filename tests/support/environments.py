@@ -143,6 +143,10 @@ class Dice(Plain):
 
     def step(self, turn: str) -> Reply:
         """Three dice."""
+        if turn == "end":
+            return Reply(None)
+        if turn == "fail":
+            raise ValueError("a broken die")
         return Reply(" ".join(str(random.randint(1, 10**6)) for _ in range(3)))
 
 

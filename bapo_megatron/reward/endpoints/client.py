@@ -28,6 +28,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """Exponential backoff between two attempts, with jitter."""
 
 _CONNECT_S = 20.0
+_FAILED_S = 60.0
 _PASSING = frozenset((408, 425, 429, *range(500, 600)))
 """Retryable HTTP status codes: overloaded, starting, restarted."""
 
@@ -101,12 +102,18 @@ class JsonClient:
         self._proxy = _proxy_of(url)
         self._session: aiohttp.ClientSession | None = None
         self._silent_since: float | None = None
+        self._failed_at: float | None = None
         self._retries: Counter[str] = Counter()
 
     @property
     def address(self) -> str:
         """Address as messages show it."""
         return shown(self._url)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its last call failed within the last minute: ask another address first, if you can."""
+        return self._failed_at is not None and _now() - self._failed_at < _FAILED_S
 
     async def ask(self, body: dict[str, Any], give_up_s: float | None = None) -> Any:
         """JSON reply of the endpoint to ``body``. Raises EndpointError.
@@ -115,6 +122,17 @@ class JsonClient:
         """
         async with self._room:
             return await self._persistently(json.dumps(body).encode(), give_up_s)
+
+    async def ask_once(self, body: dict[str, Any]) -> Any:
+        """As ``ask``, without another try. Raises EndpointError."""
+        async with self._room:
+            try:
+                answer = await self._once(json.dumps(body).encode(), self._timeout_s)
+            except EndpointError:
+                self._failed_at = _now()
+                raise
+            self._failed_at = self._silent_since = None
+            return answer
 
     async def connect(self) -> None:
         """Wait until the address takes a connection; EndpointError after ``give_up_s``."""

@@ -122,7 +122,8 @@ class GroupSampler:
         path = step_path(self._folder, step)
         # Idempotent: a step that was served, before a kill or a resume, gets the same file again.
         if step <= self._state.served:
-            if self._files.is_readable(step):
+            # In a thread: it reads gigabytes where there are routes, and this loop sends heartbeats.
+            if await asyncio.to_thread(self._files.is_readable, step):
                 self._admission.trainer_has(step)
                 return path
             self._loop.post(steps_rewound(step - 1))

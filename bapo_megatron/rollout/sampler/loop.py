@@ -94,6 +94,10 @@ class SamplerLoop:
         """Resume the open groups, and start the loop."""
         self._next_number = self._state.next_number
         self._first_scores.begin(self._state)
+        if self._teacher:  # which the run may have got later than these groups
+            for finished in [*self._state.finished.values()]:
+                if any(one.teacher_log_probs_R is None for one in finished.group.rollouts):
+                    self._drop(finished, "untaught")
         for group in self._state.open.values():
             self._resume(group)
         self._task = asyncio.create_task(self._run())

@@ -103,7 +103,7 @@ def read_header(directory: Path, step: int) -> StepHeader:
     """
     with _opened(directory, step) as (file, arrays):
         batch = _batch(dict(arrays), routes_path(directory, step).absolute())
-        return header_of(batch, column_file(step_path(directory, step), file, arrays.zip))
+        return header_of(batch, column_file(step_path(directory, step).absolute(), file, arrays.zip))
 
 
 @contextmanager

@@ -34,8 +34,8 @@ _BYTES_A_TOKEN = 128
 class Teacher:
     """Client of the teacher's servers, async: ``open``, ``log_probs`` any number at once, ``close``.
 
-    A response goes to the server with the fewest. One that fails is retried by its client, then at the next
-    server. Made by the sampler's process, called by ``SamplerLoop``.
+    A response goes to the server with the fewest; where that fails to the others, and the last of them is
+    asked again until ``give_up_s``. Made by the sampler's process, called by ``SamplerLoop``.
     """
 
     def __init__(self, config: DistillationConfig, longest: int) -> None:
@@ -76,11 +76,14 @@ class Teacher:
             "logprob_start_len": max(0, len(prompt_ids) - 1),
         }
         problems = []
-        for place in sorted(range(len(self._servers)), key=lambda place: self._load[place]):
+        places = sorted(range(len(self._servers)), key=self._preference)
+        for place in places:
+            server = self._servers[place]
             self._load[place] += 1
             try:
-                answer = await self._servers[place].ask(body)
-                return _log_probs(self._servers[place].address, answer, response_ids)
+                # Patience with the last one alone: while others answer, a dead server holds nothing up.
+                answer = await (server.ask(body) if place == places[-1] else server.ask_once(body))
+                return _log_probs(server.address, answer, response_ids)
             except EndpointError as error:
                 problems.append(str(error))
             finally:
@@ -89,6 +92,10 @@ class Teacher:
             f"{FIELD}.urls: the teacher gives no log-probs of a sequence of {len(ids)} tokens: "
             f"{'; '.join(problems)}. What is sampled is kept; mend the servers, then give the same command"
         )
+
+    def _preference(self, place: int) -> tuple[bool, int]:
+        """Order of servers: those whose last call succeeded, of them first the one with fewest responses."""
+        return self._servers[place].has_failed, self._load[place]
 
     async def close(self) -> None:
         """Close the connections."""
@@ -114,7 +121,7 @@ class GroupTeacher:
 def check_teacher(config: RunConfig) -> None:
     """Preflight of a distillation: ConfigError for an address or a key that cannot be used."""
     distillation = config.algorithm.distillation
-    if not distillation.enabled:
+    if not distillation.enabled or config.rollout.replay is not None:  # a replay has the log-probs
         return
     for url in distillation.urls:
         if problem := url_problem(url):

@@ -9,6 +9,7 @@ import signal
 import sys
 import sysconfig
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from bapo_megatron.environment import Task, Turn
 from bapo_megatron.environment import pool as pools
 from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
 from bapo_megatron.environment.traits import Traits, interpreter_problem, read_traits, stop_ids
+from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
+from tests.support.environments import Dice
 
 pytestmark = pytest.mark.integration
 
@@ -241,6 +244,23 @@ def test_own_random_makes_a_replay_draw_what_was_drawn() -> None:
 
     assert played(config("Dice"), act) == [None, None]
     assert "diverged" in played(config("SharedDice"), act)
+
+
+def test_the_random_states_of_finished_episodes_are_forgotten() -> None:
+    """25 kB each, of as many episodes as a run has."""
+
+    async def act() -> list[set[str]]:
+        episodes, kept = Episodes(Dice, {}), []
+        assert episodes._random is not None
+        for name, turn in (("over", "end"), ("failed", "fail"), ("open", "roll")):
+            task = {"messages": [], "episode": name}
+            with suppress(ValueError):
+                await episodes.resume({"task": task, "turns": [["sampled", turn]], "note": None})
+        kept.append(set(episodes._random._states))
+        await episodes.step({"episode": "open", "replies": 1, "turn": "end"})
+        return [*kept, set(episodes._random._states)]
+
+    assert asyncio.run(act()) == [{"open"}, set()]
 
 
 def test_the_clock_of_an_episode_is_hard() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.reward.endpoints import client
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.teacher import Teacher, check_teacher
+from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.types import Prompt
 from tests.support.judge_server import Answer, JudgeServer, judge_server, says
-from tests.support.sampling import ScriptedEngine, World, uniform_on
+from tests.support.sampling import ScriptedEngine, World, uniform_on, until
 
 PROMPT, RESPONSE = np.array([5, 6], np.int32), np.array([7, 8, 9], np.int32)
 
@@ -85,6 +87,43 @@ def test_a_server_that_refuses_is_passed_over_and_all_that_refuse_stop_the_run()
         assert asked(bad, good).tolist() == [-1, -1, -1]
         with pytest.raises(RunStopped, match=r"sequence of 5 tokens: .*HTTP 400.*too long.*What is sampled"):
             asked(bad)
+
+
+def test_a_dead_server_holds_no_response_up() -> None:
+    """A refused connection is not waited for while another server answers, and is then tried last."""
+    with judge_server(says(rows(-1, -1, -1))) as good:
+        dead = f"http://127.0.0.1:{free_port()}"
+
+        async def main() -> tuple[bool, bool]:
+            urls = (dead, good.url.removesuffix("/v1"))
+            teacher = Teacher(DistillationConfig(1.0, urls=urls, give_up_s=3600.0), 100)
+            try:
+                for _ in range(2):
+                    await asyncio.wait_for(teacher.log_probs(PROMPT, RESPONSE), 120)
+                return teacher._servers[0].has_failed, teacher._servers[1].has_failed
+            finally:
+                await teacher.close()
+
+        assert asyncio.run(main()) == (True, False)
+        assert len(good.bodies) == 2
+
+
+def test_groups_of_before_the_teacher_are_dropped(tmp_path: Path) -> None:
+    """Scored and waiting when the run got a teacher: no step could train on them."""
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=40, max_staleness=1)
+        async with world.sampling(rounds=False):
+            await until(lambda: len(world.sampler._state.finished) >= 4)
+            world.kill()
+        async with world.sampling(rounds=False, teacher=Halves()):
+            batch = await world.batch(1)
+        taught = [one.teacher_log_probs_R for group in batch.groups for one in group.rollouts]
+        assert len(taught) == 12
+        assert all(column_R is not None for column_R in taught)
+        assert world.sampler._state.tokens["dropped_untaught"] > 0
+
+    asyncio.run(asyncio.wait_for(check(), 90))
 
 
 def test_a_long_answer_has_room() -> None:
@@ -240,3 +279,5 @@ def test_addresses_and_keys_are_checked_before_the_run(settings: dict[str, Any],
         check_teacher(config(**settings))
     assert "secret" not in str(found.value)
     check_teacher(config(**{**settings, "coefficient": 0.0}))
+    replay = dataclasses.replace(config().rollout, replay=Path("/nowhere"))
+    check_teacher(dataclasses.replace(config(**settings), rollout=replay))

@@ -102,7 +102,8 @@ def group_scored(
 
 
 def group_dropped(number: int, reason: str) -> Record:
-    """Event: a group is dropped, and not trained on. ``reason``: ``uniform``, ``stale`` or ``refused``."""
+    """Event: a group is dropped, and not trained on. ``reason``: ``uniform``, ``stale``, ``refused``,
+    or ``untaught`` where the run has a teacher, and had none when the group was sampled."""
     return Record("dropped", {"number": number, "reason": reason}, {})
 
 

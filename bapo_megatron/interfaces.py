@@ -50,11 +50,13 @@ class Saving(Protocol):
 class Policy(Protocol):
     """The trained model (the actor), an object on each rank; its parallelism hides behind packs and sums.
 
-    A pack is a micro-batch of concatenated sequences (``MicroBatch``). All methods but ``offload`` and
-    ``reload`` are collective; ``hf_weights`` and ``log_probs`` only within a replica, the ranks that hold one
+    A pack is a micro-batch of concatenated sequences (``MicroBatch``). All methods but ``load_reference``,
+    ``offload`` and ``reload`` are collective; ``hf_weights``, ``log_probs`` and ``reference_log_probs`` only
+    within a replica, the ranks that hold one
     copy of the model. With experts cut over replicas (EP, ETP) ``log_probs`` is collective over all ranks,
     with as many packs on each, and ``hf_weights`` needs ``give_experts`` of the others. Properties are local.
-    ``MegatronPolicy`` implements it; the training loop calls it.
+    ``MegatronPolicy`` implements it; the loop, weight syncs, GPU hand-overs, the resume check and ``bapo
+    verify-parallel`` call it.
     """
 
     version: int

@@ -1,8 +1,9 @@
 """Clipping bounds of BAPO: settings (``BoundsConfig``), presets, and the search of Algorithm 1.
 
 The search is a pure function of one sum for each candidate of a bound, 53 with the paper's ranges;
-``surrogate.py`` computes the sums. Called with the same sums on every rank, it finds the same bounds there.
-Imports no torch. Invalid settings: ``BoundsConfig.problems``. Sums that are not finite: ValueError.
+``surrogate.py`` computes the sums, ``losses/clip.py`` and ``bapo verify-parallel`` call the search. Same sums
+on every rank give the same bounds. Recipes take settings and presets, reports describe them. Imports no
+torch. Invalid settings: ``BoundsConfig.problems``. Sums that are not finite: ValueError.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class BoundsConfig:
     """Settings of the clipping bounds: ranges, target, and the search (Eq. 8, Algorithm 1).
 
     Every reading of Eq. 8 is a setting here. Paper symbols stand beside their names. Equal start and end make
-    a bound fixed. With both fixed there is no search, and the loss is PPO's with asymmetric clipping. Section
+    a bound fixed. With both fixed there is no search, and the loss is PPO's with these two bounds. Section
     `algorithm.bounds` of a recipe; ``ClipLoss`` passes it to the search.
     """
 

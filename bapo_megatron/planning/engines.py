@@ -1,9 +1,9 @@
 """Rollout estimate of ``bapo plan``: KV cache of the inference engines, and sampling time of a step.
 
-Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of
-every sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2).
-A step's sampling ends with its last response: ``lengths.py`` has their distribution, and few of them read the
-weights as often as many. Scheduling, the engine's collectives and scoring are left out. Used by
+Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of every
+sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2). Without
+partial rollout a step's sampling ends with its last response (lengths by ``lengths.py``); a decode step of
+few responses reads the weights, too. Scheduling, the engine's collectives and scoring are left out. Used by
 ``plan.py``.
 """
 

@@ -99,7 +99,7 @@ class Job:
 
     Immutable. Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions. ConfigError
     for a model with experts, whose memory and traffic no estimate knows. Made by ``bapo plan``, ``bapo
-    rehearse`` and ``commands/cluster/job.py``.
+    rehearse`` and ``commands/cluster/job.py``; ``advice.py`` makes variants.
     """
 
     run: RunConfig

@@ -3,9 +3,10 @@
 A collective over n ranks on a message of M bytes (whole) sends (n - 1) / n M from each rank for an
 all-gather or a reduce-scatter, and twice that for an all-reduce (ring algorithms).
 
-In a weight sync the wire is the smaller part: weights are gathered parameter by parameter, copied into
+In a broadcast sync the wire is the smaller part: weights are gathered parameter by parameter, copied into
 buckets, announced to every server and loaded there. In verl's 72B sync the sender spends 23.5 of its 24 s on
-buckets. So it has a time at rates that were measured elsewhere, too. Used in this folder.
+buckets. So it has an expected time, too: broadcast at a measured rate, disk at an assumed one. Used in this
+folder.
 """
 
 from __future__ import annotations

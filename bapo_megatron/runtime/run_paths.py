@@ -1,6 +1,6 @@
-"""Paths of a run directory: the one place in Python that spells its file names.
+"""Paths of a run directory: the place in Python that spells its names, but for those within the journal.
 
-Names only: nothing here creates a file. ``slurm/lib/run_paths.sh`` mirrors those that a job's shell needs.
+Nothing here creates or opens a file. ``slurm/lib/run_paths.sh`` mirrors those that a job's shell needs.
 Only the standard library is imported: the checkpoint tools and the commands for a cluster use it, too.
 """
 

@@ -1,8 +1,8 @@
-"""Reader of torch_dist files: ``.metadata``, and the byte ranges of each tensor's chunks.
+"""Reader of torch_dist files: ``.metadata``, ``common.pt``, and the byte ranges of each tensor's chunks.
 
-``.metadata`` lists global tensors by key, each with its chunks (rectangles), and for each chunk a range of
-a ``.distcp`` file that is one archive of torch.save. No pickle is executed; CheckpointError for damaged
-files. Used in ``checkpoints_tools/``, this folder, ``policy/state/`` and ``planning/rehearsal/``.
+``.metadata`` lists objects and global tensors by key, each tensor with its chunks (rectangles), and for each
+chunk a range of a ``.distcp`` file that is one archive of torch.save. No pickle is executed; CheckpointError
+for damaged files. Used in ``checkpoints_tools/``, this folder, ``policy/state/`` and ``planning/rehearsal/``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lazy import of the package reasoning-gym, and the registry of its tasks.
 
-The import takes seconds and loads all tasks at once; one of them, zebra_puzzles, needs pycosat, which needs a
-C compiler. The other tasks work without it. ConfigError without the package. Used by
+The import takes seconds and loads all tasks at once; one of them, zebra_puzzles, needs pycosat to generate
+problems, and that a C compiler. The other tasks work without it. ConfigError without the package. Used by
 ``data/prepare/generator.py``, ``reward/functions.py`` and ``reward.py``.
 """
 

@@ -45,7 +45,7 @@ class Dispatcher:
 
     In the sampler's event loop: ``SamplerLoop`` adds responses, lets it ``send``, and takes the results,
     which count only when they are in the write-ahead log. A request that fails with its engine is queued
-    again; a malformed one, or one that fails with engine after engine, is a refusal of its group. Made by
+    again; a malformed one, or one that may have lost engine after engine, is a refusal of its group. Made by
     ``GroupSampler``.
     """
 

@@ -88,7 +88,8 @@ class Recorder:
 
     Opening it drops the metrics of steps after the checkpoint, and records `start` or `resume`; where no
     work is left it says so and records neither. ``event`` may be called from any thread. RunStopped if the
-    disk does not take a line. Call ``close``. Made by ``trainer/build.py``; the loop calls it.
+    disk does not take a line. Call ``close``. Made by ``trainer/build.py``; the loop
+    writes by it, servers and exports report to ``event``.
     """
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:

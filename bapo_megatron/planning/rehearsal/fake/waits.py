@@ -1,8 +1,8 @@
-"""Host waits: synchronization points at which the CPU blocks until the GPU has finished.
+"""Counters of host waits in a rehearsal, by phase and line of the program; and the finder of that line.
 
-Reading a value of a tensor on the GPU waits, and so does every result whose shape depends on values. A copy
-between pageable memory and the GPU waits unless it is asked for with ``non_blocking``. Used by
-``collectives.py``, ``meter.py`` and ``planning/rehearsal/rank.py``.
+At a host wait the CPU blocks until the GPU has finished: at a read of a value, a shape that depends on
+values, a copy without ``non_blocking``. ``meter.py`` finds the waits and counts them here. ``collectives.py``
+and ``planning/rehearsal/rank.py`` take only the functions that name a line of the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Fake torch.cuda queries for Transformer Engine's Python code on a machine without a GPU: there is one.
+"""Answers of torch.cuda for Transformer Engine's Python code over CPU tensors, as if there were a GPU.
 
-``install`` patches torch for the whole process. Only Transformer Engine's modules hear that there is a GPU;
-megatron-core and this project get the real answer and choose by it. Used by ``installation.py``.
+Patches of the whole process: ``is_available`` and ``is_cuda`` say yes to Transformer Engine's modules alone;
+properties, streams, events and ``Tensor.cuda`` are fake for every caller. ``installation.py`` applies them
+with ``answer_cuda``, as tests do; a rehearsal has answers of its own (``fake/cuda_device.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP client of single requests, of the standard library: no redirects, a limit of bytes, proxies on request.
+"""HTTP client of single requests, of the standard library: no redirects, a limit of bytes, proxies if asked.
 
 For programs that must start at once or run where packages are broken. Engines and judges, which send many
 requests, have aiohttp. Used by ``commands/doctor/servers.py``, ``events/targets.py`` and

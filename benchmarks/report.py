@@ -90,11 +90,12 @@ def make_run(folder: Path, steps: int) -> None:
         }
         return json.dumps(changed | fixed) + "\n"
 
-    metrics, updates = (read_jsonl(FIXTURE / name) for name in ("metrics.jsonl", "updates.jsonl"))
-    with (folder / "metrics.jsonl").open("w") as file:
+    there, here = RunPaths(FIXTURE), RunPaths(folder)
+    metrics, updates = read_jsonl(there.metrics), read_jsonl(there.updates)
+    with here.metrics.open("w") as file:
         for step in range(1, steps + 1):
             file.write(another(metrics[step % len(metrics)], step=step))
-    with (folder / "updates.jsonl").open("w") as file:
+    with here.updates.open("w") as file:
         for number in range(steps * UPDATES):
             place = {"step": 1 + number // UPDATES, "epoch": number % UPDATES // 2, "update": number % 2}
             file.write(another(updates[number % len(updates)], **place))

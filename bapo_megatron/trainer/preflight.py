@@ -261,7 +261,7 @@ def check_route_replay(rollout: RolloutConfig, model: ModelConfig) -> None:
     if rollout.replay is None and not engine_backend(rollout.engine).returns_routes:
         raise ConfigError(
             f"{asked}: rollout.engine={rollout.engine} returns no routes (its returns_routes is false); set "
-            "it to off, or use local or sglang"
+            "it to off, or use an engine that returns them"
         )
 
 

@@ -14,9 +14,10 @@ import tyro
 from annotated_types import Ge, Gt
 
 from bapo_megatron.algo.bounds import fixed, grpo, paper
+from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.validation import out_of_range, raise_problems
+from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
 from benchmarks.study.methods import Method, work
 from benchmarks.study.plan import Arm, save_flags

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from benchmarks.gpu_study.arms import ARMS, GpuStudyOptions
 from benchmarks.study.measures import ArmRecord, read_arm
 from benchmarks.study.pages.document import COLUMNS
@@ -51,7 +52,7 @@ def _row(arm: Arm, record: ArmRecord, seconds: float) -> list[str]:
 
 def _seconds(run_dir: Path) -> float:
     """Seconds of all steps of a run."""
-    return sum(row.get("time/step_s") or 0.0 for row in read_jsonl(run_dir / "metrics.jsonl"))
+    return sum(row.get("time/step_s") or 0.0 for row in read_jsonl(RunPaths(run_dir).metrics))
 
 
 def _paired(done: Sequence[Arm]) -> str:
@@ -71,7 +72,7 @@ def _paired(done: Sequence[Arm]) -> str:
 
 def right_answers(arm: Arm) -> dict[tuple[str, int], float]:
     """Share of right responses to each held-out problem, of the last weights."""
-    rows = read_jsonl(arm.run_dir / "evaluation" / f"step_{arm.steps:06d}.jsonl")
+    rows = read_jsonl(RunPaths(arm.run_dir).evaluation_responses(arm.steps))
     count, right = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for row in rows:
         problem = (row["suite"], row["problem"])

@@ -205,7 +205,7 @@ def test_a_mistake_fails_at_its_line(name: str, tmp_path: Path) -> None:
 DEADLOCKS = {
     "one rank leaves out an all-reduce": (
         TP,
-        Mistake(PASSES, "dist.all_reduce(total)", "counts and dist.all_reduce(total)"),
+        Mistake(PASSES, "dist.all_reduce(total)", "self._counts_tokens and dist.all_reduce(total)"),
     ),
     "a broadcast of another type on one stage": (
         PP,

@@ -269,7 +269,7 @@ def torchrun(model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         (["--longest=113"], "longest=113 must be from 2 to 112"),
         (["--tokens=65"], "tokens=65 must be at least 66"),
         (["--parallel.tensor=3"], "parallel.tensor=3 does not divide"),
-        (["--reference.pipeline=3"], "the reference's layout (--reference.*): parallel.pipeline"),
+        (["--reference.pipeline=9"], "the reference's layout (--reference.*): parallel.pipeline"),
         (["--reference.sequence"], "the reference's layout (--reference.*): parallel.sequence needs"),
         (["--certificate=absent.npz"], "absent.npz does not exist"),
         (["--save=absent/c.npz"], "absent does not exist; make it"),

@@ -20,6 +20,7 @@ from bapo_megatron.rollout.sampler.episode import Answer
 from bapo_megatron.rollout.sampler.response import Response, continued, given
 from bapo_megatron.types import Group, MicroBatch, PackLayout, Prompt, ResponseTokens, Rollout, TokenStats
 from tests.support import literal_bapo as literal
+from tests.support.batches import in_memory
 
 LAYOUTS = [
     PackLayout(),
@@ -47,6 +48,11 @@ def episode(random: np.random.Generator, reward: float) -> tuple[Rollout, list[b
     return response.rollout(reward), hand
 
 
+def _samples(group: Group) -> list[Sample]:
+    [stored] = samples_of(in_memory(group), "grpo")
+    return [one.loaded() for one in stored]
+
+
 class Update:
     """Three groups of four episodes; the policy has drifted from what sampled them."""
 
@@ -61,7 +67,7 @@ class Update:
             rewards = random.permutation([0.0, 0.0, 1.0, float(random.integers(0, 2))]).tolist()
             made = [episode(random, reward) for reward in rewards]
             prompt = Prompt(number, random.integers(1, 99, 5).astype(np.int32), "", "")
-            self.samples += samples_of(Group(prompt, tuple(one for one, _ in made)), "grpo")
+            self.samples += _samples(Group(prompt, tuple(one for one, _ in made)))
             for (rollout, hand), advantage in zip(made, group_advantages(rewards, "grpo"), strict=True):
                 drift = random.normal(0, 0.3, len(hand))
                 log_probs = np.where(hand, np.minimum(rollout.log_probs_R + drift, -1e-3), 1e6)

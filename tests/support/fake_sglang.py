@@ -29,7 +29,7 @@ class FakeServer:
         """Connections that end when something more comes over them."""
         self.rids: list[str] = []
         """Of all requests that came, also those that were cut off."""
-        self.calls: list[str] = []
+        self.paths: list[str] = []
         """The paths of all calls."""
         self.on_cut: Callable[[], None] = lambda: None
         self.paused = False
@@ -56,7 +56,7 @@ class FakeServer:
         path = request.path.lstrip("/")
         self.connections.append(request.transport.get_extra_info("peername"))
         body = await request.json() if request.can_read_body else {}
-        self.calls.append(path)
+        self.paths.append(path)
         if path == "generate":
             self.rids.append(body["rid"])
         if self.connections[-1] in self.ended or self._ends(path, body):

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.episodes import episode_cells
+from bapo_megatron.commands.report.metric_table import MetricTable
 
 
 def run_of(*steps: dict[str, float | None]) -> RunRecord:
-    return RunRecord(Path("run"), list(steps), [], [], {})
+    return RunRecord(Path("run"), MetricTable(steps), MetricTable([]), [], {})
 
 
 def test_a_run_without_an_environment_has_no_table() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,12 @@ def test_tools_that_the_prompts_describe() -> None:
     assert play(EndpointEnvironment, TASK, settings, ["6"]) == [Reply(None, reward=1.0)]
 
 
+def _is_waiting(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):  # it has ended: a child of another test
+        return "waits" in process.cmdline()
+    return False
+
+
 def test_a_program_ends_with_its_episode(tmp_path: Path) -> None:
     async def closed_early() -> list[psutil.Process]:
         environment = EndpointEnvironment(TASK, program("waits"))
@@ -118,7 +125,7 @@ def test_a_program_ends_with_its_episode(tmp_path: Path) -> None:
         found: list[psutil.Process] = []
         while len(found) < 2:  # its guardian, and itself
             await asyncio.sleep(0.01)
-            found = [one for one in psutil.Process().children(True) if "waits" in one.cmdline()]
+            found = [one for one in psutil.Process().children(True) if _is_waiting(one)]
         environment.close()
         await asyncio.sleep(0)
         step.cancel()

@@ -14,6 +14,7 @@ import pytest
 import tyro
 
 from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
@@ -117,7 +118,7 @@ def test_stale_updates_are_those_after_the_first_of_a_step() -> None:
         for update in range(4)
     ]
     run = RunRecord.__new__(RunRecord)
-    object.__setattr__(run, "updates", rows)
+    object.__setattr__(run, "updates", MetricTable(rows))
     assert [row["policy/entropy"] for row in stale_updates(run)] == [1, 2, 3, 1, 2, 3]
     assert first_entropy(run) == 0
 

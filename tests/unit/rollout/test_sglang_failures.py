@@ -315,9 +315,9 @@ def test_an_update_aborts_what_asks_for_routes(
     running = engine.begin([replace(REQUEST, routes=RouteShape(1, 2, 8) if asks else None)])
     while not server.rids:
         time.sleep(0.01)
-    server.calls.clear()
+    server.paths.clear()
     engine.update_weights(weights(model), 1)
-    first = next(call for call in server.calls if call in ("abort_request", "pause_generation"))
+    first = next(call for call in server.paths if call in ("abort_request", "pause_generation"))
     assert first == ("abort_request" if asks else "pause_generation")
     assert running.done() == asks
     engine.abort()

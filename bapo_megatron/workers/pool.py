@@ -104,7 +104,7 @@ class _Call:
         return json.dumps({**message, "question": self.question}).encode()
 
     def stop_timer(self) -> None:
-        """It is no longer in flight."""
+        """End of its time limit: it is no longer in flight."""
         if self.timer:
             self.timer.cancel()
 
@@ -380,7 +380,7 @@ class _Place:
             call.fail("time", call.late())
 
     def _out_of_memory(self, call: _Call) -> None:
-        """Of a call beside others, each of which may have taken it."""
+        """MemoryError of a call beside others, any of which may have taken it: it is asked again alone."""
         self._is_full = True
         call.crowd = 1
         if call.may_be_repeated():

@@ -89,23 +89,24 @@ def test_a_server_that_refuses_is_passed_over_and_all_that_refuse_stop_the_run()
             asked(bad)
 
 
-def test_a_dead_server_holds_no_response_up() -> None:
-    """A refused connection is not waited for while another server answers, and is then tried last."""
-    with judge_server(says(rows(-1, -1, -1))) as good:
-        dead = f"http://127.0.0.1:{free_port()}"
+@pytest.mark.parametrize("how", ["refuses connections", "answers 503"])
+def test_a_dead_server_holds_no_response_up(how: str) -> None:
+    """It is not waited for while another server answers, and is then tried last."""
+    with judge_server(says({}, 503)) as busy, judge_server(says(rows(-1, -1, -1))) as good:
+        dead = busy.url.removesuffix("/v1") if how == "answers 503" else f"http://127.0.0.1:{free_port()}"
 
-        async def main() -> tuple[bool, bool]:
+        async def main() -> None:
             urls = (dead, good.url.removesuffix("/v1"))
             teacher = Teacher(DistillationConfig(1.0, urls=urls, give_up_s=3600.0), 100)
             try:
                 for _ in range(2):
                     await asyncio.wait_for(teacher.log_probs(PROMPT, RESPONSE), 120)
-                return teacher._servers[0].has_failed, teacher._servers[1].has_failed
             finally:
                 await teacher.close()
 
-        assert asyncio.run(main()) == (True, False)
+        asyncio.run(main())
         assert len(good.bodies) == 2
+        assert len(busy.bodies) == (how == "answers 503")
 
 
 def test_groups_of_before_the_teacher_are_dropped(tmp_path: Path) -> None:

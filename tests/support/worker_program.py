@@ -75,6 +75,10 @@ async def act(question: dict[str, Any]) -> Any:
             bytearray(10 << 30)
         is_first = sum(line.split()[0] == name for line in lines) == 1
         await asyncio.sleep(question.get("first_s", 0) if is_first else 0)
+        if (lot := question.get("lot")) and not is_first:  # until as many have come as come together
+            place = max(n for n, line in enumerate(lines, 1) if line.split()[0] == name)
+            while len(file.read_text().splitlines()) < -(-place // lot) * lot:
+                await asyncio.sleep(0.01)
     finally:
         RUNNING.remove(name)
     return name

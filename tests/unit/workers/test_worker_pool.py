@@ -278,7 +278,7 @@ def test_suspects_come_back_few_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "notes"
 
     async def act(pool: WorkerPool) -> list[Any]:
-        question = {"file": str(file), "first_s": 1000}
+        question = {"file": str(file), "first_s": 1000, "lot": 3}
         calls = [
             asyncio.create_task(pool.call(kind("act"), {"name": f"call{n}", **question})) for n in range(24)
         ]

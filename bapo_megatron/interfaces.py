@@ -52,10 +52,10 @@ class Policy(Protocol):
 
     A pack is a micro-batch of concatenated sequences (``MicroBatch``). All methods but ``load_reference``,
     ``offload`` and ``reload`` are collective; ``hf_weights``, ``log_probs`` and ``reference_log_probs`` only
-    within a replica, the ranks that hold one
-    copy of the model. With experts cut over replicas (EP, ETP) ``log_probs`` is collective over all ranks,
-    with as many packs on each, and ``hf_weights`` needs ``give_experts`` of the others. Properties are local.
-    ``MegatronPolicy`` implements it; the loop, weight syncs, GPU hand-overs, the resume check and ``bapo
+    within a replica, the ranks that hold one copy of the model. With experts cut over replicas (EP, ETP)
+    ``log_probs`` and ``reference_log_probs`` are collective over all ranks, with as many packs on each, and
+    ``hf_weights`` needs ``give_experts`` of the others. Properties are local. ``MegatronPolicy`` implements
+    it; the loop, weight syncs, GPU hand-overs, exports, the resume check, supervised fine-tuning and ``bapo
     verify-parallel`` call it.
     """
 

@@ -56,10 +56,11 @@ class Objective:
     """Objective of an update: one vector of sums, with a pack's loss and all that metrics and search need.
 
     The vector is ``[loss, tokens, sums of measurements, sums of the search]``. The policy calls the function
-    that ``token_fn`` makes for each chunk of a pack, minimizes element 0 over the trained tokens, and adds
-    the vectors over packs and ranks; ``metrics`` reads the total. ``trainer/update_loss.py`` makes one for a
-    run, on each rank, ``bapo verify-parallel`` one for its check. It keeps no state between updates and makes
-    no collective calls. ValueError if two measurements have one name, or one gives sums of another length.
+    that ``token_fn`` makes for each chunk of a pack, minimizes element 0, summed over packs and ranks and
+    divided by the number of trained tokens, and adds the vectors; ``metrics`` reads the total.
+    ``trainer/update_loss.py`` makes one for a run, on each rank, ``bapo verify-parallel`` one for its check.
+    It keeps no state between updates and makes no collective calls. ValueError if two measurements have one
+    name, or one gives sums of another length.
     """
 
     def __init__(

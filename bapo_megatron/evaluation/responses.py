@@ -100,7 +100,7 @@ def flat_settings(settings: Row) -> Row:
 class Response:
     """Text of a stored response, and whether it is right.
 
-    Read by ``first_responses``, for examples.
+    Made by ``first_responses``; ``evaluation/command.py`` shows it in the examples of a comparison.
     """
 
     text: str

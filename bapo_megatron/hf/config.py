@@ -1,4 +1,4 @@
-"""Parser of Hugging Face's config.json: the shape of a decoder (Qwen2, Qwen3, Llama 3), and its refusals.
+"""Parser of Hugging Face's config.json: a decoder's shape (Qwen2, Qwen3 with and without experts, Llama 3).
 
 ConfigError for a model that is not supported, or whose settings would change the computation silently. The
 policy is built from the shape; ``bapo plan`` and the checks before a run read it, too.
@@ -45,9 +45,10 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP, as plain data.
+    """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, and gated SiLU MLPs or experts; plain data.
 
-    Made by ``read_model_shape`` from config.json.
+    Made by ``read_model_shape`` from config.json. The policy, the planner, preflight and the checkpoint tools
+    read it.
     """
 
     family: str

@@ -1,7 +1,8 @@
 """Atomic and durable file writes (temporary file, fsync, rename), and safe reads of foreign folders.
 
 A file of ``write_atomically`` is whole or absent, whenever the process or the machine dies; OSError if it
-cannot be written. In folders that somebody else made, links and special files are refused: CheckpointError.
+cannot be written. In folders that somebody else made, special files are refused, and links that lead out of
+the folder, except from a snapshot of Hugging Face's cache to its blobs: CheckpointError.
 """
 
 from __future__ import annotations

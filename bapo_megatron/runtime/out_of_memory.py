@@ -1,7 +1,8 @@
 """Out-of-memory errors: which rank had no memory left, of which kind, and which settings need less.
 
-The context manager ``naming_memory`` encloses the work of each rank; ``death`` is for the process that
-started it. Used in ``commands/``, ``policy/``, ``rollout/sampler/`` and this folder.
+The context manager ``naming_memory`` encloses the work of each rank. ``death`` says in words why a child
+process ended (a rank, the writer of a checkpoint, the sampler's process), for the process that waits for it.
+Used in ``commands/``, ``policy/``, ``rollout/sampler/`` and this folder.
 """
 
 from __future__ import annotations

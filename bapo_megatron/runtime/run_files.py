@@ -1,7 +1,7 @@
 """Safe opening of files in a run directory: no link is followed, no FIFO waited for; else ConfigError.
 
-A link could lead a log, a lock or a picture to any file of the user. The run directory itself may be a link,
-and so may its large folders, to folders of the user on another disk.
+A link could lead a log, a lock or a picture to any file of the user. The run directory itself may be a link.
+So may its large folders, if they lead to folders that belong to the user and that others may not write to.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def step_leftovers(folder: Path, suffix: str = "") -> Iterator[Path]:
 class RunPaths:
     """Paths of the files and folders of the run directory ``root``, which need not exist. Reads no file.
 
-    Made by whatever reads or writes a run, so that no other Python code spells their names.
+    Made by whatever in this package reads or writes a run, so that no other module of it spells their names;
+    ``slurm/launch.py``, which must not import it, spells ``logs`` itself.
     """
 
     def __init__(self, root: Path) -> None:

@@ -1,9 +1,9 @@
 """Atomic output folder: it appears whole or not at all.
 
-It is written under a hidden name beside its own and renamed when every byte is on disk. The next run for
-the same output recognizes the leftovers of a killed run by that name and removes them. A lock on the folder
-excludes a second run. Call ``check_output`` first, then enter ``atomic_output``. Used in ``checkpoint/``
-and ``checkpoints_tools/``.
+It is written under a hidden name beside its own and renamed when the block ends, before which the caller
+syncs its files. The next run for the same output recognizes the leftovers of a killed run by that name and
+removes them. A lock on the folder excludes a second run, where the file system can lock folders. Call
+``check_output`` first, then enter ``atomic_output``. Used in ``checkpoint/`` and ``checkpoints_tools/``.
 """
 
 from __future__ import annotations

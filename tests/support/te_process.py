@@ -120,7 +120,7 @@ def _with_choices(
 ) -> tuple[Any, Counter[str]]:
     """On a rank: what the function returns, and the calls of kernels that it made."""
     from bapo_megatron.planning.rehearsal.transformer_engine import kernel
-    from bapo_megatron.planning.rehearsal.transformer_engine.cuda_answers import answer_architecture
+    from bapo_megatron.planning.rehearsal.transformer_engine.installation import answer_architecture
     from bapo_megatron.policy import device
 
     if choices.change is not None:

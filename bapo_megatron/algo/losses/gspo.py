@@ -1,7 +1,8 @@
 """GSPO (arXiv 2507.18071, Eqs. 5 and 7): PPO-clip with the sequence ratio ``s = exp(mean_t log r_t)``.
 
-``algorithm.loss=gspo``; ``r = pi / pi_old``. The ratios of whole responses need a search over the update
-first, which may cost a forward pass (``trainer/update_loss.py``).
+``algorithm.loss=gspo``; ``r = pi / pi_old``. A response's ratio needs the log-ratios of all its tokens, and
+a pass sees one pack, a context-parallel rank a part of a response. So they are summed over the whole update
+first (the loss's ``Search``), which may cost a forward pass (``trainer/update_loss.py``).
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 

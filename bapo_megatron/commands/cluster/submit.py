@@ -1,8 +1,8 @@
 """Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``.
 
-``slurm/launch.py`` submits with NeMo-Run, in another interpreter. ConfigError if a check fails or nothing
-could be submitted. With ``--dry-run`` the script is printed and no file is written. Used by
-``commands.py``.
+``slurm/launch.py`` submits with NeMo-Run, in a process of its own, under a Python that has NeMo-Run.
+ConfigError if a check fails or nothing could be submitted. With ``--dry-run`` the script is printed and no
+file is written. Used by ``commands.py``.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     environment.function = "bapo_megatron.environment.adapters.textarena:TextArena"
 
-A row's ``extra_info`` names the game and its seed, ``{"env_id": "GuessTheNumber-v0", "seed": 3}``, and its
-prompt is the game's first observation; ``rows`` makes them. Tried with textarena 0.7.4; games with word lists
-need those of nltk, which it downloads. Workers of environments load it by that name.
+A row's ``extra_info`` names the game and its seed, ``{"env_id": "GuessTheNumber-v0", "seed": 3}``, and the
+last message of its prompt ends with the game's first observation; ``rows`` makes such rows. Workers of
+environments load the class by the path above. Tried with textarena 0.7.4; games with word lists need those of
+nltk, which textarena downloads.
 """
 
 from __future__ import annotations

@@ -27,10 +27,9 @@ from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.planning.records import LargeTensor, Peak, RankRequest, RankResult
 from bapo_megatron.planning.rehearsal.checkpoints import rehearse_load, rehearse_save
 from bapo_megatron.planning.rehearsal.fake.cuda_device import install
-from bapo_megatron.planning.rehearsal.fake.fake_tensors import ListsOfTensors, repair_torch
 from bapo_megatron.planning.rehearsal.fake.ledger import Block, Ledger, kind_of, sizes_by_kind
 from bapo_megatron.planning.rehearsal.fake.meter import Meter, answer_reads, watch_sizes
-from bapo_megatron.planning.rehearsal.fake.process_group import fake_world
+from bapo_megatron.planning.rehearsal.fake.process_group import ListsOfTensors, fake_world, repair_torch
 from bapo_megatron.planning.rehearsal.fake.waits import is_of_program, short_path
 from bapo_megatron.planning.rehearsal.kinds import (
     ModuleNames,

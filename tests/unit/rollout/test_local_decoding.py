@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from bapo_megatron.rollout.engines.local.decoding import sample
 from bapo_megatron.rollout.engines.local.model import LocalModel
-from bapo_megatron.rollout.engines.local.sampling import sample
 from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
 from tests.support.models import save_tiny_model
 

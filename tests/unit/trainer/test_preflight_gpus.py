@@ -22,7 +22,7 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang import nccl_versions
+from bapo_megatron.rollout.engines.sglang import requirements
 from bapo_megatron.rollout.engines.sglang.server_process import server_flags
 from bapo_megatron.trainer import preflight
 from tests.support.plain_engine import PlainConfig
@@ -134,7 +134,7 @@ def test_weights_by_broadcast_need_one_nccl(
 ) -> None:
     """Refused before the run, with both versions: NCCL would refuse when the first servers join."""
     trainer = with_nccl(tmp_path, "trainer", "echo 2.29.7")
-    monkeypatch.setattr(nccl_versions, "sys", SimpleNamespace(executable=str(trainer)))
+    monkeypatch.setattr(requirements, "sys", SimpleNamespace(executable=str(trainer)))
     servers = with_nccl(tmp_path, "servers", "echo 2.30.7")
 
     def asked(sync: str, python: Path, urls: tuple[str, ...] = ()) -> RunConfig:
@@ -162,4 +162,4 @@ def test_the_version_of_nccl_is_that_of_the_wheel(tmp_path: Path) -> None:
     wheel = packages / "nvidia_nccl_cu13-2.30.7.dist-info"
     wheel.mkdir()
     (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.30.7\n")
-    assert nccl_versions._nccl_of(python) == "2.30.7"
+    assert requirements._nccl_of(python) == "2.30.7"

@@ -27,8 +27,7 @@ from bapo_megatron.planning.rehearsal.fake.collectives import Collectives
 from bapo_megatron.planning.rehearsal.fake.cuda_device import CUDA, META
 from bapo_megatron.planning.rehearsal.fake.flops import FlopMeter
 from bapo_megatron.planning.rehearsal.fake.ledger import Ledger
-from bapo_megatron.planning.rehearsal.fake.shapes import ShapesFromValues
-from bapo_megatron.planning.rehearsal.fake.values import guess, known, propagate
+from bapo_megatron.planning.rehearsal.fake.values import ShapesFromValues, guess, known, propagate
 from bapo_megatron.planning.rehearsal.fake.waits import HostWaits, program_line
 
 aten = torch.ops.aten

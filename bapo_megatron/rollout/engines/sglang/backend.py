@@ -24,8 +24,8 @@ from bapo_megatron.rollout.engines.sglang.authorization import (
 )
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
-from bapo_megatron.rollout.engines.sglang.nccl_versions import check_nccl
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
+from bapo_megatron.rollout.engines.sglang.requirements import check_nccl
 from bapo_megatron.rollout.engines.sglang.server_process import more_flags, sglang_python
 from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
 

@@ -57,7 +57,8 @@ class GroupSummary(NamedTuple):
 class OpenGroup:
     """A group that is being sampled or scored. Numbers follow the order in which groups are opened.
 
-    Only ``SamplerState.apply`` changes it; the sampler's loop and dispatcher read it.
+    Only ``SamplerState.apply`` makes and changes it; the modules of ``rollout/sampler/`` that sample, score
+    and drop groups read it.
     """
 
     number: int

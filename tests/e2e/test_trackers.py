@@ -46,7 +46,7 @@ elif name == "mlflow":
     histories = [(key, client.get_metric_history(run.info.run_id, key)) for key in run.data.metrics]
     values = [(key, one.step, one.value) for key, history in histories for one in history]
 else:
-    from bapo_megatron.trainer.records.observer.wandb_tracker import _records
+    from bapo_megatron.trainer.records.observer.trackers import _records
     from wandb.proto.wandb_internal_pb2 import Record
     values = []
     for path in glob.glob(root + "/wandb/offline-run-*/*.wandb"):

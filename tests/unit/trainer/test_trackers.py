@@ -17,11 +17,14 @@ from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
-from bapo_megatron.trainer.records.observer import trackio_tracker
-from bapo_megatron.trainer.records.observer.mlflow_tracker import MlflowTracker
+from bapo_megatron.trainer.records.observer import trackers
 from bapo_megatron.trainer.records.observer.tracker import TrackedRun
-from bapo_megatron.trainer.records.observer.trackio_tracker import TrackioTracker
-from bapo_megatron.trainer.records.observer.wandb_tracker import WandbTracker, _records
+from bapo_megatron.trainer.records.observer.trackers import (
+    MlflowTracker,
+    TrackioTracker,
+    WandbTracker,
+    _records,
+)
 
 STEP = {"time/step_s": 2.0, "reward/mean": 0.5, "staleness/16+/tokens": 1.0}
 
@@ -180,12 +183,12 @@ def test_trackio_is_asked_until_a_row_is_stored(
 ) -> None:
     tracker = TrackioTracker(run)
     assert trackio.name == "demo-01234567"
-    assert trackio_tracker.os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
+    assert trackers.os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
     assert tracker.last_step("time/step_s") == -1
     tracker.write(4, STEP)
     assert trackio.rows == [(4, STEP)]
     assert (tracker.last_step("time/step_s"), tracker.last_step("eval/mean")) == (4, -1)
-    monkeypatch.setattr(trackio_tracker, "_STORED_S", 0.0)
+    monkeypatch.setattr(trackers, "_STORED_S", 0.0)
     trackio.asked = -10
     with pytest.raises(OSError, match="trackio has not stored step 5"):
         tracker.write(5, STEP)

@@ -16,10 +16,8 @@ from typing import TextIO, cast
 
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.trainer.records.observer.following import Inbox, Observer
-from bapo_megatron.trainer.records.observer.mlflow_tracker import MlflowTracker
 from bapo_megatron.trainer.records.observer.tracker import RedactingStream, TrackedRun, Tracker
-from bapo_megatron.trainer.records.observer.trackio_tracker import TrackioTracker
-from bapo_megatron.trainer.records.observer.wandb_tracker import WandbTracker
+from bapo_megatron.trainer.records.observer.trackers import MlflowTracker, TrackioTracker, WandbTracker
 
 _TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "wandb": WandbTracker,

@@ -1,7 +1,7 @@
 """Tail of metrics.jsonl and evaluations.jsonl: their rows as they are written, merged by step.
 
 Read by an observer's process while the run writes; a line that is not whole yet is left for the next call.
-Used by ``following.py`` and ``mlflow_tracker.py``.
+Used by ``following.py`` and ``trackers.py``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,232 @@
+"""Trackers of W&B, trackio and MLflow: one run of a board for all starts of a run directory.
+
+They run in an observer's process, and import their packages when they are made; no other module imports them.
+Errors of a package or its server are raised, and the observer tries again.
+
+At a restart the steps are read that W&B's offline files hold, after a kill fewer than were logged. A file has
+LevelDB's log format (github.com/google/leveldb, doc/log_format.md) after a header of seven bytes: blocks of
+32 KiB with records of checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last part) and
+data, here a Record of W&B's protocol. A torn end is left out. Used by ``__main__.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.runtime.run_files import read_plain
+from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK
+from bapo_megatron.trainer.records.observer.state import NOTHING
+from bapo_megatron.trainer.records.observer.tracker import TrackedRun
+
+_HEADER, _BLOCK, _RECORD_HEADER = 7, 1 << 15, 7
+_WHOLE, _FIRST, _LAST = 1, 2, 4
+
+
+def steps_with(folder: Path, run_id: str, metric: str) -> Iterator[int]:
+    """Steps of the offline run ``run_id`` that have ``metric``, in all files of ``folder``."""
+    from wandb.proto import wandb_internal_pb2
+
+    for path in sorted(folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")):
+        with read_plain(path) as file:
+            data = file.read()
+        for record in _records(data):
+            message: Any = wandb_internal_pb2.Record.FromString(record)  # type: ignore[attr-defined,unused-ignore]
+            items = {"/".join(item.nested_key) or item.key: item.value_json for item in message.history.item}
+            if metric in items:
+                yield int(json.loads(items["_step"]))
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The complete records of a file; a torn end is left out."""
+    at, parts = _HEADER, b""
+    while at + _RECORD_HEADER <= len(data):
+        if (left := _BLOCK - at % _BLOCK) < _RECORD_HEADER:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        begin = at + _RECORD_HEADER
+        at = begin + length
+        if not kind or at > len(data):
+            return
+        parts = (b"" if kind in (_WHOLE, _FIRST) else parts) + data[begin:at]
+        if kind in (_WHOLE, _LAST):
+            yield parts
+
+
+class WandbTracker:
+    """The ``Tracker`` of W&B. WANDB_MODE=offline keeps the run in RUN/trackers/wandb, or in WANDB_DIR/wandb.
+
+    ``write`` returns before W&B has stored the row; at a restart ``last_step`` tells what it has.
+    ``Observer`` makes and calls it.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        folder = Path(os.environ.get("WANDB_DIR") or run.folder)
+        self._files = folder / "wandb"
+        self._id = run.id
+        self._run: Any = wandb.init(
+            project=run.project,
+            id=run.id,
+            resume="allow",
+            name=run.name,
+            config=run.config,
+            dir=str(folder),
+            settings=wandb.Settings(console="off"),
+        )
+
+    def last_step(self, metric: str) -> int:
+        # W&B writes some time after `log`: after a kill its server, or its files, have fewer steps.
+        if self._run.offline:
+            return max(steps_with(self._files, self._id, metric), default=NOTHING)
+        return int(self._run.starting_step) - 1
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_STORED_S = 60.0
+"""Time until a row must be in the database: trackio's thread writes every half second."""
+
+
+class TrackioTracker:
+    """The ``Tracker`` of trackio: a run in a database or, where trackio is set up so, on a server.
+
+    The database is in TRACKIO_DIR, else RUN/trackers/trackio; ``write`` waits until it has the row, and
+    raises OSError after a minute. A server's last step is not known (``last_step`` gives None). ``Observer``
+    makes and calls it.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        self._storage: Any = SQLiteStorage
+        # Trackio finds the run to go on with by its name, which other runs of the folder may have.
+        self._run: Any = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.id[:8]}",
+            config=run.config,
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+        )
+        self._is_local = self._run.url is None
+
+    def last_step(self, metric: str) -> int | None:
+        if not self._is_local:
+            return None
+        return max((row["step"] for row in self._values(metric)), default=NOTHING)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+        if self._is_local:
+            self._wait_until_stored(step, next(iter(metrics)))
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _wait_until_stored(self, step: int, metric: str) -> None:
+        """Wait until the row is in the database: trackio drops what it cannot store, with a warning alone."""
+        deadline = time.monotonic() + _STORED_S
+        while not self._values(metric, step=step):
+            if time.monotonic() > deadline:
+                raise OSError(f"trackio has not stored step {step}: logs/tracker-trackio.log may say why")
+            time.sleep(0.05)
+
+    def _values(self, metric: str, **where: int) -> list[dict[str, Any]]:
+        run = self._run
+        try:
+            return list(
+                self._storage.get_metric_values(run.project, run.name, metric, run_id=run.id, **where)
+            )
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):  # trackio's thread is making the database
+                return []
+            raise
+
+
+_TAG = "bapo.run_id"
+_PARAMS, _PARAM_CHARACTERS, _METRICS = 100, 500, 1000
+"""Limits of one MLflow request: parameters, characters of a parameter's value, metrics."""
+
+
+class MlflowTracker:
+    """The ``Tracker`` of MLflow: a run of the server or store of MLFLOW_TRACKING_URI.
+
+    Without that variable it is in RUN/trackers/mlflow/mlflow.db. Opening it continues the run of an earlier
+    start. ``Observer`` makes and calls it.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._metric: Any = Metric
+        folder = run.folder / "mlflow"
+        uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
+        if not uri:
+            folder.mkdir(parents=True, exist_ok=True)
+            uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        experiment = self._client.get_experiment_by_name(run.project)
+        number = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(run.project, artifact_location=artifacts)
+        )
+        found = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
+        self._may_hold_parts = bool(found)
+        if found:
+            stored = found[0]
+            self._client.update_run(stored.info.run_id, status="RUNNING")
+        else:
+            stored = self._client.create_run(number, run_name=run.name, tags={_TAG: run.id})
+        self._id: str = stored.info.run_id
+        known = stored.data.params  # MLflow refuses to change a parameter
+        self._write_params({name: text for name, text in run.config.items() if name not in known})
+
+    def last_step(self, metric: str) -> int:
+        return max(self._steps(metric), default=NOTHING)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        named = {_allowed(name): value for name, value in metrics.items()}
+        if self._may_hold_parts:  # a store of files may hold a part of what a killed process was writing
+            named = {name: value for name, value in named.items() if step not in self._steps(name)}
+            self._may_hold_parts = False
+        last = [name for name in (STEP_MARK, EVALUATION_MARK) if name in named]
+        order = [*(name for name in named if name not in last), *last]
+        now = int(time.time() * 1000)
+        values = [self._metric(name, named[name], now, step) for name in order]
+        for begin in range(0, len(values), _METRICS):
+            self._client.log_batch(self._id, metrics=values[begin : begin + _METRICS])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+    def _steps(self, metric: str) -> list[int]:
+        return [one.step for one in self._client.get_metric_history(self._id, metric)]
+
+    def _write_params(self, params: dict[str, str]) -> None:
+        from mlflow.entities import Param
+
+        values = [Param(name, text[:_PARAM_CHARACTERS]) for name, text in params.items()]
+        for begin in range(0, len(values), _PARAMS):
+            self._client.log_batch(self._id, params=values[begin : begin + _PARAMS])
+
+
+def _allowed(name: str) -> str:
+    """A metric's name with an underscore for each character that MLflow refuses."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

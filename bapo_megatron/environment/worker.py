@@ -131,6 +131,8 @@ class Episodes:
         try:
             began = time.monotonic()
             reply = await self._reply(environment, turn)
+            if (task := asyncio.current_task()) and task.cancelling():
+                raise asyncio.CancelledError  # nobody waits for this answer, or will ask the object again
             seconds = time.monotonic() - began
             answer = {**_checked(reply), "seconds": seconds}
         except BaseException:

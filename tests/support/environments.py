@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -96,6 +97,9 @@ class Async(Plain):
             await asyncio.sleep(1000)
         if turn.startswith("hang once ") and _is_first(turn):
             await asyncio.sleep(1000)
+        if turn == "late":  # it heeds no cancel, and answers when nobody waits
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
         if turn == "block":
             time.sleep(1000)
         if turn.startswith("meet "):

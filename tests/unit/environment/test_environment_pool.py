@@ -292,6 +292,20 @@ def test_a_forgotten_or_cancelled_episode_is_closed(tmp_path: Path) -> None:
     played(config("Async", settings={"log": str(log)}), act)
 
 
+def test_who_answers_after_the_limit_has_failed_and_is_closed(tmp_path: Path) -> None:
+    """A step that heeds no cancel: its answer does not count, and its object is held by nobody."""
+    log = tmp_path / "log"
+
+    async def act(player: Player) -> None:
+        await player.say("e", "a")
+        assert (await player.say("e", "late")).failure == "time"
+        while "e closed" not in lines(log):
+            await asyncio.sleep(0.01)
+
+    played(config("Async", step_limit_s=1.0, settings={"log": str(log)}), act)
+    assert lines(log) == ["e made", "e step a", "e step late", "e closed"]
+
+
 # --- the class, before a run ---------------------------------------------------------------------
 
 

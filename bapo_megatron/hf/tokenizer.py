@@ -1,11 +1,14 @@
 """Tokenizer of a Hugging Face folder, loaded offline and without running code of the folder.
 
 ConfigError for a folder without a usable one. transformers is imported at the first call, which takes
-seconds. For the sampler, evaluations, SFT, dataset preparation and checks before a run.
+seconds; ``TextDecoder`` does without. For reports, the sampler, evaluations, SFT, dataset preparation and
+checks before a run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,39 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
     there is none."""
     found: dict[str, int] = _read(folder).get_vocab()
     return found
+
+
+Piece = tuple[str, bool]
+"""A text, and whether it is that of special tokens."""
+
+
+class TextDecoder:
+    """A decoder of token ids for readers, with special tokens apart, out of a folder's tokenizer.json.
+
+    Without transformers, whose import takes seconds and 0.4 GB. ConfigError for a folder without that file,
+    or with one that cannot be read. Made by ``commands/report/conversations.py``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist")
+        check_files_inside(folder)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {number for number, token in added.items() if token.special}
+
+    def pieces(self, ids: Sequence[int]) -> list[Piece]:
+        """The texts of runs of ordinary and of special tokens, in their order."""
+        return [
+            (self._tokenizer.decode(list(run), skip_special_tokens=False), is_special)
+            for is_special, run in groupby(ids, self._special.__contains__)
+        ]
 
 
 def _read(folder: Path) -> Any:

@@ -1,11 +1,16 @@
-"""Table of a report on episodes: turns, given tokens, how responses ended, rewards by turn, own metrics.
+"""Table and plots of a report on episodes: turns, given tokens, how responses ended, rewards by turn.
 
-Its cells are text, from the run's metrics named ``environment/...`` and ``episode/...``. Used by ``page.py``.
+From the run's metrics named ``environment/...`` and ``episode/...``; the table has an environment's own, too,
+and its cells are text. Used by ``page.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from bapo_megatron.commands.report.data import RunRecord, mean
+from bapo_megatron.commands.report.panels import AGES, NEGATIVE, NEUTRAL, POSITIVE, Curve, Panel
 from bapo_megatron.commands.report.text import number, percent
 
 _ROWS = (
@@ -21,6 +26,65 @@ _ROWS = (
     ("ended by a failure", "finish_failed"),
 )
 _SHARES = ("given_share", "finish_stop", "finish_length", "finish_turns", "finish_failed")
+_REWARD = "environment/reward_turn_"
+"""First part of the names of the rewards by turn."""
+
+
+def _reward_turns(run: RunRecord) -> list[int]:
+    """The numbers of the answers that have a reward, from 1."""
+    return sorted(int(name.removeprefix(_REWARD)) for name in run.steps.names if name.startswith(_REWARD))
+
+
+def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:
+    """The plots by step, each with the curves that some run has; none for runs without an environment."""
+    names = {name for run in runs for name in run.steps.names}
+    if "environment/turns_mean" not in names:
+        return []
+    turns = sorted({turn for run in runs for turn in _reward_turns(run)})[: len(AGES)]
+    panels = (
+        Panel(
+            "turns",
+            "Turns of an episode",
+            "mean of a response",
+            (
+                Curve("environment/turns_mean", NEUTRAL, "turns of the model"),
+                Curve("episode/calls", POSITIVE, "calls of tools"),
+                Curve("episode/call_errors", NEGATIVE, "calls with an error"),
+            ),
+            "How often the model speaks in a response, and asks a tool, where the environment counts that.",
+            "no figure",
+            compared=(0,),
+        ),
+        Panel(
+            "episode_ends",
+            "How episodes end",
+            "share of responses",
+            (
+                Curve("environment/finish_stop", POSITIVE, "by the environment"),
+                Curve("environment/finish_turns", NEUTRAL, "most turns"),
+                Curve("environment/finish_length", AGES[0], "longest response"),
+                Curve("environment/finish_failed", NEGATIVE, "failure", dashed=True),
+            ),
+            "An episode should end because it is over. One that is cut off has no answer, and a failure of "
+            "the environment is not the model's fault: see the events.",
+            "no figure",
+            "percent",
+            compared=(0,),
+        ),
+        Panel(
+            "reward_by_turn",
+            "Reward by answer",
+            "mean reward of an answer",
+            tuple(Curve(f"{_REWARD}{turn}", AGES[place], f"{turn}") for place, turn in enumerate(turns)),
+            "Mean reward that the environment gave with its first answer, its second, and so on, over the "
+            "responses that had one.",
+            "no figure",
+            "auto",
+            compared=(),
+        ),
+    )
+    known = [replace(panel, curves=tuple(c for c in panel.curves if c.metric in names)) for panel in panels]
+    return [panel for panel in known if panel.curves]
 
 
 def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
@@ -30,9 +94,7 @@ def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
     """
     names = run.steps.names
     rows = [(label, f"environment/{name}", name in _SHARES) for label, name in _ROWS]
-    first = "environment/reward_turn_"
-    turns = sorted(int(name.removeprefix(first)) for name in names if name.startswith(first))
-    rows += [(f"reward of answer {turn}", f"{first}{turn}", False) for turn in turns]
+    rows += [(f"reward of answer {turn}", f"{_REWARD}{turn}", False) for turn in _reward_turns(run)]
     rows += [(name.removeprefix("episode/"), name, False) for name in names if name.startswith("episode/")]
     cells = []
     for label, metric, is_share in rows:

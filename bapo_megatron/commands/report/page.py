@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import NOT_SETTINGS
+from bapo_megatron.commands.report.conversations import conversations
 from bapo_megatron.commands.report.data import (
     PAGE,
     RunRecord,
@@ -23,7 +24,7 @@ from bapo_megatron.commands.report.data import (
     mean,
     read_run,
 )
-from bapo_megatron.commands.report.episodes import episode_cells
+from bapo_megatron.commands.report.episodes import episode_cells, episode_panels
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
 from bapo_megatron.commands.report.lines import smoothing_window
 from bapo_megatron.commands.report.panels import PANELS, Panel
@@ -119,7 +120,7 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     folder = folder or common_folder(run_dirs) / "comparison"
     make_report_folder(folder)
     pictures = []
-    for panel in (*PANELS, *DISTRIBUTIONS):
+    for panel in (*PANELS, *episode_panels(runs), *DISTRIBUTIONS):
         if single or panel.compared != ():
             layers = draw_panel(panel, runs, folder)
             lines = "" if single else _line_names([curve.label or "" for curve in curves_of(panel, runs)])
@@ -180,6 +181,7 @@ def _details(run: RunRecord) -> dict[str, Any]:
     """What only the page of one run shows."""
     figures = headline(run.steps)
     window = figures["window"]
+    episodes = episode_cells(run, window)
     return {
         "window": window,
         "model": run.config.get("model.hf_path"),
@@ -187,9 +189,10 @@ def _details(run: RunRecord) -> dict[str, Any]:
         "losses": any(mark.loss for mark in event_marks(run)),
         "main_settings": main_settings(run.config),
         "smoothing": smoothing_window(len(run.steps)),
-        "episodes": episode_cells(run, window),
+        "episodes": episodes,
+        "conversations": conversations(run) if episodes else [],
         "sources": source_cells(run, window),
-        "source_columns": SOURCE_COLUMNS,
+        "source_columns": ("source", *SOURCE_COLUMNS),
         "metrics": _metric_rows(run, window),
         "numbers": [
             (_reward(run), f"reward, mean of the first and last {window} step{'' if window == 1 else 's'}"),

@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from functools import partial
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -104,6 +105,50 @@ def read_header(directory: Path, step: int) -> StepHeader:
     with _opened(directory, step) as (file, arrays):
         batch = _batch(dict(arrays), routes_path(directory, step).absolute())
         return header_of(batch, column_file(step_path(directory, step).absolute(), file, arrays.zip))
+
+
+def read_example(directory: Path, step: int) -> tuple[np.ndarray, Rollout]:
+    """Example of ``step`` for a reader, and its prompt's ids: the first response that was given tokens, or
+    the first.
+
+    Reads the header and what is shown, however large the file is, and verifies no checksum. ConfigError as
+    of ``read_step``, for a compressed file, and for a step without responses.
+    """
+    with _opened(directory, step) as (file, arrays):
+        groups = json.loads(arrays["header"].tobytes())["groups"]
+        if not any(group["rollouts"] for group in groups):
+            raise ConfigError(f"{step_path(directory, step)} has no responses: the step trained on nothing")
+        columns = column_file(step_path(directory, step).absolute(), file, arrays.zip).columns
+        return _example(groups, partial(_values, file, columns))
+
+
+def _example(
+    groups: list[dict[str, Any]], values: Callable[[str, int, int], np.ndarray | None]
+) -> tuple[np.ndarray, Rollout]:
+    """``values``: those of an array from a place on, by its name, place and count; None without the array."""
+    prompts = [0, *accumulate(group["prompt"]["token_ids_P"] for group in groups)]
+    listed = [(number, *one) for number, group in enumerate(groups) for one in group["rollouts"]]
+    starts = [0, *accumulate(length for _, length, _, _ in listed)]
+    masks = (values("loss_masks", starts[place], one[1]) for place, one in enumerate(listed))
+    given = (place for place, mask_R in enumerate(masks) if mask_R is not None and not mask_R.all())
+    chosen = next(given, 0)
+    group, length, reason, reward = listed[chosen]
+    found: dict[str, Any] = {
+        name: values(column.array, starts[chosen], length) for name, column in RESPONSE_COLUMNS.items()
+    }
+    ids_P = values(PROMPTS, prompts[group], prompts[group + 1] - prompts[group])
+    assert ids_P is not None, "all step files have it"
+    return ids_P, Rollout(**found, finish_reason=reason, reward=reward)
+
+
+def _values(
+    file: BinaryIO, columns: Mapping[str, tuple[int, str]], array: str, start: int, count: int
+) -> np.ndarray | None:
+    if array not in columns:
+        return None
+    offset, dtype = columns[array]
+    file.seek(offset + start * np.dtype(dtype).itemsize)
+    return np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler.step_batches import (
     ReplaySampler,
+    read_example,
     read_step,
     step_groups,
     step_path,
@@ -87,6 +88,51 @@ def test_loss_masks_round_trip_and_are_optional(tmp_path: Path) -> None:
     with np.load(write_step(tmp_path, 2, plain)) as arrays:
         assert arrays.files == ["header", "prompt_ids", "token_ids", "log_probs", "versions"]
     assert all(one.loss_mask_R is None for group in read_step(tmp_path, 2).groups for one in group.rollouts)
+
+
+def test_the_example_is_the_first_response_that_was_given_tokens(tmp_path: Path) -> None:
+    """Without one it is the first response; its columns are those of the whole step."""
+    plain = batch()
+    write_step(tmp_path, 1, plain)
+    ids_P, found = read_example(tmp_path, 1)
+    assert ids_P.tolist() == [1, 2, 3]
+    assert_same(one_response(ids_P, found), one_response(ids_P, plain.groups[0].rollouts[0]))
+    last = plain.groups[1].rollouts[1]
+    given = dataclasses.replace(last, loss_mask_R=np.array([True] * 3 + [False] * 2 + [True] * 3))
+    groups = (plain.groups[0], Group(plain.groups[1].prompt, (plain.groups[1].rollouts[0], given)))
+    write_step(tmp_path, 2, StepBatch(groups, {}))
+    ids_P, found = read_example(tmp_path, 2)
+    assert ids_P.tolist() == [5]
+    assert_same(one_response(ids_P, found), one_response(ids_P, given))
+    assert found.loss_mask_R is not None
+    assert found.loss_mask_R.tolist() == [True] * 3 + [False] * 2 + [True] * 3
+
+
+def one_response(ids_P: np.ndarray, found: Rollout) -> StepBatch:
+    return StepBatch((Group(Prompt(0, ids_P, "", ""), (found,)),), {})
+
+
+def test_an_example_is_read_without_the_rest_of_its_step(tmp_path: Path) -> None:
+    """Other responses may be anything: here bytes that fail every checksum of the file."""
+    path = write_step(tmp_path, 1, batch())
+    content = bytearray(path.read_bytes())
+    other = content.index(batch().groups[1].rollouts[1].log_probs_R.tobytes())
+    content[other] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_step(tmp_path, 1)
+    assert read_example(tmp_path, 1)[1].token_ids_R.tolist() == rollout(10, 0.1).token_ids_R.tolist()
+
+
+def test_a_step_without_an_example_is_named(tmp_path: Path) -> None:
+    write_step(tmp_path, 3, StepBatch((), {}))
+    with pytest.raises(ConfigError, match=r"step_000003.npz has no responses: the step trained on nothing"):
+        read_example(tmp_path, 3)
+    with pytest.raises(ConfigError, match=r"step_000004.npz: no such file"):
+        read_example(tmp_path, 4)
+    (tmp_path / "step_000003.npz").write_bytes(b"PK")
+    with pytest.raises(ConfigError, match=r"the record of step 3 is damaged"):
+        read_example(tmp_path, 3)
 
 
 def test_an_empty_step_round_trips(tmp_path: Path) -> None:

@@ -1,0 +1,235 @@
+"""The report's three episodes as conversations: which, what of them, escaped, what stands in their place."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from bapo_megatron.commands.report.conversations import MOST_TOKENS, conversations
+from bapo_megatron.commands.report.data import RunRecord, read_run
+from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
+from bapo_megatron.commands.report.metric_table import MetricTable
+from bapo_megatron.commands.report.page import write_report
+from bapo_megatron.commands.report.panels import PANELS
+from bapo_megatron.rollout.sampler.step_batches import step_path, write_step
+from bapo_megatron.types import FinishReason, Group, Prompt, Rollout, StepBatch
+from tests.support.pages import ROOT
+from tests.unit.commands.test_report import check_harmless, make_hostile, write_config, write_lines
+
+MODEL = ROOT / "recipes/demo/policy_tools"
+TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+FRAME = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"
+SCRIPT = "<script>alert(1)</script>{{7*7}}"
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array(TOKENIZER.encode(text).ids, np.int32)
+
+
+def rollout(*turns: str, reward: float = 1.0, reason: FinishReason = "stop") -> Rollout:
+    """A response of turns, sampled and given by turns."""
+    parts = [ids(turn) for turn in turns]
+    mask_R = np.concatenate([np.full(len(part), place % 2 == 0) for place, part in enumerate(parts)])
+    tokens_R, zeros_R = np.concatenate(parts), np.zeros(len(mask_R))
+    columns = (tokens_R, zeros_R.astype(np.float32), zeros_R.astype(np.int32))
+    return Rollout(*columns, loss_mask_R=mask_R, finish_reason=reason, reward=reward)
+
+
+def asked(value: str = "935") -> Rollout:
+    return rollout("755+180<|im_end|>", FRAME.format(value), "\\boxed{935}<|im_end|>")
+
+
+def write_run(folder: Path, steps: dict[int, Rollout], prompt: str = "755+180=") -> RunRecord:
+    for step, found in steps.items():
+        other = rollout("I guess 9<|im_end|>", reward=0.0)  # was given nothing
+        group = Group(Prompt(0, ids(prompt), "935", "sums"), (other, found))
+        write_step(folder / "journal", step, StepBatch((group,), {}))
+    return RunRecord(folder, MetricTable([{"step": 1.0}]), MetricTable([]), [], {"model.hf_path": str(MODEL)})
+
+
+def texts(run: RunRecord) -> list[list[tuple[str, str]]]:
+    """Speaker and whole text of each block of each conversation."""
+    return [
+        [(block.speaker, "".join(text for text, _ in block.pieces)) for block in one.blocks]
+        for one in conversations(run)
+    ]
+
+
+def test_an_episode_by_hand(tmp_path: Path) -> None:
+    """Prompt, sampled turns and given ones with their frames, special tokens apart, reward, end."""
+    [found] = conversations(write_run(tmp_path, {4: asked()}))
+    tokens, given = len(asked().token_ids_R), len(ids(FRAME.format("935")))
+    assert found.title == (
+        f"Step 4: reward 1.000, 2 turns, {tokens} tokens, {given} of them given, ended by the environment"
+    )
+    assert [(block.speaker, block.pieces) for block in found.blocks] == [
+        ("prompt", [("755+180=", False)]),
+        ("model", [("755+180", False), ("<|im_end|>", True)]),
+        (
+            "environment",
+            [
+                ("\n", False),
+                ("<|im_start|>", True),
+                ("tool\n935", False),
+                ("<|im_end|>", True),
+                ("\n", False),
+                ("<|im_start|>", True),
+                ("assistant\n", False),
+            ],
+        ),
+        ("model", [("\\boxed{935}", False), ("<|im_end|>", True)]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("length", "at the longest response"), ("turns", "after the most turns"), ("failed", "by a failure")],
+)
+def test_how_an_episode_ended(tmp_path: Path, reason: FinishReason, said: str) -> None:
+    run = write_run(tmp_path, {1: rollout("1", FRAME, reward=-0.5, reason=reason)})
+    assert conversations(run)[0].title.startswith("Step 1: reward -0.500, 1 turn, ")
+    assert conversations(run)[0].title.endswith(f"given, ended {said}")
+
+
+def test_the_first_the_middle_and_the_last_step_are_read_and_no_other(tmp_path: Path) -> None:
+    """Files of all other steps could not be read; a short run has fewer episodes."""
+    run = write_run(tmp_path, {step: asked(str(step)) for step in range(10, 21)})
+    for step in set(range(10, 21)) - {10, 15, 20}:
+        step_path(tmp_path / "journal", step).write_bytes(b"")
+    found = texts(run)
+    assert [[text for who, text in one if who == "environment"] for one in found] == [
+        [FRAME.format(step)] for step in (10, 15, 20)
+    ]
+    assert len(conversations(write_run(tmp_path / "short", {1: asked(), 2: asked()}))) == 2
+
+
+def test_a_long_block_is_cut_in_its_middle(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {1: rollout("ab" * MOST_TOKENS, FRAME, "c")})
+    [found] = conversations(run)
+    pieces = found.blocks[1].pieces
+    half = "ab" * (MOST_TOKENS // 4)
+    assert pieces == [(half, False), (f" … {MOST_TOKENS:,} tokens … ", True), (half, False)]
+    assert not found.is_short
+    assert conversations(write_run(tmp_path / "short", {1: asked()}))[0].is_short
+
+
+def test_a_file_that_is_gone_or_damaged_costs_its_own_episode(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {step: asked() for step in (1, 2, 3)})
+    step_path(tmp_path / "journal", 2).write_bytes(b"PK")
+    first, second, third = conversations(run)
+    assert (second.title, second.blocks) == ("Step 2", [])
+    assert "the record of step 2 is damaged" in second.problem
+    assert first.problem == third.problem == ""
+
+
+def test_what_stands_in_the_place_of_episodes(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {})
+    [found] = conversations(run)
+    assert found.title == "No episode is stored"
+    assert f"{tmp_path}/journal has no step" in found.problem
+    run.config["model.hf_path"] = str(tmp_path / "absent")
+    [found] = conversations(run)
+    assert found.title == "No episode can be shown as text"
+    assert [
+        f"{tmp_path}/{folder}/tokenizer.json does not exist" in found.problem
+        for folder in ("absent", "export")
+    ]
+    (tmp_path / "export").symlink_to(MODEL)
+    assert conversations(write_run(tmp_path, {1: asked()}))[0].blocks
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "absent/tokenizer.json").write_text("{}")
+    (tmp_path / "export").unlink()
+    assert "absent/tokenizer.json cannot be read" in conversations(run)[0].problem
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+class Conversation(HTMLParser):
+    """The conversations of a page: speakers and texts, by where tags begin and end."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.inside: list[str] = []
+        self.blocks: list[list[str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        kind = (dict(attrs).get("class") or "").split(" ")[0]
+        if kind == "block":
+            self.blocks.append(["", ""])
+        if tag not in ("meta", "wbr", "img", "input"):
+            self.inside.append(kind or tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "block" in self.inside:
+            self.blocks[-1]["speaker" not in self.inside] += data
+
+
+@pytest.fixture
+def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.report.page.PANELS", PANELS[:1])
+    for module in ("plots", "distributions"):
+        monkeypatch.setattr(f"bapo_megatron.commands.report.{module}.DISTRIBUTIONS", DISTRIBUTIONS[:1])
+
+
+def episode_row(step: int, **more: float) -> dict[str, Any]:
+    ends = {f"environment/finish_{name}": 0.25 for name in ("stop", "length", "turns", "failed")}
+    return {"step": step, "reward/mean": 0.5, "environment/turns_mean": 2.0, **ends, **more}
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_a_conversation_on_the_page_is_text(tmp_path: Path) -> None:
+    """Markup of prompt, model and tool is escaped; the whole text is there, in its order."""
+    make_hostile(tmp_path)
+    write_run(tmp_path, {1: rollout(f"{SCRIPT}<|im_end|>", FRAME.format(SCRIPT), "</pre></div>")}, SCRIPT)
+    write_config(tmp_path, {"name": SCRIPT, "model.hf_path": str(MODEL)})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    write_lines(tmp_path / "metrics.jsonl", [{**row, **episode_row(row["step"])} for row in rows])
+    page = write_report([tmp_path]).read_text()
+    check_harmless(page)
+    assert Conversation(page).blocks == [
+        ["prompt", SCRIPT],
+        ["model", f"{SCRIPT}<|im_end|>"],
+        ["environment", FRAME.format(SCRIPT)],
+        ["model", "</pre></div>"],
+    ]
+    assert f"<i>{html.escape('<|im_end|>')}</i>" in page
+    assert re.findall("<h2>(.*?)</h2>", page) == [
+        *("Configuration", "Curves", "By staleness", "Episodes", "Events", "Values")
+    ]
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_plots_and_table_of_episodes(tmp_path: Path) -> None:
+    """A plot has the curves that were measured; without rewards of the environment there is none of them."""
+    rows = [episode_row(1), episode_row(2, **{"episode/calls": 1.5})]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    page = write_report([tmp_path]).read_text()
+    titles = ("Turns of an episode", "How episodes end", "Reward by answer")
+    assert [f'alt="{title} by step"' in page for title in titles] == [True, True, False]
+    assert '<tr><td>calls</td><td class="number">1.500</td><td class="number">1.500</td></tr>' in page
+    write_lines(tmp_path / "metrics.jsonl", [*rows, episode_row(3, **{"environment/reward_turn_2": 0.5})])
+    assert 'alt="Reward by answer by step"' in write_report([tmp_path]).read_text()
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_a_run_without_an_environment_opens_no_journal(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {1: asked()})
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
+    page = write_report([tmp_path]).read_text()
+    assert Conversation(page).blocks == []
+    assert "<h2>Episodes" not in page
+    assert conversations(run)[0].blocks
+    assert read_run(tmp_path).steps

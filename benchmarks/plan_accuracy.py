@@ -30,7 +30,7 @@ LAYOUTS = (
     ParallelConfig(tensor=2, pipeline=2, data=2, sequence=True),
 )
 MODES = ("none", "selective", "full")
-MODELS = (("qwen2", "bfloat16"), ("qwen3", "float32"))
+MODELS = (("qwen2", "bfloat16"), ("qwen3", "float32"), ("qwen3_moe", "bfloat16"))
 
 
 def main() -> None:

@@ -46,7 +46,11 @@ def rehearse_recipe(recipe: Path, run: RunConfig, options: RehearseOptions) -> i
     options.check()
     run.check()
     check_names(run)
-    plan_options = PlanOptions(gpu=options.gpu, memory_fraction=options.memory_fraction)
+    plan_options = PlanOptions(
+        gpu=options.gpu,
+        memory_fraction=options.memory_fraction,
+        expert_imbalance=options.expert_imbalance,
+    )
     job = Job(run, find_shape(recipe, run.model.hf_path), plan_options)
     if found := problems(job):
         raise ConfigError("\n".join(found))

@@ -7,21 +7,24 @@ adapted: no dropout and no score matrix (flash attention keeps one log-sum-exp f
 attention, a gated MLP, and the fused RoPE and SwiGLU that ``policy/model.py`` asks for on a GPU.
 
 Letters: h hidden, q and kv widths of queries and of keys, f MLP width; t TP size;
-s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation. Used by
-``memory.py`` and ``page.py``.
+s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation.
+
+In a layer with experts the MLP is one of the experts' width for each copy of a token that the rank's experts
+process (``experts.py``), with what routing and permutation keep. Used by ``memory.py`` and ``page.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.planning.experts import ExpertLoad, expert_load
 
 Spec = Literal["te", "torch"]
 Recompute = Literal["none", "selective", "full"]
-_FP32 = 4
+_FP32, _INT64, _INT32 = 4, 8, 4
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,21 @@ class ActivationBytes:
 
 
 def activation_bytes_per_token(
-    shape: ModelShape, parallel: ParallelConfig, element: int, recompute: Recompute, spec: Spec
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    element: int,
+    recompute: Recompute,
+    spec: Spec,
+    imbalance: float = 1.0,
 ) -> ActivationBytes:
-    """The activation bytes under a recompute mode; ``policy/model.py`` says what each mode recomputes."""
-    layer = (_te_layer if spec == "te" else _torch_layer)(_Widths.of(shape, parallel, element))
+    """The activation bytes under a recompute mode; ``policy/model.py`` says what each mode recomputes.
+
+    ``imbalance``: of a model with experts, that of the busiest rank (``experts.py``).
+    """
+    widths = _Widths.of(shape, parallel, element)
+    layer = (_te_layer if spec == "te" else _torch_layer)(widths)
+    if load := expert_load(shape, parallel, imbalance):
+        layer = _with_experts(layer, widths, _Experts.of(shape, parallel, load), spec)
     everything = layer.always + layer.core + layer.mlp
     saved, transient = {
         "none": (everything, 0.0),
@@ -163,3 +177,58 @@ def _te_layer(w: _Widths) -> _Layer:
         mlp_recomputed=_FP32 + w.b * w.h + gated,
         shared_input=w.b * w.h,
     )
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """The experts of a layer: their load, and entries for each copy or routed token."""
+
+    load: ExpertLoad
+    hidden: int
+    f: float
+    """Width of an expert on a rank of ETP."""
+    count: int
+    per_token: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, parallel: ParallelConfig, load: ExpertLoad) -> _Experts:
+        assert shape.experts is not None
+        experts = shape.experts
+        width = experts.ffn / parallel.expert_tensor
+        return cls(load, shape.hidden, width, experts.count, experts.per_token)
+
+
+def _with_experts(layer: _Layer, w: _Widths, experts: _Experts, spec: Spec) -> _Layer:
+    """The layer with experts in place of its MLP. Their norm is a module of its own in both specs."""
+    routed = _te_routed(w, experts) if spec == "te" else _torch_routed(w, experts)
+    arguments = layer.norm + w.b * w.h  # the normalized input, which router and permutation read
+    return replace(layer, mlp=arguments + routed, mlp_arguments=arguments, mlp_recomputed=routed)
+
+
+def _chosen(experts: _Experts) -> float:
+    """Of each routed token: numbers of its experts, and their weights after the softmax."""
+    return (_INT64 + _FP32) * experts.per_token * experts.load.routed
+
+
+def _torch_routed(w: _Widths, experts: _Experts) -> float:
+    """megatron's SequentialMLP, and its permutation by torch's index and mask.
+
+    The permutation keeps the mask and the weights of all experts, and the number of each copy's token. Of a
+    copy: gate and up, silu(gate), up once more, product, product x weight, and the weight.
+    """
+    load = experts.load
+    mask = (_FP32 + 1) * experts.count * load.routed + _INT64 * load.copies
+    return _chosen(experts) + mask + load.rows * (w.b * (experts.hidden + 6 * experts.f) + _FP32)
+
+
+def _te_routed(w: _Widths, experts: _Experts) -> float:
+    """Transformer Engine's grouped layer and its fused permutation.
+
+    The permutation keeps a map of 2 experts + 1 numbers of each token. Of a copy: its input, gate and up, the
+    product with the weight, which SwiGLU fuses; the weight; its place in the order of experts, if there are
+    several.
+    """
+    load = experts.load
+    row_map = _INT32 * (2 * experts.count + 1) * load.routed
+    copy = w.b * (experts.hidden + 3 * experts.f) + _FP32 + _INT32 * (load.local > 1)
+    return _chosen(experts) + row_map + load.rows * copy

@@ -1,10 +1,10 @@
 """Rollout estimate of ``bapo plan``: KV cache of the inference engines, and sampling time of a step.
 
 Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of every
-sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2). Without
-partial rollout a step's sampling ends with its last response (lengths by ``lengths.py``); a decode step of
-few responses reads the weights, too. Scheduling, the engine's collectives and scoring are left out. Used by
-``plan.py``.
+sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2). Of a
+model with experts it reads those that some sequence takes. Without partial rollout a step's sampling ends
+with its last response (lengths by ``lengths.py``); a decode step of few responses reads the weights, too.
+Scheduling, the engine's collectives and scoring are left out. Used by ``plan.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.lengths import ResponseLengths, busiest_engine_responses, decode_seconds
-from bapo_megatron.planning.sizes import total_parameters
+from bapo_megatron.planning.sizes import read_parameters, total_parameters
 from bapo_megatron.policy.flops import linear_flops_per_token
 
 
@@ -85,13 +85,19 @@ def engines(job: Job) -> EnginePlan:
     slots = min(held / present, job.max_in_flight)
     running = min(slots, job.responses / max(1, count))
     bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
-    weight_seconds, token_seconds = weights / bandwidth, per_token / size / bandwidth
-    rate = count * running / (weight_seconds + running * present * token_seconds)
+    token_seconds = per_token / size / bandwidth
+
+    def weight_seconds(sequences: float) -> float:
+        return read_parameters(job.shape, sequences) * 2.0 / size / bandwidth
+
+    rate = count * running / (weight_seconds(running) + running * present * token_seconds)
     longest = job.run.rollout.max_response_tokens
     prompts = share * job.mean_prompt * linear_flops_per_token(job.shape)
     prefill = prompts / size / (options.mfu * gpu.peak)
     busiest = _busiest(lengths, share, job.responses, max(1, int(slots)), job.mean_prompt)
-    decoding = weight_seconds * busiest[0] + token_seconds * busiest[1]
+    # Experts are read less often in the tail: by as many responses as run in the mean over the steps.
+    steps = busiest[0]
+    decoding = steps * weight_seconds(share * job.mean_response / steps) + token_seconds * busiest[1]
     return EnginePlan(
         gpus=gpus,
         count=count,
@@ -105,7 +111,7 @@ def engines(job: Job) -> EnginePlan:
         rollout_seconds=prefill + decoding if rate else float("inf"),
         prefill_seconds=prefill,
         cut_share=lengths.cut_share,
-        longest_seconds=longest * (weight_seconds + longest / 2 * token_seconds),
+        longest_seconds=longest * (weight_seconds(1) + longest / 2 * token_seconds),
     )
 
 

@@ -21,6 +21,7 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.planning.experts import ExpertLoad, expert_load
 from bapo_megatron.planning.hardware import GPUS, GPUS_PER_NODE, Gpu
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
@@ -39,6 +40,9 @@ class GpuOptions:
     """Type of the GPUs that train and sample; eight make a node."""
     memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
     """Share of a GPU's and of a node's memory that a plan may use."""
+    expert_imbalance: Annotated[float, Ge(1)] = 1.2
+    """Copies of tokens that the busiest rank of EP gets, as a multiple of the mean, for models with experts.
+    The default is assumed; a run measures its own (experts/rank_imbalance)."""
 
     def check(self) -> None:
         """Raise ConfigError for a value out of its range."""
@@ -97,21 +101,13 @@ def shape_folder(recipe: Path, hf_path: Path) -> Path:
 class Job:
     """Planned job: one recipe and its model's shape on one type of GPU; the input of every estimate.
 
-    Immutable. Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions. ConfigError
-    for a model with experts, whose memory and traffic no estimate knows. Made by ``bapo plan``, ``bapo
-    rehearse`` and ``commands/cluster/job.py``; ``advice.py`` makes variants.
+    Immutable. Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions. Made by
+    ``bapo plan``, ``bapo rehearse`` and ``commands/cluster/job.py``; ``advice.py`` makes variants.
     """
 
     run: RunConfig
     shape: ModelShape
     options: PlanOptions
-
-    def __post_init__(self) -> None:
-        if self.shape.experts is not None:
-            raise ConfigError(
-                f"model.hf_path={self.run.model.hf_path}: `bapo plan` and `bapo rehearse` know no models "
-                "with experts yet; the model trains without them (docs/parallelism.md#experts)"
-            )
 
     @property
     def gpu(self) -> Gpu:
@@ -186,8 +182,19 @@ class Job:
 
     @property
     def optimizer_shards(self) -> int:
-        """Ranks that share the optimizer state of a model shard: DP x CP."""
+        """Ranks that share the optimizer state of a model shard: DP x CP. Experts have ``expert_shards``."""
         return self.replicas * self.parallel.context
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the optimizer state of a rank's experts: TP x CP x DP / (EP x ETP)."""
+        p = self.parallel
+        return max(1, p.tensor * self.optimizer_shards // (p.expert * p.expert_tensor))
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """Load of a layer's experts on the busiest rank; None without experts."""
+        return expert_load(self.shape, self.parallel, self.options.expert_imbalance)
 
     @property
     def host_optimizer(self) -> bool:

@@ -14,7 +14,7 @@ from bapo_megatron.planning.hardware import GB
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.plan import JobPlan
 from bapo_megatron.planning.records import RankResult
-from bapo_megatron.planning.sizes import total_parameters
+from bapo_megatron.planning.sizes import active_parameters
 from bapo_megatron.planning.verdict import needed, node_bytes, rehearsal_verdict
 
 
@@ -122,6 +122,7 @@ def collectives(result: RankResult) -> list[dict[str, Any]]:
 
 
 def model_flops(result: RankResult, job: Job) -> float:
-    """Model FLOPs of this GPU, 6 N D / model-parallel size: N parameters, D tokens of the packs."""
+    """Model FLOPs of this GPU, 6 N D / model-parallel size: N parameters that a token passes, D tokens of the
+    packs."""
     tokens = result.packs * job.run.batch.pack_tokens
-    return 6.0 * total_parameters(job.shape) * tokens / job.parallel.model_size
+    return 6.0 * active_parameters(job.shape) * tokens / job.parallel.model_size

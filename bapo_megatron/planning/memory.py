@@ -18,6 +18,7 @@ from bapo_megatron.planning.sizes import (
     total_parameters,
 )
 from bapo_megatron.policy.layout import chunk_layers
+from bapo_megatron.step_header import RouteShape
 
 _FP32 = 4
 # Estimate: CUDA context and kernels 1 GB, cuBLAS and Transformer Engine workspaces 0.5 GB, NCCL's channel
@@ -105,10 +106,10 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     """The memory of one GPU of pipeline stage ``stage``."""
     parameters = stage_parameters(job.shape, job.parallel, stage)
     weights, gradients = parameters.total * job.element, parameters.total * _FP32
-    optimizer = 0.0 if job.host_optimizer else optimizer_bytes(job, parameters.total)
+    optimizer = 0.0 if job.host_optimizer else optimizer_bytes(job, optimizer_shard(job, parameters))
     flight = _forwards_in_flight(job, stage)
     activations = activation_bytes(job, stage, spec)
-    workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job)
+    workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job, stage)
     steady = weights + gradients + optimizer + FIXED
     shared = job.has_servers(stage)
     reads = shared and job.weights_by_ipc
@@ -134,11 +135,17 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     )
 
 
-def optimizer_bytes(job: Job, parameters: int) -> float:
-    """Optimizer states of one rank: float32 moments of Adam, and master weights if weights are bfloat16 or
-    the states are on the host."""
+def optimizer_shard(job: Job, parameters: StageParameters) -> float:
+    """Parameters whose optimizer state a rank has: its share over DP x CP, and over the ranks with the same
+    experts."""
+    return parameters.dense / job.optimizer_shards + parameters.experts / job.expert_shards
+
+
+def optimizer_bytes(job: Job, parameters: float) -> float:
+    """Optimizer states of ``parameters``: float32 moments of Adam, and master weights if weights are bfloat16
+    or the states are on the host."""
     copies = 2 if job.element == _FP32 and not job.host_optimizer else 3
-    return copies * _FP32 * parameters / job.optimizer_shards
+    return copies * _FP32 * parameters
 
 
 def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
@@ -147,7 +154,14 @@ def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
     The transient is one recomputed layer, or the final norm, which is freed before the first layer is
     recomputed. Every model chunk but the very last also holds its output.
     """
-    part = activation_bytes_per_token(job.shape, job.parallel, job.element, job.run.batch.recompute, spec)
+    part = activation_bytes_per_token(
+        job.shape,
+        job.parallel,
+        job.element,
+        job.run.batch.recompute,
+        spec,
+        job.options.expert_imbalance,
+    )
     layers = max(chunk_layers(job.parallel, job.shape.layers)[stage :: job.parallel.pipeline])
     chunks = _forwards_in_flight(job, stage)
     last = stage == job.parallel.pipeline - 1
@@ -182,24 +196,28 @@ def server_weights(job: Job) -> float:
 def host_bytes(job: Job) -> float:
     """Host memory of a node during a checkpoint save: (12 + b) bytes a parameter / (DP x CP), and more.
 
-    Master weight, moments and weight are split over DP x CP (``policy/state/optimizer_state.py``). Parameters
+    Master weight, moments and weight are split over DP x CP (``policy/state/optimizer_state.py``), those of
+    experts over the ranks that have the same ones. Parameters
     are written whole, so a rank may write one more than its share, at most the largest. A host optimizer is
     there all the time, and once more during a save (the writer's copy-on-write pages) or a load, which holds
     one more state. The buffers of an offloaded policy stay allocated, and so does a frozen reference.
     """
-    largest = max(
-        stage_parameters(job.shape, job.parallel, stage).total for stage in range(job.parallel.pipeline)
-    )
-    share = (3 * _FP32 + job.element) * largest / job.optimizer_shards
-    rank = share + 3 * _largest_state(job)
+    shard = largest_shard(job)
+    rank = (3 * _FP32 + job.element) * shard + 3 * _largest_state(job)
     if job.host_optimizer:
         bucket = max(_BUCKET, largest_parameter(job.shape) / job.parallel.tensor)
-        buffers = 2 * (_FP32 + job.element) * min(bucket, largest / job.optimizer_shards)
-        rank += optimizer_bytes(job, largest) + _FP32 * largest / job.optimizer_shards + buffers
+        buffers = 2 * (_FP32 + job.element) * min(bucket, shard)
+        rank += optimizer_bytes(job, shard) + _FP32 * shard + buffers
     if job.offloads:
         rank += -(-offloaded_bytes(job) // _HOST_BLOCK) * _HOST_BLOCK
     rank += reference_bytes(job)
     return rank * job.gpus_on_node
+
+
+def largest_shard(job: Job) -> float:
+    """Parameters of the largest optimizer shard of any stage."""
+    stages = range(job.parallel.pipeline)
+    return max(optimizer_shard(job, stage_parameters(job.shape, job.parallel, stage)) for stage in stages)
 
 
 def reference_bytes(job: Job) -> float:
@@ -221,9 +239,18 @@ def offloaded_bytes(job: Job) -> float:
 
 def _workspace(job: Job) -> float:
     """Backward workspace of one layer: gradients of gate, up and their product (3 x ffn) and of the hidden
-    state, and the input gathered over the TP ranks."""
-    entries = 3 * job.shape.ffn / job.parallel.tensor + 2 * job.shape.hidden
-    return job.tokens * job.element * entries
+    state, and the input gathered over the TP ranks.
+
+    With experts all of a copy of a token, or while copies change places two of its hidden states; and the
+    gradients of one matrix of all experts at once, which the grouped layer makes before they are added up.
+    """
+    hidden = job.shape.hidden
+    if (load := job.expert_load) is None or job.shape.experts is None:
+        entries = 3 * job.shape.ffn / job.parallel.tensor + 2 * hidden
+        return job.tokens * job.element * entries
+    width = job.shape.experts.ffn / job.parallel.expert_tensor
+    copies = job.tokens * load.rows * max(3 * width + hidden, 2 * hidden)
+    return job.element * (copies + 2 * job.tokens * load.routed * hidden + load.local * 2 * width * hidden)
 
 
 def _head(job: Job, stage: int) -> float:
@@ -243,13 +270,25 @@ def _head(job: Job, stage: int) -> float:
     return logits + hidden + vocabulary * job.shape.hidden * (_FP32 + job.element)
 
 
-def _buffers(job: Job) -> float:
-    """Pipeline messages, the key-value ring of context parallelism, and the columns of the update's packs."""
+def _buffers(job: Job, stage: int) -> float:
+    """Pipeline messages, the key-value ring of context parallelism, the columns of the update's packs, and
+    the routes of the packs in flight."""
     message = job.tokens * job.shape.hidden * job.element / job.norm_split
     pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
     kv = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
     ring = 4 * job.tokens * kv * job.element if job.parallel.context > 1 else 0.0
-    return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS
+    return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS + _routes(job, stage)
+
+
+def _routes(job: Job, stage: int) -> float:
+    """Routes of a stage's layers, for the packs in flight: one or two bytes for each expert of a token."""
+    experts = job.shape.experts
+    if experts is None or job.run.rollout.route_replay == "off":
+        return 0.0
+    layers = max(chunk_layers(job.parallel, job.shape.layers)[stage :: job.parallel.pipeline])
+    shape = RouteShape(layers, experts.per_token, experts.count)
+    size = layers * experts.per_token * shape.dtype.itemsize
+    return float(job.tokens * size * _forwards_in_flight(job, stage))
 
 
 def _save_buffers(job: Job) -> float:

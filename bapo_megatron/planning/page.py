@@ -25,7 +25,7 @@ from bapo_megatron.planning.memory import (
 )
 from bapo_megatron.planning.plan import JobPlan
 from bapo_megatron.planning.records import OFFLOADED, SAMPLE, UPDATE, RankResult
-from bapo_megatron.planning.sizes import total_parameters
+from bapo_megatron.planning.sizes import active_parameters, total_parameters
 from bapo_megatron.planning.speed import Handover, reference_seconds
 from bapo_megatron.planning.summary import summary
 from bapo_megatron.planning.traffic import DISK_RATE
@@ -78,7 +78,9 @@ def layout_name(job: Job) -> str:
     if p.pipeline_layers:
         virtual += f" ({' '.join(map(str, p.pipeline_layers))} layers)"
     sequence = " + SP" if p.sequence else ""
-    return f"TP {p.tensor}{sequence}, PP {p.pipeline}{virtual}, CP {p.context}, DP {job.replicas}"
+    experts = f", EP {p.expert}" if p.expert > 1 else ""
+    experts += f", ETP {p.expert_tensor}" if p.expert_tensor > 1 else ""
+    return f"TP {p.tensor}{sequence}, PP {p.pipeline}{virtual}, CP {p.context}, DP {job.replicas}{experts}"
 
 
 def _title(plan: JobPlan) -> Iterator[str]:
@@ -86,8 +88,9 @@ def _title(plan: JobPlan) -> Iterator[str]:
     nodes = plan.trainer_nodes
     parameters = total_parameters(job.shape)
     size = f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+    active = f", {active_parameters(job.shape) / 1e9:.2f} B of a token" if job.shape.experts else ""
     machines = f"{nodes} node{'s' * (nodes > 1)}"
-    yield f"{job.run.name}: {size} parameters, {job.gpus} x {job.gpu.name} ({machines})"
+    yield f"{job.run.name}: {size} parameters{active}, {job.gpus} x {job.gpu.name} ({machines})"
     yield (
         f"{layout_name(job)}; packs of {batch.pack_tokens:,} tokens, {job.tokens:,.0f} a GPU; "
         f"recompute {batch.recompute}"
@@ -180,7 +183,7 @@ def _model_row(plan: JobPlan) -> list[str]:
     """Row of the whole model: one copy of its weights, gradients and optimizer state."""
     job = plan.job
     parameters = total_parameters(job.shape)
-    copies = (job.element, 4, optimizer_bytes(job, 1) * job.optimizer_shards)
+    copies = (job.element, 4, optimizer_bytes(job, 1))
     whole = [f"{parameters * size / GB:.1f}" for size in copies]
     blank = [""] * (len(_COLUMNS) - len(whole) + 1)
     return ["model", str(job.shape.layers), "", f"{parameters / 1e9:.3f}", *whole, *blank]
@@ -234,6 +237,11 @@ def _traffic(plan: JobPlan) -> Iterator[str]:
     rows = [["", "GB", "s", "over"]]
     rows += [[t.name, f"{t.sent / GB:,.1f}", f"{t.seconds:,.1f}", t.link] for t in plan.traffic]
     yield from _aligned(rows)
+    if plan.job.parallel.expert > 1:
+        yield (
+            f"Experts: the busiest rank of EP is taken to get {plan.job.options.expert_imbalance:g} times "
+            f"the mean of the copies (--expert-imbalance), in memory, messages and time"
+        )
 
 
 def _speed(plan: JobPlan) -> Iterator[str]:

@@ -24,7 +24,9 @@ class StageParameters:
 
     layers: int
     body: int
-    """Parameters of the stage's layers, and of the final norm on the last stage."""
+    """Parameters of the stage's layers without their experts, and of the final norm on the last stage."""
+    experts: int
+    """Parameters of the stage's experts that this rank of EP and ETP has."""
     embedding: int
     output: int
     """Parameters of the output layer on the last stage: with tied embeddings a copy, or 0 if the stage has
@@ -33,16 +35,23 @@ class StageParameters:
     @property
     def total(self) -> int:
         """Parameters of the GPU."""
+        return self.dense + self.experts
+
+    @property
+    def dense(self) -> int:
+        """Parameters but for those of experts, which are sharded otherwise."""
         return self.body + self.embedding + self.output
 
 
 def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) -> StageParameters:
-    """Parameters on one GPU of pipeline stage ``stage``: TP splits the matrices, PP the layers."""
-    per_layer, embedding, norm = _pieces(shape, parallel.tensor)
+    """Parameters on one GPU of pipeline stage ``stage``: TP splits matrices, PP layers, EP x ETP experts."""
+    per_layer, experts, embedding, norm = _pieces(shape, parallel.tensor)
+    experts //= parallel.expert * parallel.expert_tensor
     layers = stage_layers(parallel, shape.layers)[stage]
     last = stage == parallel.pipeline - 1
     output = embedding if last and not (shape.tied and stage == 0) else 0
-    return StageParameters(layers, layers * per_layer + norm * last, embedding * (stage == 0), output)
+    body = layers * per_layer + norm * last
+    return StageParameters(layers, body, layers * experts, embedding * (stage == 0), output)
 
 
 def total_parameters(shape: ModelShape) -> int:
@@ -50,10 +59,31 @@ def total_parameters(shape: ModelShape) -> int:
     return stage_parameters(shape, ParallelConfig(), 0).total
 
 
+def active_parameters(shape: ModelShape) -> int:
+    """Parameters that one token passes: of each layer's experts only its own."""
+    total = total_parameters(shape)
+    if shape.experts is None:
+        return total
+    experts = stage_parameters(shape, ParallelConfig(), 0).experts
+    return total - experts // shape.experts.count * (shape.experts.count - shape.experts.per_token)
+
+
 @lru_cache(maxsize=64)
 def largest_parameter(shape: ModelShape) -> int:
     """Number of entries of the largest parameter, unsharded: a weight sync gathers one at a time."""
     return max(_entries(mapping) for mapping in mapping_table(shape).values())
+
+
+def read_parameters(shape: ModelShape, tokens: float) -> float:
+    """Parameters that a forward pass of ``tokens`` tokens reads: of E experts those that any of them takes.
+
+    With K experts a token, all equally likely: E (1 - (1 - K / E)^tokens): for one token K.
+    """
+    total = total_parameters(shape)
+    if shape.experts is None:
+        return total
+    experts = stage_parameters(shape, ParallelConfig(), 0).experts
+    return total - experts * (1 - shape.experts.per_token / shape.experts.count) ** tokens
 
 
 def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
@@ -74,18 +104,21 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
 
 
 @lru_cache(maxsize=64)
-def _pieces(shape: ModelShape, tensor: int) -> tuple[int, int, int]:
-    """Parameters on one TP rank: of a layer, of the embedding, and of the final norm."""
-    layer = embedding = norm = 0
+def _pieces(shape: ModelShape, tensor: int) -> tuple[int, int, int, int]:
+    """Parameters on one TP rank: of a layer without its experts, of the embedding, and of the final norm; in
+    second place those of all experts of a layer, uncut."""
+    layer = experts = embedding = norm = 0
     for name, mapping in mapping_table(shape).items():
-        entries = _entries(mapping) // (1 if mapping.tp_dim is None else tensor)
-        if "{layer}" in name:
+        entries = _entries(mapping) // (1 if mapping.tp_dim is None or mapping.expert is not None else tensor)
+        if mapping.expert is not None:
+            experts += entries
+        elif "{layer}" in name:
             layer += entries
         elif name == _EMBEDDING:
             embedding = entries
         elif name != _OUTPUT:
             norm += entries
-    return layer, embedding, norm
+    return layer, experts, embedding, norm
 
 
 def _entries(mapping: Mapping) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bapo_megatron.planning.experts import rank_imbalance
 from bapo_megatron.planning.job import Job, slots
-from bapo_megatron.planning.memory import offloaded_bytes
+from bapo_megatron.planning.memory import largest_shard, offloaded_bytes
 from bapo_megatron.planning.sizes import stage_parameters, total_parameters
 from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, update_traffic
 from bapo_megatron.policy.flops import (
@@ -43,7 +44,7 @@ class Speed:
     the forward-only passes for bounds and pi_old."""
     micro_batches: int
     idle: float
-    """Share of the time that GPUs idle: the pipeline bubble and unequal stages."""
+    """Share of the time that GPUs idle: the pipeline bubble, unequal stages and unequal experts."""
     update_seconds: float
     """Seconds of the training pass and of the forward-only passes."""
     forward_seconds: float
@@ -63,7 +64,7 @@ def speed(job: Job) -> Speed:
     tokens = job.micro_batches * job.run.batch.pack_tokens * job.replicas
     rate = tokens / (train + before) / job.gpus
     work = _training(job)
-    executed = work.matrices + work.attention + work.head + forward_passes(job) * forward
+    executed = work.flops + forward_passes(job) * forward
     busy = (work.seconds(job) + forward_passes(job) * _forward(job).seconds(job)) * tokens / job.gpus
     return Speed(
         flops_per_token=3 * forward,
@@ -89,15 +90,26 @@ class _Work:
     """FLOPs of a pass for each token, by kind of kernel (and so by MFU)."""
 
     matrices: float
-    """Matrices of the layers."""
+    """Matrices of the layers without experts."""
+    experts: float
+    """Matrices of routers and experts, of the mean rank: the busiest one takes longer."""
     attention: float
     """Scores and weighted values."""
     head: float
     """The output layer."""
 
-    def seconds(self, job: Job, share: float = 1.0, head: bool = True) -> float:
-        """Seconds of one GPU for a ``share`` of the layers, and for the output layer with ``head``."""
-        matrices = (self.matrices * share + self.head * head) / job.options.mfu
+    @property
+    def flops(self) -> float:
+        """All of them."""
+        return self.matrices + self.experts + self.attention + self.head
+
+    def seconds(self, job: Job, share: float = 1.0, head: bool = True, imbalance: float = 1.0) -> float:
+        """Seconds of one GPU for a ``share`` of the layers, and for the output layer with ``head``.
+
+        ``imbalance``: copies of tokens that its experts process, over the mean.
+        """
+        layers = (self.matrices + self.experts * imbalance) * share
+        matrices = (layers + self.head * head) / job.options.mfu
         return (matrices + self.attention * share / job.options.attention_mfu) / job.gpu.peak
 
     def slowest_stage(self, job: Job) -> float:
@@ -105,13 +117,20 @@ class _Work:
         layers = stage_layers(job.parallel, job.shape.layers)
         last = len(layers) - 1
         shares = (own / job.shape.layers for own in layers)
-        return max(self.seconds(job, share, stage == last) for stage, share in enumerate(shares))
+        busiest = rank_imbalance(job.parallel, job.options.expert_imbalance)
+        return max(self.seconds(job, share, stage == last, busiest) for stage, share in enumerate(shares))
 
 
 def _forward(job: Job) -> _Work:
     head = head_flops_per_token(job.shape)
     attention = attention_flops(job.shape, job.typical_length) / job.typical_length
-    return _Work(linear_flops_per_token(job.shape) - head, attention, head)
+    experts = _expert_flops(job)
+    return _Work(linear_flops_per_token(job.shape) - head - experts, experts, attention, head)
+
+
+def _expert_flops(job: Job) -> float:
+    """Forward FLOPs of a token's routers and experts in all layers; 0 without experts."""
+    return 2.0 * job.shape.layers * (mlp_matmuls(job.shape) if job.shape.experts else 0)
 
 
 def _training(job: Job) -> _Work:
@@ -122,10 +141,11 @@ def _training(job: Job) -> _Work:
     arXiv 2307.08691, section 3.1), so half a forward pass more than the four of one that has the scores.
     """
     forward, mode = _forward(job), job.run.batch.recompute
-    mlp = 2 * job.shape.layers * mlp_matmuls(job.shape)
+    mlp = 0 if job.shape.experts else 2 * job.shape.layers * mlp_matmuls(job.shape)
     matrices = {"none": 0.0, "selective": mlp, "full": forward.matrices}[mode]
     return _Work(
         matrices=3 * forward.matrices + matrices,
+        experts=forward.experts * (3 + (mode != "none")),
         attention=forward.attention * (3.5 + (mode != "none")),
         head=forward.head * (3 + _output_layer_twice(job)),
     )
@@ -174,9 +194,7 @@ def host_update(job: Job) -> HostUpdate | None:
     """The host optimizer step of the job; None if its optimizer is on the GPU."""
     if not job.host_optimizer:
         return None
-    stages = range(job.parallel.pipeline)
-    largest = max(stage_parameters(job.shape, job.parallel, stage).total for stage in stages)
-    elements, pcie = largest / job.optimizer_shards, _LINK_EFFICIENCY * job.gpu.pcie
+    elements, pcie = largest_shard(job), _LINK_EFFICIENCY * job.gpu.pcie
     memory = _LINK_EFFICIENCY * job.gpu.host_bandwidth
     return HostUpdate(
         elements=elements,

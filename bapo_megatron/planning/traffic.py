@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
 from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.memory import optimizer_shard
 from bapo_megatron.planning.sizes import stage_parameters, total_parameters
 from bapo_megatron.policy.layout import stage_layers
 
@@ -41,12 +42,14 @@ class Traffic:
 
 
 def update_traffic(job: Job) -> list[Traffic]:
-    """Communication of an update by kind of parallelism: TP, CP, PP and DP, where the layout has them."""
+    """Communication of an update by kind of parallelism, where there is any: TP, CP, EP, ETP, PP and DP."""
     p = job.parallel
     reach = {"TP": p.tensor, "CP": p.tensor * p.context}
     reach["DP"] = reach["CP"] * job.replicas
     reach["PP"] = reach["DP"] * p.pipeline
-    volumes = {"TP": _tensor(job), "CP": _context(job), "PP": _pipeline(job), "DP": _data(job)}
+    reach |= {"ETP": p.expert_tensor, "EP": p.expert_tensor * p.expert}
+    volumes = {"TP": _tensor(job), "CP": _context(job), "EP": _experts(job), "ETP": _expert_tensor(job)}
+    volumes |= {"PP": _pipeline(job), "DP": _data(job)}
     return [_on_link(job, name, sent, reach[name]) for name, sent in volumes.items() if sent]
 
 
@@ -85,7 +88,8 @@ def _searches_update(algorithm: AlgorithmConfig) -> bool:
 def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
     """The traffic of a group: on NVLink if its ``ranks`` lie in one node, else on the network.
 
-    Megatron numbers ranks TP first, then CP, DP, PP; ``ranks`` counts those of the group's kind and before.
+    Megatron numbers ranks TP first, then CP, DP, PP, and for experts ETP first, then EP; ``ranks`` counts
+    those of the group's kind and before.
     """
     inside = ranks <= GPUS_PER_NODE
     rate = job.gpu.nvlink if inside else job.gpu.network
@@ -101,15 +105,46 @@ def _tensor(job: Job) -> float:
     """Bytes of TP: four collectives of a layer forward, four backward.
 
     The four are two all-reduces, or under SP two pairs of an all-gather and a reduce-scatter. Under SP the
-    backward pass also gathers both matrices' inputs again.
+    backward pass also gathers both matrices' inputs again. In a layer with experts TP cuts the
+    attention alone: half of all that, of which "selective" recomputes nothing.
     """
     size = job.parallel.tensor
     message = _per_update(job) * job.shape.hidden * job.element * (size - 1) / size
     backward = 6 if job.parallel.sequence else 4
     again = {"none": 0, "selective": 2, "full": 4}[job.run.batch.recompute]
     layers = max(stage_layers(job.parallel, job.shape.layers))
-    body = layers * (4 + backward + again + 4 * forward_passes(job))
+    each = 4 + backward + again + 4 * forward_passes(job)
+    if job.shape.experts is not None:
+        again = {"none": 0, "selective": 0, "full": 2}[job.run.batch.recompute]
+        each = 2 + backward / 2 + again + 2 * forward_passes(job)
+    body = layers * each
     return message * (body + 2)  # and the output layer's input and gradient
+
+
+def _expert_calls(job: Job) -> float:
+    """Times that a copy of a token travels, in all layers of the largest stage: to its expert and back in
+    each forward pass, a recomputed one included, and its gradients."""
+    again = 0 if job.run.batch.recompute == "none" else 2
+    layers = max(stage_layers(job.parallel, job.shape.layers))
+    return layers * (4 + again + 2 * forward_passes(job))
+
+
+def _experts(job: Job) -> float:
+    """Bytes of EP: all-to-alls, in which the busiest rank sends what its experts made of their copies."""
+    size = job.parallel.expert
+    if (load := job.expert_load) is None or size == 1:
+        return 0.0
+    copies = _per_update(job) * load.rows / job.parallel.expert_tensor
+    return _expert_calls(job) * copies * job.shape.hidden * job.element * (size - 1) / size
+
+
+def _expert_tensor(job: Job) -> float:
+    """Bytes of ETP: copies are gathered, and the results reduce-scattered in float32."""
+    size = job.parallel.expert_tensor
+    if (load := job.expert_load) is None or size == 1:
+        return 0.0
+    whole = _per_update(job) * load.rows * job.shape.hidden * (job.element + 4) / 2
+    return _expert_calls(job) * whole * (size - 1) / size
 
 
 def _context(job: Job) -> float:
@@ -130,10 +165,10 @@ def _pipeline(job: Job) -> float:
 
 
 def _data(job: Job) -> float:
-    """Bytes of DP: float32 gradients are reduce-scattered and weights all-gathered over DP x CP."""
-    ranks = job.optimizer_shards
-    parameters = stage_parameters(job.shape, job.parallel, 0).total
-    return parameters * (4 + job.element) * (ranks - 1) / ranks
+    """Bytes of DP: float32 gradients are reduce-scattered and weights all-gathered over DP x CP, those of
+    experts over the ranks that have the same ones."""
+    own = stage_parameters(job.shape, job.parallel, 0)
+    return (own.total - optimizer_shard(job, own)) * (4 + job.element)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""The plan's memory against what small policies allocate on a CPU, at several layouts."""
+"""The plan's memory against what small policies allocate on a CPU, at several layouts.
+
+Experts are not spread by EP here: what a rank gets would depend on how random routers choose. The rehearsal
+is held against such ranks, with routes that are even (``test_expert_rehearsal.py``).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ PP = ParallelConfig(pipeline=2)
 INTERLEAVED = ParallelConfig(pipeline=2, virtual=2)
 DP = ParallelConfig(data=2)
 ALL = ParallelConfig(tensor=2, pipeline=2, data=2, sequence=True)
+ETP = ParallelConfig(tensor=2, data=2, sequence=True, expert_tensor=2)
 
 CASES = [
     Case("qwen2", "bfloat16", "none", ONE),
@@ -36,6 +41,12 @@ CASES = [
     Case("qwen3", "float32", "none", DP),
     Case("qwen2", "bfloat16", "none", ALL),
     Case("llama", "float32", "selective", ALL),
+    Case("qwen3_moe", "bfloat16", "none", ONE),
+    Case("qwen3_moe", "bfloat16", "selective", ONE),
+    Case("qwen3_moe", "float32", "none", SP),
+    Case("qwen3_moe", "float32", "full", PP),
+    Case("qwen3_moe", "bfloat16", "none", ETP),
+    Case("qwen3_moe", "float32", "selective", ETP),
 ]
 
 

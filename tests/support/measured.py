@@ -42,6 +42,14 @@ _SHAPE = {
     "max_position_embeddings": 1024,
 }
 
+_EXPERTS = {
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -60,6 +68,7 @@ def save_model(family: str, folder: Path) -> Path:
     config, model, extra = {
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, _EXPERTS),
         "llama": (
             transformers.LlamaConfig,
             transformers.LlamaForCausalLM,
@@ -110,7 +119,9 @@ def measure(folder: Path, case: Case, batch: BatchConfig) -> dict[str, float]:
     saved = SavedBytes(policy._model)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):
         policy.update(packs, _loss)
-    buffers = [buffer for chunk in policy._model for buffer in chunk.buffers]
+    buffers = [
+        buffer for chunk in policy._model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     return {
         "weights": float(sum(p.nbytes for chunk in policy._model for p in chunk.parameters())),
         "gradients": float(sum(buffer.grad_data.nbytes for buffer in buffers)),
@@ -145,7 +156,9 @@ class SavedBytes:
     def pack(self, tensor: torch.Tensor) -> _Holder:
         """Called by autograd for each tensor that it saves."""
         storage = tensor.untyped_storage()
-        counts = self._depth > 0 and storage.data_ptr() not in self._parameters
+        # In a backward pass only recomputation saves; that of experts calls no module as a whole.
+        recomputes = torch._C._current_autograd_node() is not None
+        counts = (self._depth > 0 or recomputes) and storage.data_ptr() not in self._parameters
         return _Holder(self, tensor, counts)
 
     def use(self, tensor: torch.Tensor) -> int:

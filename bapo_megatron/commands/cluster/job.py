@@ -203,8 +203,6 @@ class ClusterJob:
                 f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
                 f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
             )
-        if self.cluster.gpu is not None and self._has_experts():
-            yield "`bapo plan` knows no models with experts: nothing has checked that this one fits the GPUs"
         if self.cluster.rollout_nodes > self.rollout_nodes:
             yield (
                 f"rollout_nodes = {self.cluster.rollout_nodes} of the cluster file is left out: the recipe's "
@@ -216,12 +214,6 @@ class ClusterJob:
                 "back (docs/operations.md); two nodes in each group go on without one rollout node"
             )
 
-    def _has_experts(self) -> bool:
-        try:
-            return find_shape(self.recipe, self.config.model.hf_path).experts is not None
-        except ConfigError:
-            return False  # without the model's config.json there is no plan either
-
     def _disk_need(self) -> float | None:
         """Size of the run directory in GB; None if this machine does not have the model's config.json."""
         try:
@@ -232,7 +224,7 @@ class ClusterJob:
 
     def misfits(self) -> list[str]:
         """Reasons why the recipe does not fit the cluster's GPUs, by `bapo plan`; none without a `gpu`."""
-        if self.cluster.gpu is None or self._has_experts():
+        if self.cluster.gpu is None:
             return []
         plan = make_plan(self.planned())
         return plan.verdict.problems if self.rollout_nodes else list(plan.verdict.memory)

@@ -1,0 +1,222 @@
+"""``bapo plan`` of a mixture of experts: every quantity by hand on a small shape, and published sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.cli import run as bapo
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.hf.config import ExpertShape, read_model_shape
+from bapo_megatron.planning.activations import activation_bytes_per_token
+from bapo_megatron.planning.advice import Change, smallest_changes
+from bapo_megatron.planning.engines import engines
+from bapo_megatron.planning.experts import expert_load, rank_imbalance
+from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.json_summary import model_flops
+from bapo_megatron.planning.memory import host_bytes, server_weights, stage_memory
+from bapo_megatron.planning.page import plan_text
+from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.records import RankResult
+from bapo_megatron.planning.sizes import (
+    active_parameters,
+    largest_parameter,
+    read_parameters,
+    stage_parameters,
+    total_parameters,
+)
+from bapo_megatron.planning.speed import speed
+from bapo_megatron.planning.traffic import sync_traffic, update_traffic
+from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
+from tests.unit.planning.test_plan import SMALL, job, planned
+
+SHAPES = Path(__file__).parents[3] / "recipes/shapes"
+# A layer: 8 x (8 + 4 + 4) qkv + 8 x 8 projection + 2 x 8 norms + 4 x 8 router = 240, and 4 experts of
+# 3 x 8 x 6 = 144. The model: 4 x (240 + 576) + 2 x 256 embedding and output + 8 = 3784.
+MOE = replace(SMALL, family="qwen3_moe", qkv_bias=False, experts=ExpertShape(4, 2, 6, True))
+EP = ParallelConfig(data=2, expert=2)
+ETP = ParallelConfig(tensor=2, sequence=True, expert_tensor=2)
+BOTH = ParallelConfig(tensor=2, data=2, sequence=True, expert=2, expert_tensor=2)
+
+
+def moe(parallel: ParallelConfig, imbalance: float = 1.5, **batch: object) -> Job:
+    """The job of test_plan.py, eight packs of 16 tokens, with experts."""
+    one = job(parallel, MOE, **batch)
+    return replace(one, options=replace(one.options, expert_imbalance=imbalance))
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        # 48 x (2048 x 5120 qkv + 4096 x 2048 + 4096 + 256 norms + 128 x 2048 router + 128 x 3 x 2048 x 768)
+        # + 2 x 151936 x 2048 + 2048; of a token 120 of a layer's 128 experts are left out.
+        ("Qwen3-30B-A3B", 30_532_122_624, 3_353_032_704),
+        # 94 x (4096 x 9216 + 8192 x 4096 + 8192 + 256 + 128 x 4096 + 128 x 3 x 4096 x 1536) + 2 x 151936 x
+        # 4096 + 4096
+        ("Qwen3-235B-A22B", 235_093_634_560, 22_190_763_520),
+    ],
+)
+def test_the_published_models_by_hand(name: str, total: int, active: int) -> None:
+    """Their cards say 30.5 B and 3.3 B, 235 B and 22 B."""
+    shape = read_model_shape(SHAPES / name)
+    assert (total_parameters(shape), active_parameters(shape)) == (total, active)
+    spread = ParallelConfig(tensor=4, sequence=True, data=8, expert=16)
+    own = stage_parameters(shape, spread, 0)
+    assert own.experts == shape.layers * 8 * 3 * shape.hidden * shape.experts.ffn  # type: ignore[union-attr]
+    # Attention is cut by TP, router and norms are not.
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) // 4
+    whole = 128 * shape.hidden + 2 * shape.hidden + 2 * shape.head_dim
+    assert own.body == shape.layers * (attention + whole) + shape.hidden
+
+
+def test_parameters_by_hand() -> None:
+    assert total_parameters(MOE) == 3784
+    assert active_parameters(MOE) == 3784 - 4 * 2 * 144
+    assert active_parameters(SMALL) == total_parameters(SMALL)
+    half = stage_parameters(MOE, EP, 0)
+    assert (half.dense, half.experts, half.total) == (4 * 240 + 520, 4 * 2 * 144, 2632)
+    # TP halves 192 of a layer's 240 and the embedding; EP x ETP quarter the experts, whatever TP is.
+    quarter = stage_parameters(MOE, BOTH, 0)
+    assert (quarter.dense, quarter.experts) == (4 * (96 + 48) + 256 + 8, 4 * 144)
+    uneven = ParallelConfig(pipeline=2, pipeline_layers=(1, 3))
+    assert [stage_parameters(MOE, uneven, stage).experts for stage in (0, 1)] == [576, 3 * 576]
+    assert largest_parameter(MOE) == 256  # the embedding: an expert has gate and up of 2 x 6 x 8
+
+
+def test_states_of_experts_are_shared_by_the_ranks_that_have_them() -> None:
+    """12 B of each parameter: dense ones over DP x CP, experts over TP x CP x DP / (EP x ETP)."""
+    memory = stage_memory(moe(EP), 0)
+    assert (memory.weights, memory.gradients) == (2 * 2632, 4 * 2632)
+    assert memory.optimizer == 12 * (1480 / 2 + 1152 / 1)
+    four = moe(replace(EP, data=4))
+    assert stage_memory(four, 0).optimizer == 12 * (1480 / 4 + 1152 / 2)
+    assert stage_memory(moe(BOTH), 0).optimizer == 12 * (840 / 2 + 576 / 1)
+    # TP without ETP: each TP rank has all of EP's experts, for its own part of the tokens.
+    whole = ParallelConfig(tensor=2, sequence=True)
+    assert stage_memory(moe(whole), 0).optimizer == 12 * (840 + 2304 / 2)
+    # While it saves: (12 + 2) B of a rank's share, and three states of the largest parameter, on two ranks.
+    assert host_bytes(moe(EP)) == 2 * (14 * (740 + 1152) + 3 * 4 * 256)
+
+
+def test_copies_by_hand() -> None:
+    """Two experts of a token, of which TP + SP routes half on a rank; ETP gathers its ranks' copies."""
+    even = expert_load(MOE, EP, 1.0)
+    assert even is not None
+    assert (even.routed, even.copies, even.rows, even.local) == (1, 2, 2, 2)
+    busy = expert_load(MOE, BOTH, 1.5)
+    assert busy is not None
+    assert (busy.routed, busy.copies, busy.rows, busy.local) == (0.5, 1, 3, 2)
+    assert expert_load(SMALL, EP, 1.5) is None
+    # All copies may go to one of two ranks, not more; one rank has them all anyway.
+    assert [rank_imbalance(ParallelConfig(expert=size), 3.0) for size in (1, 2, 4)] == [1, 2, 3]
+
+
+def test_activations_by_hand() -> None:
+    """Transformer Engine: attention and core as of a dense layer (52 + 48 bytes), then the experts."""
+    # Norm and its output; numbers and weights of two experts; a map of 2 x 4 + 1; two copies, each with its
+    # hidden state, gate, up and product, weight and place.
+    norm, chosen, rows = (16 + 4) + 16, 2 * (8 + 4) + 4 * 9, 2 * (2 * (8 + 3 * 6) + 4 + 4)
+    one = activation_bytes_per_token(MOE, ParallelConfig(), 2, "none", "te")
+    assert one.layer == 52 + 48 + norm + chosen + rows
+    # One expert of each rank: nothing is sorted. The busiest rank gets one and a half times as many.
+    spread = ParallelConfig(data=4, expert=4)
+    found = activation_bytes_per_token(MOE, spread, 2, "none", "te", 1.5)
+    assert found.layer == 52 + 48 + norm + chosen + 3 * (2 * (8 + 3 * 6) + 4)
+    arguments = 2 * (8 + 4) + 2 * (8 + 2 * 4)
+    selective = activation_bytes_per_token(MOE, ParallelConfig(), 2, "selective", "te")
+    assert (selective.layer, selective.transient) == (52 + arguments + norm, chosen + rows)
+    full = activation_bytes_per_token(MOE, ParallelConfig(), 2, "full", "te")
+    assert (full.layer, full.transient) == (16, one.layer - 16)
+    # ETP 2 with TP 2 + SP: half of the tokens are routed, as many copies come, each of half the width.
+    cut = activation_bytes_per_token(MOE, ETP, 2, "none", "te")
+    rest = activation_bytes_per_token(SMALL, ETP, 2, "none", "te").layer - (8 + 4 + 8 + 3 * 2 * 8)
+    assert cut.layer == rest + 8 + 4 + 8 + chosen / 2 + 2 * (2 * (8 + 3 * 3) + 4 + 4)
+
+
+def test_work_and_routes_by_hand() -> None:
+    """Gradients of 3 copies of a token (26 wide), its hidden states, one matrix of the rank's two experts."""
+    memory = stage_memory(moe(EP), 0)
+    assert memory.workspace == 2 * (16 * 3 * 26 + 2 * 16 * 8 + 2 * 2 * 6 * 8)
+    replays = moe(EP)
+    replays = replace(
+        replays, run=replace(replays.run, rollout=replace(replays.run.rollout, route_replay="replay"))
+    )
+    # A byte for each of two experts in four layers, of 16 tokens.
+    assert stage_memory(replays, 0).buffers - memory.buffers == 16 * 4 * 2
+
+
+def test_traffic_by_hand() -> None:
+    """16 tokens, 8 wide, 2 B. A copy goes to its expert and back, forward, backward and in the search."""
+    kinds = {t.name: t for t in update_traffic(moe(EP))}
+    assert kinds["EP"].sent == 4 * (4 + 2) * (4 * 16) * 2 * 1.5 * 8 * 2 / 2
+    assert kinds["EP"].link == "NVLink"
+    assert kinds["DP"].sent == 6 * 1480 / 2  # no other rank has the same experts
+    again = {t.name: t for t in update_traffic(moe(EP, recompute="selective"))}
+    assert again["EP"].sent == kinds["EP"].sent * (4 + 2 + 2) / (4 + 2)
+    kinds = {t.name: t for t in update_traffic(moe(ParallelConfig(tensor=2, sequence=True)))}
+    assert kinds["TP"].sent == 256 / 2 * 8 * (4 * (2 + 3 + 2) + 2)
+    assert set(kinds) == {"TP", "DP"}  # experts of the two TP ranks are copies
+    assert kinds["DP"].sent == 6 * 2304 / 2
+    kinds = {t.name: t for t in update_traffic(moe(ETP))}
+    assert kinds["ETP"].sent == 4 * (4 + 2) * (8 * 16) * 2 * 8 * (2 + 4) / 2 / 2
+    assert "EP" not in kinds
+    across = moe(ParallelConfig(data=16, expert=16))
+    assert {t.name: t.link for t in update_traffic(across)}["EP"] == "network"
+    assert sync_traffic(moe(EP)).sent == 2 * 3784
+
+
+def test_flops_and_time_by_hand() -> None:
+    """Of a layer 192 attention and 2 x 144 + 32 of experts and router; the busiest rank takes longer."""
+    assert linear_flops_per_token(MOE) == 2 * (4 * (192 + 320) + 256)
+    attention = attention_flops(MOE, 30) / 30
+    for mode, again, scores in (("none", 0, 0), ("selective", 4 * 2 * 320, 1), ("full", 4 * 2 * 512, 1)):
+        found = speed(moe(EP, recompute=mode))
+        matrices = 4 * 2 * 4 * 512 + again + 4 * 512
+        assert found.executed_per_token == pytest.approx(matrices + (4.5 + scores) * attention)
+        experts = 2 * 4 * 320 * (4 + (mode != "none"))
+        seconds = 64 * ((matrices + 0.5 * experts) / 0.3 + (4.5 + scores) * attention / 0.5) / 989e12
+        assert found.update_seconds == pytest.approx(seconds)
+        assert found.idle == pytest.approx(64 * 0.5 * experts / 0.3 / 989e12 / seconds)
+    result = RankResult(0, {"stage": 0}, "te", packs=3)
+    assert model_flops(result, moe(EP)) == 6 * active_parameters(MOE) * 3 * 16
+
+
+def test_an_engine_reads_the_experts_that_its_sequences_take() -> None:
+    """Two of four experts a token: of two tokens the second misses a quarter of them."""
+    assert read_parameters(MOE, 1) == active_parameters(MOE)
+    assert read_parameters(MOE, 2) == 3784 - 2304 / 4
+    assert read_parameters(SMALL, 1) == total_parameters(SMALL)
+    found = engines(moe(EP))  # on an H100, 60 % of 3.35 TB/s, an engine of four GPUs
+    assert found.weights == 2 * 3784 / 4
+    assert server_weights(moe(EP)) == 2 * 3784 / 4
+    bandwidth = 0.6 * 3350e9
+    token = found.cache_per_token / 4 / bandwidth
+    assert found.longest_seconds == pytest.approx(
+        14 * (2 * active_parameters(MOE) / 4 / bandwidth + 7 * token)
+    )
+
+
+def test_more_ranks_of_ep_are_advised() -> None:
+    """The layout of the 32B recipe, with TP 4 and 30B-A3B: at EP 4 a rank has 32 of 128 experts."""
+    tight = replace(planned("tensor=4", "expert=4"), shape=read_model_shape(SHAPES / "Qwen3-30B-A3B"))
+    plan = make_plan(tight)
+    assert "stage 0 needs" in plan.verdict.problems[0]
+    assert smallest_changes(plan) == [Change(["--parallel.expert 8"], 32)]
+
+
+def test_the_page_names_the_layout_and_the_assumption() -> None:
+    text = plan_text(make_plan(moe(BOTH)), [], [])
+    assert "TP 2 + SP, PP 1, CP 1, DP 2, EP 2, ETP 2; packs" in text
+    assert "the busiest rank of EP is taken to get 1.5 times the mean" in text
+    assert "of a token" in text
+    assert "Experts:" not in plan_text(make_plan(moe(ETP)), [], [])
+
+
+@pytest.mark.parametrize(("flag", "message"), [("0.5", "expert_imbalance"), ("nan", "expert_imbalance")])
+def test_an_imbalance_below_the_mean_is_refused(
+    flag: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bapo(["plan", "recipes/qwen3_32b.py", "--expert-imbalance", flag]) == 2
+    assert message in capsys.readouterr().err

@@ -103,6 +103,12 @@ _ADDED: dict[str, Any] = {
 }
 """Fields that older run directories lack, with the value that was in force then."""
 
+_ADDED_TO_SOURCES: dict[str, Any] = {"reward": None, "environment": None}
+"""The same for the entries of ``data.sources``."""
+
+_ENVIRONMENT = "environment."
+"""Prefix of the fields that a source's own environment has, too."""
+
 Change = tuple[str, Any, Any]
 """A changed field: its name, its stored value, its value now."""
 
@@ -167,6 +173,7 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
         if not _may_change(change[0], config)
         and change[0] not in kept
         and not _changes_only_address(change, config)
+        and not _changes_only_limits(change)
     ]
     if different:
         raise ConfigError(
@@ -264,6 +271,21 @@ def _changes_only_address(change: Change, config: RunConfig) -> bool:
     )
 
 
+def _changes_only_limits(change: Change) -> bool:
+    """Whether a change of ``data.sources`` is only one of limits, workers and the like of environments."""
+    name, then, now = change
+    return name == "data.sources" and _without_limits(then) == _without_limits(now)
+
+
+def _without_limits(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sources without those fields of their environments that may change."""
+    return [
+        {**one, "environment": own and {n: v for n, v in own.items() if _ENVIRONMENT + n not in _MAY_CHANGE}}
+        for one in sources
+        for own in [one["environment"]]
+    ]
+
+
 def changed_settings(config: RunConfig) -> list[Change]:
     """Changed fields of ``config`` against the run directory's stored configuration; none for a new run."""
     before = read_config(config.directory)
@@ -321,7 +343,18 @@ def _stored(directory: Path) -> dict[str, Any] | None:
 
 def with_present_fields(stored: dict[str, Any]) -> dict[str, Any]:
     """Migration of a stored configuration: default values for the fields that were added since."""
-    return {**_ADDED, **stored}
+    found = {**_ADDED, **stored}
+    found["data.sources"] = [_present_source(one) for one in found["data.sources"]]
+    return found
+
+
+def _present_source(stored: dict[str, Any]) -> dict[str, Any]:
+    """An entry of ``data.sources`` with every field of today, its environment's too."""
+    found = {**_ADDED_TO_SOURCES, **stored}
+    if found["environment"] is not None:
+        added = {n.removeprefix(_ENVIRONMENT): v for n, v in _ADDED.items() if n.startswith(_ENVIRONMENT)}
+        found["environment"] = {**added, **found["environment"]}
+    return found
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Configuration section of the environment: what answers the turns of a model, and where it runs.
 
-A frozen dataclass, a field of ``RunConfig``; the docstring of a field is its text in ``--help``. Used in
-``environment/`` and by ``run.py`` and ``validation.py``.
+A frozen dataclass, a field of ``RunConfig`` and of each source; the docstring of a field is its text in
+``--help``. Used in ``environment/`` and this folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from bapo_megatron.config.sections import Settings
+from bapo_megatron.config.free_settings import Settings
 
 
 @dataclass(frozen=True)

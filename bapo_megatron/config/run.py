@@ -109,6 +109,22 @@ class RunConfig:
         of_suites = [function] if self.evaluation.every else []
         return tuple(dict.fromkeys([*of_sources, *of_suites]))
 
+    @property
+    def environments(self) -> dict[str, EnvironmentConfig]:
+        """The environment of each source of prompts, by its name; one without a ``function`` is none.
+
+        The empty name is that of `data.path`, and of the suites of evaluations (``source_of_suite``).
+        """
+        found = {"": self.environment} if self.evaluation.every or not self.data.sources else {}
+        for source in self.data.sources:
+            found[source.name] = self.environment if source.environment is None else source.environment
+        return found
+
+    def source_of_suite(self, suite: str) -> str:
+        """The source whose environment answers the evaluation suite of this name: the source of the same
+        name, or the empty name of the run's own section."""
+        return suite if suite in self.data.source_names else ""
+
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after ``step``."""
         every = self.evaluation.every

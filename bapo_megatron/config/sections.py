@@ -1,13 +1,11 @@
 """Configuration sections: model, parallel layout, data, rollouts, reward, algorithm, optimizer, batch.
 
 Frozen dataclasses, fields of ``RunConfig``. The docstring of a field is its text in ``--help``.
-``Annotated[int, Ge(1)]`` states a range, which ``algo.settings.out_of_range`` checks. Used in this folder and
-``evaluation/``.
+``Annotated[int, Ge(1)]`` states a range, which ``algo.settings.out_of_range`` checks. Used in this folder.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,36 +13,15 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 from tyro.conf import AvoidSubcommands
-from tyro.constructors import PrimitiveConstructorSpec
 
 from bapo_megatron.algo.bounds import BoundsConfig, paper
 from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.config.engine import EngineConfig
+from bapo_megatron.config.free_settings import Settings
 from bapo_megatron.config.sglang import SglangConfig
 from bapo_megatron.config.sources import SourceConfig, Sources
-
-
-def _json_object(words: list[str]) -> dict[str, Any]:
-    """The value of a flag that takes a JSON object. ValueError if it is something else."""
-    found = json.loads(words[0])
-    if not isinstance(found, dict):
-        raise ValueError(f'{words[0]} is no JSON object: write {{"name": value}}')
-    return found
-
-
-Settings = Annotated[
-    dict[str, Any],
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=_json_object,
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
-"""Free-form settings of a loss or reward: a dict in a recipe, a JSON object as a flag."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +104,10 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the prompts in each epoch, from the run's seed; else they come in the order of the file."""
     sources: Sources = field(default=(), kw_only=True)
-    """Several sources instead of `path`, each with `path`, `weight` (1) and `reward` (`reward.function`):
-    docs/data.md#several-sources-in-one-run. As a flag a JSON list, which replaces the recipe's:
-    `[{"path": "data/math", "weight": 2, "reward": "math"}, {"path": "data/mine.jsonl"}]`."""
+    """Several sources instead of `path`, each with `path`, `weight` (1), `reward` (`reward.function`) and
+    `environment` (the run's section): docs/data.md#several-sources-in-one-run. As a flag a JSON list, which
+    replaces the recipe's: `[{"path": "data/math", "weight": 2, "reward": "math"}, {"path":
+    "data/mine.jsonl"}]`."""
 
     @property
     def files(self) -> tuple[SourceConfig, ...]:

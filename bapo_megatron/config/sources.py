@@ -1,4 +1,4 @@
-"""Sources of training prompts: files that one run mixes, each with a weight and a reward of its own.
+"""Sources of training prompts: files that one run mixes, each with a weight, a reward and an environment.
 
 The entries of ``data.sources``, and their form as a flag (JSON; ValueError if it is malformed). Used in
 this folder and ``data/prepare/``.
@@ -17,13 +17,15 @@ from typing import Annotated, Any
 from annotated_types import Gt
 from tyro.constructors import PrimitiveConstructorSpec
 
+from bapo_megatron.config.environment import EnvironmentConfig
+
 PREPARED = "data.jsonl"
 """File of problems in a folder that `bapo data prepare` has written."""
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """A source of training prompts: a file, its weight in the mixture, its reward."""
+    """A source of training prompts: a file, its weight in the mixture, its reward, its environment."""
 
     path: Path
     """A file as that of `data.path`, or a folder that `bapo data prepare` has written."""
@@ -31,6 +33,9 @@ class SourceConfig:
     """Share of the prompts, as a multiple of the other sources' weights."""
     reward: str | None = None
     """Reward function of its responses, as `reward.function`. None: that one."""
+    environment: EnvironmentConfig | None = None
+    """What answers the model's turns, as the section `environment`. None: that section. One without a
+    `function`: nothing, a response is one turn."""
 
     @property
     def name(self) -> str:
@@ -59,7 +64,27 @@ def _source(fields: dict[str, Any]) -> SourceConfig:
     known = {field.name for field in dataclasses.fields(SourceConfig)}
     if unknown := fields.keys() - known:
         raise ValueError(f"a source has no {', '.join(sorted(unknown))}: its fields are {_FIELDS}")
-    return SourceConfig(**{**fields, "path": Path(str(fields["path"]))})
+    environment = _environment(fields.get("environment"))
+    return SourceConfig(**{**fields, "path": Path(str(fields["path"])), "environment": environment})
+
+
+def _environment(fields: Any) -> EnvironmentConfig | None:
+    """The environment of a source, from its JSON. ValueError if it is no object of the section's fields."""
+    if fields is None:
+        return None
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"the environment of a source is {json.dumps(fields)}: write an object such as "
+            '{"function": "tool.py:Tool"}, or {"function": null} for none; left out it is that of the run'
+        )
+    known = [field.name for field in dataclasses.fields(EnvironmentConfig)]
+    if unknown := fields.keys() - set(known):
+        raise ValueError(
+            f"the environment of a source has no {', '.join(sorted(unknown))}: its fields are "
+            f"{', '.join(known)}"
+        )
+    python = fields.get("python")
+    return EnvironmentConfig(**{**fields, "python": None if python is None else Path(str(python))})
 
 
 def _to_json(sources: tuple[SourceConfig, ...]) -> list[str]:

@@ -70,11 +70,18 @@ def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """Rules of the sources of prompts, and of their rewards."""
+    """Rules of the sources of prompts, of their rewards and of their environments."""
     yield from source_problems(data.path, data.sources)
     for source in data.sources:
         if source.reward is not None:
             yield from _function_problems(f"data.sources[{source.name}].reward", source.reward)
+        if source.environment is not None:
+            yield from environment_problems(source.environment, environment_field(source.name))
+
+
+def environment_field(source: str) -> str:
+    """The field of a source's own environment, for messages."""
+    return f"data.sources[{source}].environment"
 
 
 def pack_problems(batch: BatchConfig, parallel: ParallelConfig, longest: int) -> Iterator[str]:
@@ -180,22 +187,20 @@ def staleness_problems(rollout: RolloutConfig) -> Iterator[str]:
         )
 
 
-def environment_problems(environment: EnvironmentConfig) -> Iterator[str]:
-    """Rules of the environment: the form of its class's path, and of its limits."""
+def environment_problems(environment: EnvironmentConfig, field: str = "environment") -> Iterator[str]:
+    """Rules of an environment, that of ``field``: the form of its class's path, and of its limits."""
     function = environment.function
     if function is None:
         if environment.settings:
-            yield "environment.settings needs environment.function: set both or none"
+            yield f"{field}.settings needs {field}.function: set both or none"
     elif not re.fullmatch(r"[\w.]+:\w+|.+\.py:\w+", function):
         yield (
-            f"environment.function={function!r} names no class: give package.module:Name, or file.py:Name "
-            "of one"
+            f"{field}.function={function!r} names no class: give package.module:Name, or file.py:Name of one"
         )
     if environment.step_limit_s > environment.episode_limit_s:
         yield (
-            f"environment.step_limit_s={environment.step_limit_s:g} is above "
-            f"environment.episode_limit_s={environment.episode_limit_s:g}, the limit of all steps together: "
-            "lower it"
+            f"{field}.step_limit_s={environment.step_limit_s:g} is above {field}.episode_limit_s="
+            f"{environment.episode_limit_s:g}, the limit of all steps together: lower it"
         )
 
 

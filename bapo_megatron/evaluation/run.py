@@ -45,11 +45,11 @@ from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
-from bapo_megatron.rollout.engines.requests import Dataset, limits_of
+from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids
 from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, response_score
-from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment
+from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment, within
 from bapo_megatron.rollout.sampler.whole_response import whole_response
 from bapo_megatron.runtime.files import check_files_inside, write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
@@ -396,10 +396,10 @@ async def _ask(
         robust, right_from = RobustScorer(scorer, config.reward.failed, _report), config.reward.correct
         pool = await open_pool(config, urls, str(select_device()), _report, opened)
         await pool.update(folder, _VERSION)
-        stops, stepping = await open_environment(config.environment, folder, tokenizer, _report, opened)
-        most, max_turns = rollout.max_response_tokens, config.environment.max_turns
-        turns = stepping and TurnTaker(stepping, Dataset((), tokenizer, stops), max_turns, most)
-        sampling = Sampling(rollout.temperature, most, config.seed, stops, in_environment=turns is not None)
+        stepping = await open_environment(config.environment, folder, tokenizer, _report, opened)
+        stops, most = stop_token_ids(folder, tokenizer), rollout.max_response_tokens
+        turns = TurnTaker(stepping, Dataset((), tokenizer, stops), most) if stepping else None
+        sampling = within(Sampling(rollout.temperature, most, config.seed, stops), stepping)
         for task in tasks:
             lost_minutes = rollout.engine_config.lost_minutes
             sampler = SuiteSampler(

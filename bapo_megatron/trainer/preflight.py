@@ -43,7 +43,7 @@ from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
 from bapo_megatron.rollout.sampler.teacher import check_teacher
-from bapo_megatron.rollout.sampler.turns import check_environment as check_turns
+from bapo_megatron.rollout.sampler.turns import check_environments
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.events.targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -94,7 +94,7 @@ def run_checks(
     if config.rollout.replay is None and read_dataset:
         data = config.data
         yield lambda: _check_sandbox(config)
-        yield lambda: check_turns(config.environment, config.model.hf_path, tokenizer())
+        yield lambda: check_environments(config, tokenizer())
         yield lambda: load_problems(data, config.reward.function, tokenizer())
         yield lambda: load_suites(
             config.evaluation, data.max_prompt_tokens, tokenizer(), config.reward.function
@@ -123,7 +123,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     if read_dataset:
         check_hooks(config.checkpoint, config.logging)
         _check_sandbox(config)
-        check_turns(config.environment, config.model.hf_path, tokenizer)
+        check_environments(config, tokenizer)
         load_problems(config.data, config.reward.function, tokenizer)
 
 

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from bapo_megatron.commands.report.page import write_report
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
 from tests.support.raw_journal import RawRecord, read_log
 from tests.support.short_runs import LIMIT_S, audited, exported, finish, output_of, start
@@ -71,6 +73,41 @@ def test_a_kill_in_the_middle_of_episodes_changes_no_bit(tmp_path: Path) -> None
     rows = read_jsonl(whole / "metrics.jsonl")
     assert {row["environment/turns_mean"] for row in rows} == {2.0}
     assert all(row["rollout/engine_gap_max"] < 1e-3 for row in rows), "given tokens have no log-prob"
+
+
+def test_a_kill_with_two_sources_of_which_one_has_an_environment(tmp_path: Path) -> None:
+    """Killed while episodes of one source wait, beside complete responses of the other."""
+    lines = (ROOT / "recipes/demo/train.jsonl").read_text().splitlines(keepends=True)
+    hold, whole, killed = tmp_path / "hold", tmp_path / "whole", tmp_path / "killed"
+    twice = {"function": "tests.support.environments:Twice", "settings": {"hold": str(hold)}, "max_turns": 3}
+    sources = []
+    for name, own in (("asked", {"environment": twice}), ("plain", {})):
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:60] if own else lines[60:120]))
+        sources.append({"path": str(tmp_path / f"{name}.jsonl"), "reward": "math", **own})
+    flags = ("--steps=3", "--rollout.max-response-tokens=160", f"--data.sources={json.dumps(sources)}")
+    finish(start(whole, *flags))
+    hold.touch()
+    with audited(killed):
+        process = start(killed, *flags)
+        deadline = time.monotonic() + LIMIT_S
+        while answered(killed, 6) < 2:
+            assert process.poll() is None, process.communicate()[0].decode()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        hold.unlink()
+        finish(start(killed, *flags))
+    assert results(killed) == results(whole)
+    assert results(killed, "updates.jsonl") == results(whole, "updates.jsonl")
+    assert all(torch.equal(tensor, exported(whole)[name]) for name, tensor in exported(killed).items())
+    for row in read_jsonl(whole / "metrics.jsonl"):
+        assert row["environment/turns_mean"] == row["source/asked/environment/turns_mean"] == 2.0
+        assert "source/plain/environment/turns_mean" not in row
+        assert row["rollout/engine_gap_max"] < 1e-3, "given tokens have no log-prob"
+    page = write_report([whole]).read_text()
+    assert "asked: turns of a response, mean" in page
+    assert "tests.support.environments:Twice" in page
 
 
 @pytest.mark.parametrize(

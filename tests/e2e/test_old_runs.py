@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pickle
@@ -11,10 +12,16 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
+from bapo_megatron.checkpoint.run_directory import (
+    changed_settings,
+    check_same_run,
+    read_config,
+    store_config,
+    with_present_fields,
+)
 from bapo_megatron.checkpoint.writer import digest
 from bapo_megatron.commands.train_flags import train_flags
-from bapo_megatron.config import RunConfig, load_recipe
+from bapo_megatron.config import EnvironmentConfig, RunConfig, SourceConfig, load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import cli as checkpoints
@@ -127,6 +134,32 @@ def test_a_run_of_the_former_preset_goes_on_with_it(
     store_config(config)  # as of a run that begins today with one search an update
     with pytest.raises(ConfigError, match="algorithm.bounds.scope: 'update' in the run, 'micro_batch' now"):
         check_same_run(train_flags("train", [str(recipe), f"--run-dir={run_dir}"]).run)
+
+
+def test_a_run_whose_sources_had_no_environments_goes_on(tmp_path: Path) -> None:
+    """Its entries of ``data.sources`` lack the field; a source that gets one is seen."""
+    run_dir = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run")
+    config = load_recipe(ROOT / RECIPES["bapo"], RunConfig)
+    path = run_dir / "config.json"
+    content = json.loads(path.read_text())
+    content["config"]["data.path"] = "None"
+    content["config"]["data.sources"] = [{"path": "a.jsonl", "weight": 2.0, "reward": "math"}]
+    path.write_text(json.dumps(content))
+    stored = read_config(run_dir)
+    assert stored is not None
+    assert stored["data.sources"][0]["environment"] is None
+
+    def given(**own: Any) -> list[str]:
+        source = SourceConfig(Path("a.jsonl"), 2.0, "math", **own)
+        data = dataclasses.replace(config.data, path=None, sources=(source,))
+        ours = dataclasses.replace(config, data=data, run_dir=run_dir)
+        return [name for name, *_ in changed_settings(ours)]
+
+    assert "data.sources" not in given()
+    assert "data.sources" in given(environment=EnvironmentConfig("a:B"))
+    older = {"path": "a.jsonl", "weight": 2.0, "reward": None, "environment": {"function": "a:B"}}
+    [found] = with_present_fields({"data.sources": [older]})["data.sources"]
+    assert EnvironmentConfig(**found["environment"]) == EnvironmentConfig("a:B")
 
 
 @pytest.mark.slow

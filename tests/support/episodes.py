@@ -101,7 +101,8 @@ class EpisodeWorld(World):
         environment = EnvironmentConfig("tests.support.environments:Async", max_turns=max_turns)
         super().__init__(folder, [TurnEngine(say)], environment=environment, **rollout)
         self.steps = steps or HereSteps()
-        self.stepping = Stepping(self.steps, Brackets(), self._note)
+        self.stepping = Stepping(self.steps, Brackets(), self._note, (EOS,), max_turns)
+        self.environments = {"": self.stepping}
 
 
 def counting(_prompt: int, sample: int, turn: int) -> str:

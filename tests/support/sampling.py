@@ -19,7 +19,7 @@ from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step
-from bapo_megatron.rollout.sampler.turns import Stepping
+from bapo_megatron.rollout.sampler.turns import Environments
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt, StepBatch
 
 EOS = 3
@@ -156,7 +156,7 @@ class World:
         self.score = scorer or StartsWithY()
         made = [Prompt(n, np.array([n], np.int32), "", "test") for n in range(prompts)]
         self.dataset = Dataset(made, Letters(), (EOS,))
-        self.stepping: Stepping | None = None
+        self.environments: Environments = {}
         self.events: list[dict[str, Any]] = []
         self.sampler: GroupSampler
         self.pool: EnginePool
@@ -190,7 +190,7 @@ class World:
             self._note,
             rounds,
             is_held,
-            self.stepping,
+            self.environments,
             teacher,
         )
         try:

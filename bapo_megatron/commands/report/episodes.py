@@ -6,12 +6,12 @@ and its cells are text. Used by ``page.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from bapo_megatron.commands.report.data import RunRecord, mean
 from bapo_megatron.commands.report.panels import AGES, NEGATIVE, NEUTRAL, POSITIVE, Curve, Panel
-from bapo_megatron.commands.report.text import number, percent
+from bapo_megatron.commands.report.text import number, percent, source_names
 
 _ROWS = (
     ("turns of a response, mean", "turns_mean"),
@@ -30,9 +30,9 @@ _REWARD = "environment/reward_turn_"
 """First part of the names of the rewards by turn."""
 
 
-def _reward_turns(run: RunRecord) -> list[int]:
+def _reward_turns(metrics: Iterable[str]) -> list[int]:
     """The numbers of the answers that have a reward, from 1."""
-    return sorted(int(name.removeprefix(_REWARD)) for name in run.steps.names if name.startswith(_REWARD))
+    return sorted({int(name.removeprefix(_REWARD)) for name in metrics if name.startswith(_REWARD)})
 
 
 def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:
@@ -40,7 +40,7 @@ def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:
     names = {name for run in runs for name in run.steps.names}
     if "environment/turns_mean" not in names:
         return []
-    turns = sorted({turn for run in runs for turn in _reward_turns(run)})[: len(AGES)]
+    turns = _reward_turns(names)[: len(AGES)]
     panels = (
         Panel(
             "turns",
@@ -90,16 +90,23 @@ def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:
 def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
     """The rows of the table: a name, then the means of the first and of the last ``window`` steps.
 
-    None for a run without an environment.
+    None for a run without an environment. With several sources, rows of all episodes, then of each source.
     """
-    names = run.steps.names
+    sources = source_names(run)
+    own = [(f"{name}: ", f"source/{name}/") for name in sources]
+    return [cell for label, prefix in [("", ""), *own] for cell in _cells(run, window, label, prefix)]
+
+
+def _cells(run: RunRecord, window: int, of: str, prefix: str) -> list[tuple[str, list[str]]]:
+    """The rows of the metrics behind ``prefix``, each label behind ``of``."""
+    names = [name.removeprefix(prefix) for name in run.steps.names if name.startswith(prefix)]
     rows = [(label, f"environment/{name}", name in _SHARES) for label, name in _ROWS]
-    rows += [(f"reward of answer {turn}", f"{_REWARD}{turn}", False) for turn in _reward_turns(run)]
+    rows += [(f"reward of answer {turn}", f"{_REWARD}{turn}", False) for turn in _reward_turns(names)]
     rows += [(name.removeprefix("episode/"), name, False) for name in names if name.startswith("episode/")]
     cells = []
     for label, metric, is_share in rows:
-        values = run.steps.known(metric)
+        values = run.steps.known(prefix + metric)
         if len(values):
             ends = mean(values[:window]), mean(values[-window:])
-            cells.append((label, [percent(one) if is_share else number(one) for one in ends]))
+            cells.append((of + label, [percent(one) if is_share else number(one) for one in ends]))
     return cells

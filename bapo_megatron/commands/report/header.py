@@ -231,10 +231,15 @@ def _filled(form: str, *values: Any) -> str:
 
 
 def _data(config: dict[str, Any]) -> str:
-    """The file of problems, or each of several sources with its weight and its reward."""
+    """The file of problems, or each of several sources with its weight, reward and own environment."""
     reward = config.get("reward.function")
     sources = [
-        _joined(source["path"], f"weight {source['weight']:g}", source["reward"] or reward)
+        _joined(
+            source["path"],
+            f"weight {source['weight']:g}",
+            source["reward"] or reward,
+            (source.get("environment") or {}).get("function"),
+        )
         for source in config.get("data.sources") or ()
     ]
     return "; ".join(sources) or _joined(config.get("data.path"))

@@ -92,13 +92,14 @@ def percent(share: float | None) -> str:
 
 def source_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
     """Table rows, one for each source of training data: ``SOURCE_COLUMNS``; none for a run of one file."""
-    first = "source/"
-    names = dict.fromkeys(
-        name.removeprefix(first).removesuffix("/rollout/groups")
-        for name in run.steps.names
-        if name.startswith(first) and name.endswith("/rollout/groups")
-    )
-    return [(name, _source_cells(run, f"{first}{name}/", window)) for name in names]
+    return [(name, _source_cells(run, f"source/{name}/", window)) for name in source_names(run)]
+
+
+def source_names(run: RunRecord) -> list[str]:
+    """Names of the sources of training data; none for a run of one file."""
+    first, last = "source/", "/rollout/groups"
+    named = [name for name in run.steps.names if name.startswith(first) and name.endswith(last)]
+    return [*dict.fromkeys(name.removeprefix(first).removesuffix(last) for name in named)]
 
 
 def _source_cells(run: RunRecord, prefix: str, window: int) -> list[str]:

@@ -33,6 +33,7 @@ class Dataset:
     prompts: Sequence[Prompt]
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
+    """Those of the model; environments may have more."""
     sources: tuple[MixedSource, ...] = ()
     """The sources of the prompts, in order; empty in a run of one file."""
 
@@ -40,10 +41,11 @@ class Dataset:
         """Responses as text, without special tokens."""
         return [self.tokenizer.decode(one.tolist(), skip_special_tokens=True) for one in ids]
 
-    def turn_text(self, ids: np.ndarray) -> str:
-        """A turn of the model as text: without the token that ended it, with all other special ones."""
+    def turn_text(self, ids: np.ndarray, stops: Sequence[int]) -> str:
+        """A turn of the model as text: without the token of ``stops`` that ended it, with all other special
+        ones."""
         listed = ids.tolist()
-        if listed and listed[-1] in self.stop_token_ids:
+        if listed and listed[-1] in stops:
             listed.pop()
         text: str = self.tokenizer.decode(listed, skip_special_tokens=False)
         return text
@@ -140,11 +142,23 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(stops - {None}))
 
 
+ENVIRONMENT = "environment.function"
+"""Key of a journal's identity: the environment of all its prompts, or that of each source, by name."""
+
+
+def _environment(config: RunConfig) -> str | dict[str, str | None] | None:
+    """The value of ``ENVIRONMENT``: one text where all sources have the same; None where none has any."""
+    names = config.data.source_names or ("",)
+    of = {name: config.environments[name].function for name in names}
+    functions = set(of.values())
+    return of if len(functions) > 1 else functions.pop()
+
+
 def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """The identity of a journal: the settings that its records depend on; a resume must not change them."""
-    rollout, environment = config.rollout, config.environment.function
+    rollout, environment = config.rollout, _environment(config)
     # A program without environments compares the size, and refuses such a journal in words.
-    of = {} if environment is None else {"environment.function": environment}
+    of = {} if environment is None else {ENVIRONMENT: environment}
     size = rollout.group_size if environment is None else f"{rollout.group_size} episodes of an environment"
     return {
         **of,

@@ -80,7 +80,8 @@ def sampler_metrics(
     """The metrics of a step that trains on the groups ``chosen``, of which ``stale`` are too old.
 
     Counts from the start of the run: sampled = trained + dropped + kept (``sampler/tokens_*``). ``sources``:
-    names of the run's sources; each has its own ``rollout_metrics`` under ``source/NAME/``.
+    names of the run's sources; each has its own ``rollout_metrics`` and ``episode_metrics`` under
+    ``source/NAME/``.
     """
     trained = sum(group.tokens for group in chosen)
     dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
@@ -107,7 +108,8 @@ def _by_source(
     found: Metrics = {}
     for source in sources:
         kept = sum(one.group.prompt.source == source for one in chosen)
-        metrics = rollout_metrics([one for one in scored if one.source == source], kept, reward)
+        own = [one for one in scored if one.source == source]
+        metrics = {**rollout_metrics(own, kept, reward), **episode_metrics(own)}
         found |= {f"source/{source}/{name}": value for name, value in metrics.items()}
     return found
 

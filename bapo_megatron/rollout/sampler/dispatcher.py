@@ -31,6 +31,7 @@ from bapo_megatron.rollout.sampler.response import (
     next_request,
     without_routes,
 )
+from bapo_megatron.rollout.sampler.turns import Environments, within
 from bapo_megatron.types import GenerateRequest, Generation
 
 ResponseKey = tuple[int, int]
@@ -56,17 +57,21 @@ class Dispatcher:
         sampler_state: SamplerState,
         admission: AdmissionController,
         pool: EnginePool,
+        environments: Environments,
     ) -> None:
+        """``environments``: a turn of their responses ends at their stop tokens, too."""
         self._dataset, self._group_size = dataset, config.rollout.group_size
-        self._sampling = Sampling(
+        plain = Sampling(
             config.rollout.temperature,
             config.rollout.max_response_tokens,
             config.seed,
             dataset.stop_token_ids,
             config.rollout.segment_tokens,
             asked_routes(config),
-            config.environment.function is not None,
         )
+        sources = {prompt.source for prompt in dataset.prompts}
+        self._samplings = {source: within(plain, environments.get(source)) for source in sources}
+        """The sampling parameters of the responses to each source's prompts."""
         self._state, self._admission, self._pool = sampler_state, admission, pool
         self._ready: list[ResponseKey] = []
         """A heap of the responses that wait for an engine."""
@@ -208,20 +213,25 @@ class Dispatcher:
         self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, start: int, answer: Generation
     ) -> None:
         """Queue a segment for the next commit; note where its prefix is cached, if the response goes on."""
-        finish_reason = finish_reason_of(start, answer, self._sampling)
+        finish_reason = finish_reason_of(start, answer, self._sampling(group))
         self._segments.append(Segment(group, key[1], start, answer, finish_reason))
         self._cached.pop(key, None)
         if finish_reason in (None, TURN) and (cached := self._pool.cached_at(slot)):
             self._cached[key] = cached
 
     def _need(self, group: OpenGroup, sample: int) -> Tokens | None:
-        found = needs(group.responses[sample], self._sampling, self._admission.budget(group, sample))
+        budget = self._admission.budget(group, sample)
+        found = needs(group.responses[sample], self._sampling(group), budget)
         return found if isinstance(found, Tokens) else None
 
     def _request(self, group: OpenGroup, sample: int, need: Tokens) -> GenerateRequest:
         prompt, name = self._dataset.prompts[group.index], f"{group.number}-{sample}"
-        seed = request_seed(self._sampling.seed, group.epoch, group.index, sample)
-        return next_request(group.responses[sample], need, self._sampling, prompt, name, seed)
+        sampling = self._sampling(group)
+        seed = request_seed(sampling.seed, group.epoch, group.index, sample)
+        return next_request(group.responses[sample], need, sampling, prompt, name, seed)
+
+    def _sampling(self, group: OpenGroup) -> Sampling:
+        return self._samplings[self._dataset.prompts[group.index].source]
 
     def _is_known(self, version: int) -> bool:
         """Whether engines were given weights of this ``version``."""

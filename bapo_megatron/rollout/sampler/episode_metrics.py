@@ -16,7 +16,9 @@ REPORTED = "episode/"
 
 
 def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
-    """Statistics of all episodes scored for the step; empty in a run without an environment.
+    """Statistics of all episodes scored for the step; empty where no prompt has an environment.
+
+    Groups without episodes, of a source without an environment, count nowhere.
 
     - ``environment/turns_mean``, ``.../turns_max``: turns of the model in a response
     - ``.../steps_mean``: answers of the environment in a response; ``time/environment_s``: the time of its
@@ -27,6 +29,7 @@ def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
     - ``.../reward_turn_N``: mean reward of the environment's N-th answer, over those with one
     - ``episode/NAME``: a metric of the environment's own, mean over the episodes that report it
     """
+    scored = [group for group in scored if group.episodes]
     episodes = [one for group in scored for one in group.episodes]
     if not episodes:
         return {}

@@ -28,7 +28,7 @@ from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path
 from bapo_megatron.rollout.sampler.stepper import Stepper
 from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher
-from bapo_megatron.rollout.sampler.turns import Stepping
+from bapo_megatron.rollout.sampler.turns import Environments
 from bapo_megatron.runtime.run_paths import RunPaths
 
 
@@ -49,15 +49,15 @@ class GroupSampler:
         report: Report,
         rounds: bool = False,
         is_held: Callable[[], bool] = lambda: False,
-        stepping: Stepping | None = None,
+        environments: Environments | None = None,
         teacher: Teacher | None = None,
     ) -> None:
         """Open the journal of the run. ConfigError if another process writes it.
 
         ``rounds``: open new groups, and form a batch, only when no group is open, so that an engine whose
         answers depend on its batch always gets the same batches. ``is_held``: whether requests must wait,
-        because such an engine has an evaluation's requests. ``stepping``: the parts of ``environment``, if
-        the run has one. ``teacher``: scores groups for a distillation.
+        because such an engine has an evaluation's requests. ``environments``: by the names of the prompts'
+        sources; None if no source has one. ``teacher``: scores groups for a distillation.
         """
         self._rollout, self._report, self._pool = config.rollout, report, pool
         self._folder = RunPaths(config.directory).journal
@@ -67,8 +67,9 @@ class GroupSampler:
         self._identity = identity(config, dataset)
         self._state = state = SamplerState(prompts, rollout.group_size, self._identity)
         self._admission = admission = AdmissionController(rollout, state)
-        self._dispatcher = dispatcher = Dispatcher(config, dataset, state, admission, pool)
-        stepper = stepping and Stepper(config, dataset, state, stepping, pool.changed.set)
+        environments = environments or {}
+        self._dispatcher = dispatcher = Dispatcher(config, dataset, state, admission, pool, environments)
+        stepper = Stepper(config, dataset, state, environments, pool.changed.set) if environments else None
         self._batches = BatchBuilder(config, state, admission, pool, self._folder, rounds)
         self._loop = SamplerLoop(
             rollout,

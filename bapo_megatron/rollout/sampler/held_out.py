@@ -22,7 +22,7 @@ from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import Scorer, response_score
-from bapo_megatron.rollout.sampler.turns import Stepping, TurnTaker
+from bapo_megatron.rollout.sampler.turns import Environments, turn_takers, within
 from bapo_megatron.rollout.sampler.whole_response import whole_response
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
@@ -57,18 +57,20 @@ class HeldOut:
         dataset: Dataset,
         pool: EnginePool,
         scorer: Scorer,
-        stepping: Stepping | None = None,
+        environments: Environments | None = None,
     ) -> None:
-        """``stepping``: the parts of ``environment``, if the run has one."""
+        """``environments``: those of the run, by source; a suite has that of the source of its name."""
         self._config, self._suites = config, suites
         self._dataset, self._pool, self._scorer = dataset, pool, scorer
         temperature, most = config.evaluation_sampling
         stops, segment = dataset.stop_token_ids, config.rollout.segment_tokens
-        self._sampling = Sampling(
-            temperature, most, config.seed, stops, segment, in_environment=stepping is not None
-        )
-        max_turns = config.environment.max_turns
-        self._turns = stepping and TurnTaker(stepping, dataset, max_turns, most)
+        of, plain = environments or {}, Sampling(temperature, most, config.seed, stops, segment)
+        sources = {suite.name: config.source_of_suite(suite.name) for suite in suites}
+        takers = turn_takers(of, dataset, most)
+        self._samplings = {name: within(plain, of.get(source)) for name, source in sources.items()}
+        """The sampling parameters of each suite's responses."""
+        self._turns = {name: takers.get(source) for name, source in sources.items()}
+        """What answers the turns of each suite's responses; None for nothing."""
         self._paths = RunPaths(config.directory)
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
@@ -149,9 +151,10 @@ class HeldOut:
         name = f"evaluation.{step}.{item.suite.name}.{item.problem}-{item.sample}"
         place = (_EPOCH, item.problem, item.sample)
         async with room:
-            pool, sampling, version = self._pool, self._sampling, self._version
+            pool, sampling, version = self._pool, self._samplings[item.suite.name], self._version
+            turns = self._turns[item.suite.name]
             response = await whole_response(
-                pool, sampling, version, prompt, name, place, over_capacity=True, turns=self._turns
+                pool, sampling, version, prompt, name, place, over_capacity=True, turns=turns
             )
         ids = [response.so_far.token_ids_R, response.last_turn_R]
         text, last = await asyncio.to_thread(self._dataset.texts, ids)

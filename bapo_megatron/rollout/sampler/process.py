@@ -38,14 +38,14 @@ from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
-from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
-from bapo_megatron.rollout.sampler.turns import open_environment
+from bapo_megatron.rollout.sampler.turns import open_environments
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.stop_signals import SIGNALS
 
@@ -276,15 +276,15 @@ async def _open(
     whole_round = rollout.prompts_per_step * rollout.group_size * 1000 if rounds else None
     pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)
     tokenizer = load_tokenizer(config.model.hf_path)
-    folder, problems = config.model.hf_path, setup.problems
-    stops, stepping = await open_environment(config.environment, folder, tokenizer, report, opened)
+    environments = await open_environments(config, tokenizer, report, opened)
+    stops, problems = stop_token_ids(config.model.hf_path, tokenizer), setup.problems
     dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources)
-    held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, stepping)
+    held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, environments)
     teacher = await _open_teacher(config, dataset, opened)
     # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an
     # evaluation and training must not mix.
     is_held = lambda: rounds and held_out.is_busy  # noqa: E731
-    sampler = GroupSampler(config, dataset, pool, scorer, report, rounds, is_held, stepping, teacher)
+    sampler = GroupSampler(config, dataset, pool, scorer, report, rounds, is_held, environments, teacher)
     opened.push_async_callback(sampler.close)
     opened.callback(held_out.close)
     return sampler, pool, held_out

@@ -14,7 +14,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.event_log.events import Given
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
-from bapo_megatron.rollout.sampler.turns import Stepping, TurnTaker
+from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_takers
 
 
 class Restart(NamedTuple):
@@ -37,17 +37,17 @@ class Stepper:
         config: RunConfig,
         dataset: Dataset,
         sampler_state: SamplerState,
-        stepping: Stepping,
+        environments: Environments,
         changed: Callable[[], None],
     ) -> None:
         """``changed`` is called when there are results."""
         most = config.rollout.max_response_tokens
-        self._turns = TurnTaker(stepping, dataset, config.environment.max_turns, most)
+        self._turns = turn_takers(environments, dataset, most)
         self._dataset, self._state, self._changed = dataset, sampler_state, changed
         self._group_size = config.rollout.group_size
         self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._episodes: dict[tuple[int, int], str] = {}
-        """Episodes whose environment may hold an object."""
+        self._episodes: dict[tuple[int, int], tuple[str, TurnTaker]] = {}
+        """Episodes whose environment may hold an object, with the way to it."""
         self._answers: list[Given] = []
         self._restarts: list[Restart] = []
         self._error: BaseException | None = None
@@ -103,20 +103,23 @@ class Stepper:
 
     def _forget(self, key: tuple[int, int]) -> None:
         if episode := self._episodes.pop(key, None):
-            self._turns.forget(episode)
+            name, turns = episode
+            turns.forget(name)
 
     async def _step(self, group: OpenGroup, sample: int) -> None:
         """One step of one response; keep its answer, or note that the response must begin again."""
         key, response = (group.number, sample), group.responses[sample]
         attempt = response.episode.restarts
         # The same after a kill, and another for each attempt: a key for outer effects.
-        self._episodes[key] = name = f"{group.number}-{sample}-{attempt}"
+        name, prompt = f"{group.number}-{sample}-{attempt}", self._dataset.prompts[group.index]
+        turns = self._turns[prompt.source]
+        self._episodes[key] = name, turns
         try:
-            result = await self._turns.result(self._dataset.prompts[group.index], response, name)
-            if self._turns.must_restart(response, result):
+            result = await turns.result(prompt, response, name)
+            if turns.must_restart(response, result):
                 self._restarts.append(Restart(group, sample, result.detail))
                 return
-            answer = await self._turns.answer(response, result)
+            answer = await turns.answer(response, result)
             self._answers.append(Given(group, sample, response.tokens, attempt, answer))
         finally:
             if self._running.get(key) is asyncio.current_task():

@@ -1,19 +1,23 @@
 """A turn of a model and what it is given next: the question to its environment, and the answer as tokens.
 
-And the start of an environment: its checks before any work, and its parts in the process that samples. Used
-in ``evaluation/``, ``trainer/`` and this folder.
+And the start of environments, one for each source of prompts or for all: their checks before any work, and
+their parts in the process that samples. Used in ``evaluation/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from bapo_megatron.config import EnvironmentConfig
+from bapo_megatron.config import EnvironmentConfig, RunConfig
+from bapo_megatron.config.validation import environment_field
 from bapo_megatron.environment import Task, Turn
 from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
 from bapo_megatron.environment.template import ObservationTemplate, check_template
@@ -23,7 +27,7 @@ from bapo_megatron.reward.failures import FailureReports
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.sampler.episode import Answer
-from bapo_megatron.rollout.sampler.response import Response
+from bapo_megatron.rollout.sampler.response import Response, Sampling
 from bapo_megatron.types import FinishReason, Prompt
 
 MOST_RESTARTS = 20
@@ -48,8 +52,9 @@ class GivesTokens(Protocol):
         """The ids, int32, from the end of the model's turn, whose last token is given, to its next."""
 
 
-class Stepping(NamedTuple):
-    """The parts that take steps, make their answers tokens, and report failures.
+@dataclass(frozen=True)
+class Stepping:
+    """The parts of an environment: they take steps, make answers tokens, and report failures.
 
     Made by ``open_environment``.
     """
@@ -57,21 +62,41 @@ class Stepping(NamedTuple):
     steps: Steps
     template: GivesTokens
     report: Report
+    stop_token_ids: tuple[int, ...]
+    """Those of the model, and those of its class."""
+    max_turns: int
+    tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """A tokenizer is asked by one thread at a time, whichever environment asks."""
+
+
+Environments = Mapping[str, Stepping]
+"""The environments of a run by the names of the sources that have one (``RunConfig.environments``)."""
+
+
+def within(sampling: Sampling, stepping: Stepping | None) -> Sampling:
+    """The sampling parameters of responses in an environment; those of others unchanged."""
+    if stepping is None:
+        return sampling
+    return replace(sampling, stop_token_ids=stepping.stop_token_ids, in_environment=True)
+
+
+def turn_takers(
+    environments: Environments, dataset: Dataset, max_response_tokens: int
+) -> dict[str, TurnTaker]:
+    """A ``TurnTaker`` for each environment, by the sources' names; sources that share one share it."""
+    made = {id(one): TurnTaker(one, dataset, max_response_tokens) for one in environments.values()}
+    return {source: made[id(one)] for source, one in environments.items()}
 
 
 class TurnTaker:
     """The way from a turn of the model to what it is given next, for training and evaluations.
 
-    Made by ``Stepper`` and ``HeldOut``.
+    Made by ``turn_takers`` for ``Stepper`` and ``HeldOut``, and by `bapo eval`.
     """
 
-    def __init__(
-        self, stepping: Stepping, dataset: Dataset, max_turns: int, max_response_tokens: int
-    ) -> None:
+    def __init__(self, stepping: Stepping, dataset: Dataset, max_response_tokens: int) -> None:
         self._stepping, self._dataset = stepping, dataset
-        self._max_turns, self._max_response_tokens = max_turns, max_response_tokens
-        self._tokenizing = asyncio.Lock()
-        """A tokenizer is asked by one thread at a time."""
+        self._max_response_tokens = max_response_tokens
         self._failures = FailureReports(stepping.report, event="environment_failed")
         self._restarts = FailureReports(stepping.report, event="episode_restarted")
 
@@ -82,7 +107,7 @@ class TurnTaker:
         task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
         question = Question(
             task,
-            await asyncio.to_thread(self._dataset.turn_text, ids),
+            await asyncio.to_thread(self._text, ids),
             so_far.steps,
             lambda: self._turns(response),
             so_far.note,
@@ -102,11 +127,11 @@ class TurnTaker:
         self._failures.note(result)
         if result.failure is not None or result.observation is None:
             return _end("failed" if result.failure is not None else "stop", result)
-        if response.episode.sampled_turns >= self._max_turns:
+        if response.episode.sampled_turns >= self._stepping.max_turns:
             return _end("turns", result)
         last = int(response.so_far.token_ids_R[-1])
         try:
-            async with self._tokenizing:
+            async with self._stepping.tokenizing:
                 ids = await asyncio.to_thread(self._stepping.template.given_ids, result.observation, last)
         except Exception as error:  # a chat template raises what it likes
             why = f"its observation cannot be rendered: {error!r}"
@@ -128,12 +153,15 @@ class TurnTaker:
         """There will be no more turns of an episode."""
         self._stepping.steps.forget(episode)
 
+    def _text(self, ids: np.ndarray) -> str:
+        return self._dataset.turn_text(ids, self._stepping.stop_token_ids)
+
     def _turns(self, response: Response) -> list[Turn]:
         """The turns of a response so far."""
         ids, start, found = response.so_far.token_ids_R, 0, []
         for end, text in response.episode.turns:
             if text is None:
-                found.append(Turn("sampled", self._dataset.turn_text(ids[start:end])))
+                found.append(Turn("sampled", self._text(ids[start:end])))
             else:
                 found.append(Turn("given", text))
             start = end
@@ -170,19 +198,70 @@ def check_environment(environment: EnvironmentConfig, model: Path, tokenizer: An
     check_template(template, str(model), "sampled" if environment.history == "sampled" else "template")
 
 
+def check_environments(config: RunConfig, tokenizer: Any) -> None:
+    """Check of all environments of a run, each once. ConfigError as ``check_environment``, with the field."""
+    for source, environment in _distinct(config.environments).items():
+        with _naming_field_of(source, config):
+            check_environment(environment, config.model.hf_path, tokenizer)
+
+
 async def open_environment(
     environment: EnvironmentConfig, model: Path, tokenizer: Any, report: Report, opened: AsyncExitStack
-) -> tuple[tuple[int, ...], Stepping | None]:
-    """The stop tokens of model and environment together, and the environment's parts, started.
+) -> Stepping | None:
+    """The parts of an environment, started; None without a ``function``.
 
-    The parts are None without an environment. ConfigError, ChildError or OSError if it does not start.
+    ConfigError, ChildError or OSError if it does not start.
     """
-    stops = stop_token_ids(model, tokenizer)
     if environment.function is None:
-        return stops, None
+        return None
+    stops = stop_token_ids(model, tokenizer)
     traits = await asyncio.to_thread(read_traits, environment)
     template = ObservationTemplate(tokenizer, traits.role, stops)
     steps = EnvironmentPool(environment, traits)
     await steps.start()
     opened.push_async_callback(steps.close)
-    return (*stops, *stop_ids(traits, tokenizer)), Stepping(steps, template, report)
+    every_stop = (*stops, *stop_ids(traits, tokenizer))
+    return Stepping(steps, template, report, every_stop, environment.max_turns)
+
+
+async def open_environments(
+    config: RunConfig, tokenizer: Any, report: Report, opened: AsyncExitStack
+) -> dict[str, Stepping]:
+    """The environments of a run, started, by source; equal ones are one, with one set of workers.
+
+    ConfigError, ChildError or OSError as ``open_environment``.
+    """
+    tokenizing, of = asyncio.Lock(), config.environments
+    started: dict[str, Stepping | None] = {}
+    for source, environment in _distinct(of).items():
+        with _naming_field_of(source, config):
+            made = await open_environment(environment, config.model.hf_path, tokenizer, report, opened)
+        started[source] = made and replace(made, tokenizing=tokenizing)
+    found = {name: next(started[one] for one in started if of[one] == own) for name, own in of.items()}
+    return {name: stepping for name, stepping in found.items() if stepping is not None}
+
+
+def _distinct(environments: Mapping[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
+    """The first source of each environment, with it."""
+    found: dict[str, EnvironmentConfig] = {}
+    for source, environment in environments.items():
+        if environment not in found.values():
+            found[source] = environment
+    return found
+
+
+_NAMES = "|".join(one.name for one in fields(EnvironmentConfig))
+_FIELD = re.compile(rf"(?<![\w.\]])environment\.(?=({_NAMES})\b)")
+"""Beginning of a field of the section, in a message."""
+
+
+@contextmanager
+def _naming_field_of(source: str, config: RunConfig) -> Iterator[None]:
+    """A ConfigError of an environment names the source's own fields, if it has some."""
+    owners = {one.name for one in config.data.sources if one.environment is not None}
+    try:
+        yield
+    except ConfigError as error:
+        if source not in owners:
+            raise
+        raise ConfigError(_FIELD.sub(f"{environment_field(source)}.", str(error))) from error

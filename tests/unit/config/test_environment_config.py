@@ -11,7 +11,15 @@ import pytest
 
 from bapo_megatron.checkpoint.run_directory import changed_settings, check_same_run, store_config
 from bapo_megatron.commands.recipe_flags import parse_flags
-from bapo_megatron.config import DataConfig, EnvironmentConfig, ModelConfig, RunConfig
+from bapo_megatron.config import (
+    DataConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+    SourceConfig,
+)
+from bapo_megatron.config.sources import _from_json, _to_json
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import EvalOptions
 
@@ -85,3 +93,82 @@ def test_an_evaluation_has_the_section_too() -> None:
     wrong = dataclasses.replace(options, environment=EnvironmentConfig("Name"))
     with pytest.raises(ConfigError, match="environment.function='Name' names no class"):
         wrong.check()
+
+
+# --- environments of sources -----------------------------------------------------------------------
+
+
+def mixed(run: RunConfig = RUN, **own: EnvironmentConfig | None) -> RunConfig:
+    sources = tuple(SourceConfig(Path(f"{name}.jsonl"), environment=one) for name, one in own.items())
+    return dataclasses.replace(run, data=DataConfig(sources=sources))
+
+
+def parsed(*sources: dict[str, Any]) -> RunConfig:
+    return parse_flags("train", Path("recipe.py"), RUN, ["recipe.py", "--data.sources", json.dumps(sources)])
+
+
+def test_a_source_names_its_environment_by_a_flag() -> None:
+    tool = {"function": "tool.py:Tool", "settings": {"a": 1}, "max_turns": 3, "python": "/opt/python"}
+    found = parsed({"path": "a.jsonl", "environment": tool}, {"path": "b.jsonl"}).data.sources
+    expected = EnvironmentConfig("tool.py:Tool", {"a": 1}, max_turns=3, python=Path("/opt/python"))
+    assert [one.environment for one in found] == [expected, None]
+    shown = _to_json(found)
+    assert _from_json(shown) == found, "what --help shows can be given"
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ("tool.py:Tool", 'the environment of a source is "tool.py:Tool": write an object such as'),
+        (
+            {"function": "a:B", "turns": 3},
+            "environment of a source has no turns: its fields are function, se",
+        ),
+    ],
+)
+def test_what_is_no_environment_of_a_source_is_refused(
+    environment: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="^2$"):
+        parsed({"path": "a.jsonl", "environment": environment})
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"function": "Name"}, r"^data.sources\[b\].environment.function='Name' names no class"),
+        ({"settings": {"a": 1}}, r"^data.sources\[b\].environment.settings needs data.sources\[b\].env"),
+        ({"step_limit_s": 601.0}, r"^data.sources\[b\].environment.step_limit_s=601 is above data.sources\["),
+        ({"max_turns": 0}, r"^data.sources\[1\].environment.max_turns=0 must be at least 1"),
+        ({"max_turns": "three"}, r"^data.sources\[1\].environment.max_turns='three' must be a whole number"),
+    ],
+)
+def test_a_wrong_environment_of_a_source_is_refused(own: dict[str, Any], message: str) -> None:
+    mixed(a=None, b=EnvironmentConfig("a:B")).check()
+    with pytest.raises(ConfigError, match=message):
+        mixed(a=None, b=EnvironmentConfig(**own)).check()
+
+
+def test_a_source_without_one_has_the_runs() -> None:
+    none, tool = EnvironmentConfig(), EnvironmentConfig("tool.py:Tool")
+    run = mixed(within(), a=None, b=none, c=tool)
+    assert run.environments == {"a": run.environment, "b": none, "c": tool}
+    evaluated = dataclasses.replace(run, evaluation=EvaluationConfig(1, ("c", "d")))
+    assert evaluated.environments == {"": run.environment, **run.environments}
+    assert [run.source_of_suite(name) for name in ("c", "d")] == ["c", ""]
+    assert within().environments == {"": within().environment}
+
+
+def test_a_resumed_run_may_have_other_limits_of_a_source_and_no_other_environment(tmp_path: Path) -> None:
+    tool = EnvironmentConfig("tool.py:Tool")
+    run = mixed(dataclasses.replace(RUN, run_dir=tmp_path), a=None, b=tool)
+    store_config(run)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    check_same_run(run)
+    operated = dataclasses.replace(tool, workers=7, step_limit_s=5.0, python=Path("/opt/python"))
+    check_same_run(mixed(run, a=None, b=operated))
+    for own in (None, EnvironmentConfig(), dataclasses.replace(tool, max_turns=9)):
+        with pytest.raises(ConfigError, match=r"(?s)data.sources: .*--allow-change data.sources"):
+            check_same_run(mixed(run, a=None, b=own))

@@ -134,7 +134,8 @@ def test_names_are_those_of_files_and_of_prepared_folders(tmp_path: Path) -> Non
 
 def test_a_run_directory_holds_sources_as_plain_values() -> None:
     found = flagged("--data.sources", '[{"path": "a.jsonl", "weight": 2}]')
-    assert plain_values(found)["data.sources"] == [{"path": "a.jsonl", "weight": 2, "reward": None}]
+    expected = {"path": "a.jsonl", "weight": 2, "reward": None, "environment": None}
+    assert plain_values(found)["data.sources"] == [expected]
 
 
 def test_the_reward_functions_are_those_that_judge() -> None:

@@ -488,7 +488,7 @@ def test_a_journal_belongs_to_its_environment(
     within = EpisodeWorld(tmp_path, counting)
     alone = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "yes" if sample else "no")
     alone.config = dataclasses.replace(alone.config, environment=EnvironmentConfig())
-    alone.stepping = None
+    alone.environments = {}
     worlds = [within, alone] if first.startswith("with ") else [alone, within]
     run(step_of(worlds[0]), monkeypatch)
     written = "rollout.group_size=2 episodes of an environment, now it is 2"
@@ -510,7 +510,7 @@ def test_an_observation_that_cannot_be_rendered_fails_its_response(
             return super().given_ids(observation, last_token)
 
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "end" if turn or sample else "odd")
-    world.stepping = world.stepping._replace(template=Picky())
+    world.environments = {"": dataclasses.replace(world.stepping, template=Picky())}
     batch = run(step_of(world), monkeypatch)
     ends = [[(row[0], row[4][0]) for row in group] for group in plain(batch)]
     assert ends == [[("odd\x03", "failed"), ("end\x03", "stop")]] * 3

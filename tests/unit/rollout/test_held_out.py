@@ -286,7 +286,7 @@ def test_an_evaluation_has_the_runs_environment(tmp_path: Path) -> None:
 
     async def main() -> Path:
         async with made.sampling(rounds=False):
-            asked = HeldOut(made.config, SUITES, made.dataset, made.pool, made.score, made.stepping)
+            asked = HeldOut(made.config, SUITES, made.dataset, made.pool, made.score, made.environments)
             path = await evaluated(asked, 2)
             assert path is not None
             return path

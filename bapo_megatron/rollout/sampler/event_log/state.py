@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.requests import ENVIRONMENT
 from bapo_megatron.rollout.sampler.episode import Answer, summary
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.response import Response, continued, given, restarted
@@ -50,7 +51,7 @@ class GroupSummary(NamedTuple):
     source: str = ""
     """The source of the prompt; empty in a run of one file."""
     episodes: Sequence[dict[str, Any]] = ()
-    """The ``summary`` of each response's episode; none in a run without an environment."""
+    """The ``summary`` of each response's episode; none for a prompt without an environment."""
 
 
 @dataclass
@@ -116,7 +117,6 @@ class SamplerState:
         self._prompts = prompts
         self._group_size = group_size
         self._identity = dict(identity or {})
-        self._in_environment = "environment.function" in self._identity
         self.next_number = 0
         """The number of the next group."""
         self.taken = 0
@@ -198,7 +198,7 @@ class SamplerState:
     def snapshot(self) -> Record:
         """The snapshot record of everything but the groups: the first record of every log."""
         fields = {
-            **({"format": FORMAT} if self._in_environment else {}),
+            **({"format": FORMAT} if ENVIRONMENT in self._identity else {}),
             "identity": self._identity,
             "next_number": self.next_number,
             "taken": self.taken,
@@ -300,7 +300,7 @@ class SamplerState:
         lengths = [response.sampled_tokens for response in group.responses]
         reasons, source = [str(r.finish_reason) for r in rollouts], self._prompts[group.index].source
         found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
-        if self._in_environment:
+        if self._is_in_environment(source):
             found = found._replace(episodes=[summary(response.episode) for response in group.responses])
         self.scored.append(found)
 
@@ -333,6 +333,11 @@ class SamplerState:
         self._first_step_of[version] = min(step, self._first_step_of.get(version, step))
         self._newest = max(self._newest, version)
         self._version = version
+
+    def _is_in_environment(self, source: str) -> bool:
+        """Whether the prompts of a source have an environment."""
+        named = self._identity.get(ENVIRONMENT)
+        return (named.get(source) if isinstance(named, dict) else named) is not None
 
     def _group(self, number: int, epoch: int, index: int) -> OpenGroup:
         """The open group of this number; opened now if it is unknown, because its own record is damaged."""

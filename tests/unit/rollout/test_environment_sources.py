@@ -1,0 +1,271 @@
+"""Sources of prompts with environments of their own, and without one, in one batch; and after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config import DataConfig, EnvironmentConfig, EvaluationConfig, SourceConfig
+from bapo_megatron.data.prompts import MixedSource
+from bapo_megatron.data.suites import Suite
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.requests import Dataset, identity
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
+from bapo_megatron.rollout.sampler.held_out import HeldOut
+from bapo_megatron.rollout.sampler.turns import check_environments, open_environments
+from bapo_megatron.types import Prompt, StepBatch
+from tests.support import accounts
+from tests.support.chat_templates import demo_tokenizer
+from tests.support.episodes import EpisodeWorld, HereSteps
+from tests.support.sampling import EOS, Letters, until
+from tests.support.virtual_time import run_virtually
+
+CLASS = "tests.support.environments:Async"
+SOURCES = ("long", "plain", "short")
+OWN = {
+    "long": EnvironmentConfig(CLASS),
+    "plain": EnvironmentConfig(),
+    "short": EnvironmentConfig("tests.support.environments:Restored", max_turns=1),
+}
+BANG = ord("!")
+
+
+def say(prompt: int, sample: int, turn: int) -> str:
+    """Prompts 0 to 2 are of `long`, 3 to 5 of `plain`, 6 to 8 of `short`; a second sample is shorter."""
+    return "end" if prompt < 3 and turn == 2 - sample else f"y{turn}"
+
+
+class MixedWorld(EpisodeWorld):
+    """Three sources of three prompts: an environment, none, and another one of one turn."""
+
+    def __init__(self, folder: Path, own: dict[str, EnvironmentConfig] = OWN) -> None:
+        super().__init__(folder, say, prompts_per_step=6)
+        named = tuple(SourceConfig(Path(f"{one}.jsonl"), environment=own[one]) for one in SOURCES)
+        data = DataConfig(sources=named, shuffle=False)
+        self.config = dataclasses.replace(self.config, data=data, environment=EnvironmentConfig())
+        self.config.check()
+        prompts = [
+            Prompt(n, np.array([n], np.int32), "", "test", source=SOURCES[n // 3], reward="")
+            for n in range(9)
+        ]
+        mixed = tuple(MixedSource(one, 3, 1.0, "0") for one in SOURCES)
+        self.dataset = Dataset(prompts, Letters(), (EOS,), mixed)
+        self.others = HereSteps()
+        short = dataclasses.replace(self.stepping, steps=self.others, max_turns=1, stop_token_ids=(EOS, BANG))
+        self.environments = {"long": self.stepping, "short": short}
+
+
+def texts(batch: StepBatch) -> list[Any]:
+    return [
+        (
+            group.prompt.source,
+            [
+                ("".join(map(chr, one.token_ids_R)), one.finish_reason, one.reward, one.log_probs_R.tolist())
+                for one in group.rollouts
+            ],
+        )
+        for group in batch.groups
+    ]
+
+
+async def step_of(world: MixedWorld) -> StepBatch:
+    async with world.sampling(rounds=False):
+        return await world.batch(1)
+
+
+def run(coroutine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return run_virtually(asyncio.wait_for(coroutine, 1000), None, monkeypatch)
+
+
+def test_sources_with_and_without_an_environment_share_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = MixedWorld(tmp_path)
+    batch = run(step_of(world), monkeypatch)
+    expected = {
+        "long": [
+            ("y0\x03[1:y0]y1\x03[2:y1]end\x03", "stop", 2.0),
+            ("y0\x03[1:y0]end\x03", "stop", 1.5),
+        ],
+        "plain": [("y0\x03", "stop", 1.0)] * 2,
+        "short": [("y0\x03", "turns", 0.5)] * 2,
+    }
+    found = texts(batch)
+    assert sorted(source for source, _ in found) == [*["long"] * 2, *["plain"] * 2, *["short"] * 2]
+    for source, rows in found:
+        assert [row[:3] for row in rows] == expected[source]
+    assert {turn for _, turn in world.steps.asked} == {"y0", "y1", "end"}
+    assert {turn for _, turn in world.others.asked} == {"y0"}
+    stops = {int(one.input_ids[0]) // 3: one.params.stop_token_ids for one in world.engines[0].asked}
+    assert stops == {0: (EOS,), 1: (EOS,), 2: (EOS, BANG)}
+
+
+def test_metrics_are_of_each_source_and_of_all_that_have_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: 2.5 turns of `long` and 1 of `short`, as many of each; no episode of `plain`."""
+    metrics = run(step_of(MixedWorld(tmp_path)), monkeypatch).metrics
+    assert metrics["environment/turns_mean"] == 1.75
+    assert metrics["source/long/environment/turns_mean"] == 2.5
+    assert metrics["source/short/environment/turns_mean"] == 1.0
+    assert metrics["source/short/environment/finish_turns"] == 1.0
+    assert metrics["environment/finish_turns"] == 0.5
+    assert metrics["source/long/episode/turns"] == 2.5
+    # [1:y0] and [2:y1] of the first response, [1:y0] of the second; sampled are 3 + 3 + 4 and 3 + 4.
+    assert metrics["source/long/environment/given_share"] == pytest.approx(18 / (18 + 17))
+    assert not [name for name in metrics if name.startswith(("source/plain/env", "source/plain/episode"))]
+    assert metrics["source/plain/rollout/length_mean"] == 3.0
+
+
+def test_the_journal_of_a_mixture_may_be_cut_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill leaves a beginning of the journal: from each of them the same step is made."""
+    whole = MixedWorld(tmp_path / "whole")
+    expected = texts(run(step_of(whole), monkeypatch))
+    (log,) = whole.journal.glob("segments-*.log")
+    content = log.read_bytes()
+    found = [one for one in read_records(log) if isinstance(one, Record)]
+    cuts = {record.offset for record in found[1:-1]}
+    cuts |= set(np.random.default_rng(0).integers(found[1].offset, found[-1].offset, 10).tolist())
+    for cut in sorted(cuts):
+        world = MixedWorld(tmp_path / str(cut))
+        world.journal.mkdir(parents=True)
+        (world.journal / log.name).write_bytes(content[:cut])
+        assert texts(run(step_of(world), monkeypatch)) == expected, cut
+        prompts = [*world.dataset.prompts] * 3
+        accounts.check_accounts(world.journal, world.journal, world.config.rollout, prompts)
+
+
+def test_a_kill_between_turns_asks_each_environment_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment of `short` never answers before the kill, that of `long` has."""
+
+    async def check() -> None:
+        world = MixedWorld(tmp_path)
+        world.others.gate.clear()
+        async with world.sampling(rounds=False):
+            await until(lambda: ("0-0-0", "end") in world.steps.asked and len(world.others.asked) == 4)
+            world.kill()
+        again = MixedWorld(tmp_path)
+        batch = await step_of(again)
+        assert [row[1] for source, rows in texts(batch) for row in rows if source == "short"] == ["turns"] * 4
+        assert {name for name, _ in again.others.asked} == {name for name, _ in world.others.asked}
+        assert not {name for name, _ in again.others.asked} & {name for name, _ in again.steps.asked}
+
+    run(check(), monkeypatch)
+
+
+@pytest.mark.parametrize("source", ["long", "plain"])
+def test_a_journal_belongs_to_the_environments_of_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """One whose environment is taken away or added is refused, also where `data.sources` may change."""
+    run(step_of(MixedWorld(tmp_path)), monkeypatch)
+    other = EnvironmentConfig() if source == "long" else OWN["long"]
+    with pytest.raises(ConfigError, match=r"environment.function=\{'long': .*, now it is \{'long': "):
+        run(step_of(MixedWorld(tmp_path, {**OWN, source: other})), monkeypatch)
+
+
+def test_the_identity_is_as_before_where_all_sources_have_one_environment() -> None:
+    def of(*own: EnvironmentConfig | None, run_s: EnvironmentConfig = OWN["plain"]) -> dict[str, Any]:
+        named = tuple(SourceConfig(Path(f"{n}.jsonl"), environment=one) for n, one in enumerate(own))
+        world = EpisodeWorld(Path("unused"), say)
+        config = dataclasses.replace(world.config, data=DataConfig(sources=named), environment=run_s)
+        return identity(config, world.dataset)
+
+    assert "environment.function" not in of(None, OWN["plain"])
+    assert of(None, None, run_s=OWN["long"])["environment.function"] == CLASS
+    assert of(OWN["long"], OWN["long"])["environment.function"] == CLASS
+    mixed = of(None, OWN["long"])
+    assert mixed["environment.function"] == {"0": None, "1": CLASS}
+    assert mixed["rollout.group_size"] == "2 episodes of an environment", "older programs refuse it in words"
+
+
+def test_a_suite_has_the_environment_of_the_source_of_its_name(tmp_path: Path) -> None:
+    """Others have that of the run, which has none."""
+    made = MixedWorld(tmp_path)
+    made.config = dataclasses.replace(made.config, evaluation=EvaluationConfig(2, ("long",), 1))
+    suites = tuple(
+        Suite(name, Path(), "", (Prompt(n, np.array([n], np.int32), "", name),))
+        for name, n in (("long", 1), ("plain", 2), ("short", 7), ("other", 0))
+    )
+
+    async def main() -> Path:
+        async with made.sampling(rounds=False):
+            asked = HeldOut(made.config, suites, made.dataset, made.pool, made.score, made.environments)
+            asked.expect(2, 0)
+            asked.begin()
+            path = await asked.responses(2, 5.0)
+            assert path is not None
+            return path
+
+    rows = [json.loads(line) for line in asyncio.run(main()).read_text().splitlines()]
+    assert [(row["suite"], row["response"], row["finish_reason"]) for row in rows] == [
+        ("long", "y0[1:y0]y1[2:y1]end", "stop"),
+        ("plain", "y0", "stop"),
+        ("short", "y0", "turns"),
+        ("other", "y0", "stop"),
+    ]
+
+
+# --- real workers ---------------------------------------------------------------------------------
+
+
+def config_of(**own: EnvironmentConfig | None) -> Any:
+    world = EpisodeWorld(Path("unused"), say)
+    named = tuple(SourceConfig(Path(f"{name}.jsonl"), environment=one) for name, one in own.items())
+    model = dataclasses.replace(world.config.model, hf_path=Path("recipes/demo/policy"))
+    plain = EnvironmentConfig("tests.support.environments:Plain", workers=1)
+    return dataclasses.replace(world.config, data=DataConfig(sources=named), model=model, environment=plain)
+
+
+def test_equal_environments_share_their_workers() -> None:
+    plain = EnvironmentConfig("tests.support.environments:Plain", workers=1)
+    twice = dataclasses.replace(plain, max_turns=2)
+    config = config_of(one=None, two=plain, three=EnvironmentConfig(), four=twice)
+
+    async def main() -> None:
+        async with AsyncExitStack() as opened:
+            found = await open_environments(config, demo_tokenizer(), print, opened)
+            assert list(found) == ["one", "two", "four"]
+            assert found["one"] is found["two"]
+            assert found["one"].steps is not found["four"].steps
+            assert (found["one"].max_turns, found["four"].max_turns) == (8, 2)
+            assert found["one"].tokenizing is found["four"].tokenizing, "a tokenizer is asked by one thread"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            EnvironmentConfig("tests.support.environments:Missing"),
+            r"data\.sources\[two\]\.environment\.function=\S+: tests.support.environments has no class",
+        ),
+        (EnvironmentConfig(CLASS), r"^data\.sources\[two\]\.environment\.function: stops has '</call>'"),
+        (
+            EnvironmentConfig(CLASS, python=Path("/nowhere")),
+            r"^data\.sources\[two\]\.environment\.python=/nowhere is no program",
+        ),
+    ],
+)
+def test_a_wrong_environment_of_a_source_is_named(own: EnvironmentConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_environments(config_of(one=None, two=own), demo_tokenizer())
+
+
+def test_a_wrong_environment_of_the_run_is_named_as_that() -> None:
+    config = config_of(one=EnvironmentConfig(), two=None)
+    wrong = dataclasses.replace(config, environment=EnvironmentConfig(CLASS))
+    with pytest.raises(ConfigError, match=r"^environment\.function: stops has '</call>'"):
+        check_environments(wrong, demo_tokenizer())

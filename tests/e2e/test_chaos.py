@@ -1,4 +1,5 @@
-"""A few harms of tests/support/chaos.py; more by ``python -m tests.support.chaos --minutes 60``."""
+"""A few harms of tests/support/chaos.py; more by ``python -m tests.support.chaos --minutes 60``, and
+``--kills 200 --tools async --folder FOLDER``."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
-from tests.support.chaos import COLOCATED, harm_and_check
+from tests.support.chaos import COLOCATED, harm_and_check, with_tools
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -38,3 +39,21 @@ def test_a_run_with_colocated_servers_loses_nothing(tmp_path: Path) -> None:
     assert all(found[kind] == 1 for kind in harms), found
     assert sum(found["at " + arrow] for arrow in arrows) == 2, found
     assert found["trained"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "harms"),
+    [
+        ("async", ("kill an environment worker", "kill the sampler", "kill everything")),
+        ("plain", ("kill an environment worker", "kill the sampler")),
+    ],
+)
+def test_a_run_with_faulty_tools_loses_nothing(tmp_path: Path, kind: str, harms: tuple[str, ...]) -> None:
+    """Killed while tools work. They hang, die, raise, print; what they say agrees with the journal."""
+    arrows = ("a slow tool is asked", "a tool has answered")
+    servers = ("--rollout.sglang.servers=1",)
+    found = harm_and_check(tmp_path, harms, random.Random(7), servers, arrows, with_tools(tmp_path, kind))
+    assert all(found[kind] == 1 for kind in harms), found
+    assert found["trained"] > 0
+    assert found["fault slow"] > 0
+    assert found["answers in the journal"] > 20

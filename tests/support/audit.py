@@ -27,6 +27,16 @@ NEW_BEGINNINGS = 3
 
 
 @dataclass
+class Exchange:
+    """A turn of a model, and the answer of its environment."""
+
+    turn_ids: list[int]
+    said: dict[str, Any] | None = None
+    """None where it has not answered yet."""
+    given_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
 class _Response:
     ids: list[int] = field(default_factory=list)
     log_probs: list[bytes] = field(default_factory=list)
@@ -36,6 +46,8 @@ class _Response:
     """``Audit.returns`` when its last segment came."""
     waits: bool = False
     """Its environment is to answer."""
+    turn_start: int = 0
+    """Tokens before its last turn."""
     attempt: int = 0
 
     @property
@@ -84,6 +96,8 @@ class Audit:
         self.tokens: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         """Groups, since the last step was given its own."""
+        self.episodes: dict[str, list[Exchange]] = {}
+        """All turns that ended, and the answers to them, by the episode's name: group, sample, attempt."""
         self._new: set[int] = set()
         """Groups that were scored in the present commit: a step in it was chosen without them."""
 
@@ -173,6 +187,8 @@ class Audit:
             response.versions += versions
             response.waits, response.returns = reason == "turn", self.returns
             response.reason = None if response.waits else reason
+            if response.waits:
+                self._exchanges(number, sample).append(Exchange(response.ids[response.turn_start :]))
             self._check_length(response)
             self._check_budget(group, response)
             at = end
@@ -189,15 +205,22 @@ class Audit:
             assert group.end is None, "an answer in a group that is gone"
             assert response.waits, "an answer to no turn"
             assert (start, attempt) == (len(response.ids), response.attempt)
+            exchange = self._exchanges(number, sample)[-1]
+            exchange.said, exchange.given_ids = said, arrays["token_ids"][at:end].tolist()
             response.ids += arrays["token_ids"][at:end].tolist()
             response.log_probs += [np.float32(0).tobytes()] * length
             response.versions += [GIVEN] * length
+            response.turn_start = len(response.ids)
             response.waits, response.reason = False, said["finish_reason"]
             assert (response.reason is None) == (length > 0), "it goes on with tokens, and ends without"
             assert response.reason in (None, "stop", "length", "turns", "failed")
             assert (response.reason == "failed") == (said["failure"] is not None)
             assert len(response.ids) < self.config.max_response_tokens or not length
             at = end
+
+    def _exchanges(self, number: int, sample: int) -> list[Exchange]:
+        attempt = self.groups[number].responses[sample].attempt
+        return self.episodes.setdefault(f"{number}-{sample}-{attempt}", [])
 
     def _restarted(self, fields: dict[str, Any], _arrays: dict[str, np.ndarray]) -> None:
         group = self.groups[fields["number"]]

@@ -2,6 +2,7 @@
 
     python -m tests.support.chaos --minutes 30 [--seed 0] [--sync broadcast]
     python -m tests.support.chaos --kills 200 --colocated [--sync ipc] [--minutes 90]
+    python -m tests.support.chaos --kills 200 --tools async --folder FOLDER [--minutes 60]
 
 Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
 SIGSTOP. Then the run goes on in peace for a few steps, and its journal is audited (tests/support/audit.py):
@@ -10,15 +11,21 @@ twice; the losses equal those of a replay of the journal.
 
 ``--colocated``: the servers give up their memory while the policy trains. Kills then come as soon as a server
 has answered a call that leads from one state to the next (``ARROWS``), or the trainer has made an update.
+
+``--tools``: the demo with a calculator that fails as tools do (faulty_tools.py). Workers of environments are
+killed, too, and the audit hears what the tools say (tool_accounts.py). Given a folder, the same command goes
+on with its run until ``--kills`` are reached, and writes benchmarks/results/tool_kills.md after each session.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,16 +33,20 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import psutil
 
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
 from tests.support.forked_commands import start_bapo
-from tests.support.processes import sampler_of, servers_of
+from tests.support.harm_ledger import Ledger
+from tests.support.processes import environments_of, sampler_of, servers_of
 from tests.support.raw_journal import keeping_logs
+from tests.support.tool_accounts import check_steps, check_tools
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes/demo_sglang_cpu.py"
@@ -68,23 +79,59 @@ IPC_ARROWS = (
 )
 """What a kill waits for: a call that a server answers, as its log says, or a line of the run's own logs."""
 
+TOOL_KILLS = (*KILLS, "kill the sampler", *["kill an environment worker"] * 4)
+TOOL_ARROWS = {
+    "a tool is asked": b'"what": "asked"',
+    "a slow tool is asked": b'"fault": "slow"',
+    "a tool hangs": b'"fault": "hang"',
+    "a tool has answered": b'"what": "answered"',
+    "update": b"\n",
+    "checkpoint": b'"saving"',
+}
+"""What a kill waits for in a run with tools: a line of the tools' log, or of the run's."""
+STEP_LIMIT_S = 6
+TOOL_FLAGS = (
+    f"--environment.step-limit-s={STEP_LIMIT_S}",
+    *("--environment.workers=2", "--evaluation.every=0", "--rollout.keep-steps=None"),
+    *("--rollout.engine=sglang", "--rollout.max-oversampling=1.5", "--optimizer.lr=1e-5"),
+)
+
 PATIENCE_S = 900.0
 """A run that makes no step for so long hangs: two servers start on two cores that others may use."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is harmed: a recipe with its flags."""
+
+    recipe: Path = RECIPE
+    flags: tuple[str, ...] = ()
+    tools_log: Path | None = None
+    """What the tools note, if it has tools."""
+
+
+def with_tools(folder: Path, kind: str) -> Target:
+    """The demo with a tool whose steps are ``async`` or ``plain``, as faulty as tools are."""
+    log = folder / "tools.log"
+    settings = json.dumps({"log": str(log), "limit_s": STEP_LIMIT_S})
+    function = f"tests.support.faulty_tools:{kind.title()}Faulty"
+    flags = (f"--environment.function={function}", f"--environment.settings={settings}")
+    return Target(ROOT / "recipes/demo_tools_cpu.py", (*TOOL_FLAGS, *flags), log)
 
 
 class Run:
     """The command, started again whenever it has ended."""
 
-    def __init__(self, run_dir: Path, flags: Iterable[str]) -> None:
-        self.run_dir = run_dir
-        self._flags = [*FLAGS, *flags]
+    def __init__(self, run_dir: Path, target: Target, flags: Iterable[str]) -> None:
+        self.run_dir, self.target = run_dir, target
+        self._flags = [*FLAGS, *target.flags, *flags]
         self._log = (run_dir.parent / "chaos.log").open("ab")
         self.start()
 
     def start(self) -> None:
         """As a user, or a scheduler, would."""
         flags = (*self._flags, f"--run-dir={self.run_dir}")
-        self.process = start_bapo("train", RECIPE, *flags, log=self._log.fileno())
+        self.process = start_bapo("train", self.target.recipe, *flags, log=self._log.fileno())
 
     @property
     def steps(self) -> int:
@@ -110,6 +157,8 @@ class Run:
             time.sleep(chance.uniform(2, 25))
             with contextlib.suppress(psutil.NoSuchProcess):
                 sampler.resume()
+        elif kind == "kill an environment worker" and (workers := environments_of(self.process.pid)):
+            chance.choice(workers).kill()
         elif kind == "kill the trainer":
             self.process.kill()  # alone: the sampler and the servers must notice
         elif kind == "kill everything":
@@ -123,11 +172,7 @@ class Run:
 
     def wait_for_arrow(self, arrow: str, most_s: float = 60.0) -> bool:
         """Wait until it is passed again; whether it was, in ``most_s`` seconds."""
-        logs = {
-            "update": [self.run_dir / "updates.jsonl"],
-            "checkpoint": [self.run_dir / "events.jsonl"],
-        }.get(arrow, sorted((self.run_dir / "logs").glob("server-*.log")))
-        text = {"update": b"\n", "checkpoint": b'"saving"'}.get(arrow, b"POST /" + arrow.encode())
+        logs, text = self._watched(arrow)
         seen = [log.stat().st_size if log.exists() else 0 for log in logs]
         deadline = time.monotonic() + most_s
         while time.monotonic() < deadline:
@@ -135,6 +180,15 @@ class Run:
                 return True
             time.sleep(0.005)
         return False
+
+    def _watched(self, arrow: str) -> tuple[list[Path], bytes]:
+        """The logs that show an arrow, and the text that does."""
+        if arrow in ("update", "checkpoint"):
+            log = {"update": "updates.jsonl", "checkpoint": "events.jsonl"}[arrow]
+            return [self.run_dir / log], TOOL_ARROWS[arrow]
+        if arrow in TOOL_ARROWS and self.target.tools_log:
+            return [self.target.tools_log], TOOL_ARROWS[arrow]
+        return sorted((self.run_dir / "logs").glob("server-*.log")), b"POST /" + arrow.encode()
 
     def wait_for_steps(self, more: int, limit_s: float) -> None:
         """Until so many steps were made from now on. AssertionError if they are not, or the run ends."""
@@ -179,8 +233,15 @@ def main() -> None:
     parser.add_argument("--sync", choices=("disk", "broadcast", "ipc"), default="disk")
     parser.add_argument("--colocated", action="store_true")
     parser.add_argument("--kills", type=int, default=sys.maxsize)
+    parser.add_argument("--tools", choices=("async", "plain"))
+    parser.add_argument("--folder", type=Path, help="of a campaign with tools, new or to be continued")
     given = parser.parse_args()
+    if (given.tools is None) != (given.folder is None):
+        parser.error("--tools and --folder go together")
     minutes = given.minutes or (30 if given.kills == sys.maxsize else math.inf)
+    if given.tools:
+        harm_tools(given.folder, given.tools, given.kills, minutes, given.seed)
+        return
     with tempfile.TemporaryDirectory() as folder:
         chance, sync = random.Random(given.seed), f"--rollout.sglang.sync={given.sync}"
         harms = islice(harms_for(minutes, chance, KILLS if given.colocated else HARMS), given.kills)
@@ -189,6 +250,25 @@ def main() -> None:
             harm_and_check(Path(folder), harms, chance, [*COLOCATED, sync], arrows)
         else:
             harm_and_check(Path(folder), harms, chance, [sync])
+
+
+def harm_tools(folder: Path, kind: str, kills: int, minutes: float, seed: int) -> None:
+    """A session of a campaign with tools: until the folder's run has had so many kills, or time is over."""
+    target = with_tools(folder.absolute(), kind)
+    ledger = Ledger(folder, [*FLAGS, *target.flags])
+    before, began = ledger.kills, time.monotonic()
+    if before >= kills:
+        raise SystemExit(f"{folder} has had {before} kills")
+    of_session = f"{seed}.{before}"
+    chance = random.Random(of_session)
+    harms = islice(harms_for(minutes, chance, TOOL_KILLS), kills - before)
+    found = harm_and_check(folder, harms, chance, (), [*TOOL_ARROWS], target, ledger)
+    spent = (time.monotonic() - began) / 60
+    ledger.close_session(seed=of_session, minutes=spent, found={**found, "kills": ledger.kills})
+    from benchmarks.common import machine, write  # which import torch and Megatron
+
+    command = f"python -m tests.support.chaos --tools {kind} --kills {kills} --folder FOLDER --seed {seed}"
+    write("tool_kills", ledger.page(command, kills, machine()))
 
 
 def harms_for(minutes: float, chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
@@ -204,13 +284,16 @@ def harm_and_check(
     chance: random.Random,
     flags: Iterable[str],
     arrows: Sequence[str] = (),
+    target: Target = Target(),
+    ledger: Ledger | None = None,
 ) -> Counter[str]:
     """Do these harms to a run, then hold it to its books. What was done, and the tokens.
 
     ``arrows``: each harm comes when one of these is passed, or a moment later; the next, after a step.
     """
     done = Counter[str]()
-    run = Run(folder / "run", flags)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(folder / "run", target, flags)
     with keeping_logs(run.run_dir / "journal", folder / "kept"):
         try:
             run.wait_for_steps(1, PATIENCE_S)
@@ -219,7 +302,10 @@ def harm_and_check(
                 if arrows and run.wait_for_arrow(when):
                     done["at " + when] += 1
                     time.sleep(chance.choice((0.0, 0.0, chance.uniform(0.0, 0.5))))
-                done[kind] += run.harm(kind, chance)
+                is_done = run.harm(kind, chance)
+                done[kind] += is_done
+                if ledger and is_done:
+                    ledger.note(kind=kind, after=when, steps=run.steps)
                 print(f"{kind} after {when}, at {run.steps} steps", flush=True)
                 if arrows:
                     run.wait_for_steps(1, PATIENCE_S)
@@ -228,20 +314,28 @@ def harm_and_check(
             run.wait_for_steps(3, PATIENCE_S)
         finally:
             run.stop()
-    tokens = check_run(run.run_dir, folder / "kept").totals()
-    check_replay(folder)
-    print(dict(done), dict(tokens), f"{run.steps} steps")
-    return done + tokens
+    found = check_run(run.run_dir, folder / "kept")
+    done += Counter({"steps": check_steps(run.run_dir)}) + found.totals()
+    if target.tools_log:
+        model = json.loads((run.run_dir / "config.json").read_text())["config"]["model.hf_path"]
+        done += check_tools(target.tools_log, found.episodes, load_tokenizer(Path(model)))
+        assert not done["dropped_restarted"], "an environment that is played again gave another answer"
+    check_replay(folder, target)
+    print(dict(done), flush=True)
+    return done
 
 
-def check_replay(folder: Path) -> None:
+def check_replay(folder: Path, target: Target) -> None:
     """A run that is given the journal's steps, and never stopped, has the same losses, bit for bit."""
     run_dir, replay = folder / "run", folder / "replay"
     updates = read_jsonl(run_dir / "updates.jsonl")
     steps = read_jsonl(run_dir / "metrics.jsonl")[-1]["step"]
-    command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(RECIPE), *FLAGS, f"--steps={steps}"]
+    command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(target.recipe), *FLAGS, *target.flags]
+    more = (f"--steps={steps}", f"--rollout.replay={run_dir}", "--checkpoint.every=100000")
+    if replay.exists():  # of an earlier session
+        shutil.rmtree(replay)
     subprocess.run(
-        [*command, f"--run-dir={replay}", f"--rollout.replay={run_dir}", "--checkpoint.every=100000"],
+        [*command, *more, f"--run-dir={replay}"],
         cwd=ROOT,
         check=True,
         stdout=subprocess.DEVNULL,

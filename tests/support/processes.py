@@ -42,6 +42,18 @@ def sampler_of(pid: int) -> psutil.Process | None:
     return None
 
 
+def environments_of(pid: int) -> list[psutil.Process]:
+    """The workers of environments of the run whose first process is ``pid``."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if "bapo_megatron.environment.worker" in child.cmdline():
+                found.append(child)
+        except (psutil.Error, OSError):  # it has just ended
+            continue
+    return found
+
+
 def ranks_of(pid: int) -> list[psutil.Process]:
     """The training processes of the command ``pid``, by rank: its forks have its command line."""
     command = psutil.Process(pid).cmdline()

@@ -1,0 +1,175 @@
+"""The audit of tools: each way in which a journal and the tools' own log may differ is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.audit import Exchange
+from tests.support.faulty_tools import FAILURES, SHARES, fault_of
+from tests.support.harm_ledger import FAULTS, Ledger
+from tests.support.tool_accounts import check_steps, check_tools
+
+Rows = list[dict[str, Any]]
+Episodes = dict[str, list[Exchange]]
+EOS = 0
+
+
+class Letters:
+    """A tokenizer: one token a letter."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(map(chr, ids))
+
+
+def named(fault: str) -> str:
+    """An episode whose first step has this fault, and whose second has none."""
+    names = (f"{number}-0-0" for number in range(10**6))
+    return next(name for name in names if (fault_of(name, 0), fault_of(name, 1)) == (fault, "none"))
+
+
+def said(text: str = "", reason: str | None = None, failure: str | None = None) -> dict[str, Any]:
+    return {"text": text, "finish_reason": reason, "failure": failure, "detail": ""}
+
+
+def story() -> tuple[Rows, Episodes]:
+    """A tool that was asked twice, the first time again after a kill, and one that raised."""
+    good, bad = named("none"), named("raise")
+    asked = {"what": "asked", "episode": good, "replies": 0, "turn": "1+1", "fault": "none"}
+    answered = {"what": "answered", "episode": good, "replies": 0, "said": "2"}
+    end = {"what": "asked", "episode": good, "replies": 1, "turn": "two", "fault": "none"}
+    ended = {"what": "answered", "episode": good, "replies": 1, "said": None}
+    raised = {"what": "asked", "episode": bad, "replies": 0, "turn": "x", "fault": "raise"}
+    outlived = {"what": "outlived", "episode": bad, "replies": 0}
+    turns = [
+        Exchange([*map(ord, "1+1"), EOS], said("2"), [*map(ord, "[2]")]),
+        Exchange([*map(ord, "two"), EOS], said(reason="stop")),
+    ]
+    failed = Exchange([ord("x"), EOS], said(reason="failed", failure="raised"))
+    rows = [asked, answered, asked, answered, end, ended, raised, outlived]
+    return rows, {good: turns, bad: [failed]}
+
+
+def written(folder: Path, rows: Rows) -> Path:
+    log = folder / "tools.log"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return log
+
+
+def test_a_true_story_is_counted(tmp_path: Path) -> None:
+    rows, episodes = story()
+    found = check_tools(written(tmp_path, rows), episodes, Letters())
+    assert found == {
+        "asked": 3,
+        "asked again": 1,
+        "answers in the journal": 3,
+        "fault none": 2,
+        "fault raise": 1,
+        "failed raised": 1,
+        "outlived their step": 1,
+    }
+
+
+def _unknown(rows: Rows, episodes: Episodes) -> None:
+    episodes.pop(named("none"))
+
+
+def _other_turn(rows: Rows, episodes: Episodes) -> None:
+    episodes[named("none")][0].turn_ids[0] = ord("9")
+
+
+def _two_answers(rows: Rows, episodes: Episodes) -> None:
+    rows[3] = {**rows[3], "said": "3"}
+
+
+def _invented(rows: Rows, episodes: Episodes) -> None:
+    del rows[5]
+
+
+def _other_answer(rows: Rows, episodes: Episodes) -> None:
+    episodes[named("none")][0].said = said("3")
+
+
+def _other_tokens(rows: Rows, episodes: Episodes) -> None:
+    episodes[named("none")][0].given_ids = [*map(ord, "[3]")]
+
+
+def _innocent(rows: Rows, episodes: Episodes) -> None:
+    episodes[named("none")][0].said = said(reason="failed", failure="time")
+
+
+def _forgiven(rows: Rows, episodes: Episodes) -> None:
+    episodes[named("raise")][0].said = said("2")
+
+
+def _early_end(rows: Rows, episodes: Episodes) -> None:
+    episodes[named("none")][0].said = said(reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (_unknown, "was asked about a turn that is not on disk"),
+        (_other_turn, r"was asked '1\+1'; on disk is '9\+1'"),
+        (_two_answers, "the tool said '2', then '3'"),
+        (_invented, "the journal has an answer that no tool gave"),
+        (_other_answer, "'3' is not '2'"),
+        (_other_tokens, r"its tokens are '\[3\]'"),
+        (_innocent, "the fault of its tool is 'none', and the journal says 'time'"),
+        (_forgiven, "the fault of its tool is 'raise', and the journal says None"),
+        (_early_end, "ended with 'stop', and the tool said '2'"),
+    ],
+)
+def test_a_story_that_is_not_true_is_found(
+    tmp_path: Path, mistake: Callable[[Rows, Episodes], None], text: str
+) -> None:
+    rows, episodes = story()
+    mistake(rows, episodes)
+    with pytest.raises(AssertionError, match=text):
+        check_tools(written(tmp_path, rows), episodes, Letters())
+
+
+@pytest.mark.parametrize(
+    ("steps", "versions", "text"),
+    [
+        ([1, 3], [1, 2], r"steps \[1, 3\]"),
+        ([1, 1], [1, 2], r"steps \[1, 1\]"),
+        ([1, 2], [1, 1], r"versions \[1, 1\]"),
+    ],
+)
+def test_a_step_that_is_missing_or_there_twice_is_found(
+    tmp_path: Path, steps: list[int], versions: list[int], text: str
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {one}}}\n' for one in steps))
+    (tmp_path / "updates.jsonl").write_text("".join(f'{{"version": {one}}}\n' for one in versions))
+    with pytest.raises(AssertionError, match=text):
+        check_steps(tmp_path)
+
+
+def test_faults_have_names_and_are_a_minority() -> None:
+    assert FAULTS.keys() == SHARES.keys() >= FAILURES.keys()
+    assert sum(SHARES.values()) < 0.5
+    drawn = [fault_of(f"{number}-0-0", 0) for number in range(20_000)]
+    assert abs(drawn.count("slow") / 20_000 - SHARES["slow"]) < 0.02
+
+
+def test_a_campaign_goes_on_with_the_same_run_only(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, ["--a=1"])
+    ledger.note(kind="kill everything", after="update", steps=3)
+    ledger.note(kind="stop the sampler", after="update", steps=4)
+    again = Ledger(tmp_path, ["--a=1"])
+    assert again.kills == 1
+    found = {"kills": 1, "steps": 5, "asked": 7, "asked again": 1, "answers in the journal": 6}
+    tokens = {"sampled": 9, "trained": 4, "dropped": 3, "kept": 2}
+    again.close_session(seed="0.0", minutes=2.0, found={**found, **tokens, "fault none": 7})
+    page = again.page("python -m x", 200, "a machine")
+    assert "**1 of 200 kills, 5 steps; all audits passed.**" in page
+    assert "| kill everything | 1 |" in page
+    assert "| 1 | 0.0 | 2 | 1 | 5 |" in page
+    with pytest.raises(SystemExit, match="has a campaign with"):
+        Ledger(tmp_path, ["--a=2"])

@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of runs: many are beside each other, each with small tensors
+# Before torch is imported. Threads that spin while they wait take cores from the tests beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

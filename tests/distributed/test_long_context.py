@@ -37,7 +37,6 @@ class Answer(NamedTuple):
 
 
 def answer(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> Answer:
-    torch.set_num_threads(2 if parallel.model_size == 1 else 1)
     batch = BatchConfig(pack_tokens=LIMIT)
     policy = MegatronPolicy(ModelConfig(folder, "float32"), parallel, batch, OPTIMIZER, 1)
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}

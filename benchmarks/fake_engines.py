@@ -1,7 +1,8 @@
 """Simulated SGLang engines, hundreds in one process: their HTTP interface, tokens at a fixed rate.
 
 Every segment runs alone, at ``rate`` tokens a second give or take a fifth: requests that began together would
-else come back together for ever. Lengths are log-normal, cut at the run's longest.
+else come back together for ever. Lengths are log-normal, cut at the run's longest; with a sigma of 0 each
+request is a turn, of as many tokens as the median.
 Whether a response stops in a segment follows from how long it is already: nothing is kept between requests.
 Answers are cut from one prepared buffer, so their bytes are those of a real answer and cost next to nothing;
 routes, where a request asks for them, are those of Qwen3-30B-A3B.
@@ -46,7 +47,7 @@ class Engines:
         self._version = ["0"] * count
         self._random = random.Random(0)
         self._in_flight = [0] * count
-        self._places, self._working = _Integral(), _Integral()
+        self._places, self._working = Integral(), Integral()
         rows = [
             f"[-{(i % 7) + (i * 0.6180339887498949) % 1!r},{3 + i % 150_000},null]" for i in range(_TOKENS)
         ]
@@ -101,6 +102,8 @@ class Engines:
 
     def _length(self, start: int, most: int) -> tuple[int, bool]:
         """Tokens of this segment, and whether the response stops with it: log-normal, given ``start``."""
+        if not self._sigma:
+            return min(most, round(math.exp(self._mu))), True
         before = _NORMAL.cdf((math.log(max(start, 1)) - self._mu) / self._sigma)
         drawn = before + (1 - before) * self._random.random()
         total = math.exp(self._mu + self._sigma * _NORMAL.inv_cdf(min(max(drawn, 1e-12), 1 - 1e-12)))
@@ -128,18 +131,20 @@ def _joined(parts: list[str]) -> tuple[bytes, list[int]]:
     return ",".join(parts).encode(), ends
 
 
-class _Integral:
+class Integral:
     """Time average of a step function."""
 
     def __init__(self) -> None:
         self._value, self._sum, self._start, self._last = 0, 0.0, time.monotonic(), time.monotonic()
 
     def add(self, change: int) -> None:
+        """The function rises by ``change``, now."""
         now = time.monotonic()
         self._sum += self._value * (now - self._last)
         self._value, self._last = self._value + change, now
 
     def take(self) -> float:
+        """The average since the last call."""
         self.add(0)
         seconds = self._last - self._start
         mean, self._sum, self._start = self._sum / max(seconds, 1e-9), 0.0, self._last

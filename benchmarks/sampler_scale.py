@@ -1,17 +1,21 @@
 """Benchmark of the sampler with hundreds of simulated engines: tokens/s, and utilization of the engines.
 
-    python -m benchmarks.sampler_scale            # both parts, about twelve minutes
+    python -m benchmarks.sampler_scale                  # all parts, forty minutes
+    python -m benchmarks.sampler_scale --part tools     # one of: rate, busy, tools; the page keeps the others
 
 Part 1: 256 engines with 64 requests each, at rates that ask for up to a million tokens a second in all.
 Part 2: the share of time that the engines' places are filled, with partial rollout on and off, on lengths
 with a long tail.
+Part 3: the same share with environments: turns of four seconds, and tools that take up to a minute.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
+import math
 import random
 import resource
 import subprocess
@@ -19,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,9 @@ import numpy as np
 import psutil
 import uvloop
 
-from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from bapo_megatron.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
+from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
+from bapo_megatron.environment.traits import read_traits
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
@@ -37,10 +44,11 @@ from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.process import collect_garbage_rarely, keep_freed_memory
+from bapo_megatron.rollout.sampler.turns import Stepping
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.types import Prompt
-from benchmarks.common import machine, no_options, write
-from benchmarks.fake_engines import EOS, EXPERTS, LAYERS, PER_TOKEN
+from benchmarks.common import RESULTS, in_a_process, machine, write
+from benchmarks.fake_engines import EOS, EXPERTS, LAYERS, PER_TOKEN, Integral
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,6 +75,16 @@ class Load:
     measured_s: float
     routes: bool = False
     """Whether the engines return routes, those of Qwen3-30B-A3B."""
+    group: int = 16
+    """Responses of a group."""
+    tool_s: float | None = None
+    """Mean seconds of a tool after each turn; None: a response is one turn."""
+    turns: int = 1
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds of sampling of a turn, where each has ``median`` tokens."""
+        return self.median / self.rate
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,8 @@ class Found:
     steps: int
     lost: int
     """Engines that were given up, in all the time. They are all sound."""
+    stepping: float = 0.0
+    """Steps of environments in flight."""
 
 
 class Tokenizer:
@@ -105,30 +125,67 @@ class Coin:
         return RewardResult(float(random.random() < 0.5))
 
 
+class CountedSteps:
+    """Environments of a pool, whose steps in flight are counted."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self._pool = pool
+        self.in_flight = Integral()
+
+    async def step(self, question: Question) -> StepResult:
+        """The pool's answer."""
+        self.in_flight.add(1)
+        try:
+            return await self._pool.step(question)
+        finally:
+            self.in_flight.add(-1)
+
+    def forget(self, episode: str) -> None:
+        """The episode is over."""
+        self._pool.forget(episode)
+
+
+class FewTokens:
+    """The rule for observations: always the same 20 tokens."""
+
+    def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+        """The ids."""
+        return np.arange(3, 23, dtype=np.int32)
+
+
 def main() -> None:
-    """Measure, and write the report."""
-    no_options(__doc__)
+    """Measure, and write the report; or print one row of the part with tools."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=PARTS, help="all, if none is named")
+    parser.add_argument("--row", nargs=2, type=float, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.row:
+        print(json.dumps(asdict(measure(tool_load(*given.row)))))
+        return
+    page = RESULTS / "sampler_scale.md"
+    before = page.read_text().split("\n## ")[1:] if page.exists() else []
+    kept = {text.partition("\n")[0]: text.partition("\n")[2].strip() for text in before}
     lines = [
         "# One sampler process and hundreds of engines",
         "",
         "Command: `python -m benchmarks.sampler_scale`",
         "",
-        f"{machine()}. Engines are simulated by a second process over real HTTP (`fake_engines.py`);",
-        "rewards are drawn, and nothing is decoded. The rest is the product: requests, parsing, checks,",
-        "journal with fsync, step files, weight updates.",
+        "Engines are simulated by a second process over real HTTP (`fake_engines.py`); rewards are drawn,",
+        "and nothing is decoded. The rest is the product: requests, parsing, checks, journal with fsync,",
+        "step files, weight updates.",
         "",
-        *_rate_part(),
-        "",
-        *_busy_part(),
     ]
-    write("sampler_scale", "\n".join(lines) + "\n")
+    for name, (title, part) in PARTS.items():
+        lines += [f"## {title}", ""]
+        lines += [f"{machine()}.", "", *part(), ""] if given.part in (name, None) else [kept[title], ""]
+    write("sampler_scale", "\n".join(lines[:-1]) + "\n")
 
 
 def _rate_part() -> Iterator[str]:
     load = Load(256, 64, 61.0, 4000, 1.2, 65_536, 1024, 4, 512, 20.0, warm_s=50, measured_s=40)
     longer = replace(load, segment=4096, warm_s=100, measured_s=60)
-    yield "## Tokens a second"
-    yield ""
     yield f"{load.engines} engines with {load.places} requests each."
     yield ""
     columns = ("tokens a segment", "offered", "handled", "of the offer", "places filled", "processor")
@@ -150,8 +207,6 @@ def _busy_part() -> Iterator[str]:
         "off: each step waits for its longest": replace(load, staleness=0, segment=None),
         **{f"on: {s} steps of staleness": replace(load, staleness=s) for s in (1, 3, 7)},
     }
-    yield "## Engines kept busy"
-    yield ""
     yield f"{load.engines} engines with {load.places} requests each, lengths log-normal (median"
     yield f"{load.median:.0f}, sigma {load.sigma}), cut at {load.longest}; {load.prompts} groups of 16 a"
     yield f"step, {load.train_s} s of training a step; to sample one takes 2.1 s if all places are filled."
@@ -167,6 +222,64 @@ def _busy_part() -> Iterator[str]:
             f"| {name} | {admitted:.0f} | {found.working:.1%} | {found.filled:.1%} "
             f"| {found.tokens_per_s:,.0f} | {found.steps} | {found.lost} |"
         )
+
+
+TOOL_SECONDS = (0, 5, 15, 30, 60)
+ADMITTED = (0.5, 1.0, 1.25, 1.5, 2.0)
+"""Responses that may be open while a step trains, for each that the inequality asks for."""
+
+
+def tool_load(tool_s: float, admitted: float) -> Load:
+    """128 places and turns of 4 s; steps of training that take a quarter of the time to sample a step."""
+    load = Load(16, 8, 61.0, 244, 0.0, 4096, None, 4, 0, 0.0, warm_s=0, measured_s=0, group=8)
+    load = replace(load, tool_s=tool_s, turns=3)
+    places, turn_s = load.engines * load.places, load.turn_s
+    needed = places * (1 + tool_s / turn_s)
+    prompts = math.ceil(admitted * needed / (load.staleness * load.group))
+    sampling_s = prompts * load.group * load.turns * turn_s / places
+    episode_s = load.turns * (turn_s + tool_s)
+    return replace(
+        load,
+        prompts=prompts,
+        train_s=sampling_s / 4,
+        warm_s=20 + 1.5 * episode_s,
+        measured_s=max(60, 1.5 * episode_s),
+    )
+
+
+def _tools_part() -> Iterator[str]:
+    load = tool_load(0, 1)
+    places = load.engines * load.places
+    yield f"{load.engines} engines with {load.places} requests each; responses of {load.turns} turns, each of"
+    yield f"{load.median:.0f} tokens in {load.turn_s:.0f} s, and then of an async tool in one of two worker"
+    yield "processes, which takes a mean time, give or take a half. A step of training takes a quarter of the"
+    yield "time in which its responses are sampled. Admitted: responses that may be open while a step trains,"
+    yield f"staleness {load.staleness} x prompts x {load.group}, for each of the {places} x (1 + tool / turn)"
+    yield "that fill all places. Rows ran side by side, up to five, beside other programs."
+    yield ""
+    columns = ("tool", "admitted", "prompts a step", "open at most", "tools at work", "places filled")
+    yield f"| {' | '.join(columns)} | processor | engines lost |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for tool_s in TOOL_SECONDS:
+        with ThreadPoolExecutor(len(ADMITTED)) as beside:
+            ways = [tool_load(tool_s, admitted) for admitted in ADMITTED]
+            rows = beside.map(
+                lambda admitted: in_a_process("benchmarks.sampler_scale", "--row", tool_s, admitted),  # noqa: B023
+                ADMITTED,
+            )
+            for admitted, way, row in zip(ADMITTED, ways, rows, strict=True):
+                most = way.staleness * way.prompts * way.group
+                yield (
+                    f"| {tool_s} s | {admitted:g} | {way.prompts} | {most:,} | {row['stepping']:,.0f} "
+                    f"| {row['filled']:.1%} | {row['processor']:.2f} cores | {row['lost']} |"
+                )
+
+
+PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
+    "rate": ("Tokens a second", _rate_part),
+    "busy": ("Engines kept busy", _busy_part),
+    "tools": ("Engines kept busy while tools work", _tools_part),
+}
 
 
 def measure(load: Load) -> Found:
@@ -193,7 +306,7 @@ def _engines(load: Load) -> Iterator[str]:
 
 async def _measure(load: Load, url: str, folder: Path) -> Found:
     events: Counter[str] = Counter()
-    async with _sampler(load, url, folder, events) as (sampler, session):
+    async with _sampler(load, url, folder, events) as (sampler, session, counted):
         steps: list[int] = []
         trainer = asyncio.create_task(_train(load, sampler, RunPaths(folder).journal, steps))
         await asyncio.sleep(load.warm_s)
@@ -201,6 +314,8 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
         before, taken = sampler.state()["tokens"]["sampled"], len(steps)
         busy_before, start = sum(process.cpu_times()[:2]), time.monotonic()
         await session.get(f"{url}/idle")
+        if counted:
+            counted.in_flight.take()
         await asyncio.sleep(load.measured_s)
         async with session.get(f"{url}/idle") as answer:
             seen: dict[str, Any] = await answer.json()
@@ -213,6 +328,7 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
             peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             steps=len(steps) - taken,
             lost=events["engine_lost"],
+            stepping=counted.in_flight.take() if counted else 0.0,
         )
         trainer.cancel()
         await asyncio.gather(trainer, return_exceptions=True)
@@ -238,20 +354,21 @@ async def _train(load: Load, sampler: GroupSampler, journal: Path, steps: list[i
 @contextlib.asynccontextmanager
 async def _sampler(
     load: Load, url: str, folder: Path, events: Counter[str]
-) -> AsyncIterator[tuple[GroupSampler, aiohttp.ClientSession]]:
+) -> AsyncIterator[tuple[GroupSampler, aiohttp.ClientSession, CountedSteps | None]]:
     config = RunConfig(
         name="scale",
         model=ModelConfig(_shape_of_30b(folder) if load.routes else Path("model")),
         data=DataConfig(Path("data")),
         rollout=RolloutConfig(
             prompts_per_step=load.prompts,
-            group_size=16,
+            group_size=load.group,
             max_response_tokens=load.longest,
             segment_tokens=load.segment,
             max_staleness=load.staleness,
             on_stale="train",
             route_replay="replay" if load.routes else "off",
         ),
+        environment=_environment(load),
         run_dir=folder,
     )
     generator = np.random.default_rng(0)
@@ -264,13 +381,37 @@ async def _sampler(
         events[kind] += 1
 
     pool = EnginePool(engines, load.places, report)
-    sampler = GroupSampler(config, Dataset(prompts, Tokenizer(), (EOS,)), pool, Coin(), report)
+    environments, counted, stepping = None, None, None
+    if load.tool_s is not None:
+        environments = EnvironmentPool(config.environment, read_traits(config.environment))
+        await environments.start()
+        counted = CountedSteps(environments)
+        stepping = Stepping(counted, FewTokens(), report)
+    dataset = Dataset(prompts, Tokenizer(), (EOS,))
+    sampler = GroupSampler(config, dataset, pool, Coin(), report, stepping=stepping)
     await sampler.start(1, None)
     await sampler.load_weights(Path("v0"), 0, 0)
-    yield sampler, sessions.kept
-    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+    yield sampler, sessions.kept, counted
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
         task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    if environments:
+        await environments.close()
     await sessions.close()
+
+
+def _environment(load: Load) -> EnvironmentConfig:
+    """None, or the tool that waits."""
+    if load.tool_s is None:
+        return EnvironmentConfig()
+    return EnvironmentConfig(
+        "benchmarks.waiting_tool:WaitingTool",
+        settings={"mean_s": load.tool_s, "turns": load.turns},
+        max_turns=load.turns,
+        step_limit_s=600.0,
+        episode_limit_s=3600.0,
+    )
 
 
 def _shape_of_30b(folder: Path) -> Path:

@@ -179,6 +179,12 @@ def test_a_layer_keeps_what_the_plan_says(
     assert (more_bytes - few_bytes) / (FEW[1] - FEW[0]) / 8448 == pytest.approx(planned, rel=0.002)
 
 
+def test_a_recipe_with_a_tool_has_the_rank_of_one_without() -> None:
+    """So qwen3_4b_tools is not rehearsed: an environment is the sampler's, and no rank sees it."""
+    ours, base = (load_recipe(ROOT / f"recipes/qwen3_4b_{name}.py", RunConfig) for name in ("tools", "8k"))
+    assert replace(ours, name=base.name, data=base.data, environment=base.environment) == base
+
+
 def test_two_recipes_have_the_same_rank() -> None:
     """What they differ in, no rank sees in an update: who samples, when, and how often a batch is used."""
     one, other = (load_recipe(ROOT / f"recipes/{name}.py", RunConfig) for name in SAME)

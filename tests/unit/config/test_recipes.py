@@ -17,6 +17,8 @@ from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
+from bapo_megatron.environment.tools.calls import settings_of
+from bapo_megatron.environment.tools.python_tool import PythonSettings
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import find_shape
 from bapo_megatron.policy.layout import layout_problems
@@ -41,12 +43,14 @@ STATED = {
         for variant in ("asymmetric", "clip_higher", "grpo", "on_policy", "papo")
     },
     "qwen3_4b_8k": (8192, 8),
+    "qwen2_5_7b_tools": (8192, 4),
     "qwen3_4b_8k_four_gpus": (8192, 4),
+    "qwen3_4b_tools": (8192, 8),
     "qwen3_8b_16k": (16384, 8),
     "qwen3_32b": (32768, 32),
     "qwen3_32b_two_nodes": (32768, 8),
 }
-SPLIT = ("octothinker_llama_3b", "partial_rollout_7b")
+SPLIT = ("octothinker_llama_3b", "partial_rollout_7b", "qwen2_5_7b_tools")
 """On one node, each GPU for one task."""
 COLOCATED = [
     name for name in STATED if name.startswith((BASE, "r1_distill_qwen_14b", "qwen3_4b", "qwen3_8b"))
@@ -181,6 +185,25 @@ def test_four_gpus_differ_in_their_layout_alone(whole: str) -> None:
     ours, base = flat(load(f"{whole}_four_gpus")), flat(load(whole))
     differing = {name for name in base if ours[name] != base[name]}
     assert differing == {"name", "parallel.data", "rollout.sglang.servers"}
+
+
+def test_the_4b_with_a_tool_differs_in_its_prompts_and_its_environment_alone() -> None:
+    """So its ranks are those of qwen3_4b_8k, which is rehearsed."""
+    ours, base = flat(load("qwen3_4b_tools")), flat(load("qwen3_4b_8k"))
+    differing = {name for name in base if ours[name] != base[name]}
+    expected = ("function", "settings", "max_turns", "workers")
+    assert differing == {"name", "data.path", *(f"environment.{name}" for name in expected)}
+
+
+@pytest.mark.parametrize("name", ["qwen3_4b_tools", "qwen2_5_7b_tools"])
+def test_a_tool_that_prints_all_it_may_leaves_the_model_half_of_its_response(name: str) -> None:
+    """At 2.5 characters a token. And no call, run again behind all others, meets the limit of a step."""
+    run = load(name)
+    settings = settings_of(PythonSettings, run.environment.settings)
+    calls = run.environment.max_turns - 1
+    assert calls * settings.most_characters / 2.5 <= run.rollout.max_response_tokens / 2
+    assert calls * settings.limit_s < run.environment.step_limit_s
+    assert run.data.path == Path("data/skywork_python/data.jsonl")
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 4, 8])

@@ -1,4 +1,7 @@
-"""The shapes of Qwen3 in recipes/shapes: facts of the published models, and how transformers reads them."""
+"""The shapes of Qwen3 and of Qwen2.5-7B-Instruct in recipes/shapes: facts of the published models.
+
+And how transformers reads them.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,13 @@ from bapo_megatron.hf.parameter_map import hf_tensors
 from tests.support.cluster_recipes import FOLDER
 
 SHAPES = FOLDER / "shapes"
-# Layers, heads, KV heads, tied: Table 1 of the report (arXiv 2505.09388). RoPE's base and positions:
-# the models' config.json. Tensors and bytes in bfloat16: total_size of their model.safetensors.index.json.
+# Layers, heads, KV heads, tied: Table 1 of the reports (arXiv 2505.09388, 2412.15115). RoPE's base and
+# positions: the models' config.json. Tensors and bytes in bfloat16: total_size of their
+# model.safetensors.index.json.
 PUBLISHED = {
     "Qwen3-4B-Instruct-2507": (36, 32, 8, True, 5e6, 262144, 398, 8_044_936_192),
     "Qwen3-8B": (36, 32, 8, False, 1e6, 40960, 399, 16_381_470_720),
+    "Qwen2.5-7B-Instruct": (28, 28, 4, False, 1e6, 32768, 339, 15_231_233_024),
     "Qwen3-32B": (64, 64, 8, False, 1e6, 40960, 707, 65_524_246_528),
 }
 
@@ -36,7 +41,7 @@ def found(path: Path, **changes: object) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_qwen3_is_what_was_published(name: str) -> None:
+def test_a_shape_is_what_was_published(name: str) -> None:
     assert found(SHAPES / name) == PUBLISHED[name]
 
 

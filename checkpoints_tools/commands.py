@@ -78,6 +78,8 @@ class ToHf:
     """Which checkpoint, if there are several: a number, or latest."""
     shard_gb: float | None = None
     """Most gigabytes of a file; without it the files are those of the model's own folder."""
+    quantize: Literal["fp8-block"] | None = None
+    """Write matrices in fp8 with scales of 128 x 128 blocks, and all else in bf16."""
     flags: tyro.conf.OmitArgPrefixes[Flags] = field(default_factory=Flags)
 
     def run(self) -> int:
@@ -94,6 +96,7 @@ class ToHf:
             self.step,
             shard_bytes,
             self.flags.settings(),
+            self.quantize,
         )
         print(result)
         return 0

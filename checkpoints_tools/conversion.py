@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from checkpoints_tools.core.atomic_output import atomic_output, check_space
-from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.output_plan import OutputPlan, holes
 from checkpoints_tools.core.progress import ByteProgress, format_bytes
@@ -89,7 +89,7 @@ def convert(
 
     ConfigError if the disk lacks the space, before or during the copy; nothing is left behind.
     """
-    free = check_space(output, plan.nbytes - holes(tensors))
+    free = check_space(output, plan.nbytes - holes(tensors) // _shrinking(tensors, plan))
     weights = [tensor for name, tensor in plan.tensors.items() if not name.startswith(OPTIMIZER)]
     result = Conversion(
         source,
@@ -113,6 +113,12 @@ def convert(
     if shown:
         shown.end()
     return result
+
+
+def _shrinking(tensors: Mapping[str, BlockTensor], plan: OutputPlan) -> int:
+    """How many times smaller an element may be in the output: so much less than its size a hole spares."""
+    pairs = {(tensors[name].dtype, placed.dtype) for name, placed in plan.tensors.items()}
+    return max(1, *(ITEM_BYTES[read] // ITEM_BYTES[written] for read, written in pairs))
 
 
 def _no_progress(_: int) -> None:

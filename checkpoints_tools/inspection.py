@@ -17,6 +17,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import FAMILIES, read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject
+from checkpoints_tools.core.blocks import ITEM_BYTES
 from checkpoints_tools.core.progress import format_bytes
 from checkpoints_tools.formats.distcp import GlobalTensor, read_common, read_metadata
 from checkpoints_tools.formats.locate import LATEST, Format, Location, hf_reference, locate
@@ -140,7 +141,7 @@ _EMBEDDINGS = (VOCABULARY[0], "model.embed_tokens.weight")
 
 
 def _nbytes(tensor: GlobalTensor) -> int:
-    return prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, 0)
+    return prod(tensor.shape) * {**DTYPE_BYTES, **ITEM_BYTES}.get(tensor.dtype, 0)
 
 
 def _read_torch_dist(folder: Path) -> _Content:
@@ -174,7 +175,9 @@ def _read_mp_rank(folder: Path) -> _Content:
 
 def _read_hf(folder: Path) -> _Content:
     found = read_safetensors_folder(folder)
-    weights = tuple(GlobalTensor(name, t.dtype, t.shape, ()) for name, t in found.items())
+    scales = (tensor.scales for tensor in found.values() if tensor.scales is not None)
+    held = {**found, **{one.name: one for one in scales}}
+    weights = tuple(GlobalTensor(name, t.dtype, t.shape, ()) for name, t in held.items())
     return _Content(None, {}, weights, None)
 
 

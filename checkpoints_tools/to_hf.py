@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import with_dtype
+from bapo_megatron.hf.config import ModelShape, with_dtype
+from bapo_megatron.hf.fp8 import (
+    BLOCK,
+    FP8,
+    modules_in_bfloat16,
+    quantized_names,
+    scale_name,
+    scale_shape,
+    weight_of_scale,
+    with_fp8,
+)
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.carried import carried_files
@@ -41,6 +51,7 @@ def to_hf(
     step: str = LATEST,
     shard_bytes: int | None = None,
     settings: Settings = DEFAULTS,
+    quantize: Literal["fp8-block"] | None = None,
 ) -> Conversion:
     """Convert a Megatron checkpoint to the Hugging Face folder ``output``.
 
@@ -57,6 +68,8 @@ def to_hf(
         step: which step, where the path holds several.
         shard_bytes: most bytes of one safetensors file.
         settings: settings of every conversion, such as overwriting.
+        quantize: "fp8-block" writes matrices in fp8 with scales of 128 x 128 blocks, computed from the
+            source's numbers, and all else as bfloat16.
 
     ConfigError or CheckpointError comes before anything is written, except where the disk fills up.
     """
@@ -68,18 +81,25 @@ def to_hf(
     output = check_output(output, settings.overwrite, [source, model])
     found = opened.tensors if origin == "model" else _masters(opened)
     tensors = {name: found[name] for name in hf_tensors(shape)}
-    weight_map = None if shard_bytes is not None else _weight_map(model, tensors)
+    in_fp8 = _in_fp8(shape) if quantize == "fp8-block" else set()
+    weight_map = None if shard_bytes is not None else _weight_map(model, tensors, in_fp8)
     if shape.tied and _OUTPUT in (weight_map or ()):
         tensors[_OUTPUT] = replace(tensors[_EMBEDDING], name=_OUTPUT)
-    types = {name: "BF16" if dtype == "bf16" else tensor.dtype for name, tensor in tensors.items()}
+    rounds = dtype == "bf16" or bool(in_fp8)
+    types = {name: "BF16" if rounds else tensor.dtype for name, tensor in tensors.items()}
     wanted = {name: (types[name], tensor.shape) for name, tensor in tensors.items()}
+    for name in in_fp8:
+        wanted[name] = (FP8, tensors[name].shape)
+        wanted[scale_name(name)] = ("F32", scale_shape(tensors[name].shape))
     folder = temporary_folder(output)
     sharding = Sharding(shard_bytes or MOST_SHARD_BYTES, weight_map, _index(model))
     plan = plan_safetensors(wanted, folder, sharding)
     files = carried_files(model)
-    config = files.pop(_CONFIG).read_bytes()
+    config = with_dtype(files.pop(_CONFIG).read_bytes(), {_TORCH_TYPES[kind] for kind in types.values()})
+    if in_fp8:
+        config = with_fp8(config, modules_in_bfloat16(tensors, in_fp8))
     plan.copied = {folder / name: path for name, path in files.items()}
-    plan.last[folder / _CONFIG] = with_dtype(config, {_TORCH_TYPES[kind] for kind in types.values()})
+    plan.last[folder / _CONFIG] = config
     return convert(source, tensors, plan, output, settings)
 
 
@@ -93,15 +113,29 @@ def _masters(opened: OpenedCheckpoint) -> dict[str, BlockTensor]:
     return opened.content.optimizer_tensors("param")
 
 
-def _weight_map(model: Path, tensors: Iterable[str]) -> dict[str, str] | None:
-    """The safetensors file of each tensor in the reference folder.
+def _in_fp8(shape: ModelShape) -> set[str]:
+    """Names of the matrices that are quantized. ConfigError if the model has none that can be."""
+    if names := quantized_names(hf_tensors(shape)):
+        return names
+    raise ConfigError(
+        f"--quantize fp8-block: no matrix of this model (hidden {shape.hidden}) has sides that are multiples "
+        f"of {BLOCK}, or below it; leave the flag out"
+    )
+
+
+def _weight_map(model: Path, tensors: Iterable[str], in_fp8: Iterable[str]) -> dict[str, str] | None:
+    """The safetensors file of each tensor in the reference folder; scales that are not there go with theirs.
 
     None if the folder has no weights, or fused experts, which are written one by one.
     """
     if (model / INDEX).is_file():
-        weight_map = read_weight_map(model)
-        return weight_map if set(tensors) <= set(weight_map or ()) else None
-    return dict.fromkeys(tensors, SINGLE) if (model / SINGLE).is_file() else None
+        held = read_weight_map(model) or {}
+        if not set(tensors) <= set(held):
+            return None
+        scales = {scale_name(name): held.get(scale_name(name), held[name]) for name in in_fp8}
+        return {name: file for name, file in held.items() if not weight_of_scale(name)} | scales
+    names = [*tensors, *map(scale_name, in_fp8)]
+    return dict.fromkeys(names, SINGLE) if (model / SINGLE).is_file() else None
 
 
 def _index(model: Path) -> bytes | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.fp8 import check_quantization, without_quantization
 from bapo_megatron.runtime.files import check_files_inside, read_file_inside
 
 # megatron-core takes the factor of Llama 3's RoPE scaling as an argument and fixes these three.
@@ -128,9 +129,11 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
 def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
     """config.json with the dtype field set to that of its weights, if ``dtypes`` has a single one.
 
-    transformers 4 names the field ``torch_dtype``, 5 ``dtype``; the existing ones are set. No other byte
+    transformers 4 names the field ``torch_dtype``, 5 ``dtype``; the existing ones are set. The config of an
+    fp8 folder loses its ``quantization_config``: the weights beside it are no longer in fp8. No other byte
     changes.
     """
+    config = without_quantization(config)
     if len(set(dtypes)) != 1:
         return config
     [name] = set(dtypes)
@@ -221,10 +224,10 @@ def _refuse_variants(config: dict[str, Any], source: str) -> None:
         "attention_bias": bool(config.get("attention_bias", False)) and config["model_type"] != "qwen2",
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "quantization_config": bool(config.get("quantization_config")),
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
         "decoder_sparse_step": int(config.get("decoder_sparse_step", 1)) != 1,
     }
     for field, wrong in refused.items():
         if wrong:
             raise ConfigError(f"{source}: {field}={config[field]!r:.80} is not supported")
+    check_quantization(config, source)

@@ -153,6 +153,11 @@ def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slic
     }
 
 
+def fused_rows(name: str, shape: Sequence[int]) -> int | None:
+    """Rows of each projection that a tensor of fused experts stacks; None for a tensor of one projection."""
+    return next((own.start for _, own in expert_tensors(name, shape).values() if own.start), None)
+
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # Transformer Engine fuses a norm into the linear layer that follows it and names it there. Checkpoints do
 # so too, whichever of the two wrote them.

@@ -1,8 +1,8 @@
 """Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
 
-ConfigError for a folder or file that cannot be read; no link may lead out of the folder. The policy loads
-its initial weights by it. Used in ``policy/``, ``planning/rehearsal/``, ``rollout/engines/sglang/`` and
-``trainer/``.
+ConfigError for a folder or file that cannot be read; no link may lead out of the folder. Weights in fp8 are
+read as bfloat16 (``fp8.py``). The policy loads its initial weights by it. Used in ``policy/``,
+``planning/rehearsal/``, ``rollout/engines/local/``, ``rollout/engines/sglang/`` and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, missing_file
-from bapo_megatron.hf.parameter_map import expert_tensors, hf_tensors, is_fused_experts
+from bapo_megatron.hf.fp8 import BLOCK, is_quantized, scale_name, scales_problem, weight_of_scale
+from bapo_megatron.hf.parameter_map import expert_tensors, fused_rows, hf_tensors, is_fused_experts
 from bapo_megatron.runtime.files import check_files_inside, file_inside, read_file_inside
 
 _INDEX = "model.safetensors.index.json"
@@ -28,7 +30,7 @@ class TensorReader(Protocol):
     """Reader protocol: gives a model's tensors by their Hugging Face names, when a policy is built."""
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        """Rows and columns of one tensor, as stored; all of it where they are not given."""
+        """Rows and columns of one tensor, fp8 as bfloat16; all of it where they are not given."""
 
 
 class HfReader:
@@ -36,7 +38,7 @@ class HfReader:
 
     ``read`` reads only the asked rows and columns. ``check`` compares the folder with a model's shape. Made
     by ``MegatronPolicy`` to load the initial weights, and by ``trainer/preflight.py`` to check them. Fused
-    experts are read as the tensors of each expert.
+    experts are read as the tensors of each expert, fp8 weights as q s in bfloat16.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,6 +46,10 @@ class HfReader:
         self.folder = folder
         self._open_files: dict[str, safe_open] = {}
         self._file_of = self._locate()
+        self._scale_files = {name: file for name, file in self._file_of.items() if weight_of_scale(name)}
+        """The file of each fp8 weight's scales, which are no tensors of the model."""
+        for name in self._scale_files:
+            del self._file_of[name]
         self._within: dict[str, tuple[str, int, slice]] = {}
         """Where an expert's tensor lies in a fused one: its name, expert and rows."""
         self.fused_experts = [name for name in self._file_of if is_fused_experts(name)]
@@ -61,19 +67,30 @@ class HfReader:
         return tuple(self._stored(name).get_shape())
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        """Rows and columns of one tensor, as stored; no other bytes of it are read."""
+        """Rows and columns of one tensor, as stored, fp8 as bfloat16; no other bytes of it are read."""
         if name in self._within:
             fused, expert, own = self._within[name]
             first, last, _ = rows.indices(own.stop - own.start)
             part: Tensor = self._stored(fused)[expert, own.start + first : own.start + last, columns]
+            if part.dtype == torch.float8_e4m3fn:
+                scales = self._scales(fused)[expert, own.start // BLOCK :]
+                return dequantized(part, scales, first, columns.start or 0)
             return part
         stored = self._stored(name)
         tensor: Tensor = stored[rows] if columns == _ALL else stored[rows, columns]
+        if tensor.dtype == torch.float8_e4m3fn:
+            return dequantized(tensor, self._scales(name)[:], rows.start or 0, columns.start or 0)
         return tensor
 
     def _stored(self, name: str) -> Any:
         """The slices of a tensor that the files hold under this name."""
         return self._file(self._file_of[name]).get_slice(name)
+
+    def _scales(self, name: str) -> Any:
+        """The slices of the scales of an fp8 tensor that the files hold under this name."""
+        if problem := self._fp8_problem(name, described=True):
+            raise ConfigError(f"model folder {self.folder}:\n{problem}")
+        return self._file(self._scale_files[scale_name(name)]).get_slice(scale_name(name))
 
     def check(self, shape: ModelShape) -> None:
         """Check the folder: ConfigError with each missing tensor, unknown tensor and wrong shape."""
@@ -88,9 +105,29 @@ class HfReader:
             for name, wanted in expected.items()
             if name in known and self.shape(name) != wanted
         ]
+        problems += self._fp8_problems()
         if problems:
             more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise ConfigError(f"model folder {self.folder}:\n" + "\n".join(problems[:8]) + more)
+
+    def _fp8_problems(self) -> list[str]:
+        """Problems of weights in fp8, and of their scales."""
+        described = is_quantized(self.folder)
+        weights = {weight_of_scale(name) or "" for name in self._scale_files}
+        weights |= {name for name in self._file_of if name not in self._within}
+        found = (self._fp8_problem(name, described) for name in sorted(weights))
+        return [problem for problem in found if problem is not None]
+
+    def _fp8_problem(self, name: str, described: bool) -> str | None:
+        weight, scales = None, None
+        if name in self._file_of:
+            stored = self._stored(name)
+            weight = stored.get_dtype(), tuple(stored.get_shape())
+        if (file := self._scale_files.get(scale_name(name))) is not None:
+            held = self._file(file).get_slice(scale_name(name))
+            scales = held.get_dtype(), tuple(held.get_shape())
+        rows = fused_rows(name, weight[1]) if weight is not None else None
+        return scales_problem(name, weight, scales, rows, described)
 
     def _locate(self) -> dict[str, str]:
         index = self.folder / _INDEX
@@ -118,3 +155,22 @@ class HfReader:
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from None
         return self._open_files[filename]
+
+
+def dequantized(part: Tensor, scales: Tensor, row: int = 0, column: int = 0) -> Tensor:
+    """Weights q s in bfloat16, of the float8_e4m3fn numbers q of a matrix's part and the matrix's scales s.
+
+    ``row``, ``column``: the part's first ones in the matrix. The product is one of float32 numbers, rounded
+    once, to nearest even. ConfigError for a scale that is no finite number.
+    """
+    scales = scales.float()
+    if not scales.isfinite().all():
+        raise ConfigError("a scale of the fp8 weights is not finite: fetch the model again")
+    rows, columns = part.shape
+    whole = torch.empty(rows, columns, dtype=torch.bfloat16)
+    of_columns = torch.arange(column, column + columns) // BLOCK
+    first = row // BLOCK
+    for block in range(first, -(-(row + rows) // BLOCK)):
+        begin, end = max(0, block * BLOCK - row), min(rows, (block + 1) * BLOCK - row)
+        whole[begin:end] = part[begin:end].float() * scales[block, of_columns]
+    return whole

@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes of an element, by safetensors' names of data types."""
+from bapo_megatron.hf.fp8 import FP8
+
+WEIGHT_TYPES = ("BF16", "F16", "F32")
+"""Types of weights, by safetensors' names."""
+
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, FP8: 1}
+"""Bytes of an element in a file; weights in fp8 have block scales, and are read as BF16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +49,18 @@ class BlockTensor:
 
     name: str
     dtype: str
-    """Data type by safetensors' name: BF16, F16, F32."""
+    """Data type in the file by safetensors' name: one of WEIGHT_TYPES, or fp8."""
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
+    scales: BlockTensor | None = None
+    """Scales of its blocks of 128 x 128; of a tensor in fp8 alone."""
+
+    @property
+    def weight_type(self) -> str:
+        """Type of the weights that are read from it: BF16 for fp8."""
+        return "BF16" if self.scales is not None else self.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Bytes of all elements in the file, without scales."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]

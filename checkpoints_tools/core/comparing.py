@@ -13,7 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor
-from checkpoints_tools.core.copying import BUFFER_BYTES, OpenFiles, RowBand, in_a_hole, move_rows, row_bands
+from checkpoints_tools.core.copying import (
+    BUFFER_BYTES,
+    OpenFiles,
+    RowBand,
+    from_fp8,
+    in_a_hole,
+    move_rows,
+    row_bands,
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ def _structure(name: str, here: BlockTensor | None, there: BlockTensor | None) -
     """Difference of a tensor in presence, type or shape; no element is read."""
     if here is None or there is None:
         return Difference(name, "missing", f"is missing in {'the first' if here is None else 'the second'}")
-    if here.dtype != there.dtype:
-        return Difference(name, "type", f"is of type {here.dtype} in the first, {there.dtype} in the second")
+    if (ours := here.weight_type) != (theirs := there.weight_type):
+        return Difference(name, "type", f"is of type {ours} in the first, {theirs} in the second")
     if here.shape != there.shape:
         message = f"has shape {list(here.shape)} in the first, {list(there.shape)} in the second"
         return Difference(name, "shape", message)
@@ -93,21 +101,25 @@ def _compare(
     first_hash = second_hash = hashlib.sha256()  # one, until the tensors differ
     left, right = bytearray(BUFFER_BYTES), bytearray(BUFFER_BYTES)
     for band in row_bands(here, there):
-        nbytes = band.rows * band.read_row
+        nbytes, other = band.rows * band.read_row, band.rows * band.written_row
         if not digests and all(in_a_hole(band, block, files) for block in (*band.read, *band.written)):
             done(nbytes)
             continue
-        if len(left) < nbytes:
-            left, right = bytearray(nbytes), bytearray(nbytes)
-        first, second = memoryview(left)[:nbytes], memoryview(right)[:nbytes]
+        if len(left) < max(nbytes, other):
+            left, right = bytearray(max(nbytes, other)), bytearray(max(nbytes, other))
+        first, second = memoryview(left)[:nbytes], memoryview(right)[:other]
         for block in band.read:
             move_rows(os.preadv, files.reading(block.file), block, band, first, here.dtype)
         for block in band.written:
             move_rows(os.preadv, files.reading(block.file), block, band, second, there.dtype)
+        if here.scales is not None:
+            first = from_fp8(band, here.scales, files, first)
+        if there.scales is not None:
+            second = from_fp8(band, there.scales, files, second)
         # Of bytes, not of memoryviews: those are compared element by element, many times slower.
         equal = bytes(first) == bytes(second)
         if not equal and difference is None:
-            difference = Difference(here.name, "value", _element(band, here.dtype, first, second))
+            difference = Difference(here.name, "value", _element(band, here.weight_type, first, second))
             second_hash = first_hash.copy()
         done(nbytes)
         if digests:

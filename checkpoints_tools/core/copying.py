@@ -3,7 +3,8 @@
 A tensor is copied in bands: as many whole rows as a buffer holds, within which no block begins or ends. The
 source's blocks are read into the buffer, the destination's blocks are written from it. So every byte is read
 once and written once however the two are cut, and memory is one buffer for each thread. A cast to bfloat16
-rounds to nearest even, bit for bit as torch does (a NaN has one bit pattern). Used by
+rounds to nearest even, bit for bit as torch does (a NaN has one bit pattern). Weights in fp8 are read as
+bfloat16; they are written block by block, and their scales beside them (``fp8.py``). Used by
 ``checkpoints_tools/conversion.py`` and ``comparing.py``.
 """
 
@@ -14,13 +15,15 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.fp8 import BLOCK, FP8
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
+from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,10 +71,11 @@ def copy_tensors(
     threads: int,
     moved: Moved = lambda nbytes: None,
 ) -> None:
-    """Copy the source's blocks into the destination's, with a cast to BF16 where the types differ.
+    """Copy the source's blocks into the destination's, with a cast to BF16 or fp8 where the types differ.
 
     The destination's files must exist at their full size and hold zeros: holes of the source are skipped.
-    Raises CheckpointError if a source file ends early, OSError as the system does.
+    Raises CheckpointError if a source file ends early, or if a weight that is to be fp8 is not finite,
+    OSError as the system does.
     """
     # One thread for each destination file: two writers of one file would wait for each other in the file
     # system. The largest file first, so that the last thread to end does not begin late.
@@ -86,10 +90,12 @@ def copy_tensors(
         behind = _WriteBehind(files)
         try:
             for name in by_file[file]:
-                for band in row_bands(source[name], destination[name]):
+                quantizes = destination[name].scales is not None
+                bands = block_bands if quantizes else row_bands
+                for band in bands(source[name], destination[name]):
                     if failed.is_set():
                         return
-                    buffer = _copy(band, files, buffer)
+                    buffer = _quantize(band, files, buffer) if quantizes else _copy(band, files, buffer)
                     behind.copied(band)
                     moved(band.rows * band.written_row)
             os.fsync(files.writing(file))  # here, while other threads copy, and not for all files at the end
@@ -196,6 +202,8 @@ class RowBand:
     written: Sequence[Block]
     read_type: str
     written_type: str
+    scales: tuple[BlockTensor | None, BlockTensor | None] = (None, None)
+    """Scales of the tensor that is read, and of the one that is written, where they are in fp8."""
 
     @property
     def read_row(self) -> int:
@@ -214,7 +222,7 @@ def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand
     columns = source.shape[1] if len(source.shape) == 2 else 1
     blocks = (*source.blocks, *destination.blocks)
     edges = sorted({0, rows} | {b.row for b in blocks} | {b.row + b.rows for b in blocks})
-    step = max(1, BUFFER_BYTES // (columns * ITEM_BYTES[source.dtype]))
+    step = max(1, BUFFER_BYTES // (columns * ITEM_BYTES[source.weight_type]))
     readers, writers = _Sweep(source.blocks), _Sweep(destination.blocks)
     for begin, end in pairwise(edges):
         read, written = readers.at(begin), writers.at(begin)
@@ -228,7 +236,27 @@ def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand
                 written,
                 source.dtype,
                 destination.dtype,
+                (source.scales, destination.scales),
             )
+
+
+def block_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
+    """Bands of a row of fp8 blocks each, which are read from as many of the source's blocks as there are."""
+    rows, columns = source.shape
+    for row in range(0, rows, BLOCK):
+        count = min(BLOCK, rows - row)
+        read = [block for block in source.blocks if row < block.row + block.rows and block.row < row + count]
+        yield RowBand(
+            source.name,
+            row,
+            count,
+            columns,
+            read,
+            destination.blocks,
+            source.dtype,
+            destination.dtype,
+            (None, destination.scales),
+        )
 
 
 class _Sweep:
@@ -254,11 +282,83 @@ def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
     data = buffer[: band.rows * band.read_row]
     for block in band.read:
         move_rows(os.preadv, files.reading(block.file), block, band, data, band.read_type)
-    if band.read_type != band.written_type:
+    if band.read_type == FP8:
+        data = from_fp8(band, band.scales[0], files, data)
+    elif band.read_type != band.written_type:
         data = to_bfloat16(data, band.read_type)
     for block in band.written:
         move_rows(os.pwritev, files.writing(block.file), block, band, data, band.written_type)
     return buffer
+
+
+def from_fp8(band: RowBand, scales: BlockTensor | None, files: OpenFiles, data: memoryview) -> memoryview:
+    """The weights of a band as BF16, of ``data``, its numbers in fp8. CheckpointError for odd scales."""
+    assert scales is not None, "a tensor in fp8 has scales"
+    [block] = scales.blocks
+    first, last = band.row // BLOCK, (band.row + band.rows - 1) // BLOCK + 1
+    own = RowBand(scales.name, first, last - first, block.columns, (block,), (), scales.dtype, scales.dtype)
+    held = memoryview(bytearray(own.rows * own.read_row))
+    move_rows(os.preadv, files.reading(block.file), block, own, held, scales.dtype)
+    scales_GB = as_float32(held, scales.dtype).reshape(own.rows, own.columns)
+    try:
+        values = dequantized(data, band.columns, band.row, scales_GB)
+    except CheckpointError as error:
+        raise CheckpointError(f"{block.file}: tensor {band.name}: {error}") from None
+    return to_bfloat16(memoryview(values).cast("B"), "F32")
+
+
+def _quantize(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
+    """Copy one row of blocks as fp8, and their scales; the buffer. As many blocks at once as it holds."""
+    (written,), scales = band.written, band.scales[1]
+    assert scales is not None, "a tensor in fp8 has scales"
+    most = BUFFER_BYTES // (BLOCK * BLOCK * ITEM_BYTES[band.read_type]) * BLOCK
+    for column in range(0, band.columns, most):
+        part = replace(band, columns=min(most, band.columns - column))
+        data = buffer[: part.rows * part.read_row]
+        _read_part(part, column, files, data)
+        values = as_float32(data, part.read_type).reshape(part.rows, part.columns)
+        try:
+            numbers, factors = quantized(values)
+        except ValueError as error:
+            raise CheckpointError(
+                f"tensor {band.name}, rows {band.row} to {band.row + band.rows}: {error}, so it has no value "
+                "in fp8; the training has diverged, or a file is damaged"
+            ) from None
+        place = replace(written, columns=part.columns, position=written.position + column * ITEM_BYTES[FP8])
+        move_rows(os.pwritev, files.writing(place.file), place, part, numbers.data.cast("B"), FP8)
+        [block] = scales.blocks
+        at = block.position + band.row // BLOCK * block.stride + column // BLOCK * ITEM_BYTES[scales.dtype]
+        held = [factors.data.cast("B")]
+        _transfer(os.pwritev, files.writing(block.file), held, at, block.file, scales.name)
+    return buffer
+
+
+def _read_part(part: RowBand, column: int, files: OpenFiles, data: memoryview) -> None:
+    """Read a band's columns from ``column`` on, out of all blocks that hold some of them."""
+    for block in part.read:
+        if (piece := _within(block, part, column)) is None:
+            continue
+        own = replace(part, row=piece.row, rows=piece.rows)
+        begin = (piece.row - part.row) * part.read_row
+        target = data[begin : begin + piece.rows * part.read_row]
+        move_rows(os.preadv, files.reading(piece.file), piece, own, target, part.read_type)
+
+
+def _within(block: Block, part: RowBand, column: int) -> Block | None:
+    """The piece of a block that lies in the part, whose first column is ``column``; None if there is none."""
+    row, end = max(block.row, part.row), min(block.row + block.rows, part.row + part.rows)
+    first, last = max(block.column, column), min(block.column + block.columns, column + part.columns)
+    if row >= end or first >= last:
+        return None
+    skipped = (row - block.row) * block.stride + (first - block.column) * ITEM_BYTES[part.read_type]
+    return replace(
+        block,
+        row=row,
+        rows=end - row,
+        column=first - column,
+        columns=last - first,
+        position=block.position + skipped,
+    )
 
 
 def _copy_in_kernel(band: RowBand, files: OpenFiles) -> bool:

@@ -48,12 +48,12 @@ def shared_type(tensors: Mapping[str, BlockTensor], names: Sequence[str]) -> str
     """
     first = names[0]
     for name in names:
-        if tensors[name].dtype != tensors[first].dtype:
+        if tensors[name].weight_type != tensors[first].weight_type:
             raise CheckpointError(
-                f"tensor {name} is {tensors[name].dtype} and {first} is {tensors[first].dtype}; "
+                f"tensor {name} is {tensors[name].weight_type} and {first} is {tensors[first].weight_type}; "
                 "megatron-core keeps them in one parameter, which has one type"
             )
-    return tensors[first].dtype
+    return tensors[first].weight_type
 
 
 def check_cover(tensor: BlockTensor) -> None:

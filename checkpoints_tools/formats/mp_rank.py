@@ -23,7 +23,7 @@ from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
 from bapo_megatron.runtime.files import COPY_AGAIN, file_inside
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
-from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
+from checkpoints_tools.core.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor
 from checkpoints_tools.core.segments import check_cover, cut_into_sources
 from checkpoints_tools.formats.torch_dist import VOCABULARY
 
@@ -167,10 +167,10 @@ class MpRank:
         ranks = self.files.tensor
         dim = mapping.tp_dim
         for rank, shard in enumerate(shards[: 1 if dim is None else None]):
-            if shard.dtype not in ITEM_BYTES or shard.dtype != shards[0].dtype or not shard.contiguous:
+            if shard.dtype not in WEIGHT_TYPES or shard.dtype != shards[0].dtype or not shard.contiguous:
                 raise CheckpointError(
                     f"{shard.file}: {key} has type {shard.dtype} and strides {list(shard.stride)}; only "
-                    f"contiguous {', '.join(ITEM_BYTES)} can be read, of one type on all ranks"
+                    f"contiguous {', '.join(WEIGHT_TYPES)} can be read, of one type on all ranks"
                 )
             local = list(mapping.shape)
             if dim is not None:

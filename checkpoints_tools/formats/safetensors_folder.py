@@ -1,7 +1,7 @@
 """Reader of Hugging Face folders: positions of the tensors, from the checked headers of the safetensors.
 
-It reads headers and the index alone. CheckpointError for whatever is truncated or contradictory. Used in
-``checkpoints_tools/`` and this folder.
+It reads headers, the index and config.json alone. A tensor in fp8 has its scales with it. CheckpointError for
+whatever is truncated or contradictory. Used in ``checkpoints_tools/`` and this folder.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import missing_file
-from bapo_megatron.hf.parameter_map import expert_tensors
+from bapo_megatron.hf.fp8 import BLOCK, is_quantized, scale_name, scales_problem, weight_of_scale
+from bapo_megatron.hf.parameter_map import expert_tensors, fused_rows
 from bapo_megatron.runtime.files import COPY_AGAIN, check_files_inside, file_inside, read_file_inside
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+_SHOWN = 8
 
 
 def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
     """Every tensor of the folder by its name, from one file or from those that the index lists.
 
-    CheckpointError, with file and tensor, for whatever is truncated, contradictory or of a type that these
-    tools do not move.
+    Scales are no tensors of their own: they are with the weights in fp8 that they belong to. CheckpointError,
+    with file and tensor, for whatever is truncated, contradictory or of a type that these tools do not move.
     """
     check_files_inside(folder)
     found: dict[str, BlockTensor] = {}
@@ -51,7 +53,27 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
     for name, file in (weight_map or {}).items():
         if name not in found:
             raise CheckpointError(f"{folder / file} holds no tensor {name}, which {INDEX} places there")
+    found = _with_scales(found, folder)
     return {one.name: one for tensor in found.values() for one in _experts_apart(tensor)}
+
+
+def _with_scales(found: dict[str, BlockTensor], folder: Path) -> dict[str, BlockTensor]:
+    """The tensors of a folder, those in fp8 with their scales. CheckpointError if the two do not fit."""
+    scales = {weight_of_scale(name) or "": tensor for name, tensor in found.items() if weight_of_scale(name)}
+    weights = {name: tensor for name, tensor in found.items() if not weight_of_scale(name)}
+    described = is_quantized(folder)
+    problems = []
+    for name in {**weights, **scales}:
+        weight, own = (
+            None if tensor is None else (tensor.dtype, tensor.shape)
+            for tensor in (weights.get(name), scales.get(name))
+        )
+        rows = fused_rows(name, weight[1]) if weight is not None else None
+        problems.append(scales_problem(name, weight, own, rows, described))
+    if wrong := [problem for problem in problems if problem is not None]:
+        more = f"\n... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(f"model folder {folder}:\n" + "\n".join(wrong[:_SHOWN]) + more)
+    return {name: replace(tensor, scales=scales.get(name)) for name, tensor in weights.items()}
 
 
 def _experts_apart(tensor: BlockTensor) -> Iterator[BlockTensor]:
@@ -65,7 +87,17 @@ def _experts_apart(tensor: BlockTensor) -> Iterator[BlockTensor]:
         count = rows.stop - rows.start
         position = whole.position + (expert * tensor.shape[1] + rows.start) * whole.stride
         block = replace(whole, rows=count, position=position)
-        yield BlockTensor(name, tensor.dtype, (count, whole.columns), (block,))
+        scales = _expert_scales(tensor.scales, name, expert, rows) if tensor.scales is not None else None
+        yield BlockTensor(name, tensor.dtype, (count, whole.columns), (block,), scales)
+
+
+def _expert_scales(fused: BlockTensor, name: str, expert: int, rows: slice) -> BlockTensor:
+    """The scales of one expert's tensor, whose rows begin with a block, among those of all experts."""
+    [whole] = fused.blocks
+    shape = (-(-(rows.stop - rows.start) // BLOCK), fused.shape[2])
+    position = whole.position + (expert * fused.shape[1] + rows.start // BLOCK) * whole.stride
+    block = replace(whole, rows=shape[0], position=position)
+    return BlockTensor(scale_name(name), fused.dtype, shape, (block,))
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
@@ -139,7 +171,7 @@ def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:
         )
     if not _counts((*shape, begin, end)):
         raise CheckpointError(f"{path}: tensor {name}: shape {shape}, bytes {begin} to {end}")
-    if not 1 <= len(shape) <= (3 if expert_tensors(name, shape) else 2):
+    if not 1 <= len(shape) <= (3 if expert_tensors(weight_of_scale(name) or name, shape) else 2):
         raise CheckpointError(f"{path}: tensor {name} has {len(shape)} dimensions; weights have one or two")
     nbytes = prod(shape) * ITEM_BYTES[dtype]
     if nbytes == 0 or end - begin != nbytes:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.fp8 import FP8, scale_name
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.output_plan import PARTIAL, OutputPlan
 from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE
@@ -38,7 +39,8 @@ def plan_safetensors(
 ) -> OutputPlan:
     """The files of ``folder`` for tensors given as type and shape by name, in their natural order.
 
-    ConfigError if the sharding's weight map is one of other tensors.
+    Tensors in fp8 are planned with their scales, which are among ``tensors``. ConfigError if the sharding's
+    weight map is one of other tensors.
     """
     output = OutputPlan()
     weight_map = _weight_map(tensors, sharding)
@@ -53,6 +55,9 @@ def plan_safetensors(
         output.tensors.update((tensor.name, tensor) for tensor in placed)
     if set(weight_map.values()) != {SINGLE}:
         output.last[folder / INDEX] = _index(output, weight_map, sharding)
+    for name, tensor in list(output.tensors.items()):
+        if tensor.dtype == FP8:
+            output.tensors[name] = replace(tensor, scales=output.tensors.pop(scale_name(name)))
     return output
 
 
@@ -60,7 +65,8 @@ def _index(output: OutputPlan, weight_map: Mapping[str, str], sharding: Sharding
     total = sum(tensor.nbytes for tensor in output.tensors.values())
     if sharding.weight_map is not None and sharding.index is not None:
         given = json.loads(sharding.index).get("metadata")
-        if isinstance(given, dict) and given.get("total_size") == total:
+        same = json.loads(sharding.index).get("weight_map") == weight_map
+        if same and isinstance(given, dict) and given.get("total_size") == total:
             return sharding.index
     made = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(made, indent=2) + "\n").encode()

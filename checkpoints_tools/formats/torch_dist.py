@@ -19,7 +19,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import RowSegment, checkpoint_key, mapping_table
-from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
+from checkpoints_tools.core.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor
 from checkpoints_tools.core.segments import check_cover, cut_into_sources
 from checkpoints_tools.formats.distcp import (
     ChunkFiles,
@@ -175,8 +175,8 @@ class TorchDist:
             held = self.metadata.tensors.get(part.key)
             if held is None:
                 raise CheckpointError(f"{self.folder}: tensor {part.key} is missing")
-            if held.dtype not in ITEM_BYTES:
-                types = ", ".join(ITEM_BYTES)
+            if held.dtype not in WEIGHT_TYPES:
+                types = ", ".join(WEIGHT_TYPES)
                 raise CheckpointError(
                     f"{self.folder}: {part.key} has type {held.dtype}; only {types} can be read"
                 )

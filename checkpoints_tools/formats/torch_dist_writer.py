@@ -104,7 +104,7 @@ class _TorchDistPlanner:
         self._place_objects({**self._extra_states(), **self.contents.objects})
         for name, blocks in self.blocks.items():
             known = self.source[name]
-            self.output.tensors[name] = BlockTensor(name, known.dtype, known.shape, tuple(blocks))
+            self.output.tensors[name] = BlockTensor(name, known.weight_type, known.shape, tuple(blocks))
         self.output.sizes = {self._path(i): end for i, end in enumerate(self.ends) if end}
         self.output.last = {
             self.folder / "common.pt": self.contents.common,

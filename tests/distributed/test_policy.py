@@ -16,7 +16,8 @@ from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
-from tests.support.models import FAMILIES, FORMS, random_samples, save_tiny_model, tiny_model
+from tests.support.fp8 import in_bfloat16, save_fp8_folder
+from tests.support.models import EXPERTS, FAMILIES, FORMS, random_samples, save_tiny_model, tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -94,6 +95,25 @@ def test_weights_come_from_the_reader_that_is_given(tmp_path: Path) -> None:
     stored = HfReader(folder)
     assert weights
     assert all(torch.equal(tensor, stored.read(name) * 2) for name, tensor in weights.items())
+
+
+def loaded_weights(folder: Path, parallel: ParallelConfig) -> dict[str, torch.Tensor]:
+    policy = policy_on(folder, parallel=parallel)
+    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+@pytest.mark.parametrize("family", ["qwen2", EXPERTS])
+def test_every_rank_reads_its_part_of_a_folder_in_fp8(family: str, tmp_path: Path) -> None:
+    """At TP2 the parts begin and end within blocks: hidden 144, MLP 200 or experts of 72."""
+    sizes = {"hidden_size": 144, "intermediate_size": 200}
+    sizes |= {"moe_intermediate_size": 72} if family == EXPERTS else {}
+    plain = save_tiny_model(family, tmp_path / "plain", **sizes)
+    folder = save_fp8_folder(plain, tmp_path / "fp8")
+    wanted = in_bfloat16(folder)
+    parallel = ParallelConfig(tensor=2, sequence=family == EXPERTS)
+    for weights in run_layout(loaded_weights, parallel, folder, parallel):
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(tensor, wanted[name].float()) for name, tensor in weights.items())
 
 
 def reductions(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> list[int]:

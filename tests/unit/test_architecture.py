@@ -33,7 +33,7 @@ SIBLINGS = {"rollout", "policy", "checkpoint"}
 LARGEST_ROOM = 20
 TOOLS_MAY_USE = {
     *("errors", "runtime.files", "runtime.run_paths", "runtime.written_folders"),
-    *("hf.config", "hf.parameter_map"),
+    *("hf.config", "hf.fp8", "hf.parameter_map"),
 }
 
 
@@ -183,9 +183,9 @@ def loads_of(path: Path) -> Iterator[str]:
             yield called
         elif called in ("np.load", "numpy.load") and given.get("allow_pickle") != "False":
             yield f"{called} without allow_pickle=False"
-        elif name == "from_pretrained" and given.get("trust_remote_code") != "False":
+        elif name in ("from_pretrained", "from_config") and given.get("trust_remote_code") != "False":
             yield f"{called} without trust_remote_code=False"
-        elif "AutoModel" in owner and given.get("use_safetensors") != "True":
+        elif "AutoModel" in owner and name != "from_config" and given.get("use_safetensors") != "True":
             yield f"{called} without use_safetensors=True"
         elif given.get("trust_remote_code", "False") != "False" or given.get("weights_only") == "False":
             yield called

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.fp8 import weight_of_scale, without_quantization
 from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.hf.weight_check import checked_weights
@@ -154,7 +154,8 @@ class WeightStaging:
             for path in (temporary, final):
                 remove_folder(path, ignore_errors=True)
             temporary.mkdir()
-            shutil.copyfile(self._hf_path / "config.json", temporary / "config.json")
+            config = (self._hf_path / "config.json").read_bytes()
+            (temporary / "config.json").write_bytes(without_quantization(config))  # the policy is not in fp8
 
     def write_share(
         self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int = 0, writers: int = 1
@@ -215,6 +216,8 @@ def _tensor_shapes(hf_path: Path) -> dict[str, tuple[int, ...]]:
     for path in sorted(hf_path.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
+                if weight_of_scale(name):
+                    continue
                 shape = tuple(file.get_slice(name).get_shape())
                 experts = expert_tensors(name, shape)
                 own = {one: (rows.stop - rows.start, shape[2]) for one, (_, rows) in experts.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 from bapo_megatron.rollout.engines.local.decoding import sample
 from bapo_megatron.rollout.engines.local.model import LocalModel
 from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
-from tests.support.models import save_tiny_model
+from tests.support.checkpoint_models import load_tensors, save_tensors
+from tests.support.fp8 import in_bfloat16, save_fp8_folder
+from tests.support.models import EXPERTS, save_tiny_model
 
 PROMPTS = ([5, 6, 7, 8], [9, 10], [5, 6, 7, 9, 11])
 """Of different lengths, two of them with one beginning."""
@@ -83,3 +86,20 @@ def test_log_probs_at_a_real_vocabulary_are_those_of_float64(entries: int) -> No
     expected = logits.double().log_softmax(1).gather(1, token[:, None])[:, 0]
     assert token[1] == logits[1].argmax()
     torch.testing.assert_close(log_prob.double(), expected, rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_tied", EXPERTS])
+def test_a_folder_in_fp8_samples_as_the_same_numbers_in_bfloat16(family: str, tmp_path: Path) -> None:
+    """Hidden 144 and MLP 200, where transformers would cut the blocks at other places, or refuse."""
+    plain = save_tiny_model(family, tmp_path / "plain", hidden_size=144, intermediate_size=200)
+    folder = save_fp8_folder(plain, tmp_path / "fp8")
+    names = load_tensors(plain).keys()
+    save_tensors(plain, {name: tensor for name, tensor in in_bfloat16(folder).items() if name in names})
+    answers = []
+    for path in (plain, folder):
+        model = LocalModel(path, max_batch=4)
+        answers.append(model.generate(group_requests()[:4]))
+        model.close()
+    for one, other in zip(*answers, strict=True):
+        assert one.token_ids_R.tolist() == other.token_ids_R.tolist()
+        assert one.log_probs_R.tolist() == other.log_probs_R.tolist()

@@ -8,17 +8,20 @@ by ``backend.py`` and ``engine.py``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.parameter_map import expert_tensors
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.fp8 import is_quantized
+from bapo_megatron.hf.parameter_map import expert_tensors, hf_tensors
+from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.rollout.engines.local.decoding import Decoding
 from bapo_megatron.rollout.engines.local.routes import RouteRecorder
@@ -50,6 +53,8 @@ class LocalModel:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self.limits = ModelLimits(vocabulary, self._model.config.max_position_embeddings)
         self._weights = ModelWeights(self._model)
+        if is_quantized(Path(hf_path)):
+            self._weights.commit(self._weights.stage(_weights_of_fp8(hf_path)))
         self._recorder = RouteRecorder(self._model)
         self._max_batch = max_batch
         self._version = 0
@@ -181,10 +186,19 @@ class ModelWeights:
 
 
 def _load(hf_path: Path, dtype: str, device: str) -> Any:
-    check_files_inside(Path(hf_path))
-    if not (Path(hf_path) / "config.json").is_file():
+    hf_path = Path(hf_path)
+    check_files_inside(hf_path)
+    if not (hf_path / "config.json").is_file():
         raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face model folder")
     transformers_logging.disable_progress_bar()
+    if is_quantized(hf_path):
+        # By our reader, whose values the policy has: transformers would make fp8 layers of it on a GPU, and
+        # elsewhere cut the blocks of some shapes at other places. The weights come after.
+        read_model_shape(hf_path)
+        config = AutoConfig.from_pretrained(hf_path, local_files_only=True, trust_remote_code=False)
+        del config.quantization_config
+        empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        return empty.to(device).eval()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             hf_path,
@@ -199,3 +213,10 @@ def _load(hf_path: Path, dtype: str, device: str) -> Any:
     if report["missing_keys"]:  # transformers would continue with random numbers
         raise ConfigError(f"model.hf_path={hf_path}: weights are missing: {sorted(report['missing_keys'])}")
     return model.to(device).eval()
+
+
+def _weights_of_fp8(hf_path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a folder in fp8, one at a time, in bfloat16."""
+    reader = HfReader(hf_path)
+    for name in hf_tensors(read_model_shape(hf_path)):
+        yield name, reader.read(name)

@@ -52,8 +52,19 @@ class SglangBackend(EngineBackend):
             raise ConfigError(problem)
 
     def check_weights(self, hf_path: Path) -> None:
-        """Refuse fused experts (ConfigError): SGLang passes over tensors whose names it does not know."""
+        """Refuse fused experts and quantized folders, with ConfigError.
+
+        SGLang passes over tensors whose names it does not know, and would put bfloat16 into fp8 layers.
+        """
+        from bapo_megatron.hf.fp8 import is_quantized
         from bapo_megatron.hf.reader import HfReader
+
+        if is_quantized(hf_path):
+            raise ConfigError(
+                f"model.hf_path={hf_path} is quantized: servers would load it into fp8 layers, which the "
+                "weights of the policy, in bfloat16, do not fit; make a folder in bfloat16 of it, with "
+                "bapo-ckpt to-megatron and to-hf"
+            )
 
         if fused := HfReader(hf_path).fused_experts:
             raise ConfigError(

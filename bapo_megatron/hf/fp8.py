@@ -1,0 +1,175 @@
+"""Folders of fp8 weights with block scales: what config.json says of them, names and shapes of the scales.
+
+Such a folder (Qwen3-*-FP8, DeepSeek-V3) holds a matrix as float8_e4m3fn numbers q, and beside it
+``NAME_scale_inv`` with a number s for each block of 128 x 128: the weight is q s. At the right and lower
+edge of a matrix blocks may be smaller. Norms, embeddings, the output layer and routers stay bfloat16.
+Nothing here needs torch. Used by ``config.py`` and ``reader.py``, and in ``checkpoints_tools/``,
+``rollout/engines/local/``, ``rollout/engines/sglang/`` and ``rollout/weight_sync/``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.runtime.files import read_file_inside
+
+BLOCK = 128
+"""Rows and columns of a block that shares a scale."""
+
+FP8 = "F8_E4M3"
+"""safetensors' name of float8_e4m3fn: 4 bits of exponent, 3 of mantissa, no infinity, at most 448."""
+
+SCALE_TYPES = ("F32", "BF16")
+"""Types of scales: DeepSeek's and transformers' folders have float32, Qwen's bfloat16."""
+
+_FIELD, _SUFFIX = "quantization_config", "_scale_inv"
+_WRITTEN = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+_QKV = re.compile(r"\.self_attn\.[qkv]_proj\.")
+_EXPERTS = re.compile(r"(\.mlp\.experts)\.\d+\.\w+$")
+
+
+def check_quantization(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a quantization that is not read (ConfigError): any but fp8 with scales of 128 x 128 blocks.
+
+    ``config``: a parsed config.json; ``source`` names it in the message.
+    """
+    asked = config.get(_FIELD)
+    if not asked:
+        return
+    method = asked.get("quant_method") if isinstance(asked, dict) else asked
+    if not isinstance(asked, dict) or method != "fp8":
+        raise ConfigError(
+            f"{source}: {_FIELD} has quant_method={method!r:.80}, which is not supported; give a folder in "
+            f"bfloat16, or in fp8 with scales of {BLOCK} x {BLOCK} blocks"
+        )
+    wanted: dict[str, Sequence[Any]] = {
+        "weight_block_size": ([BLOCK, BLOCK],),
+        "fmt": (None, "e4m3"),
+        "expert_dtype": (None, "fp8"),
+        "modules_to_convert": (None, []),
+    }
+    for field, values in wanted.items():
+        if asked.get(field) not in values:
+            known = " or ".join("none" if value is None else json.dumps(value) for value in values)
+            raise ConfigError(
+                f"{source}: {_FIELD} has {field}={asked.get(field)!r:.80}, which is not supported; of fp8 "
+                f"folders those with {field} {known} are read: give such a folder, or one in bfloat16"
+            )
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether config.json says that a folder's weights are quantized; False where there is none."""
+    try:
+        config = json.loads(read_file_inside(folder, "config.json"))
+    except (CheckpointError, OSError, ValueError, RecursionError):
+        return False  # the parser of the model's shape says what is wrong with it
+    return isinstance(config, dict) and bool(config.get(_FIELD))
+
+
+def scale_name(weight: str) -> str:
+    """Name of a matrix's scales."""
+    return weight + _SUFFIX
+
+
+def weight_of_scale(name: str) -> str | None:
+    """Name of the matrix whose scales are under ``name``; None if they are no scales."""
+    return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else None
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the scales of a matrix, or of a stack of matrices: the blocks that cover it."""
+    *leading, rows, columns = shape
+    return (*leading, -(-rows // BLOCK), -(-columns // BLOCK))
+
+
+def scales_problem(
+    name: str,
+    weight: tuple[str, tuple[int, ...]] | None,
+    scales: tuple[str, tuple[int, ...]] | None,
+    stacked_rows: int | None,
+    described: bool,
+) -> str | None:
+    """Problem of the matrix ``name`` and its scales, each as type and shape (None: missing); None if none.
+
+    ``stacked_rows``: rows of each projection that the matrix stacks; None for one projection. ``described``:
+    whether config.json says that the folder is in fp8.
+    """
+    if weight is None or (scales is not None and weight[0] != FP8):
+        what = "is missing" if weight is None else f"is {weight[0]}, not {FP8}"
+        return f"tensor {scale_name(name)} is there, but tensor {name} {what}: fetch the model again"
+    if weight[0] != FP8:
+        return None
+    if not described:
+        return f"tensor {name} is {FP8}, but config.json has no {_FIELD}: take that of the model"
+    if len(weight[1]) < 2:
+        return f"tensor {name} is {FP8} with shape {list(weight[1])}; matrices alone have block scales"
+    if scales is None:
+        return (
+            f"tensor {name} is {FP8}, but its scales are missing ({scale_name(name)}): without them its "
+            "numbers mean nothing; fetch the model again"
+        )
+    wanted = scale_shape(weight[1])
+    if scales[0] not in SCALE_TYPES or scales[1] != wanted:
+        return (
+            f"tensor {scale_name(name)} is {scales[0]} {list(scales[1])}; {name} of shape "
+            f"{list(weight[1])} has {' or '.join(SCALE_TYPES)} {list(wanted)}, one for each block of "
+            f"{BLOCK} x {BLOCK}"
+        )
+    if stacked_rows is not None and stacked_rows % BLOCK:
+        return (
+            f"tensor {name} stacks projections of {stacked_rows} rows, no multiple of {BLOCK}: a scale could "
+            "be of two projections; save the model with a tensor for each expert"
+        )
+    return None
+
+
+def quantized_names(tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Names of the matrices, of a model's tensors by shape, that an fp8 folder holds in fp8.
+
+    The projections of attention, MLPs and experts. One with a side above 128 that is no multiple of it stays
+    bfloat16: SGLang refuses such, and transformers cuts its blocks at other places without a word. With one
+    of the query, key and value projections the others stay, too: engines keep the three in one matrix.
+    """
+    names = {name for name in tensors if name.endswith("_proj.weight")}
+    odd = {name for name in names if not all(n < BLOCK or n % BLOCK == 0 for n in tensors[name])}
+    layers = {name.partition(".self_attn.")[0] for name in odd if _QKV.search(name)}
+    return {n for n in names - odd if not (_QKV.search(n) and n.partition(".self_attn.")[0] in layers)}
+
+
+def modules_in_bfloat16(tensors: Mapping[str, Any], quantized: set[str]) -> list[str]:
+    """Modules that an fp8 folder leaves in bfloat16, for ``modules_to_not_convert``, in natural order.
+
+    Experts are one module there. The output layer is among them also where it is tied.
+    """
+    weights = (name for name in tensors if name.endswith(".weight") and name not in quantized)
+    modules = (_EXPERTS.sub(r"\1", name.removesuffix(".weight")) for name in weights)
+    return list(dict.fromkeys([*modules, "lm_head"]))
+
+
+def without_quantization(config: bytes) -> bytes:
+    """config.json without its ``quantization_config``, for weights in bfloat16; unchanged if it has none."""
+    parsed = json.loads(config)
+    if not isinstance(parsed, dict) or _FIELD not in parsed:
+        return config
+    del parsed[_FIELD]
+    return _dumped(parsed)
+
+
+def with_fp8(config: bytes, in_bfloat16: Sequence[str]) -> bytes:
+    """config.json of an fp8 folder, in which the modules ``in_bfloat16`` are not converted."""
+    parsed = json.loads(config)
+    return _dumped({**parsed, _FIELD: {**_WRITTEN, "modules_to_not_convert": list(in_bfloat16)}})
+
+
+def _dumped(config: Mapping[str, Any]) -> bytes:
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

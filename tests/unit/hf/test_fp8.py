@@ -1,0 +1,277 @@
+"""Folders in fp8 as the loader reads them: values of the reference formula, and refusals in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.config import model_shape, read_model_shape, with_dtype
+from bapo_megatron.hf.fp8 import modules_in_bfloat16, quantized_names
+from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.hf.reader import HfReader, dequantized
+from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
+from bapo_megatron.rollout.weight_sync.disk import WeightStaging
+from checkpoints_tools import inspect_checkpoint, to_megatron
+from tests.support.checkpoint_models import config_of, load_tensors, save_random_model, save_tensors
+from tests.support.fp8 import BLOCKS, FP8_CONFIG, in_bfloat16, quantize, save_fp8_folder, set_config
+from tests.support.models import EXPERTS, tiny_model
+
+# Query rows 320, key rows 80, MLP 200, hidden 144: a block and a part of one, or two and a part.
+ODD = {"hidden_size": 144, "head_dim": 40, "num_key_value_heads": 2, "intermediate_size": 200}
+ODD_EXPERTS = {"hidden_size": 144, "moe_intermediate_size": 136}
+
+
+@pytest.fixture(params=["qwen2", EXPERTS])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    sizes = ODD if request.param == "qwen2" else ODD_EXPERTS
+    plain = finite_model(tmp_path / "plain", request.param, **sizes)
+    return save_fp8_folder(plain, tmp_path / "fp8")
+
+
+def finite_model(folder: Path, family: str, **changes: Any) -> Path:
+    save_random_model(folder, family, **changes)
+    generator = torch.Generator().manual_seed(1)
+    save_tensors(
+        folder,
+        {
+            name: (0.1 * torch.randn(tensor.shape, generator=generator)).bfloat16()
+            for name, tensor in sorted(load_tensors(folder).items())
+        },
+    )
+    return folder
+
+
+def test_a_weight_is_its_number_times_the_scale_of_its_block() -> None:
+    """0x38 is 1, 0x7E 448, 0x01 2^-9, 0xC0 -2: sign, exponent from -7, mantissa. 0.3 x 448 = 134.4."""
+    numbers = torch.zeros(129, 130, dtype=torch.uint8)
+    numbers[0, 0], numbers[127, 127], numbers[0, 128], numbers[128, 129] = 0x38, 0x7E, 0x01, 0xC0
+    scales = torch.tensor([[0.3, 0.5], [4.0, 0.75]])
+    found = dequantized(numbers.view(torch.float8_e4m3fn), scales)
+    assert found.dtype == torch.bfloat16
+    assert found[0, 0] == torch.tensor(0.3).bfloat16() == 0.30078125
+    assert found[127, 127] == 134.0, "134.4 between 134 and 135"
+    assert found[0, 128] == 2**-10
+    assert found[128, 129] == -1.5
+    assert found.count_nonzero() == 4
+
+
+@pytest.mark.parametrize("scale_type", [torch.float32, torch.bfloat16])
+def test_the_loader_reads_the_values_of_the_formula(scale_type: torch.dtype, tmp_path: Path) -> None:
+    plain = finite_model(tmp_path / "plain", "qwen2", **ODD)
+    folder = save_fp8_folder(plain, tmp_path / "fp8", scale_type)
+    reader, wanted = HfReader(folder), in_bfloat16(folder)
+    reader.check(shape := read_model_shape(folder))
+    for name in hf_tensors(shape):
+        assert torch.equal(reader.read(name), wanted[name]), name
+        assert reader.read(name).dtype == torch.bfloat16
+    name = "model.layers.1.self_attn.q_proj.weight"
+    for rows, columns in ((slice(0, 320), slice(100, 144)), (slice(127, 257), slice(0, 129))):
+        assert torch.equal(reader.read(name, rows, columns), wanted[name][rows, columns])
+    assert torch.equal(reader.read(name, slice(300, 320)), wanted[name][300:])
+
+
+def test_fused_experts_in_fp8_read_as_those_apart(tmp_path: Path) -> None:
+    model = tiny_model(EXPERTS, hidden_size=144, moe_intermediate_size=128, num_hidden_layers=2)
+    model.bfloat16().save_pretrained(tmp_path / "plain")
+    folder = save_fp8_folder(tmp_path / "plain", tmp_path / "fp8")
+    fused = save_fused(folder, tmp_path / "fused")
+    apart, together = HfReader(folder), HfReader(fused)
+    together.check(shape := read_model_shape(fused))
+    assert len(together.fused_experts) == 4
+    for name in hf_tensors(shape):
+        assert torch.equal(together.read(name), apart.read(name)), name
+    up = "model.layers.1.mlp.experts.5.up_proj.weight"
+    assert torch.equal(together.read(up, slice(30, 90), slice(120, 140)), apart.read(up)[30:90, 120:140])
+
+
+def save_fused(folder: Path, fused: Path) -> Path:
+    """The experts of each layer in two tensors and their scales in two, as transformers fuses them."""
+    fused.mkdir()
+    tensors = load_tensors(folder)
+    held = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for layer in layers:
+        count = sum(f"{layer}.experts.{e}.up_proj.weight" in tensors for e in range(100))
+        for end in ("weight", "weight_scale_inv"):
+            own = [
+                [tensors[f"{layer}.experts.{e}.{p}_proj.{end}"] for e in range(count)] for p in PROJECTIONS
+            ]
+            gate, up, down = (torch.stack([one.view(torch.uint8) for one in part]) for part in own)
+            kind, suffix = own[0][0].dtype, end.removeprefix("weight")
+            held[f"{layer}.experts.gate_up_proj{suffix}"] = torch.cat([gate, up], 1).view(kind)
+            held[f"{layer}.experts.down_proj{suffix}"] = down.view(kind)
+    save_tensors(fused, held)
+    (fused / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return fused
+
+
+PROJECTIONS = ("gate", "up", "down")
+
+
+def test_fused_experts_whose_projections_would_share_a_scale_are_refused(tmp_path: Path) -> None:
+    model = tiny_model(EXPERTS, hidden_size=144, moe_intermediate_size=192, num_hidden_layers=1)
+    model.bfloat16().save_pretrained(tmp_path / "plain")
+    fused = save_fused(save_fp8_folder(tmp_path / "plain", tmp_path / "fp8"), tmp_path / "fused")
+    tensors = load_tensors(fused)
+    scales = "model.layers.0.mlp.experts.gate_up_proj_scale_inv"
+    save_tensors(fused, {**tensors, scales: tensors[scales][:, :3].contiguous()})
+    message = r"experts\.gate_up_proj stacks projections of 192 rows, no multiple of 128"
+    refuse(fused, tmp_path / "out", message)
+    with pytest.raises(ConfigError, match=message):
+        HfReader(fused).read("model.layers.0.mlp.experts.0.up_proj.weight")
+
+
+def refuse(folder: Path, output: Path, message: str) -> None:
+    """Both readers refuse the folder with a message."""
+    with pytest.raises(ConfigError, match=message):
+        HfReader(folder).check(read_model_shape(folder))
+    with pytest.raises(CheckpointError, match=message):
+        to_megatron(folder, output)
+    assert not output.exists()
+
+
+Q = "model.layers.1.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({f"{Q}_scale_inv": None}, r"o_proj\.weight is F8_E4M3, but its scales are missing \(.*_scale_inv\)"),
+        ({Q: None}, r"o_proj\.weight_scale_inv is there, but tensor .*o_proj\.weight is missing"),
+        ({Q: torch.zeros(144, 192).bfloat16()}, r"_scale_inv is there, but tensor .* is BF16, not F8_E4M3"),
+        ({f"{Q}_scale_inv": torch.ones(2, 1)}, r"is F32 \[2, 1\]; .* has F32 or BF16 \[2, 2\], one for each"),
+        ({f"{Q}_scale_inv": torch.ones(2, 2).half()}, r"is F16 \[2, 2\]; .* has F32 or BF16 \[2, 2\]"),
+        (
+            {"model.norm.weight": torch.zeros(144).to(torch.float8_e4m3fn)},
+            r"model\.norm\.weight is F8_E4M3 with shape \[144\]; matrices alone have block scales",
+        ),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    plain = finite_model(tmp_path / "plain", EXPERTS, **ODD_EXPERTS)
+    folder = save_fp8_folder(plain, tmp_path / "fp8")
+    tensors = {**load_tensors(folder), **change}
+    save_tensors(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    refuse(folder, tmp_path / "out", message)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_scale_that_is_no_number_is_refused(value: float, folder: Path, tmp_path: Path) -> None:
+    scales = load_tensors(folder)
+    scales["model.layers.0.self_attn.q_proj.weight_scale_inv"][0, 1] = value
+    save_tensors(folder, scales)
+    with pytest.raises(ConfigError, match="scale of the fp8 weights is not finite"):
+        HfReader(folder).read("model.layers.0.self_attn.q_proj.weight")
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight: its scales are not all finite"):
+        to_megatron(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_in_fp8_without_a_word_in_the_config_are_refused(folder: Path, tmp_path: Path) -> None:
+    set_config(folder, quantization_config=None)
+    refuse(folder, tmp_path / "out", "is F8_E4M3, but config.json has no quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method='awq', which is not supported; give a folder in"),
+        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors', which is not supported"),
+        ("fp8", "quant_method='fp8', which is not supported"),
+        ({"quant_method": "fp8"}, r"weight_block_size=None, .* with weight_block_size \[128, 128\] are read"),
+        ({"quant_method": "fp8", "weight_block_size": [1, 32]}, r"weight_block_size=\[1, 32\]"),
+        ({**FP8_CONFIG, **BLOCKS, "fmt": "e5m2"}, "fmt='e5m2', .* with fmt none or \"e4m3\" are read"),
+        ({**FP8_CONFIG, **BLOCKS, "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
+        ({**FP8_CONFIG, **BLOCKS, "modules_to_convert": ["embed"]}, r"modules_to_convert=\['embed'\]"),
+    ],
+)
+def test_other_quantizations_are_refused(change: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_shape({**config_of(EXPERTS), "quantization_config": change}, "here")
+
+
+def test_blocks_of_128_are_a_model_like_any_other() -> None:
+    config = config_of(EXPERTS)
+    known = {**FP8_CONFIG, **BLOCKS, "modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}
+    assert model_shape({**config, "quantization_config": known}, "here") == model_shape(config, "here")
+    assert model_shape({**config, "quantization_config": None}, "here") == model_shape(config, "here")
+
+
+def test_what_is_quantized_and_what_stays() -> None:
+    shape = model_shape(
+        config_of(EXPERTS, hidden_size=256, head_dim=32, moe_intermediate_size=128, num_hidden_layers=1),
+        "here",
+    )
+    tensors = hf_tensors(shape)
+    names = quantized_names(tensors)
+    layer = "model.layers.0."
+    assert len(names) == 4 + 3 * 5
+    assert {f"{layer}self_attn.{x}_proj.weight" for x in "qkvo"} < names
+    assert modules_in_bfloat16(tensors, names) == [
+        "model.embed_tokens",
+        f"{layer}input_layernorm",
+        f"{layer}post_attention_layernorm",
+        f"{layer}mlp.gate",
+        "model.norm",
+        f"{layer}self_attn.q_norm",
+        f"{layer}self_attn.k_norm",
+        "lm_head",
+    ]
+
+
+def test_sides_that_engines_would_cut_at_other_places_stay() -> None:
+    """Key and value rows 144: the query projection stays with them. Experts of 136 rows are one module."""
+    sizes = {
+        "hidden_size": 256,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 136,
+        "num_hidden_layers": 1,
+    }
+    tensors = hf_tensors(model_shape(config_of(EXPERTS, head_dim=36, **sizes), "here"))
+    assert quantized_names(tensors) == set()
+    modules = modules_in_bfloat16(tensors, set())
+    assert [name for name in modules if name.endswith(("_proj", "experts"))] == [
+        *(f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"),
+        "model.layers.0.mlp.experts",
+    ]
+    tensors = hf_tensors(model_shape(config_of(EXPERTS, head_dim=16, **sizes), "here"))
+    assert {name.rpartition("self_attn.")[2] for name in quantized_names(tensors)} == {
+        f"{x}_proj.weight" for x in "qkvo"
+    }, "rows below 128 are one block"
+
+
+def test_weights_beside_the_config_of_an_fp8_folder_are_not_called_fp8(folder: Path, tmp_path: Path) -> None:
+    config = (folder / "config.json").read_bytes()
+    assert "quantization_config" not in json.loads(with_dtype(config, {"bfloat16"}))
+    staging = WeightStaging(tmp_path / "weights", folder)
+    weights = in_bfloat16(folder)
+    staged = staging.write(weights.items(), 1)
+    assert "quantization_config" not in json.loads((staged / "config.json").read_text())
+    assert load_file(staged / "model-00000.safetensors").keys() == weights.keys()
+
+
+def test_sglang_is_not_given_an_fp8_folder(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is quantized: servers would load it into fp8 layers"):
+        SglangBackend().check_weights(folder)
+
+
+def test_an_inspection_lists_numbers_and_scales(folder: Path) -> None:
+    found = inspect_checkpoint(folder)
+    held = load_tensors(folder)
+    assert found.dtypes == {
+        name: sum(tensor.nbytes for tensor in held.values() if tensor.dtype == kind)
+        for name, kind in (("BF16", torch.bfloat16), ("F32", torch.float32), ("F8_E4M3", torch.float8_e4m3fn))
+    }
+    assert any(group.key.endswith("o_proj.weight_scale_inv") for group in found.keys)
+
+
+def test_the_reference_fills_blocks_up_with_zeros() -> None:
+    numbers, scales = quantize(torch.full((130, 1), 7.0))
+    assert scales.tolist() == [[torch.tensor(1.0) / torch.tensor(64.0)]] * 2
+    assert (numbers.float() == 448.0).all()

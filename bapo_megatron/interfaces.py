@@ -7,18 +7,18 @@ the same order.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from bapo_megatron.types import (
     BroadcastGroup,
-    BucketSpec,
     GenerateRequest,
     Generation,
     PackLayout,
     StepHeader,
+    WeightStream,
 )
 
 if TYPE_CHECKING:  # commands that start nothing import this module, too, and torch takes a second
@@ -151,8 +151,9 @@ class Engine(Protocol):
     All calls are async and come from one event loop, that of the engine pool. A call that fails raises, and
     leaves the engine in an unknown state; but ``is_alive`` never raises, and a ValueError of ``generate`` is
     the request's fault alone. Abilities of some engines: ``ReceivesBroadcast``, ``ReleasesMemory``,
-    ``ReceivesHandles``. tests/contract holds every engine to this contract. ``LocalEngine`` and
-    ``SglangEngine`` implement it.
+    ``ReceivesHandles``. New weights take one call by every transport, ``load`` or, of an engine that sleeps,
+    ``wake``: it begins an update, receives, confirms, resumes. tests/contract holds every engine to this
+    contract. ``LocalEngine`` and ``SglangEngine`` implement it.
     """
 
     name: str
@@ -170,10 +171,11 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Continue to sample after ``pause``."""
 
-    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
+    async def load(self, folder: Path, /, version: int, confirm: Confirm) -> None:
         """Load the weights of an HF folder. Requests in flight continue; later tokens carry ``version``.
 
-        The engine awaits ``confirm`` with the weights' digest before it samples from them.
+        The engine awaits ``confirm`` with the weights' digest before it samples from them. A call that is
+        cancelled ends at once, and leaves the weights unknown.
         """
 
     async def weight_version(self) -> int:
@@ -190,34 +192,26 @@ class Engine(Protocol):
 class ReceivesBroadcast(Engine, Protocol):
     """A receiver of weight broadcasts: an ``Engine`` that is some ranks of the trainer's broadcast group.
 
-    Called by ``rollout/engines/broadcast_receivers.py``, in this order: ``join_group`` once; then for each
-    version ``begin_update``, ``receive`` for every bucket, ``end_update``, ``set_version``,
-    ``resume_after_update``. After an error its weights are unknown.
+    ``rollout/engines/weight_updates.py`` calls ``join_group`` once, then ``load`` for each version.
     """
 
+    transports: Collection[str]
+    """The transports of weights that it takes beside folders: ``broadcast``, ``ipc``."""
     broadcast_ranks: int
     """Number of the engine's ranks in the group: its tensor-parallel size."""
 
-    async def leave_group(self, name: str, timeout_s: float) -> None:
-        """Leave the group of that name, if the engine is in one."""
-
     async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
-        """Join the sender's group as the ranks from ``first_rank`` on. Returns when all ranks have joined."""
+        """Join the sender's group as the ranks from ``first_rank`` on, and leave one of its name before.
 
-    async def begin_update(self) -> None:
-        """Pause sampling and open a weight update. An update that a failure left open is closed first."""
+        Returns when all ranks have joined.
+        """
 
-    async def receive(self, bucket: BucketSpec, group_name: str, timeout_s: float) -> None:
-        """Receive one bucket by broadcast, and load it."""
+    async def load(self, weights: Path | WeightStream, /, version: int, confirm: Confirm) -> None:
+        """``Engine.load`` also of buckets that are broadcast.
 
-    async def end_update(self, timeout_s: float) -> str:
-        """Close the update after the last bucket; returns the digest of the weights, as for ``confirm``."""
-
-    async def set_version(self, version: int) -> None:
-        """Set the version of the received weights."""
-
-    async def resume_after_update(self) -> None:
-        """Resume sampling, unless ``pause`` holds. Requests in flight continue under the new weights."""
+        It pauses, and aborts requests that nobody waits for, before it asks for the first bucket; it sets
+        ``version`` when ``confirm`` has returned.
+        """
 
 
 @runtime_checkable
@@ -231,30 +225,23 @@ class ReleasesMemory(Engine, Protocol):
     async def release_memory(self) -> None:
         """Abort the requests in flight and release the memory. It may return before the memory is free."""
 
-    async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
+    async def wake(self, folder: Path, /, version: int, confirm: Confirm) -> None:
         """Reclaim the memory, ``load`` the weights of an HF folder, and resume sampling."""
 
 
 @runtime_checkable
 class ReceivesHandles(ReleasesMemory, Protocol):
-    """A receiver of weights by CUDA IPC: a colocated engine that maps the trainer's memory by memory handles.
+    """A receiver of weights by CUDA IPC: a colocated engine that maps the trainer's memory by handles."""
 
-    In order, instead of ``wake``: ``begin_wake``; ``receive_handles`` for every bucket; ``confirm_weights``;
-    ``finish_wake``. After an error its server must be ended.
-    """
+    transports: Collection[str]
+    """As of ``ReceivesBroadcast``."""
 
-    async def begin_wake(self) -> None:
-        """Reclaim the memory of the weights, and open a weight update."""
+    async def wake(self, weights: Path | WeightStream, /, version: int, confirm: Confirm) -> None:
+        """``ReleasesMemory.wake`` also of memory handles.
 
-    async def receive_handles(self, handles: Sequence[bytes]) -> None:
-        """Load one bucket by its memory handles: for each tensor-parallel rank a pickle of (name, tensor)
-        pairs without data. The trainer may reuse that memory when the next call has returned."""
-
-    async def confirm_weights(self, version: int, confirm: Confirm) -> None:
-        """Close the update: the weights are complete, and of ``version``. Awaits ``confirm`` as ``load``."""
-
-    async def finish_wake(self) -> None:
-        """Reclaim the rest of the memory, and resume sampling."""
+        It reclaims the memory of the weights before it asks for the first bucket, and the rest when
+        ``confirm`` has returned: the trainer holds its own weights on the same GPU until then.
+        """
 
 
 class Need(Enum):

@@ -11,7 +11,7 @@ hold tensors are in ``tensor_types.py``; their names can be imported from here a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_origin, get_type_hints
@@ -392,6 +392,26 @@ class BucketSpec:
     """Types as torch names them, without ``torch.``."""
     shapes: tuple[tuple[int, ...], ...]
     nbytes: int
+
+
+WeightPart = BucketSpec | Sequence[bytes]
+"""A part of a version's weights: the layout of a bucket that the sender broadcasts; or a bucket's memory
+handles, for each tensor-parallel rank a pickle of (name, tensor) pairs without data."""
+
+
+@dataclass(frozen=True)
+class WeightStream:
+    """The weights of one version in parts, which an engine loads in place of a folder.
+
+    An engine asks for the next part when it has loaded the one before; the memory of handles may be reused
+    when the next part was loaded. After the last part the weights are complete. Made by ``EngineLoad``.
+    """
+
+    parts: AsyncIterator[WeightPart]
+    timeout_s: float
+    """Longest time to load one part, and to compute the digest, in seconds."""
+    group_name: str = ""
+    """The broadcast group of the parts, which the engine has joined; empty for memory handles."""
 
 
 def __getattr__(name: str) -> Any:

@@ -190,7 +190,7 @@ class GpuHandover:
             return
         handed, asleep = self._handed, self._asleep()
         self._released, self._handed = [], []
-        woken = self._sampler.finish_wake(handed) if handed else []
+        woken = self._sampler.update("resume") if handed else []
         woken += self._sampler.wake(asleep) if asleep else []
         self._servers.end(spared=woken)  # those that failed to wake, before new ones take their memory
         try:

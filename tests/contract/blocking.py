@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from bapo_megatron.interfaces import Engine, ReceivesHandles, ReleasesMemory
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
-from bapo_megatron.types import GenerateRequest, Generation
+from bapo_megatron.types import GenerateRequest, Generation, WeightPart, WeightStream
 
 T = TypeVar("T")
 
@@ -75,14 +75,13 @@ class BlockingEngine:
         """With weights that the server reads from this process's memory, bucket by bucket."""
         device = torch.device("cpu")
         buckets = Buckets(10_000, device, partial(shareable, device=device), buffers=1)
-        engine = self._receiving
-        self._wait(engine.begin_wake())
-        for bucket in buckets.cut(weights):
-            handles = [handles_of(bucket.tensors())] * self.tensor
-            self._wait(engine.receive_handles(handles))
-            bucket.payload_B.fill_(255)  # it was read
-        self._wait(engine.confirm_weights(version, self._confirm))
-        self._wait(engine.finish_wake())
+
+        async def parts() -> AsyncIterator[WeightPart]:
+            for bucket in buckets.cut(weights):
+                yield [handles_of(bucket.tensors())] * self.tensor
+                bucket.payload_B.fill_(255)  # it was read
+
+        self._wait(self._receiving.wake(WeightStream(parts(), 600.0), version, self._confirm))
         self.weight_version = self._wait(self.engine.weight_version())
 
     def is_alive(self) -> bool:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,14 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from bapo_megatron.config import EngineConfig
 from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.broadcast_receivers import WeightReceivers
-from bapo_megatron.rollout.engines.digest_quorum import IsSent
+from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import ModelLimits
-from bapo_megatron.rollout.engines.sent_weights import SentCheck
+from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
+from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
 from bapo_megatron.types import BucketSpec
 from tests.support.tiers import slow_but
@@ -83,43 +84,60 @@ def sender() -> Iterator[WeightBroadcast]:
     found.close()
 
 
+class Present(SglangEngine):
+    """An engine that takes part, whether or not its server runs."""
+
+    async def is_alive(self) -> bool:
+        return True
+
+
 @pytest.fixture
-def receivers(calls: Calls) -> Callable[..., WeightReceivers]:
-    def make(*processes: ServerProcess) -> WeightReceivers:
+def receivers(calls: Calls) -> Iterator[Callable[..., BroadcastUpdates]]:
+    pools: list[EnginePool] = []
+
+    async def make(processes: Sequence[ServerProcess]) -> BroadcastUpdates:
         limits = ModelLimits(SHAPE["vocab_size"], SHAPE["max_position_embeddings"])
-        engines = [SglangEngine(calls.server(one), limits) for one in processes]
-        return WeightReceivers(engines, timeout_s=DEADLINE_S - 2)
+        engines = [Present(calls.server(one), limits) for one in processes]
+        pools.append(EnginePool(engines, 8, lambda *_, **__: None))
+        return BroadcastUpdates(pools[-1], EngineConfig(update_minutes=(DEADLINE_S - 2) / 60))
 
-    return make
+    yield lambda *processes: calls.wait(make(processes))
+    for pool in pools:
+        calls.wait(pool.close())
 
 
-def open_group(sender: WeightBroadcast, receivers: WeightReceivers, calls: Calls) -> None:
-    sender.open(receivers.ranks, lambda place: calls.begin(receivers.join(place)))
+def open_group(sender: WeightBroadcast, updates: BroadcastUpdates, calls: Calls) -> None:
+    ranks, _ = calls.wait(updates.gather())
+    sender.open(ranks, lambda place: calls.begin(updates.join(place)))
 
 
 def send(
     sender: WeightBroadcast,
-    receivers: WeightReceivers,
+    updates: BroadcastUpdates,
     calls: Calls,
     weights: list[tuple[str, Tensor]],
     version: int,
     at_bucket: Callable[[int], None] = lambda number: None,
-    is_sent: IsSent | None = None,
-) -> str:
-    """A whole update by broadcast; returns the digest of the weights."""
+    sent: SentDigests | None = None,
+) -> None:
+    """A whole update by broadcast."""
     number = 0
 
-    def on_bucket(bucket: BucketSpec) -> Future[None]:
+    def on_bucket(bucket: BucketSpec) -> Future[list[str]]:
         nonlocal number
         at_bucket(number)
         number += 1
-        return calls.begin(receivers.receive(bucket))
+        return calls.begin(updates.receive(bucket))
 
-    calls.wait(receivers.begin())
-    sent = sender.send(iter(weights), on_bucket)
-    assert sent == sum(tensor.nbytes for _, tensor in weights)
-    assert number > 5
-    return calls.wait(receivers.finish(version, is_sent))
+    try:
+        calls.wait(updates.begin(version))
+        assert sender.send(iter(weights), on_bucket) == sum(tensor.nbytes for _, tensor in weights)
+        assert number > 5
+        calls.wait(updates.confirm(sent))
+        calls.wait(updates.resume())
+    except (BroadcastError, EngineError) as error:
+        calls.wait(updates.fail(str(error)))
+        raise
 
 
 def assert_computes_with(folder: Path, server: SglangServer, calls: Calls, version: int) -> None:
@@ -138,7 +156,7 @@ def test_a_server_computes_with_the_broadcast_weights(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
-    receivers: Callable[..., WeightReceivers],
+    receivers: Callable[..., BroadcastUpdates],
     calls: Calls,
 ) -> None:
     process = servers.shared(make_model(family))
@@ -154,25 +172,28 @@ def test_the_digest_detects_one_changed_element(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
-    receivers: Callable[..., WeightReceivers],
+    receivers: Callable[..., BroadcastUpdates],
     calls: Calls,
 ) -> None:
-    taking = receivers(servers.shared(make_model("qwen2")))
+    process = servers.shared(make_model("qwen2"))
+    taking, server = receivers(process), calls.server(process)
     open_group(sender, taking, calls)
     weights = tensors(make_model("qwen2", 1))
-    first = send(sender, taking, calls, weights, 1)
     element = dict(weights)["model.layers.1.mlp.down_proj.weight"][3]
-    element[5] = torch.nextafter(element[5], torch.tensor(9.0))
-    assert send(sender, taking, calls, weights, 2) != first
-    element[5] = torch.nextafter(element[5], torch.tensor(-9.0))
-    assert send(sender, taking, calls, weights, 3) == first
+    digests = []
+    for version, towards in ((1, None), (2, 9.0), (3, -9.0)):
+        if towards is not None:
+            element[5] = torch.nextafter(element[5], torch.tensor(towards))
+        send(sender, taking, calls, weights, version)
+        digests.append(calls.wait(server.checksum(600.0)))
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_a_server_with_one_old_tensor_is_detected(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
-    receivers: Callable[..., WeightReceivers],
+    receivers: Callable[..., BroadcastUpdates],
     calls: Calls,
 ) -> None:
     """A single server: there is no other digest to compare."""
@@ -180,24 +201,19 @@ def test_a_server_with_one_old_tensor_is_detected(
     open_group(sender, taking, calls)
     old, model = dict(tensors(make_model("qwen2", 1))), make_model("qwen2", 2)
     new = dict(tensors(model))
-    check, sent = SentCheck(lambda kind, **fields: None), digests_of(new.items(), model)
-
-    def is_sent(engine: str, digest: str) -> bool:
-        assert check.is_sent(sent, engine, digest)
-        return True
-
-    send(sender, taking, calls, [*new.items()], 1, is_sent=is_sent)
+    sent = digests_of(new.items(), model)
+    send(sender, taking, calls, [*new.items()], 1, sent=sent)
     kept = {**new, (name := "model.layers.0.mlp.up_proj.weight"): old[name]}
     with pytest.raises(EngineError, match=r"other values in model\.layers\.0\.mlp\.gate_up_proj\.weight on"):
-        send(sender, taking, calls, [*kept.items()], 2, is_sent=is_sent)
-    send(sender, taking, calls, [*new.items()], 3, is_sent=is_sent)
+        send(sender, taking, calls, [*kept.items()], 2, sent=sent)
+    send(sender, taking, calls, [*new.items()], 3, sent=sent)
 
 
 def test_a_request_in_flight_continues_under_new_weights(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
-    receivers: Callable[..., WeightReceivers],
+    receivers: Callable[..., BroadcastUpdates],
     calls: Calls,
 ) -> None:
     """The engine pauses the server, which retracts what runs. Each token has its version and log-prob."""
@@ -207,9 +223,10 @@ def test_a_request_in_flight_continues_under_new_weights(
     open_group(sender, taking, calls)
     send(sender, taking, calls, tensors(old), 1)
     asked = request(new=600, temperature=0.8)
-    answer = calls.begin(taking.engines[0].generate(asked))
+    engine = taking._gathered[0][0].engine
+    answer = calls.begin(engine.generate(asked))
     for number in range(2):  # when the second is answered, tokens of the request in flight are sampled
-        calls.wait(taking.engines[0].generate(request(f"probe {number}", new=5)))
+        calls.wait(engine.generate(request(f"probe {number}", new=5)))
     send(sender, taking, calls, tensors(new), 2)
     found = answer.result(timeout=600)
     changed = int((found.versions_R == 1).sum())
@@ -227,7 +244,7 @@ def test_a_server_crash_during_a_broadcast_is_reported(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
-    receivers: Callable[..., WeightReceivers],
+    receivers: Callable[..., BroadcastUpdates],
     calls: Calls,
 ) -> None:
     model, first, second = (make_model("qwen2", seed) for seed in (0, 1, 2))
@@ -261,7 +278,7 @@ def test_a_failed_join_is_reported(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
-    receivers: Callable[..., WeightReceivers],
+    receivers: Callable[..., BroadcastUpdates],
     calls: Calls,
 ) -> None:
     """The group never forms; the waiting server is released, and joins the next group."""
@@ -278,7 +295,7 @@ def test_a_server_refuses_a_wrong_shape(
     servers: Servers,
     make_model: MakeModel,
     sender: WeightBroadcast,
-    receivers: Callable[..., WeightReceivers],
+    receivers: Callable[..., BroadcastUpdates],
     calls: Calls,
 ) -> None:
     kept = servers.shared(make_model("qwen2"))

@@ -65,6 +65,7 @@ class Engines:
         self.sent: list[SentDigests | None] = []
         self.fails: dict[str, str] = {}
         """The call at which an engine fails."""
+        self.going: list[str] = []
 
     def _going(self, call: str, names: Sequence[str]) -> list[str]:
         self.calls.append(f"{call} {' '.join(names)}")
@@ -73,22 +74,26 @@ class Engines:
     def expect_handles(self, version: int, step: int) -> None:
         self.calls.append(f"expect {version} of {step}")
 
-    def begin_wake(self, names: Sequence[str]) -> list[str]:
-        if self.fails.get("all") == "begin":
-            raise ValueError("no such call")
-        return self._going("begin", names)
+    def update(self, call: str, *arguments: Any) -> list[str]:
+        if call == "begin":
+            if self.fails.get("all") == "begin":
+                raise ValueError("no such call")
+            version, self.going = arguments
+            self.going = self._going(f"begin {version}", self.going)
+        elif call == "receive":
+            self.going = self.receive(*arguments)
+        else:
+            self.sent += arguments
+            self.going = self._going("confirm", self.going)
+        return self.going
 
-    def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
+    def receive(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
         for name, processes in handles.items():
             read = self.read.setdefault(name, [{} for _ in processes])
             for index, pickled in enumerate(processes):
                 self.readers.setdefault(name, [0] * len(processes))[index] = owner(pickled)
                 read[index] |= {tensor: value.clone() for tensor, value in pickle.loads(pickled)}
         return self._going("receive", list(handles))
-
-    def confirm_weights(self, names: Sequence[str], version: int, sent: SentDigests | None) -> list[str]:
-        self.sent.append(sent)
-        return self._going(f"confirm {version}", names)
 
 
 def owner(pickled: bytes) -> int:
@@ -163,10 +168,10 @@ def _no_handles(_named: object) -> bytes:
 
 CASES: dict[str, tuple[dict[str, str], int | None]] = {
     "well": ({}, None),
-    "begin": ({"two": "begin"}, None),
+    "begin": ({"two": "begin 4"}, None),
     "receive": ({"one": "receive", "far": "receive"}, None),
-    "confirm": ({"three": "confirm 4"}, None),
-    "none begins": (dict.fromkeys(GPUS, "begin"), None),
+    "confirm": ({"three": "confirm"}, None),
+    "none begins": (dict.fromkeys(GPUS, "begin 4"), None),
     "none receives": (dict.fromkeys(GPUS, "receive"), None),
     "the sampler fails": ({"all": "begin"}, None),
     "rank 3 fails": ({}, 3),
@@ -195,9 +200,9 @@ def test_every_engine_reads_all_weights_from_the_ranks_on_its_gpus(ranks: list[d
     assert buckets > 3
     assert well["calls"] == [
         "expect 4 of 7",
-        f"begin {names}",
+        f"begin 4 {names}",
         *[f"receive {names}"] * buckets,
-        f"confirm 4 {names}",
+        f"confirm {names}",
     ]
     assert well["sent"] == [plain_digests(expected.items())]
     assert all(rank["well"]["sent"] == [] for rank in ranks[1:])
@@ -240,7 +245,7 @@ def lent_until() -> list[bool]:
         last[:] = [(value, value.clone()) for value in read]
         return list(given)
 
-    engines.receive_handles = receive  # type: ignore[method-assign]
+    engines.receive = receive  # type: ignore[method-assign]
     sync.hand_over(policy, [*GPUS])  # type: ignore[arg-type]
     return intact
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
-from bapo_megatron.types import GenerateRequest, Generation
+from bapo_megatron.types import BucketSpec, GenerateRequest, Generation, WeightStream
 from tests.support.sampling import ScriptedEngine, World, mixed
 
-State = Literal["awake", "asleep", "receiving", "confirmed"]
+State = Literal["awake", "asleep"]
 
 
 class SleepingEngine(ScriptedEngine):
@@ -22,6 +22,8 @@ class SleepingEngine(ScriptedEngine):
     The handles that it gets are parts of the name of its weights: ``v`` and ``1`` make those of the folder
     ``v1``.
     """
+
+    transports = ("ipc",)
 
     def __init__(self, name: str) -> None:
         super().__init__(mixed, name)
@@ -33,7 +35,6 @@ class SleepingEngine(ScriptedEngine):
         """A call that raises."""
         self.hangs: str | None = None
         """A call that never ends, though the engine answers its health check."""
-        self._received = ""
 
     def restart(self) -> None:
         """A new process takes its place."""
@@ -61,28 +62,23 @@ class SleepingEngine(ScriptedEngine):
         await super().abort()
         self.state = "asleep"
 
-    async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
-        await self._begin("wake", "asleep")
-        self.state = "awake"
-        await super().load(folder, version, confirm)
-
-    async def begin_wake(self) -> None:
-        await self._begin("begin_wake", "asleep")
-        self.state, self._received = "receiving", ""
-
-    async def receive_handles(self, handles: Sequence[bytes]) -> None:
-        await self._begin("receive_handles", "receiving")
-        (handle,) = handles
-        self._received += handle.decode()
-
-    async def confirm_weights(self, version: int, confirm: Confirm) -> None:
-        await self._begin("confirm_weights", "receiving")
+    async def wake(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+        if isinstance(weights, Path):
+            await self._begin("wake", "asleep")
+            self.state = "awake"
+            await super().load(weights, version, confirm)
+            return
+        await self._begin("begin", "asleep")
+        received = ""
+        async for part in weights.parts:
+            await self._begin("receive", "asleep")
+            assert not isinstance(part, BucketSpec)
+            (handle,) = part
+            received += handle.decode()
+        await self._begin("confirm", "asleep")
         self.version = version
-        await confirm(self.digest or self._received)
-        self.state = "confirmed"
-
-    async def finish_wake(self) -> None:
-        await self._begin("finish_wake", "confirmed")
+        await confirm(self.digest or received)
+        await self._begin("finish", "asleep")
         self.state = "awake"
 
     async def _begin(self, call: str, state: State) -> None:

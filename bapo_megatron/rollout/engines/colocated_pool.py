@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from bapo_megatron.interfaces import ReceivesHandles, ReleasesMemory
+from bapo_megatron.interfaces import ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
@@ -25,7 +25,7 @@ class ColocatedPool(EnginePool):
 
         admit -> sample -> release -> (the policy trains; new weights are announced) -> wake -> admit -> ...
 
-    A held engine gets no requests and no weights. ``release`` and the wake-up calls return the names of the
+    A held engine gets no requests and no weights. ``release`` and ``wake`` return the names of the
     engines on which they succeeded; a failing one raises nothing. If a release or a wake fails the engine
     stays held: its memory is in an unknown state, and its server must be ended before ``admit``. Made by
     ``registry.open_pool``.
@@ -61,7 +61,7 @@ class ColocatedPool(EnginePool):
 
         The others of ``names`` must be ended. Engines that are not named wait for ``admit``.
         """
-        sleeping = [slot for slot in self._slots if slot.engine.name in names]
+        sleeping = self.named(names)
         # All are expected before the first loads: the digest quorum waits for those that still load.
         for slot in sleeping:
             self._begin_load(slot)
@@ -69,50 +69,16 @@ class ColocatedPool(EnginePool):
         return [slot.engine.name for slot, done in zip(sleeping, woken, strict=True) if done]
 
     def expect_handles(self, version: int) -> None:
-        """Announce weights by memory handles: ``version`` is in no folder, and comes at the wake-up."""
+        """Announce weights by memory handles: ``version`` is in no folder, and comes at the wake-up
+        (``WeightUpdates``)."""
         self._weights = None
         self._ipc_weights = version, DigestQuorum(self._timeouts.silent_s)
         self._without_weights.clear()
 
-    # Instead of `wake`, for weights that come by handles. Each returns the names of the engines on which it
-    # succeeded; the others must be ended. The weights' memory comes back first, that of the KV cache last:
-    # meanwhile the trainer still holds its own weights on the same GPU.
-
-    async def begin_wake(self, names: Collection[str]) -> list[str]:
-        """Let sleeping engines reclaim the memory of the weights."""
-        return await self._on_engines(names, lambda engine: engine.begin_wake())
-
-    async def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
-        """Let engines load a bucket of weights by their memory handles."""
-        return await self._on_engines(handles, lambda engine: engine.receive_handles(handles[engine.name]))
-
-    async def confirm_weights(
-        self, names: Collection[str], version: int, sent: SentDigests | None = None
-    ) -> list[str]:
-        """Verify the digests of engines that have all weights of ``version``, against those ``sent``."""
-        quorum = self._quorum(version, sent)
-        for name in names:
-            quorum.expect(name)
-
-        async def confirm(engine: ReceivesHandles) -> None:
-            try:
-                await engine.confirm_weights(version, partial(quorum.confirm, engine.name))
-            finally:
-                await quorum.release(engine.name)
-
-        confirmed = await self._on_engines(names, confirm)
-        for name in names:
-            if name not in confirmed:  # its digest must not count in the quorum of later loads by disk
-                quorum.withdraw(name)
-        return confirmed
-
-    async def finish_wake(self, names: Collection[str]) -> list[str]:
-        """Let engines with verified weights reclaim the rest of their memory, and sample."""
-        woken = await self._on_engines(names, lambda engine: engine.finish_wake())
-        for slot in self._slots:
-            if slot.engine.name in woken:
-                self._resume_sampling(slot)
-        return woken
+    def resumed(self, _version: int, slots: Collection[EngineSlot]) -> None:
+        """Mark engines that got the weights by handles ready; the others are held until ``admit``."""
+        for slot in slots:
+            self._resume_sampling(slot)
 
     async def admit(self) -> None:
         """End the hold of all engines: each takes requests after a health check and a load of the weights."""
@@ -138,7 +104,7 @@ class ColocatedPool(EnginePool):
             await super()._bring_back(slot)
             return
         version = self._ipc_weights[0]
-        has_them = await self._or_quarantine(slot, self._check(slot, version), self._timeouts.abort_s)
+        has_them = await self.or_quarantine(slot, self._check(slot, version), self._timeouts.abort_s)
         if has_them and not slot.is_held:
             self._mark_ready(slot, version)
         elif not has_them:
@@ -162,7 +128,7 @@ class ColocatedPool(EnginePool):
         confirm = partial(weights.quorum.confirm, slot.engine.name)
         try:
             call = slot.engine.wake(weights.folder, weights.version, confirm)
-            woken = await self._or_quarantine(slot, call, weights.load_s)
+            woken = await self.or_quarantine(slot, call, weights.load_s)
         finally:
             await self._end_load(slot, weights)
         if woken:
@@ -176,31 +142,18 @@ class ColocatedPool(EnginePool):
         slot.loads += 1
         self.changed.set()
 
-    async def _on_engines(
-        self, names: Collection[str], call: Callable[[ReceivesHandles], Coroutine[Any, Any, None]]
-    ) -> list[str]:
-        """Run ``call`` on the named engines at once; returns the names of those on which it succeeds."""
-
-        async def succeeds(slot: EngineSlot) -> bool:
-            assert isinstance(slot.engine, ReceivesHandles)
-            return await self._or_quarantine(slot, call(slot.engine), self._timeouts.update_s)
-
-        slots = [slot for slot in self._slots if slot.engine.name in names]
-        done = await asyncio.gather(*map(succeeds, slots))
-        return [slot.engine.name for slot, succeeded in zip(slots, done, strict=True) if succeeded]
-
-    def _quorum(self, version: int, sent: SentDigests | None) -> DigestQuorum:
+    def quorum(self, version: int, sent: SentDigests | None) -> DigestQuorum:
         """The digest quorum of a version, shared between transfers by handles and loads by disk."""
         if self._ipc_weights is not None and self._ipc_weights[0] == version:
             if sent is not None:
                 self._ipc_weights[1].is_sent = partial(self.sent_check.is_sent, sent)
             return self._ipc_weights[1]
-        return super()._quorum(version, sent)
+        return super().quorum(version, sent)
 
     async def _release(self, slot: EngineSlot) -> bool:
         """Put one engine to sleep; returns whether it has released its memory."""
         assert isinstance(slot.engine, ReleasesMemory)
-        released = await self._or_quarantine(slot, slot.engine.release_memory(), self._timeouts.update_s)
+        released = await self.or_quarantine(slot, slot.engine.release_memory())
         if released:
             slot.is_up, slot.reason = False, "its memory is released"
         return released

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.interfaces import Engine, ReceivesBroadcast
+from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentDigests
 from bapo_megatron.rollout.engines.slot import CachedPrefix, CurrentWeights, EngineSlot, choose
@@ -79,8 +79,6 @@ class EnginePool:
         self._timeouts = timeouts or EngineTimeouts()
         self._prefix_cache = prefix_cache
         self._weights: CurrentWeights | None = None
-        self._receiving: list[EngineSlot] = []
-        """The engines that take part in the current broadcast."""
         self.changed = asyncio.Event()
         """Set when an engine becomes ready, is lost, or has room again."""
         self._worked_at = self._clock.now()
@@ -168,7 +166,7 @@ class EnginePool:
     async def abort(self) -> None:
         """Abort all requests in flight; each returns its tokens so far."""
         up, limit_s = [slot for slot in self._slots if slot.is_up], self._timeouts.abort_s
-        await asyncio.gather(*(self._or_quarantine(slot, slot.engine.abort(), limit_s) for slot in up))
+        await asyncio.gather(*(self.or_quarantine(slot, slot.engine.abort(), limit_s) for slot in up))
 
     async def update(self, folder: Path, version: int) -> None:
         """Load the weights in ``folder`` into every working engine; into the others when they recover.
@@ -176,41 +174,32 @@ class EnginePool:
         Returns when the working ones have loaded them or are in quarantine; a failing engine raises nothing.
         """
         load_s = load_seconds(folder, self._timeouts.update_s)
-        quorum = self._quorum(version, SentDigests.read(folder))
+        quorum = self.quorum(version, SentDigests.read(folder))
         # Before the loads: an engine that recovers meanwhile must get these weights, not those before.
         self._weights = CurrentWeights(folder, version, quorum, load_s)
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
-    async def gather(self) -> list[ReceivesBroadcast]:
-        """Select the receivers of a weight broadcast: the engines that answer and can take part.
-
-        Then ``broadcast_succeeded`` or ``broadcast_failed`` must follow; no engine recovers meanwhile.
-        """
+    async def gather(self) -> list[EngineSlot]:
+        """The engines that answer, to receive a weight broadcast; none recovers until it has ended."""
         # First, so that no engine recovers with the folder of an older version during the broadcast.
         self._weights = None
         alive = await asyncio.gather(*(slot.engine.is_alive() for slot in self._slots))
-        found: dict[EngineSlot, ReceivesBroadcast] = {}
-        for slot, answers in zip(self._slots, alive, strict=True):
-            if answers and not slot.is_busy and isinstance(slot.engine, ReceivesBroadcast):
-                found[slot] = slot.engine
-        self._receiving = list(found)
-        return list(found.values())
+        return [
+            slot for slot, answers in zip(self._slots, alive, strict=True) if answers and not slot.is_busy
+        ]
 
-    def broadcast_succeeded(self, version: int) -> None:
+    def resumed(self, version: int, slots: Collection[EngineSlot]) -> None:
         """Mark the receivers of a broadcast ready with ``version``; put the other engines in quarantine."""
         for slot in self._slots:
-            if slot in self._receiving:
+            if slot in slots:
                 self._mark_ready(slot, version)
             else:
                 self.quarantine(slot, "missed a broadcast of weights")
-        self._receiving = []
 
-    def broadcast_failed(self, reason: str) -> None:
-        """Put the receivers of a failed broadcast in quarantine: their weights are unknown."""
-        for slot in self._receiving:
-            self.quarantine(slot, reason)
-        self._receiving = []
+    def named(self, names: Collection[str]) -> list[EngineSlot]:
+        """The engines of these names."""
+        return [slot for slot in self._slots if slot.engine.name in names]
 
     @property
     def needs_weights(self) -> bool:
@@ -234,14 +223,14 @@ class EnginePool:
         try:
             if not slot.is_up and not await slot.engine.is_alive():
                 return
-            loaded = await self._or_quarantine(slot, weights.load(slot), weights.load_s)
+            loaded = await self.or_quarantine(slot, weights.load(slot), weights.load_s)
         finally:
             await self._end_load(slot, weights)
         # Newer weights, or a hold for the policy's turn, may have come during the load.
         if loaded and self._weights is weights and not slot.is_held:
             self._mark_ready(slot, weights.version)
 
-    def _quorum(self, _version: int, sent: SentDigests | None) -> DigestQuorum:
+    def quorum(self, _version: int, sent: SentDigests | None) -> DigestQuorum:
         """A new digest quorum for a version."""
         return DigestQuorum(self._timeouts.silent_s, partial(self.sent_check.is_sent, sent))
 
@@ -268,13 +257,15 @@ class EnginePool:
             self._report("engine_ready", engine=slot.engine.name, version=version, engines=self.up)
             self.changed.set()
 
-    async def _or_quarantine(self, slot: EngineSlot, call: Coroutine[Any, Any, Any], limit_s: float) -> bool:
+    async def or_quarantine(
+        self, slot: EngineSlot, call: Coroutine[Any, Any, Any], limit_s: float | None = None
+    ) -> bool:
         """Await a control call, with a deadline and health checks; quarantine the engine if it fails.
 
-        Returns whether it succeeded.
+        Returns whether it succeeded. ``limit_s``: None for that of a weight update.
         """
         task = asyncio.create_task(call)
-        reason = await self._failure(slot, task, limit_s)
+        reason = await self._failure(slot, task, self._timeouts.update_s if limit_s is None else limit_s)
         if reason is None:
             return True
         if slot.is_up:

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.interfaces import ReceivesHandles, ReleasesMemory
+from bapo_megatron.interfaces import Engine, ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineBackend
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
@@ -23,6 +23,16 @@ BACKENDS = {
     "sglang": "bapo_megatron.rollout.engines.sglang.backend:SglangBackend",
 }
 """The built-in backends by name. Imported only when chosen: transformers alone takes seconds."""
+
+_REPLACED = (
+    "begin_update",
+    "end_update",
+    "resume_after_update",
+    "begin_wake",
+    "receive_handles",
+    "finish_wake",
+)
+"""Methods that engines had for weights in parts; one ``load`` or ``wake`` does all of them now."""
 
 
 def engine_backend(engine: str, field: str = "rollout.engine") -> EngineBackend:
@@ -65,14 +75,24 @@ async def open_pool(
             f"rollout.engine={rollout.engine} with colocated=true: its engines cannot release their memory "
             f"(interfaces.ReleasesMemory); leave colocated out"
         )
-    if rollout.engine_config.sync == "ipc" and not all(isinstance(one, ReceivesHandles) for one in engines):
-        raise ConfigError(
-            f"rollout.engine={rollout.engine} with sync=ipc: its engines cannot read weights from the "
-            f"trainer's memory (interfaces.ReceivesHandles); use sync=disk"
-        )
+    _check_transport(rollout.engine, rollout.engine_config.sync, engines)
     timeouts = EngineTimeouts(update_s=60 * rollout.engine_config.update_minutes)
     most = max_in_flight or backend.max_in_flight(rollout)
     kind = ColocatedPool if colocated else EnginePool
     pool = kind(engines, most, report, timeouts, backend.has_prefix_cache(rollout))
     opened.push_async_callback(pool.close)
     return pool
+
+
+def _check_transport(engine: str, sync: str, engines: Sequence[Engine]) -> None:
+    """Raise ConfigError if an engine does not take weights by ``sync``."""
+    call, protocol = ("wake", "ReceivesHandles") if sync == "ipc" else ("load", "ReceivesBroadcast")
+    for one in engines:
+        if sync == "disk" or sync in getattr(one, "transports", ()):
+            continue
+        old = ", ".join(verb for verb in _REPLACED if hasattr(one, verb))
+        raise ConfigError(
+            f"rollout.engine={engine} with sync={sync}: {type(one).__name__}.transports does not name it"
+            + (f", and nothing calls its {old} any more" if old else "")
+            + f": use sync=disk, or take a WeightStream in {call} (interfaces.{protocol})"
+        )

@@ -2,8 +2,7 @@
 
 A digest is a hash. The trainer computes those that an engine must report while it sends the weights; the
 engine pool compares. Engines that all lack the same tensor agree with each other: only the trainer's digests
-show it. Used in this folder, ``rollout/engines/sglang/``, ``rollout/sampler/`` and
-``rollout/weight_sync/``.
+show it. Used in this folder, ``rollout/engines/sglang/`` and ``rollout/weight_sync/``.
 """
 
 from __future__ import annotations

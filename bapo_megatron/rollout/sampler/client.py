@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -18,7 +18,6 @@ from typing import Any
 
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
-from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, HeartbeatWatchdog
 from bapo_megatron.rollout.sampler.process import WAKE_CALLS, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_header
@@ -141,26 +140,12 @@ class SamplerClient:
         self._weights, self._ipc_weights = None, (version, step)
         self._call("expect_handles", version, step)
 
-    # Instead of `wake`, for weights by handles. Each returns the names of the engines on which it succeeded;
-    # none if the process dies.
+    def update(self, call: str, *arguments: Any) -> list[str]:
+        """Make a call of ``WeightUpdates``, for weights by handles; names of engines on which it succeeded.
 
-    def begin_wake(self, names: Sequence[str]) -> list[str]:
-        """Let sleeping engines reclaim the memory of the weights."""
-        return self._call("begin_wake", names) or []
-
-    def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
-        """Let engines load a bucket of weights by their memory handles."""
-        return self._call("receive_handles", handles) or []
-
-    def confirm_weights(
-        self, names: Sequence[str], version: int, sent: SentDigests | None = None
-    ) -> list[str]:
-        """Verify the digests of engines that have all weights of ``version``, against those ``sent``."""
-        return self._call("confirm_weights", names, version, sent) or []
-
-    def finish_wake(self, names: Sequence[str]) -> list[str]:
-        """Let engines with verified weights reclaim the rest of their memory, and sample."""
-        return self._call("finish_wake", names) or []
+        None if the process dies.
+        """
+        return self._call(call, *arguments) or []
 
     def admit(self) -> None:
         """End the hold of colocated engines."""

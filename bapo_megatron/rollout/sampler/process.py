@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,12 +34,11 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Need
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
-from bapo_megatron.rollout.engines.sent_weights import SentDigests
+from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates, WeightUpdates
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
@@ -77,9 +76,9 @@ _SENT_ERRORS = (ConfigError, RunStopped, EnginesGone, EngineError, OSError)
 """Errors that are sent to the trainer. Any other crashes this process, and the trainer restarts it."""
 
 
-WAKE_CALLS = ("wake", "begin_wake", "receive_handles", "confirm_weights", "finish_wake")
-"""Wake-up calls of colocated engines (``ColocatedPool``). They are not repeated after a death of this
-process: the engines' state is unknown then."""
+WAKE_CALLS = ("wake", "begin", "receive", "confirm", "resume")
+"""Wake-up calls of colocated engines (``ColocatedPool``, ``WeightUpdates``). They are not repeated after a
+death of this process: the engines' state is unknown then."""
 
 
 class Service:
@@ -98,8 +97,9 @@ class Service:
         events: list[dict[str, Any]],
     ) -> None:
         self._sampler, self._pool, self._held_out = sampler, pool, held_out
-        self._broadcast = PoolBroadcast(pool, config)
         self._events = events
+        kind = WeightUpdates if isinstance(pool, ColocatedPool) else BroadcastUpdates
+        self._updates = kind(pool, config)
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The reply to one call, with the events since the last reply."""
@@ -111,15 +111,20 @@ class Service:
             "keep_weights": self._keep_weights,
             "state": self._state,
             "checkpointed": self._sampler.checkpointed,
-            "gather": self._broadcast.gather,
-            "join": self._broadcast.join,
             "begin": self._begin,
-            "receive": self._broadcast.receive,
-            "finish": self._finish,
-            "fail": self._broadcast.fail,
+            "receive": self._updates.receive,
+            "confirm": self._updates.confirm,
         }
+        if isinstance(self._updates, BroadcastUpdates):
+            methods |= {name: getattr(self._updates, name) for name in ("gather", "join", "fail")}
+            methods["resume"] = self._resume
         if isinstance(self._pool, ColocatedPool):
-            methods |= {name: getattr(self._pool, name) for name in ("release", "admit", *WAKE_CALLS)}
+            methods |= {
+                "release": self._pool.release,
+                "wake": self._pool.wake,
+                "resume": self._updates.resume,
+            }
+            methods["admit"] = partial(self._admit, self._pool)
             methods["expect_handles"] = partial(self._expect_handles, self._pool)
         try:
             reply: tuple[Any, ...] = ("ok", await methods[method](*arguments))
@@ -161,17 +166,20 @@ class Service:
         self._sampler.record_weights(version, step)
         self._held_out.begin()
 
-    async def _begin(self, version: int) -> None:
-        self._sampler.expect_weights(version)
-        await self._broadcast.begin()
+    async def _admit(self, pool: ColocatedPool) -> None:
+        self._updates.cancel()  # of engines that were ended: from now on the pool gives them weights by disk
+        await pool.admit()
 
-    async def _finish(self, version: int, step: int, sent: SentDigests | None) -> str:
+    async def _begin(self, version: int, *names: Collection[str]) -> list[str]:
+        self._sampler.expect_weights(version)
+        return await self._updates.begin(version, *names)
+
+    async def _resume(self, version: int, step: int) -> None:
         # Recorded only after the digests were verified: the record opens admission for the next step.
-        digest = await self._broadcast.finish(version, sent)
+        await self._updates.resume()
         self._held_out.expect(step, version)
         self._sampler.record_weights(version, step)
         self._held_out.begin()
-        return digest
 
     async def _state(self) -> dict[str, Any]:
         return self._sampler.state()

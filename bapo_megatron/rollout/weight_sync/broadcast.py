@@ -1,6 +1,6 @@
 """Weight sync by broadcast (NCCL on GPUs, gloo on a CPU): the sender, on the trainer's rank 0.
 
-Every tensor-parallel rank of every engine receives (``rollout/engines/broadcast_receivers.py``). Control
+Every tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``). Control
 calls to the engines go another way (the sampler's process, then HTTP): each returns a future that is done
 when all engines have answered. A broadcast that fails is replaced by the sync by disk. Used by
 ``trainer/sampling.py`` and ``benchmarks/weight_sync.py``.
@@ -167,13 +167,13 @@ def sender_address(config: EngineConfig) -> str:
 
 
 class BroadcastReceivers(Protocol):
-    """The engines' side of a broadcast (protocol): ``SamplerClient``, which calls ``PoolBroadcast``.
+    """The engines' side of a broadcast (protocol): ``SamplerClient``, which calls ``BroadcastUpdates``.
 
     On rank 0; a call returns a future at once.
     """
 
     def tell(self, method: str, *arguments: Any) -> Future[Any]:
-        """Begin a call of one of ``PoolBroadcast``'s methods; the future fails if an engine does."""
+        """Begin a call of one of ``BroadcastUpdates``'s methods; the future fails if an engine does."""
 
 
 class BroadcastSync:
@@ -228,11 +228,12 @@ class BroadcastSync:
             if not (are_joined and broadcast.is_open):
                 broadcast.open(ranks, lambda group: engines.tell("join", group))
             # Sampling pauses before the first bucket, so that no token comes from mixed weights; engines
-            # resume in "finish", when their digests have been compared.
+            # resume when the digests of all have been compared.
             engines.tell("begin", version).result()
             watched = DigestingIterator(weights, self._make_digester)
             broadcast.send(iter(watched), lambda bucket: engines.tell("receive", bucket))
-            engines.tell("finish", version, step, watched.sent()).result()
+            engines.tell("confirm", watched.sent()).result()
+            engines.tell("resume", version, step).result()
         except Exception as error:  # of any kind: the fallback is the disk
             reason = f"a broadcast of weights failed: {error}"
             # The group first: the sampler answers one call at a time, and a `receive` that still waits for

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester, SentDigests
+from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.handles import handles_of, remove_leftovers, shareable
@@ -46,21 +46,14 @@ _Reader = tuple[str, int]
 class HandleReceivers(Protocol):
     """The engines' side of the transfer, as a protocol that ``SamplerClient`` implements; on rank 0.
 
-    Calls block. All but ``expect_handles`` return the names of the engines on which they succeeded; the
-    others must be ended.
+    Calls block. ``update`` returns the names of the engines on which it succeeded; the others must be ended.
     """
 
     def expect_handles(self, version: int, step: int) -> None:
         """Announce that the weights of ``version``, made by ``step``, come by handles."""
 
-    def begin_wake(self, names: Sequence[str]) -> list[str]:
-        """Let sleeping engines reclaim the memory of their weights."""
-
-    def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
-        """Let engines load a bucket: for each engine, by name, one pickle of handles for each of its GPUs."""
-
-    def confirm_weights(self, names: Sequence[str], version: int, sent: SentDigests | None) -> list[str]:
-        """Compare the digests of engines that have all weights of ``version`` with those ``sent``."""
+    def update(self, call: str, *arguments: Any) -> list[str]:
+        """Make a call of ``WeightUpdates``: ``begin``, ``receive`` or ``confirm``."""
 
 
 class IpcSync:
@@ -137,7 +130,7 @@ class IpcSync:
         return taken
 
     def _hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
-        going = self._call_engines(lambda engines: engines.begin_wake(names))
+        going = self._call_engines(lambda engines: engines.update("begin", policy.version, names))
         if not going:
             return []
         readers = self._readers(going)
@@ -151,9 +144,7 @@ class IpcSync:
                 going = self._call_engines(partial(self._deliver, going, handles))
             if not going:
                 return []
-            return self._call_engines(
-                lambda engines: engines.confirm_weights(going, policy.version, watched.sent())
-            )
+            return self._call_engines(lambda engines: engines.update("confirm", watched.sent()))
         finally:
             self._buckets.release()
             # To the end, also after an error: the other ranks wait in the same all-gathers.
@@ -168,9 +159,8 @@ class IpcSync:
         self, names: Sequence[str], handles: Mapping[_Reader, bytes], engines: HandleReceivers
     ) -> list[str]:
         """Send the engines the handles of their ranks; returns the names of those that loaded them."""
-        return engines.receive_handles(
-            {name: [handles[name, index] for index in range(len(self._gpus[name]))] for name in names}
-        )
+        part = {name: [handles[name, index] for index in range(len(self._gpus[name]))] for name in names}
+        return engines.update("receive", part)
 
     def _call_engines(self, call: Callable[[HandleReceivers], T]) -> T:
         """``call`` on rank 0, its result broadcast to every rank; all raise if it fails."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.interfaces import Confirm, Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend
 from bapo_megatron.rollout.engines.local.backend import LocalBackend
-from bapo_megatron.rollout.engines.registry import BACKENDS, engine_backend
+from bapo_megatron.rollout.engines.registry import BACKENDS, engine_backend, open_pool
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.broadcast import sender_address
 from tests.support.plain_engine import PlainBackend, PlainConfig
+from tests.support.sampling import ScriptedEngine, mixed
 
 PACKAGE = Path(__file__).parents[3] / "bapo_megatron"
 PLAIN = "tests.support.plain_engine:PlainBackend"
@@ -69,6 +73,60 @@ def test_the_settings_of_the_chosen_engine() -> None:
     assert replace(rollout, engine=PLAIN).engine_config is rollout.custom_engine
     assert replace(rollout, engine=PLAIN, custom_engine=None).engine_config == EngineConfig()
     assert replace(rollout, engine="group_size").engine_config == EngineConfig()
+
+
+class OldEngine(ScriptedEngine):
+    """A user's engine with the methods that weights in parts had before ``WeightStream``."""
+
+    broadcast_ranks = 1
+
+    async def release_memory(self) -> None: ...
+    async def wake(self, folder: Path, version: int, confirm: Confirm) -> None: ...
+    async def begin_update(self) -> None: ...
+    async def receive_handles(self, handles: list[bytes]) -> None: ...
+
+
+class OldBackend(EngineBackend):
+    async def open(self, *_: Any) -> list[Engine]:
+        return [OldEngine(mixed)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            EngineConfig(sync="broadcast"),
+            r"sync=broadcast: OldEngine.transports does not name it, and nothing calls its begin_update, "
+            r"receive_handles any more: use sync=disk, or take a WeightStream in load \(interfaces.Receives",
+        ),
+        (
+            EngineConfig(sync="ipc", colocated=True),
+            r"sync=ipc: .*WeightStream in wake \(interfaces.ReceivesHan",
+        ),
+    ],
+)
+def test_an_engine_that_takes_weights_in_parts_by_old_methods_is_told_the_new_one(
+    settings: EngineConfig, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        opened(settings)
+    opened(replace(settings, sync="disk"))  # it works on, also asleep
+
+
+def opened(settings: EngineConfig) -> None:
+    """Open and close the pool of a run with ``OldBackend``."""
+    run = RunConfig(
+        name="test",
+        model=ModelConfig(Path("model")),
+        data=DataConfig(Path("data")),
+        rollout=RolloutConfig(engine=f"{__name__}:OldBackend", custom_engine=settings),
+    )
+
+    async def go() -> None:
+        async with AsyncExitStack() as stack:
+            await open_pool(run, (), "cpu", lambda *_, **__: None, stack)
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(

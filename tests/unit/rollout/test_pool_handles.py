@@ -12,6 +12,7 @@ import pytest
 
 from bapo_megatron.interfaces import ReceivesHandles
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
+from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sent_weights import SentDigests, TensorDigests
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.process import Service
@@ -19,11 +20,13 @@ from bapo_megatron.types import StepBatch
 from tests.support.sampling import PATIENCE, ScriptedEngine, World, mixed, until
 from tests.support.sleeping_engine import SleepingEngine, sampling_in_turns
 
-CALLS = ("begin_wake", "receive_handles", "confirm_weights", "finish_wake")
+CALLS = ("begin", "receive", "confirm", "finish")
 
 
 class HandleWorld(World):
     """A run whose weights come by handles: ``weights`` only says so."""
+
+    _service: tuple[EnginePool, Service] | None = None
 
     async def weights(self, step: int) -> None:
         await self.call("expect_handles", step, step)
@@ -34,11 +37,11 @@ class HandleWorld(World):
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The sampler process's reply to a call of the trainer."""
-        held_out = HeldOut(self.config, (), self.dataset, self.pool, self.score)
-        engine, events = self.config.rollout.engine_config, list[dict[str, Any]]()
-        kind, answer, *_ = await Service(self.sampler, self.pool, engine, held_out, events).answer(
-            method, arguments
-        )
+        if self._service is None or self._service[0] is not self.pool:  # one for each life of the process
+            held_out = HeldOut(self.config, (), self.dataset, self.pool, self.score)
+            engine = self.config.rollout.engine_config
+            self._service = self.pool, Service(self.sampler, self.pool, engine, held_out, [])
+        kind, answer, *_ = await self._service[1].answer(method, arguments)
         assert kind == "ok", answer
         return answer
 
@@ -69,11 +72,18 @@ async def hand_over(
     world: HandleWorld, names: Collection[str], version: int, sent: SentDigests | None = None
 ) -> list[str]:
     """All calls but the last, as the trainer makes them: weights in two buckets."""
-    going = await world.call("begin_wake", names)
+    going = await world.call("begin", version, names)
     for bucket in (b"v", str(version).encode()):
-        going = await world.call("receive_handles", {name: [bucket] for name in going})
-    confirmed: list[str] = await world.call("confirm_weights", going, version, sent)
+        going = await world.call("receive", {name: [bucket] for name in going})
+    confirmed: list[str] = await world.call("confirm", sent)
     return confirmed
+
+
+async def handed_over(world: HandleWorld, names: Collection[str], version: int) -> list[str]:
+    """All calls; the names of the engines that sample."""
+    await hand_over(world, names, version)
+    woken: list[str] = await world.call("resume")
+    return woken
 
 
 def test_receives_handles_is_a_runtime_checkable_protocol() -> None:
@@ -98,17 +108,17 @@ def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:
                     woken = await world.call("wake", released)
                 else:
                     await world.weights(step)
-                    confirmed = await hand_over(world, released, step)
+                    await hand_over(world, released, step)
                     assert pool.up == 0, "an engine samples before it has all its memory"
                     assert await world.sampler.next_batch(step + 1, 0.05) is None
-                    woken = await world.call("finish_wake", confirmed)
+                    woken = await world.call("resume")
                 assert sorted(woken) == ["one", "two"]
                 assert pool.up == 2
                 await world.call("admit")
             assert versions(await world.batch(5)) == {4}
         assert [one.wrongs for one in both] == [[], []]
         assert [one.folders for one in both] == [[Path("v0"), Path("v3")]] * 2
-        by_handles = ["begin_wake", "receive_handles", "receive_handles", "confirm_weights", "finish_wake"]
+        by_handles = ["begin", "receive", "receive", "confirm", "finish"]
         one_turn, by_folder = ["release", *by_handles], ["release", "wake"]
         memory = [call for call in both[0].calls if call not in ("abort", "resume")]
         assert memory == [*one_turn, *one_turn, *by_folder, *one_turn]
@@ -130,7 +140,7 @@ def test_a_wake_ends_prefix_affinity(tmp_path: Path) -> None:
             assert cached.is_warm
             await world.call("release")
             await world.weights(1)
-            await world.call("finish_wake", await hand_over(world, ["one"], 1))
+            await handed_over(world, ["one"], 1)
             assert not cached.is_warm
 
     run(check())
@@ -150,9 +160,9 @@ def test_a_failed_engine_is_left_out(tmp_path: Path, fails: str) -> None:
             await world.weights(1)
             both[0].fails = fails
             confirmed = await hand_over(world, released, 1)
-            assert sorted(confirmed) == (["one", "two"] if fails == "finish_wake" else ["two"])
+            assert sorted(confirmed) == (["one", "two"] if fails == "finish" else ["two"])
             await world.in_folder(1)
-            assert await world.call("finish_wake", confirmed) == ["two"]
+            assert await world.call("resume") == ["two"]
             assert pool.up == 1
             assert both[0].calls[-1] == fails, "it was asked for more"
             assert f"the {fails} failed" in world.refusals()
@@ -181,7 +191,7 @@ def test_a_hanging_engine_is_left_out(tmp_path: Path, hangs: str) -> None:
             released = await world.call("release")
             await world.weights(1)
             three[2].hangs = hangs
-            woken = await world.call("finish_wake", await hand_over(world, released, 1))
+            woken = await handed_over(world, released, 1)
             assert sorted(woken) == ["one", "two"]
             assert pool.up == 2
         (event,) = [event for event in world.events if event["kind"] == "engine_hangs"]
@@ -204,7 +214,7 @@ def test_a_silent_engine_is_left_out_early(tmp_path: Path, silent: str) -> None:
             released = await world.call("release")
             await world.weights(1)
             three[2].hangs, three[2].ready = silent, False
-            woken = await world.call("finish_wake", await hand_over(world, released, 1))
+            woken = await handed_over(world, released, 1)
             assert sorted(woken) == ["one", "two"]
         assert "no answer for" in world.refusals()
         assert "engine_hangs" not in world.event_kinds()
@@ -225,7 +235,7 @@ def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
             confirmed = await hand_over(world, released, 1)
             assert sorted(confirmed) == ["one", "three"]
             asked = len(three[1].asked)
-            await world.call("finish_wake", confirmed)
+            await world.call("resume")
             three[1].restart()  # the trainer ends what has not woken: its version alone would let it in
             await world.call("admit")
             assert versions(await world.batch(2)) == {1}
@@ -292,10 +302,10 @@ def engine_that_was_left_out(tmp_path: Path, digest: str | None) -> list[str]:
             await world.begin(pool)
             released = await world.call("release")
             await world.weights(1)
-            both[0].fails = "receive_handles"
-            confirmed = await hand_over(world, released, 1)
+            both[0].fails = "receive"
+            await hand_over(world, released, 1)
             await world.in_folder(1)
-            await world.call("finish_wake", confirmed)
+            await world.call("resume")
             both[0].restart()
             both[0].digest, before, asked = digest, len(both[0].folders), len(both[0].asked)
             await world.call("admit")
@@ -332,7 +342,7 @@ def test_a_lost_engine_recovers_with_its_current_weights(tmp_path: Path) -> None
             await world.batch(1)
             released = await world.call("release")
             await world.weights(1)
-            await world.call("finish_wake", await hand_over(world, released, 1))
+            await handed_over(world, released, 1)
             await world.call("admit")
             for slot in pool._slots:
                 pool.quarantine(slot, "a request failed")
@@ -358,7 +368,7 @@ def test_the_trainer_is_asked_for_weights_when_no_engine_has_them(tmp_path: Path
             released = await world.call("release")
             assert not pool.needs_weights, "those of the folder"
             await world.weights(1)
-            await world.call("finish_wake", await hand_over(world, released, 1))
+            await handed_over(world, released, 1)
             await world.call("admit")
             both[0].restart()
             pool.quarantine(pool._slots[0], "its server has ended")
@@ -387,7 +397,7 @@ async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) 
         await world.batch(1)
         released = await world.call("release")
         await world.weights(1)
-        await world.call("finish_wake", await hand_over(world, released, 1))
+        await handed_over(world, released, 1)
         await world.call("admit")
     for engine in after_death:
         engine.restart()
@@ -466,7 +476,7 @@ def test_engines_that_all_lack_the_same_tensor_are_refused(tmp_path: Path) -> No
                     await world.in_folder(step)
                 else:
                     assert sorted(confirmed) == ["one", "two"]
-                    await world.call("finish_wake", confirmed)
+                    await world.call("resume")
                 await world.call("admit")
                 await until(lambda: pool.up == 2)
 

@@ -20,13 +20,8 @@ from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, with_heartbeats
 
 SILENT_S = 5.0
-WAKE_CALLS = [
-    ("begin_wake", (["one"],)),
-    ("receive_handles", ({"one": [b"7"]},)),
-    ("confirm_weights", (["one"], 7)),
-    ("finish_wake", (["one"],)),
-]
 """Longer than a busy machine takes to start an interpreter."""
+UPDATE_CALLS = [("begin", (7, ["one"])), ("receive", ({"one": [b"7"]},)), ("confirm", ()), ("resume", ())]
 
 
 @pytest.fixture
@@ -151,7 +146,7 @@ def test_a_restarted_process_knows_of_weights_by_handles(told: Told) -> None:
     assert told.told[1] == ["start 1 None", "expect_handles 7 3", "state"], (
         "they are held while the policy trains"
     )
-    assert told.finish_wake(["one"]) == ["of finish_wake"]
+    assert told.update("resume") == ["of resume"]
     told.admit()
     told.dies_at = ["state"]
     told.state()
@@ -166,16 +161,16 @@ def test_a_restarted_process_loads_a_folder_newer_than_handles(told: Told) -> No
     assert told.told[1] == ["start 1 None", "load_weights v7 7 3", "state"]
 
 
-@pytest.mark.parametrize(("method", "arguments"), WAKE_CALLS)
-def test_a_wake_call_is_not_repeated_after_a_crash(
+@pytest.mark.parametrize(("method", "arguments"), UPDATE_CALLS)
+def test_an_update_call_is_not_repeated_after_a_crash(
     told: Told, method: str, arguments: tuple[Any, ...]
 ) -> None:
     """A restarted process does not know the state of engines that were waking up."""
     told.expect_handles(7, 3)
     told.dies_at = [method]
-    assert getattr(told, method)(*arguments) == []
+    assert told.update(method, *arguments) == []
     assert told.told[1] == ["start 1 None", "expect_handles 7 3"]
-    assert getattr(told, method)(*arguments) == [f"of {method}"]
+    assert told.update(method, *arguments) == [f"of {method}"]
 
 
 def test_weights_by_handles_are_announced_to_the_process(told: Told) -> None:

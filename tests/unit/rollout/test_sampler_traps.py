@@ -181,10 +181,11 @@ def test_an_engine_that_misses_a_broadcast_goes_into_quarantine(tmp_path: Path) 
         async with world.sampling() as sampler:
             await world.batch(1)
             away.ready = False
-            assert await world.pool.gather() == [here]
+            slots = await world.pool.gather()
+            assert [slot.engine for slot in slots] == [here]
             sampler.expect_weights(1)
             here.version = 1
-            world.pool.broadcast_succeeded(1)
+            world.pool.resumed(1, slots)
             sampler.record_weights(1, 1)
             away.ready = True
             assert world.pool.up == 1

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast, WeightReceivers
 from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sent_weights import (
@@ -25,6 +24,7 @@ from bapo_megatron.rollout.engines.sent_weights import (
     TensorDigests,
     UnknownDigests,
 )
+from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
 from bapo_megatron.types import BucketSpec
 from tests.support.receiving_engine import ReceivingEngine
 from tests.support.sampling import ScriptedEngine, mixed
@@ -226,49 +226,34 @@ def test_digests_are_verified_after_a_load_by_disk(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(go(), 60))
 
 
-def test_digests_are_verified_after_a_broadcast() -> None:
+def test_a_broadcast_is_verified_against_the_sent_digests() -> None:
+    """Both engines lack the same tensor, and so agree with each other."""
+
     async def go() -> None:
-        events = Events()
-        engines = [ReceivingEngine("a"), ReceivingEngine("b")]
-        receivers = WeightReceivers(engines)
-        sent = SentDigests((SENT,))
-
-        def is_sent(engine: str, digest: str) -> bool:
-            return events.check.is_sent(sent, engine, digest)
-
-        for engine in engines:
-            engine.digest = told(LACKING)
-        await receivers.begin()
-        with pytest.raises(EngineError, match=f"a: {NOT_SENT}: other values in norm on rank 0"):
-            await receivers.finish(1, is_sent)
-        assert "a version 1" not in engines[0].calls
-        assert "a resume" not in engines[0].calls
-        for engine in engines:
-            engine.digest = told(SENT)
-        found = await receivers.finish(2, is_sent)
-        assert found == told(SENT)
-        assert type(found) is str, "the trainer's process is sent no more than that"
-
-    asyncio.run(go())
-
-
-def test_a_pool_verifies_a_broadcast_against_the_sent_digests() -> None:
-    async def go() -> None:
-        events = Events()
-        engine = ReceivingEngine("a")
-        pool = EnginePool([engine], 4, events.report)
+        events, both = Events(), [ReceivingEngine("a"), ReceivingEngine("b")]
+        pool = EnginePool(both, 4, events.report)
         pool.sent_check = events.check
-        broadcast = PoolBroadcast(pool, EngineConfig())
-        await broadcast.gather()
-        engine.digest = told(LACKING)
-        with pytest.raises(EngineError, match=NOT_SENT):
-            await broadcast.finish(1, SentDigests((SENT,)))
-        await broadcast.fail("other weights")
+        updates = BroadcastUpdates(pool, EngineConfig())
+
+        async def broadcast(version: int, digest: str) -> None:
+            for engine in both:
+                engine.digest = digest
+            await updates.gather()
+            await updates.begin(version)
+            await updates.receive(BUCKET)
+            await updates.confirm(SentDigests((SENT,)))
+            await updates.resume()
+
+        await broadcast(1, told(SENT))
+        assert pool.up == 2
+        with pytest.raises(EngineError, match=f"a: {NOT_SENT}: other values in norm on rank 0"):
+            await broadcast(2, told(LACKING))
+        await updates.fail("other weights")
         assert pool.up == 0
-        await broadcast.gather()
-        engine.digest = told(SENT)
-        await broadcast.finish(2, SentDigests((SENT,)))
-        assert pool.up == 1
+        assert [engine.version for engine in both] == [1, 1]
+        assert "a version 2" not in both[0].calls
+        await broadcast(3, told(SENT))
+        assert pool.up == 2
         await pool.close()
 
     asyncio.run(asyncio.wait_for(go(), 60))

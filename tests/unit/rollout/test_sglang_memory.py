@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
+from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart, WeightStream
 from tests.support.fake_sglang import FakeServer
 from tests.support.models import save_tiny_model
 from tests.support.sampling import until
@@ -159,12 +160,12 @@ def test_the_order_of_calls_in_a_release_and_wake(
     ]
 
 
-async def wake_by_handles(engine: SglangEngine, weights: bytes = b"7", confirm: Confirm = agreed) -> None:
-    await engine.begin_wake()
-    for _ in range(2):
-        await engine.receive_handles([weights])
-    await engine.confirm_weights(7, confirm)
-    await engine.finish_wake()
+async def wake_by_handles(engine: SglangEngine, confirm: Confirm = agreed) -> None:
+    async def parts() -> AsyncIterator[WeightPart]:
+        for _ in range(2):
+            yield [b"7"]
+
+    await engine.wake(WeightStream(parts(), 30.0), 7, confirm)
 
 
 HANDED = [
@@ -198,6 +199,35 @@ def test_the_order_of_calls_in_a_wake_by_handles(servers: list[SleepingServer], 
     assert digests == ["of 7", "of 7"]
 
 
+def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], model: Path) -> None:
+    """The version is set, and sampling resumes, after the digest was compared."""
+    group = BroadcastGroup("127.0.0.1", 1234, "weights", 2, "gloo")
+
+    async def parts() -> AsyncIterator[WeightPart]:
+        for _ in range(2):
+            yield BucketSpec(("w",), ("float32",), ((1,),), 4)
+
+    async def confirm(digest: str) -> None:
+        servers[0].calls.append(f"confirm {digest}")
+
+    async def check() -> None:
+        engine = engine_on(servers[0], model)
+        await engine.join_group(group, 1, 30.0)
+        for left_open in (False, True):
+            servers[0].updates = left_open
+            await engine.load(WeightStream(parts(), 30.0, "weights"), 7, confirm)
+
+    asyncio.run(check())
+    once = [
+        *("abort_request", "pause_generation", "end_weight_update", "begin_weight_update"),
+        *["update_weights_from_distributed"] * 2,
+        *("end_weight_update", "flush_cache", "weights_checker", "confirm of 0"),
+        *("update_weight_version", "continue_generation"),
+    ]
+    join = ["destroy_weights_update_group", "init_weights_update_group"]
+    assert servers[0].calls == [*join, *once, *once]
+
+
 @pytest.mark.parametrize(
     ("way", "says"),
     [
@@ -212,10 +242,13 @@ def test_a_server_that_refuses_handles_is_named(
         engine = engine_on(servers[0], model)
         await engine.release_memory()
         if way == "refuses":
-            await engine.begin_wake()
-            servers[0].updates = False
+
+            async def parts() -> AsyncIterator[WeightPart]:
+                servers[0].updates = False
+                yield [b"7"]
+
             with pytest.raises(ServerError, match=f"{servers[0].url}/{says}"):
-                await engine.receive_handles([b"7"])
+                await engine.wake(WeightStream(parts(), 30.0), 7, agreed)
         else:
             servers[0].answers["model_info"] = (200, {"weight_version": "3"})
             with pytest.raises(ServerError, match=f"{servers[0].url}: {says}"):

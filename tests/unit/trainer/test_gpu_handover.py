@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class Scene(EngineServers):
         """What a server that says that it has released its memory still has."""
         self.looks_until_free = 0
         """So often the driver is asked in vain."""
+        self.handing: list[str] = []
+        """The engines that go on in the current update by handles."""
         self.stopped_at: str | None = None
         """The call with which the sampler's process ends for good."""
         self.events: list[dict[str, Any]] = []
@@ -108,28 +110,17 @@ class Scene(EngineServers):
     def expect_handles(self, version: int, step: int) -> None:
         self._sampler(f"expect {version} of {step}")
 
-    def begin_wake(self, names: Sequence[str]) -> list[str]:
-        self._sampler(f"begin {' '.join(names)}")
-        assert self.memory["policy"] == WEIGHTS, "an engine wakes beside all of the policy, or none"
-        for name in names:
-            self.memory[name] = 15 * GB
-        return self._going("begin", names)
-
-    def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
-        self._sampler("receive")
-        assert self.memory["policy"] == WEIGHTS, "the weights that an engine reads are gone"
-        return self._going("receive", list(handles))
-
-    def confirm_weights(self, names: Sequence[str], version: int, sent: None) -> list[str]:
-        self._sampler(f"confirm {' '.join(names)}")
-        return self._going("confirm", names)
-
-    def finish_wake(self, names: Sequence[str]) -> list[str]:
-        self._sampler(f"finish {' '.join(names)}")
-        assert not self.memory["policy"], "an engine takes all its memory where the policy is"
-        for name in names:
-            self.memory[name] = 30 * GB
-        return self._going("finish", names)
+    def update(self, call: str, *arguments: Any) -> list[str]:
+        if call == "begin":
+            self.handing = list(arguments[1])
+        self._sampler(call if call == "receive" else f"{call} {' '.join(self.handing)}")
+        away = call == "resume"
+        held = 0 if away else WEIGHTS
+        assert self.memory["policy"] == held, "an engine has the policy's place, or not its weights to read"
+        if call != "receive":
+            self.memory |= dict.fromkeys(self.handing, 30 * GB if away else 15 * GB)
+        self.handing = self._going(call, self.handing)
+        return self.handing
 
     def _going(self, call: str, names: Sequence[str]) -> list[str]:
         return [name for name in names if self.fails.get(name) != call]
@@ -229,7 +220,7 @@ def handing(scene: Scene) -> GpuHandover:
     return GpuHandover(CONFIG, parts, parts, parts, scene.events.append, sync)
 
 
-WAKE = ["set aside", "begin one two", "receive", "confirm one two", "offload", "finish one two", "admit"]
+WAKE = ["set aside", "begin one two", "receive", "confirm one two", "offload", "resume one two", "admit"]
 
 
 def test_engines_read_the_weights_before_these_are_offloaded(scene: Scene, handing: GpuHandover) -> None:
@@ -273,7 +264,7 @@ def test_an_engine_whose_ipc_sync_failed_loads_the_weights_from_disk(
     place = len(scene.calls)
     handing.to_engines()
     ways = [one for one in scene.since(place) if one.split()[0] not in ("begin", "receive", "confirm")]
-    assert ways == ["set aside", "write 4 of 6", "offload", "finish one", "end two", "start two", "admit"]
+    assert ways == ["set aside", "write 4 of 6", "offload", "resume one", "end two", "start two", "admit"]
     assert scene.alive == {"one": True, "two": True}
 
 
@@ -281,7 +272,7 @@ def test_an_engine_that_does_not_take_its_cache_is_started_again(scene: Scene, h
     """The policy has left by then: the engine waits for the next weights."""
     handing.to_engines()
     handing.to_policy()
-    scene.fails = {"one": "finish"}
+    scene.fails = {"one": "resume"}
     place = len(scene.calls)
     handing.to_engines()
     assert scene.since(place) == [*WAKE[:-1], "end one", "start one", "admit"]
@@ -295,7 +286,7 @@ def test_an_engine_whose_ipc_sync_failed_twice_wakes_from_disk(scene: Scene, han
         handing.to_policy()
         place = len(scene.calls)
         handing.to_engines()
-        assert scene.since(place)[-5:] == ["offload", "finish one", "end two", "start two", "admit"]
+        assert scene.since(place)[-5:] == ["offload", "resume one", "end two", "start two", "admit"]
         assert "write 4 of 6" in scene.since(place)
     assert [(event["kind"], event["engine"]) for event in scene.events] == [("handover_given_up", "two")]
     handing.to_policy()
@@ -303,7 +294,7 @@ def test_an_engine_whose_ipc_sync_failed_twice_wakes_from_disk(scene: Scene, han
     handing.to_engines()
     assert scene.since(place) == [
         *("set aside", "begin one", "receive", "confirm one", "write 4 of 6", "offload"),
-        *("finish one", "wake two", "admit"),
+        *("resume one", "wake two", "admit"),
     ]
 
 
@@ -315,18 +306,18 @@ def test_a_sleeping_server_that_died_gets_no_handles(scene: Scene, handing: GpuH
     handing.to_engines()
     assert scene.since(place) == [
         *("set aside", "begin two", "receive", "confirm two", "write 4 of 6", "offload"),
-        *("finish two", "start one", "admit"),
+        *("resume two", "start one", "admit"),
     ]
 
 
-@pytest.mark.parametrize("call", ["begin", "receive", "confirm", "finish"])
+@pytest.mark.parametrize("call", ["begin", "receive", "confirm", "resume"])
 def test_a_sampler_lost_during_the_hand_over_still_lets_the_policy_reload(
     scene: Scene, handing: GpuHandover, call: str
 ) -> None:
     handing.to_engines()
     handing.to_policy()
     scene.stopped_at = call
-    if call == "finish":
+    if call == "resume":
         with pytest.raises(RunStopped, match="6 times in a row"):
             handing.to_engines()
     else:  # the disk is tried

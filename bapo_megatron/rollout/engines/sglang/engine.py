@@ -9,7 +9,6 @@ tokens while requests are in flight. Used by ``backend.py`` and ``benchmarks/sam
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
 from bapo_megatron.rollout.engines.sglang.inflight import InflightRequest, InflightRequests
 from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
 from bapo_megatron.rollout.engines.timeouts import load_seconds
-from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
+from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightStream
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 """Seconds between repeated aborts, of one request or of all: one that changes its state may miss an abort."""
@@ -51,9 +50,11 @@ class SglangEngine:
     """The ``Engine`` of one SGLang server, with all abilities of ``interfaces.py``. Lives in one event loop.
 
     Where ``interfaces.Engine`` says that a call raises, it is ServerError, which names the server. Calls
-    that pause, resume, abort or load from a folder run one at a time; requests and buckets of weights run
-    beside them. Made by ``SglangBackend``.
+    that pause, resume, abort or load weights run one at a time; requests run beside them. Made by
+    ``SglangBackend``.
     """
+
+    transports = ("broadcast", "ipc")
 
     def __init__(
         self,
@@ -133,21 +134,35 @@ class SglangEngine:
             self._paused_at = None
             await self._resume()
 
-    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        """Load the weights of an HF folder between two tokens. Requests in flight continue under them.
+    async def load(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+        """Load new weights between two tokens. Requests in flight continue under them.
 
         ServerError if the load fails or another version is reported, and the errors of ``confirm``. The
         server's state is unknown then: it must not sample before a load has succeeded.
         """
-        timeout = await asyncio.to_thread(load_seconds, folder, self._deadlines.update_s)
+        timeout = await self._load_seconds(weights)
         async with self._one_control:
             await self._check_settings()
             # The pause comes first and the resume last: no token is sampled from half-loaded weights, nor
             # from weights whose digest is not confirmed.
-            await self._pause_for_update()
-            await self._load_and_confirm(
-                folder, version, confirm, timeout, flush=self._on_update == "retract"
-            )
+            if isinstance(weights, Path):
+                await self._pause_for_update()
+                flush = self._on_update == "retract"
+                await self.server.update_from_disk(weights, version, flush, timeout)
+                await self._confirm(version, confirm, timeout)
+            else:
+                await self._abort_orphaned()
+                await self._pause_for_update()
+                await self._receive(weights)
+                # Only after a pause that retracts: no request is running, and its prefixes are of the old
+                # weights.
+                if self._on_update == "retract":
+                    await self.server.flush_cache()
+                # The version after the digest: one that takes part in a broadcast that fails keeps its old
+                # version, with which the pool does not let it sample.
+                await confirm(await self.server.checksum(timeout))
+                await self.server.set_version(version)
+                await self.weight_version()
             if self._paused_at is None:
                 await self._resume()
 
@@ -163,84 +178,32 @@ class SglangEngine:
             await self.server.pause("retract")
             await self.server.release_memory(self._deadlines.update_s)
 
-    async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
+    async def wake(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
         """Wake a server that has released its memory: reclaim it, load weights, confirm them, sample.
 
         After an error the server must be ended: its memory is in an unknown state.
         """
-        timeout = await asyncio.to_thread(load_seconds, folder, self._deadlines.update_s)
+        timeout = await self._load_seconds(weights)
         async with self._one_control:
+            # The weights' values are undefined from here on, until they are loaded.
             await self.server.resume_model_memory(timeout)
-            # No flush: the cache is empty since the release, and a flush would write to released memory.
-            await self._load_and_confirm(folder, version, confirm, timeout, flush=False)
-            await self._finish_wake(timeout)
-
-    async def begin_wake(self) -> None:
-        """Reclaim the memory of the weights, whose values are undefined then, and open a weight update."""
-        async with self._one_control:
-            await self.server.resume_model_memory(self._deadlines.update_s)
-            # A failure may have left an update open, and a server refuses a second one.
-            await self.server.end_update()
-            await self.server.begin_update()
-
-    async def receive_handles(self, handles: Sequence[bytes]) -> None:
-        """Load a bucket by its memory handles: one pickle for each tensor-parallel rank."""
-        await self.server.receive_handles(handles, self._deadlines.update_s)
-
-    async def confirm_weights(self, version: int, confirm: Confirm) -> None:
-        """Close the update of weights that came by handles, set their ``version``, and confirm them."""
-        async with self._one_control:
-            await self.server.end_update()
-            await self.server.set_version(version)
-            await self._confirm(version, confirm, self._deadlines.update_s)
-
-    async def finish_wake(self) -> None:
-        """Reclaim the memory of the KV cache, and resume sampling."""
-        async with self._one_control:
-            await self._finish_wake(self._deadlines.update_s)
-
-    async def leave_group(self, name: str, timeout_s: float) -> None:
-        """Leave the broadcast group of that name, if the server is in one."""
-        await self.server.leave_weight_group(name, timeout_s)
+            if isinstance(weights, Path):
+                # No flush: the cache is empty since the release, and a flush would write to released memory.
+                await self.server.update_from_disk(weights, version, False, timeout)
+            else:
+                await self._receive(weights)
+                await self.server.set_version(version)
+            await self._confirm(version, confirm, timeout)
+            # The cache's memory last: until `confirm` returns the trainer has its weights on the same GPU.
+            await self.server.resume_cache_memory(timeout)
+            self._paused_at = None
+            await self._resume()
 
     async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
         """Join a broadcast group; see ``SglangServer.join_weight_group``."""
+        # Leave first: a failed broadcast may have left a group of that name.
+        await self.server.leave_weight_group(group.name, timeout_s)
         await self.server.join_weight_group(group, first_rank, timeout_s)
-
-    async def begin_update(self) -> None:
-        """Pause sampling and open a weight update by broadcast. Orphaned requests are aborted."""
-        async with self._one_control:
-            await self._check_settings()
-            self._inflight.close_gate()
-            if not self._inflight.all:  # what the server still samples are orphaned requests
-                await self.server.abort_all()
-            await self._pause_for_update()
-            # A failure may have left an update open, and a server refuses a second one.
-            await self.server.end_update()
-            await self.server.begin_update()
-
-    async def receive(self, bucket: BucketSpec, group_name: str, timeout_s: float) -> None:
-        """Receive one bucket from the group's sender, and load it."""
-        await self.server.receive(bucket, group_name, timeout_s)
-
-    async def end_update(self, timeout_s: float) -> str:
-        """Close the update after the last bucket; returns the digest of the weights in use."""
-        await self.server.end_update()
-        # Only after a pause that retracts: no request is running, and its prefixes are of the old weights.
-        if self._on_update == "retract":
-            await self.server.flush_cache()
-        return await self.server.checksum(timeout_s)
-
-    async def set_version(self, version: int) -> None:
-        """Set the version of the received weights."""
-        await self.server.set_version(version)
-
-    async def resume_after_update(self) -> None:
-        """Resume sampling, unless the caller's pause holds."""
-        async with self._one_control:
-            await self.weight_version()
-            if self._paused_at is None:
-                await self._resume()
 
     async def close(self) -> None:
         """Do nothing: the server keeps running."""
@@ -256,12 +219,29 @@ class SglangEngine:
             await self._abort(reopen=False)
         await self.server.pause(self._on_update)
 
-    async def _load_and_confirm(
-        self, folder: Path, version: int, confirm: Confirm, timeout: float, flush: bool
-    ) -> None:
-        """Load weights into the paused server, and have them confirmed."""
-        await self.server.update_from_disk(folder, version, flush, timeout)
-        await self._confirm(version, confirm, timeout)
+    async def _abort_orphaned(self) -> None:
+        """Abort the requests that a server still samples though nobody here waits for them."""
+        self._inflight.close_gate()
+        if not self._inflight.all:
+            await self.server.abort_all()
+
+    async def _receive(self, weights: WeightStream) -> None:
+        """Load all parts of ``weights`` in one update of the paused server."""
+        # A failure may have left an update open, and a server refuses a second one.
+        await self.server.end_update()
+        await self.server.begin_update()
+        async for part in weights.parts:
+            if isinstance(part, BucketSpec):
+                await self.server.receive(part, weights.group_name, weights.timeout_s)
+            else:
+                await self.server.receive_handles(part, weights.timeout_s)
+        await self.server.end_update()
+
+    async def _load_seconds(self, weights: Path | WeightStream) -> float:
+        """Deadline of each call of a load, in seconds."""
+        if isinstance(weights, Path):
+            return await asyncio.to_thread(load_seconds, weights, self._deadlines.update_s)
+        return weights.timeout_s
 
     async def _confirm(self, version: int, confirm: Confirm, timeout: float) -> None:
         """Verify version and digest of the paused server's weights."""
@@ -269,11 +249,6 @@ class SglangEngine:
         if found != version:
             raise ServerError(f"{self.name}: reports weight version {found} after a load of {version}")
         await confirm(await self.server.checksum(timeout))
-
-    async def _finish_wake(self, timeout: float) -> None:
-        await self.server.resume_cache_memory(timeout)
-        self._paused_at = None
-        await self._resume()
 
     async def _check_settings(self) -> None:
         """Check the server's flags for ``on_update=in_place``. ServerError names a missing one.

@@ -1,0 +1,249 @@
+"""Weight updates in parts, for the engine pool: begin, receive, confirm, resume, whatever the transport.
+
+The trainer's side of a transport is a file of ``rollout/weight_sync/``, which makes the four calls in this
+order by ``SamplerClient``. An engine sees one call, its ``load`` or ``wake``, which waits for them. For
+weights in a folder the pool makes that call alone (``slot.CurrentWeights``). Used by
+``rollout/sampler/process.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any
+
+from bapo_megatron.config import EngineConfig
+from bapo_megatron.interfaces import Confirm, ReceivesBroadcast, ReceivesHandles
+from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, DigestQuorum
+from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.sent_weights import SentDigests
+from bapo_megatron.rollout.engines.slot import EngineSlot
+from bapo_megatron.types import BroadcastGroup, WeightPart, WeightStream
+
+Load = Callable[[WeightStream, int, Confirm], Coroutine[Any, Any, None]]
+"""An engine's ``load`` or ``wake``."""
+
+_TIMEOUT_SHARE = 0.9
+"""Timeout of a broadcast's receivers as a share of the sender's: their error names the engine, and must come
+first."""
+
+_ERROR_GRACE_S = 0.5
+"""Wait for the errors of other engines, after the first."""
+
+
+class EngineLoad:
+    """One engine's load of a ``WeightStream`` in steps: begin, receive (each part), end, confirm, resume.
+
+    A step returns when the engine has done it, and raises the engine's error. Made by ``WeightUpdates``.
+    """
+
+    def __init__(self, slot: EngineSlot, load: Load, version: int, timeout_s: float, group_name: str) -> None:
+        """Call ``load``, whose engine pauses or reclaims memory, and asks for the first part."""
+        self.slot, self.name = slot, slot.engine.name
+        self._parts: asyncio.Queue[WeightPart | None] = asyncio.Queue()
+        self._asked = asyncio.Event()
+        self._reported: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._is_confirmed = False
+        self._may_resume = asyncio.Event()
+        stream = WeightStream(self._stream(), timeout_s, group_name)
+        self._call = asyncio.create_task(load(stream, version, self._confirm))
+        self._call.add_done_callback(lambda call: call.cancelled() or call.exception())
+
+    async def begin(self) -> None:
+        """Wait until the engine asks for the first part."""
+        await self._until(self._asked.wait())
+
+    async def receive(self, part: WeightPart) -> None:
+        """Give the engine a part; it has loaded it when it asks for the next."""
+        self._asked.clear()
+        self._parts.put_nowait(part)
+        await self._until(self._asked.wait())
+
+    async def end(self) -> None:
+        """End the parts; the engine closes its update, and reports its digest."""
+        self._parts.put_nowait(None)
+        await self._until(asyncio.wait({self._reported}))
+
+    async def confirm(self, quorum: DigestQuorum) -> None:
+        """Compare the reported digest. EngineError if it is wrong."""
+        try:
+            await quorum.confirm(self.name, self._reported.result())
+        except DigestMismatch as error:
+            raise EngineError(f"{self.name}: {error}") from error
+        self._is_confirmed = True
+
+    async def resume(self) -> None:
+        """Let the engine sample from its confirmed weights."""
+        if not self._is_confirmed:
+            raise EngineError(f"{self.name}: the digest of its weights was not compared")
+        self._may_resume.set()
+        await self._call
+
+    def cancel(self) -> None:
+        """End the load, if it goes on. The engine's weights are unknown then."""
+        self._call.cancel()
+
+    async def _stream(self) -> AsyncIterator[WeightPart]:
+        self._asked.set()
+        while (part := await self._parts.get()) is not None:
+            yield part
+            self._asked.set()
+
+    async def _confirm(self, digest: str) -> None:
+        """The engine's ``confirm``: with all weights it waits here until it may sample from them."""
+        self._reported.set_result(digest)
+        await self._may_resume.wait()
+
+    async def _until(self, step: Coroutine[Any, Any, Any]) -> None:
+        """Wait for ``step``. If the engine's call ends before it: its error, or else an EngineError."""
+        waiting = asyncio.create_task(step)
+        try:
+            await asyncio.wait({waiting, self._call}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                await self._call
+                raise EngineError(f"{self.name}: its load ended before its digest was compared")
+        finally:
+            waiting.cancel()
+
+
+class WeightUpdates:
+    """The driver of colocated engines' updates by memory handles, and the base of ``BroadcastUpdates``.
+
+    In order: ``begin``; ``receive`` for every bucket; ``confirm``; ``resume``. Each returns the names of the
+    engines on which it succeeded. One that fails takes no further part: it is in quarantine, and must be
+    ended. Made by ``Service`` (``sampler/process.py``).
+    """
+
+    def __init__(self, pool: EnginePool, config: EngineConfig) -> None:
+        self._pool, self._timeout_s = pool, 60 * config.update_minutes
+        self._group_name, self._version = "", 0
+        self._loads: list[EngineLoad] = []
+
+    async def begin(self, version: int, names: Collection[str] = ()) -> list[str]:
+        """Make engines ready for the weights of ``version``.
+
+        ``names``: of sleeping engines, which reclaim the memory of their weights.
+        """
+        self.cancel()
+        self._version = version
+        self._loads = [
+            EngineLoad(slot, load, version, self._timeout_s, self._group_name)
+            for slot, load in self._receivers(names)
+        ]
+        return await self._on_all(lambda load: load.begin())
+
+    async def receive(self, part: WeightPart | Mapping[str, WeightPart]) -> list[str]:
+        """Let engines load one bucket: ``part``, or that of the engine's name."""
+        of = part if isinstance(part, Mapping) else {load.name: part for load in self._loads}
+        return await self._on_all(lambda load: load.receive(of[load.name]))
+
+    async def confirm(self, sent: SentDigests | None = None) -> list[str]:
+        """Compare the digests of engines that have got all weights, with those ``sent`` and each other."""
+        quorum = self._pool.quorum(self._version, sent)
+        # All digests are there before one is compared, and all are compared before any engine resumes.
+        reported = await self._on_all(lambda load: load.end())
+        for name in reported:
+            quorum.expect(name)
+        confirmed = await self._on_all(lambda load: load.confirm(quorum))
+        for name in set(reported) - set(confirmed):
+            quorum.withdraw(name)  # its digest must not count in the quorum of later loads by disk
+        return confirmed
+
+    async def resume(self) -> list[str]:
+        """Let engines with confirmed weights reclaim the rest of their memory, and sample."""
+        resumed = await self._on_all(lambda load: load.resume())
+        self._pool.resumed(self._version, [load.slot for load in self._loads])
+        self._loads = []
+        return resumed
+
+    def cancel(self) -> None:
+        """End the updates that were not resumed: other calls of their engines would wait for them."""
+        for load in self._loads:
+            load.cancel()
+        self._loads = []
+
+    def _receivers(self, names: Collection[str]) -> list[tuple[EngineSlot, Load]]:
+        engines = [(slot, slot.engine) for slot in self._pool.named(names)]
+        return [(slot, engine.wake) for slot, engine in engines if isinstance(engine, ReceivesHandles)]
+
+    async def _on_all(self, step: Callable[[EngineLoad], Coroutine[Any, Any, None]]) -> list[str]:
+        """Run a step of all loads at once; returns the names of the engines on which it succeeds."""
+        done = await asyncio.gather(
+            *(self._pool.or_quarantine(load.slot, step(load)) for load in self._loads)
+        )
+        for load, succeeded in zip(self._loads, done, strict=True):
+            if not succeeded:
+                load.cancel()
+        self._loads = [load for load, succeeded in zip(self._loads, done, strict=True) if succeeded]
+        return [load.name for load in self._loads]
+
+
+class BroadcastUpdates(WeightUpdates):
+    """The driver of weight broadcasts, in which engines go in lockstep: a broadcast passes data through them.
+
+    ``gather`` and, for engines in no group, ``join`` come first; then the calls of ``WeightUpdates`` update
+    all that were gathered, or raise EngineError, which names engines that fail. After it weights may be
+    mixed, and ``fail`` must follow. An engine that hangs must be ended: the pool finds it when it does not
+    load from disk (``engine_hangs``). Made by ``Service`` (``sampler/process.py``).
+    """
+
+    def __init__(self, pool: EnginePool, config: EngineConfig) -> None:
+        super().__init__(pool, config)
+        self._timeout_s *= _TIMEOUT_SHARE
+        self._gathered: list[tuple[EngineSlot, ReceivesBroadcast]] = []
+        self._members: tuple[list[Any], int] | None = None
+        """The engines of the group, and the pool's ``ready_transitions`` then."""
+
+    async def gather(self) -> tuple[int, bool]:
+        """Select the receiving engines; returns their number of ranks, and whether they are in a group."""
+        engines = [(slot, slot.engine) for slot in await self._pool.gather()]
+        self._gathered = [(slot, one) for slot, one in engines if isinstance(one, ReceivesBroadcast)]
+        # An engine that became ready again may be another process, which is in no group: all join anew.
+        is_joined = self._members == (self._gathered, self._pool.ready_transitions)
+        return sum(engine.broadcast_ranks for _, engine in self._gathered), is_joined
+
+    async def join(self, group: BroadcastGroup) -> None:
+        """Join all engines to the sender's broadcast group."""
+        self._group_name = group.name
+        calls, rank = [], 1
+        for _, engine in self._gathered:
+            calls.append(engine.join_group(group, rank, self._timeout_s))
+            rank += engine.broadcast_ranks
+        await _all_or_none(calls)
+
+    async def resume(self) -> list[str]:
+        """Set the engines' version, and resume sampling."""
+        resumed = await super().resume()
+        self._members = self._gathered, self._pool.ready_transitions
+        return resumed
+
+    async def fail(self, reason: str) -> None:
+        """Put the engines in quarantine after a failed broadcast, until they have loaded weights."""
+        self.cancel()
+        for slot, _ in self._gathered:
+            self._pool.quarantine(slot, reason)
+        self._gathered, self._members = [], None
+
+    def _receivers(self, _names: Collection[str]) -> list[tuple[EngineSlot, Load]]:
+        return [(slot, engine.load) for slot, engine in self._gathered]
+
+    async def _on_all(self, step: Callable[[EngineLoad], Coroutine[Any, Any, None]]) -> list[str]:
+        """Run a step of all loads at once; returns the names of all engines. EngineError if one fails."""
+        await _all_or_none([step(load) for load in self._loads])
+        return [load.name for load in self._loads]
+
+
+async def _all_or_none(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run the calls at once.
+
+    EngineError at the first error, with those of other engines that follow within ``_ERROR_GRACE_S``.
+    """
+    tasks = [asyncio.create_task(call) for call in calls]
+    _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    if waiting:
+        _, waiting = await asyncio.wait(waiting, timeout=_ERROR_GRACE_S)
+    for task in waiting:
+        task.cancel()
+    if errors := [error for task in tasks if task not in waiting and (error := task.exception())]:
+        raise EngineError("; ".join(map(str, errors))) from errors[0]

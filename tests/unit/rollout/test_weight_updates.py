@@ -1,0 +1,203 @@
+"""Weight updates in parts: order of calls, ranks, digests, and the engines that take part."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config import EngineConfig
+from bapo_megatron.interfaces import Confirm, Engine, ReceivesBroadcast
+from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
+from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
+from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightStream
+from tests.support.receiving_engine import ReceivingEngine
+from tests.support.sampling import PATIENCE, ScriptedEngine, mixed
+
+GROUP = BroadcastGroup("127.0.0.1", 1234, "weights", 6, "gloo")
+BUCKET = BucketSpec(("w",), ("float32",), ((1,),), 4)
+
+
+@asynccontextmanager
+async def updating(*engines: Engine) -> AsyncIterator[tuple[EnginePool, BroadcastUpdates, list[str]]]:
+    """A pool of engines with weights from a folder; the events since then."""
+    events: list[str] = []
+    pool = EnginePool(
+        engines, 4, lambda kind, **fields: events.append(f"{kind} {fields['engine']}"), PATIENCE
+    )
+    await pool.update(Path("v1"), 1)
+    events.clear()
+    yield pool, BroadcastUpdates(pool, EngineConfig()), events
+    await pool.close()
+
+
+async def one_update(updates: BroadcastUpdates, version: int = 5) -> None:
+    await updates.begin(version)
+    await updates.receive(BUCKET)
+    await updates.confirm()
+    await updates.resume()
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_which_engines_receive_broadcasts() -> None:
+    assert isinstance(ReceivingEngine("a"), ReceivesBroadcast)
+    assert not isinstance(ScriptedEngine(mixed), ReceivesBroadcast)
+    limits: Any = None
+    server: Any = type("Server", (), {"url": "http://a"})()
+    assert isinstance(SglangEngine(server, limits), ReceivesBroadcast)
+
+
+def test_all_engines_finish_a_call_before_the_next_begins() -> None:
+    calls: list[str] = []
+
+    async def go() -> None:
+        engines = ReceivingEngine("a", 2, calls), ReceivingEngine("b", 3, calls)
+        async with updating(*engines) as (pool, updates, events):
+            assert await updates.gather() == (5, False)
+            await updates.join(GROUP)
+            assert calls == ["a join weights at 1", "b join weights at 3"]  # rank 0 sends, a has two
+            calls.clear()
+            await one_update(updates)
+            assert [one.version for one in engines] == [5, 5]
+            assert (pool.up, events) == (2, [])
+
+    run(go())
+    for number, step in enumerate(["begin", "receive w in weights", "end", "version 5", "resume"]):
+        assert calls[2 * number : 2 * number + 2] == [f"a {step}", f"b {step}"]
+    assert len(calls) == 10
+
+
+def test_no_engine_samples_from_weights_with_a_wrong_digest() -> None:
+    calls: list[str] = []
+    wrong = ReceivingEngine("b", calls=calls)
+
+    async def go() -> None:
+        async with updating(ReceivingEngine("a", calls=calls), wrong) as (_, updates, _):
+            wrong.digest = "other"
+            await updates.gather()
+            await one_update(updates)
+
+    with pytest.raises(EngineError, match="b: the engines have different weights: a: same, b: other"):
+        run(go())
+    assert not [call for call in calls if "version" in call or "resume" in call]
+
+
+def test_no_engine_resumes_before_its_digest_was_compared() -> None:
+    async def go() -> None:
+        engine = ReceivingEngine("a")
+        async with updating(engine) as (_, updates, _):
+            await updates.gather()
+            await updates.begin(5)
+            await updates.receive(BUCKET)
+            with pytest.raises(EngineError, match="a: the digest of its weights was not compared"):
+                await updates.resume()
+            assert "a resume" not in engine.calls
+
+    run(go())
+
+
+def test_an_engine_that_did_not_begin_receives_nothing() -> None:
+    """It was away when the others began; it may not sample until it has loaded the next weights."""
+
+    async def go() -> None:
+        here, away = ReceivingEngine("here"), ReceivingEngine("away")
+        async with updating(here, away) as (pool, updates, events):
+            away.ready = False
+            await updates.gather()
+            await updates.begin(5)
+            away.ready = True
+            assert await updates.receive(BUCKET) == ["here"]
+            assert await updates.confirm() == ["here"]
+            assert await updates.resume() == ["here"]
+            assert (away.calls, away.version) == ([], 1)
+            assert (pool.up, events) == (1, ["engine_lost away"])
+
+    run(go())
+
+
+def test_a_load_that_ends_without_confirmation_is_an_error() -> None:
+    class Hasty(ReceivingEngine):
+        async def load(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+            if isinstance(weights, Path):
+                await super().load(weights, version, confirm)
+            else:
+                async for _ in weights.parts:
+                    return
+
+    async def go() -> None:
+        async with updating(Hasty("a")) as (_, updates, _):
+            await updates.gather()
+            await one_update(updates)
+
+    with pytest.raises(EngineError, match="a: its load ended before its digest was compared"):
+        run(go())
+
+
+@pytest.mark.parametrize("step", ["begin", "receive w in weights", "end", "version 5", "resume"])
+def test_any_exception_of_an_engine_becomes_an_engine_error(step: str) -> None:
+    bad = ReceivingEngine("bad")
+    bad.fails_at = step
+
+    async def go() -> None:
+        async with updating(ReceivingEngine("good"), bad) as (_, updates, _):
+            await updates.gather()
+            await updates.join(GROUP)
+            await one_update(updates)
+
+    with pytest.raises(EngineError, match=f"bad does not {step}"):
+        run(go())
+
+
+def test_a_failed_broadcast_ends_the_loads_of_all_engines() -> None:
+    """Else the pool's load from disk would wait for them: an engine takes one at a time."""
+    left: list[str] = []
+
+    class Busy(ReceivingEngine):
+        async def load(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+            try:
+                await super().load(weights, version, confirm)
+            except asyncio.CancelledError:
+                left.append(self.name)
+                raise
+
+    async def go() -> None:
+        good, bad = Busy("good"), Busy("bad")
+        bad.fails_at = "receive w in "
+        async with updating(good, bad) as (pool, updates, _):
+            await updates.gather()
+            with pytest.raises(EngineError, match="bad does not receive"):
+                await one_update(updates)
+            await updates.fail("the broadcast failed")
+            assert pool.up == 0
+            await pool.update(Path("v5"), 5)
+            assert (left, pool.up) == (["good"], 2)
+
+    run(go())
+
+
+def test_engines_that_cannot_receive_go_into_quarantine() -> None:
+    async def go() -> None:
+        can = ReceivingEngine("can")
+        async with updating(can, ScriptedEngine(mixed, "cannot")) as (pool, updates, events):
+            assert pool.up == 2
+            assert await updates.gather() == (1, False)
+            await updates.join(GROUP)
+            await one_update(updates, 2)
+            assert events == ["engine_lost cannot"]
+            assert pool.up == 1
+            assert can.version == 2
+            assert await updates.gather() == (1, True)  # it is in the group still
+            await updates.fail("the sender died")
+            assert pool.up == 0
+            assert await updates.gather() == (1, False)
+
+    run(go())

@@ -73,6 +73,11 @@ class PlanOptions(GpuOptions):
     engine_imbalance: Annotated[float, Ge(1)] = 1.0
     """Responses of the busiest engine, as a multiple of the mean. 1: the sampler's own choice, the least
     loaded engine; more behind a router that deals by prefix."""
+    environment_seconds: Annotated[float | None, Ge(0)] = None
+    """Mean seconds of a step of the environment, such as a tool's call. None: the plan says how long steps
+    may take before engines run empty."""
+    environment_turns: Annotated[float | None, Ge(1)] = None
+    """Mean turns of a response in an environment. None: the most, `environment.max_turns`."""
     compare: int = 0
     """List this many of the fastest layouts that fit on as many GPUs."""
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False

@@ -12,6 +12,7 @@ from typing import Any
 
 from bapo_megatron.planning.hardware import GB
 from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.open_responses import open_responses
 from bapo_megatron.planning.plan import JobPlan
 from bapo_megatron.planning.records import RankResult
 from bapo_megatron.planning.sizes import active_parameters
@@ -40,6 +41,7 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
         "speed": vars(plan.speed),
         "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
         "engines": vars(plan.engines),
+        "environment": found.values() if (found := open_responses(plan)) else None,
         "turns": vars(plan.handover) if plan.handover else None,
         "servers_problem": plan.job.servers_problem,
         "train_seconds": plan.train_seconds,

@@ -23,6 +23,7 @@ from bapo_megatron.planning.memory import (
     reference_bytes,
     sync_bytes,
 )
+from bapo_megatron.planning.open_responses import open_response_lines
 from bapo_megatron.planning.plan import JobPlan
 from bapo_megatron.planning.records import OFFLOADED, SAMPLE, UPDATE, RankResult
 from bapo_megatron.planning.sizes import active_parameters, total_parameters
@@ -65,6 +66,7 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
         _traffic(plan),
         _speed(plan),
         _engines(plan),
+        open_response_lines(plan),
         *([_comparison(plan, others)] if others else []),
         _verdict(plan, advice),
     ]

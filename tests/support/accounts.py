@@ -63,5 +63,7 @@ def check_run(run_dir: Path, kept: Path, cut_steps: bool = False) -> Audit:
     names = {field.name for field in fields(RolloutConfig)} - {"sglang", "replay"}
     config = RolloutConfig(**{name: stored[f"rollout.{name}"] for name in names})
     tokenizer = load_tokenizer(Path(stored["model.hf_path"]))
-    prompts = load_prompts(Path(stored["data.path"]), tokenizer, stored["data.max_prompt_tokens"]).prompts
+    files = [one["path"] for one in stored["data.sources"]] or [stored["data.path"]]
+    found = [load_prompts(Path(file), tokenizer, stored["data.max_prompt_tokens"]).prompts for file in files]
+    prompts = [prompt for of_file in found for prompt in of_file]
     return check_accounts(kept, run_dir / "journal", config, prompts, cut_steps)

@@ -110,7 +110,9 @@ def _by_source(
         kept = sum(one.group.prompt.source == source for one in chosen)
         own = [one for one in scored if one.source == source]
         metrics = {**rollout_metrics(own, kept, reward), **episode_metrics(own)}
-        found |= {f"source/{source}/{name}": value for name, value in metrics.items()}
+        # Times have one name, which whoever compares two runs leaves out.
+        named = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        found |= {f"source/{source}/{name}": value for name, value in named.items()}
     return found
 
 

@@ -3,6 +3,7 @@
     evaluation/step_000040.jsonl    one line per response
 
 The trainer waits for it. Its requests take at most half of the engines' capacity, beside those for training.
+On an engine that samples in rounds the turns of episodes go out together, so that it repeats bit for bit.
 The file is written atomically at the end; an evaluation that a kill interrupts begins anew. Used by
 ``process.py``.
 """
@@ -11,20 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.suites import Suite
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
-from bapo_megatron.rollout.sampler.response import Sampling
+from bapo_megatron.rollout.sampler.response import Response, Sampling
 from bapo_megatron.rollout.sampler.scoring import Scorer, response_score
 from bapo_megatron.rollout.sampler.turns import Environments, turn_takers, within
-from bapo_megatron.rollout.sampler.whole_response import whole_response
+from bapo_megatron.rollout.sampler.whole_response import RoundBarrier, whole_response
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
 
@@ -58,8 +60,10 @@ class HeldOut:
         pool: EnginePool,
         scorer: Scorer,
         environments: Environments | None = None,
+        rounds: bool = False,
     ) -> None:
-        """``environments``: those of the run, by source; a suite has that of the source of its name."""
+        """``environments``: those of the run, by source; a suite has that of the source of its name.
+        ``rounds``: see ``GroupSampler``."""
         self._config, self._suites = config, suites
         self._dataset, self._pool, self._scorer = dataset, pool, scorer
         temperature, most = config.evaluation_sampling
@@ -71,6 +75,7 @@ class HeldOut:
         """The sampling parameters of each suite's responses."""
         self._turns = {name: takers.get(source) for name, source in sources.items()}
         """What answers the turns of each suite's responses; None for nothing."""
+        self._in_rounds = rounds and any(self._turns.values())
         self._paths = RunPaths(config.directory)
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
@@ -132,30 +137,70 @@ class HeldOut:
             for problem in range(len(suite.prompts))
             for sample in range(samples)
         ]
+        room = max(1, self._pool.capacity // 2)  # the other half is for training
         try:
-            room = asyncio.Semaphore(max(1, self._pool.capacity // 2))  # the other half is for training
-            async with asyncio.TaskGroup() as group:
-                rows = [group.create_task(self._scored(step, item, room)) for item in items]
+            rows = await (self._by_rounds if self._in_rounds else self._freely)(step, items, room)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
-        lines = "".join(json.dumps(row.result()) + "\n" for row in rows)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
         with writing("an evaluation", self._paths.evaluation):
             self._paths.evaluation.mkdir(exist_ok=True)
             await asyncio.to_thread(write_atomically, self._path(step), lines)
         self._step = None
         self._pool.changed.set()
 
-    async def _scored(self, step: int, item: _Item, room: asyncio.Semaphore) -> dict[str, Any]:
-        """Sample and score one response; returns its row in the file."""
+    async def _freely(self, step: int, items: Sequence[_Item], room: int) -> list[Row]:
+        """The rows of the items, at most ``room`` at a time in engines, each as soon as there is room."""
+        places = asyncio.Semaphore(room)
+
+        async def row(item: _Item) -> Row:
+            async with places:
+                response = await self._sampled(step, item)
+            return await self._scored(item, response)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(row(item)) for item in items]
+        return [task.result() for task in tasks]
+
+    async def _by_rounds(self, step: int, items: Sequence[_Item], room: int) -> list[Row]:
+        """The rows of the items, whose requests are always the same batches, however long a step takes."""
+        rows = []
+        for first in range(0, len(items), room):
+            wave = items[first : first + room]
+            barrier = RoundBarrier(len(wave))
+
+            async def row(member: int, item: _Item, barrier: RoundBarrier = barrier) -> Row:
+                response = await self._sampled(step, item, partial(barrier.meet, member))
+                barrier.leave()
+                return await self._scored(item, response)
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(row(member, item)) for member, item in enumerate(wave)]
+            rows += [task.result() for task in tasks]
+        return rows
+
+    async def _sampled(
+        self, step: int, item: _Item, together: Callable[[], Awaitable[None]] | None = None
+    ) -> Response:
+        """One complete response. ``together``: see ``whole_response``."""
         prompt = item.suite.prompts[item.problem]
         name = f"evaluation.{step}.{item.suite.name}.{item.problem}-{item.sample}"
         place = (_EPOCH, item.problem, item.sample)
-        async with room:
-            pool, sampling, version = self._pool, self._samplings[item.suite.name], self._version
-            turns = self._turns[item.suite.name]
-            response = await whole_response(
-                pool, sampling, version, prompt, name, place, over_capacity=True, turns=turns
-            )
+        return await whole_response(
+            self._pool,
+            self._samplings[item.suite.name],
+            self._version,
+            prompt,
+            name,
+            place,
+            over_capacity=True,
+            turns=self._turns[item.suite.name],
+            together=together,
+        )
+
+    async def _scored(self, item: _Item, response: Response) -> Row:
+        """The row of a response in the file, with its score."""
+        prompt = item.suite.prompts[item.problem]
         ids = [response.so_far.token_ids_R, response.last_turn_R]
         text, last = await asyncio.to_thread(self._dataset.texts, ids)
         result = await response_score(self._scorer, prompt, response, last, self._config.reward.failed)

@@ -9,6 +9,7 @@ and ``held_out.py``.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
@@ -34,6 +35,40 @@ _POLL_S = 1.0
 """Interval of polling for an engine with room, in seconds."""
 
 
+class RoundBarrier:
+    """Barrier of the responses of an evaluation: their requests go out together, in the order of ``members``.
+
+    For an engine whose last bits depend on its batch (``EngineBackend.rounds``), in an environment: steps
+    take as long as they take, so without it each evaluation would form other batches. A round begins when
+    every member waits for it, or has left. Made by ``HeldOut``.
+    """
+
+    def __init__(self, members: int) -> None:
+        self._left = members
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    async def meet(self, member: int) -> None:
+        """Wait for the next round."""
+        loop = asyncio.get_running_loop()
+        self._waiting[member] = future = loop.create_future()
+        loop.call_soon(self._begin_if_all_wait)  # not at once: the last to come would not wait, and go first
+        await future
+
+    def leave(self) -> None:
+        """A member is complete, and asks for nothing more."""
+        self._left -= 1
+        asyncio.get_running_loop().call_soon(self._begin_if_all_wait)
+
+    def _begin_if_all_wait(self) -> None:
+        if len(self._waiting) < self._left:
+            return
+        waiting, self._waiting = self._waiting, {}
+        # Not as they came: the place in a batch decides about last bits, too.
+        for _, future in sorted(waiting.items(), key=lambda one: one[0]):
+            if not future.done():  # cancelled
+                future.set_result(None)
+
+
 async def whole_response(
     pool: EnginePool,
     sampling: Sampling,
@@ -44,12 +79,14 @@ async def whole_response(
     slot: EngineSlot | None = None,
     over_capacity: bool = False,
     turns: TurnTaker | None = None,
+    together: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
     """Sample a complete response from the weights of ``version``.
 
     ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine that
     is reserved already. ``over_capacity``: see `EnginePool.reserve`. ``turns``: of the environment that
-    answers it, if `Sampling.in_environment`; its failures are data of the response.
+    answers it, if `Sampling.in_environment`; its failures are data of the response. ``together``: awaited
+    before each request, ``RoundBarrier.meet`` where requests must go out with those of other responses.
 
     An engine that answers with a token of other weights is lost, and the answer is not used. It waits without
     a limit for an engine with room: the caller watches ``EnginePool.check``. RunStopped if the request is
@@ -64,6 +101,8 @@ async def whole_response(
                 assert turns is not None
                 response = await _stepped(turns, prompt, response, name)
                 continue
+            if together is not None:
+                await together()
             while slot is None and (slot := pool.reserve(over_capacity, cached)) is None:
                 await asyncio.sleep(_POLL_S)
             request = next_request(response, need, sampling, prompt, name, seed)

@@ -122,6 +122,7 @@ def test_metrics_are_of_each_source_and_of_all_that_have_an_environment(
     assert metrics["source/long/environment/given_share"] == pytest.approx(18 / (18 + 17))
     assert not [name for name in metrics if name.startswith(("source/plain/env", "source/plain/episode"))]
     assert metrics["source/plain/rollout/length_mean"] == 3.0
+    assert not [name for name in metrics if "/time/" in name], "which would differ after a kill"
 
 
 def test_the_journal_of_a_mixture_may_be_cut_anywhere(

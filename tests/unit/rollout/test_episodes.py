@@ -25,6 +25,7 @@ from bapo_megatron.rollout.sampler.event_log.events import (
     answers_given,
     groups_opened,
     response_restarted,
+    weights_loaded,
 )
 from bapo_megatron.rollout.sampler.event_log.state import SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, encode, read_records
@@ -41,6 +42,7 @@ from bapo_megatron.rollout.sampler.response import (
     restarted,
 )
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
+from bapo_megatron.rollout.sampler.stepper import Restart
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async
@@ -287,6 +289,66 @@ def test_no_journalled_turn_is_sampled_or_stepped_again(
         await step_of(again)
         assert not [one for one in again.engines[0].asked if one.prefix_tokens == 0]
         assert sorted(again.steps.asked)[:2] == [("0-0-0", "end"), ("0-0-0", "turn0")]
+
+    run(check(), monkeypatch)
+
+
+def told(state: SamplerState) -> Any:
+    """All that a state knows of its groups and tokens."""
+    groups = {
+        number: [(one.so_far.token_ids_R.tolist(), one.episode, one.finish_reason) for one in group.responses]
+        for number, group in state.open.items()
+    }
+    return groups, sorted(state.finished), +state.tokens, dict(state.dropped), state.weights_step
+
+
+@pytest.mark.parametrize("other", ["segments", "dropped", "weights", "restarted"])
+def test_an_answer_that_shares_a_commit_is_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """What is applied and not written would be made again after a kill: a step that costs, or acts."""
+
+    async def check() -> None:
+        world = EpisodeWorld(tmp_path, counting)
+        [engine] = world.engines
+        world.steps.gate.clear()
+        engine.gate.clear()
+        engine.holds = lambda request: request.request_id.split("-")[1] == "1"
+        async with world.sampling(rounds=False):
+            loop, state, journal = world.sampler._loop, world.sampler._state, world.sampler._journal
+            assert loop._stepper is not None
+            commits: list[set[str]] = []
+            commit = journal.commit
+            journal.commit = lambda events: (commits.append({one.kind for one in events}), commit(events))[1]  # type: ignore[func-returns-value, method-assign, misc]
+            await until(lambda: len(world.steps.asked) == 3)
+            async with loop.between_commits():
+                world.steps.gate.set()
+                await until(lambda: len(loop._stepper._answers) == 3)
+                if other == "segments":
+                    engine.gate.set()
+                    await until(lambda: len(loop._dispatcher._segments) == 3)
+                elif other == "dropped":
+                    assert loop._drop(state.open[2], "refused")
+                elif other == "weights":
+                    loop.post(weights_loaded(0, 0))
+                else:
+                    loop._stepper._restarts.append(Restart(state.open[1], 1, "it is gone"))
+                world.steps.gate.clear()
+            assert any({"given", other} <= kinds for kinds in commits), f"not written together: {commits}"
+            async with loop.between_commits():
+                replayed = accounts.state_of(world.journal, world.dataset.prompts, 2)
+                assert told(replayed) == told(state)
+                kept = (0, 1) if other == "dropped" else (0, 1, 2)
+                assert [replayed.open[one].responses[0].episode.rewards for one in kept] == [(0.5,)] * len(
+                    kept
+                )
+                before = list(world.steps.asked)
+                world.kill()
+        again = EpisodeWorld(tmp_path, counting)
+        await step_of(again)
+        answered = {(f"{number}-0-0", "turn0") for number in kept}
+        assert answered <= {*before}
+        assert not answered & {*again.steps.asked}, "a step that was answered is taken again"
 
     run(check(), monkeypatch)
 

@@ -167,7 +167,7 @@ def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) -> Non
         admission = AdmissionController(world.config.rollout, state)
         admission.open()
         admission.trainer_has(2)
-        dispatcher = Dispatcher(world.config, world.dataset, state, admission, pool)
+        dispatcher = Dispatcher(world.config, world.dataset, state, admission, pool, {})
         for number in (0, 1):
             dispatcher.add(state.open[number], 0)
             assert dispatcher.is_busy

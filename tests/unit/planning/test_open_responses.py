@@ -1,0 +1,119 @@
+"""Open responses of runs with environments, by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.commands.plan import plan_command
+from bapo_megatron.config import EnvironmentConfig, SourceConfig
+from bapo_megatron.planning.job import Job, PlanOptions
+from bapo_megatron.planning.json_summary import plan_dict
+from bapo_megatron.planning.open_responses import OpenResponses, open_response_lines, open_responses
+from bapo_megatron.planning.page import plan_text
+from bapo_megatron.planning.plan import JobPlan, make_plan
+from tests.unit.planning.test_plan import job
+
+TOOL = EnvironmentConfig("tool.py:Tool", max_turns=4)
+
+
+def planned(environment: EnvironmentConfig = TOOL, sources: Any = (), **changes: Any) -> JobPlan:
+    """The small job: 2 prompts, groups of 4, responses of 14 tokens, one engine."""
+    options = {name: changes.pop(name) for name in [*changes] if name.startswith("environment_")}
+    small = job()
+    run = replace(small.run, environment=environment, rollout=replace(small.run.rollout, **changes))
+    if sources:
+        run = replace(run, data=replace(run.data, path=None, sources=sources))
+    return make_plan(Job(run, small.shape, PlanOptions(mean_response_tokens=14, **options)))
+
+
+def of(step_seconds: float | None, admitted: int, share: float = 1.0, overlap: bool = True) -> OpenResponses:
+    """64 engines of 64 places, turns of 10 s, steps of 512 groups of 8."""
+    return OpenResponses(4096.0, 10.0, share, step_seconds, admitted, 4096, overlap, overlap)
+
+
+def test_the_inequality_by_hand() -> None:
+    """4,096 x (1 + 30 / 10) = 16,384 are needed, and 1 x 512 x 8 admitted: a quarter, and staleness 4."""
+    short = of(30.0, 4096)
+    assert (short.needed, short.filled, short.needed_staleness) == (16384.0, 0.25, 4)
+    assert short.longest_step_seconds == 0.0
+    enough = of(30.0, 4 * 4096)
+    assert (enough.filled, enough.needed_staleness, enough.longest_step_seconds) == (1.0, 4, 30.0)
+    half = of(30.0, 4096, share=0.5)
+    assert (half.needed, half.filled, half.needed_staleness) == (10240.0, 0.4, 3)
+    assert of(None, 3 * 4096, share=0.5).longest_step_seconds == 40.0
+    assert of(None, 4096).needed is of(None, 4096).filled is of(None, 4096).needed_staleness is None
+    waits = of(10.0, 4096, overlap=False)
+    assert (waits.needed, waits.needed_staleness) == (8192.0, 1), "(1 + 1) x 4,096 while the trainer waits"
+    assert of(0.0, 4096).needed_staleness == of(0.0, 4096, overlap=False).needed_staleness == 0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "admitted", "is_ahead"),
+    [
+        ({"max_staleness": 0}, 8, False),
+        ({"max_staleness": 1}, 8, True),
+        ({"max_staleness": 3}, 24, True),
+        ({"max_staleness": 3, "overlap": False}, 32, False),
+    ],
+)
+def test_what_admission_allows(rollout: dict[str, Any], admitted: int, is_ahead: bool) -> None:
+    found = open_responses(planned(**rollout))
+    assert found is not None
+    assert (found.admitted, found.is_ahead, found.round_responses) == (admitted, is_ahead, 8)
+
+
+def test_a_turn_is_its_share_of_a_response() -> None:
+    """All 8 responses are decoded at a time: in the seconds of a decode step each gets a token."""
+    plan = planned(environment_turns=2.0, max_staleness=1)
+    found = open_responses(plan)
+    assert found is not None
+    assert found.places == 8.0
+    assert found.turn_seconds == pytest.approx(7 * 8 / plan.engines.tokens_per_second)
+    most = open_responses(planned(max_staleness=1))
+    assert most is not None
+    assert most.turn_seconds == pytest.approx(found.turn_seconds / 2), "of max_turns, 4"
+
+
+def test_sources_count_by_their_weights() -> None:
+    none = EnvironmentConfig()
+    two = SourceConfig(Path("a.jsonl"), 3.0), SourceConfig(Path("b.jsonl"), 1.0, environment=none)
+    found = open_responses(planned(sources=two))
+    assert found is not None
+    assert found.share == 0.75
+    assert open_responses(planned(none, sources=two)) is None
+    assert open_responses(planned(none)) is None
+
+
+def test_the_page_warns_where_it_does_not_hold() -> None:
+    """The values that would hold are in it: with them it warns no more."""
+    plan = planned(environment_seconds=1.0, max_staleness=0)
+    found = open_responses(plan)
+    assert found is not None
+    assert found.needed_staleness is not None
+    warned = "\n".join(open_response_lines(plan))
+    assert "WARNING: steps of 1 s need" in warned
+    assert f"rollout.max_staleness={found.needed_staleness} would fill them" in warned
+    assert "\n".join(open_response_lines(plan)) in plan_text(plan, [], [])
+    assert plan_dict(plan)["environment"]["needed_staleness"] == found.needed_staleness
+    for staleness, holds in ((found.needed_staleness - 1, False), (found.needed_staleness, True)):
+        text = "\n".join(open_response_lines(planned(environment_seconds=1.0, max_staleness=staleness)))
+        assert ("the places are filled, up to" in text) == holds
+        assert ("WARNING" in text) != holds
+    unknown = "\n".join(open_response_lines(planned(max_staleness=3)))
+    assert "give yours by --environment-seconds" in unknown
+    without = planned(EnvironmentConfig())
+    assert "Environment" not in plan_text(without, [], [])
+    assert plan_dict(without)["environment"] is None
+
+
+def test_the_command_takes_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipes/demo_tools_cpu.py", "--environment-seconds", "2", "--environment-turns", "2", "--json"]
+    plan_command(words)
+    found = json.loads(capsys.readouterr().out)["environment"]
+    assert found["step_seconds"] == 2.0
+    assert found["needed"] == pytest.approx(found["places"] * (1 + 2.0 / found["turn_seconds"]))

@@ -18,7 +18,7 @@ from bapo_megatron.types import (
     Generation,
     PackLayout,
     StepHeader,
-    WeightStream,
+    WeightParts,
 )
 
 if TYPE_CHECKING:  # commands that start nothing import this module, too, and torch takes a second
@@ -192,7 +192,7 @@ class Engine(Protocol):
 class ReceivesBroadcast(Engine, Protocol):
     """A receiver of weight broadcasts: an ``Engine`` that is some ranks of the trainer's broadcast group.
 
-    ``rollout/engines/weight_updates.py`` calls ``join_group`` once, then ``load`` for each version.
+    ``rollout/engines/weight_updates.py`` calls ``leave_group`` and ``join_group`` once, then ``load``s.
     """
 
     transports: Collection[str]
@@ -200,17 +200,17 @@ class ReceivesBroadcast(Engine, Protocol):
     broadcast_ranks: int
     """Number of the engine's ranks in the group: its tensor-parallel size."""
 
-    async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
-        """Join the sender's group as the ranks from ``first_rank`` on, and leave one of its name before.
+    async def leave_group(self, name: str) -> None:
+        """Leave the group of that name, if the engine is in one."""
 
-        Returns when all ranks have joined.
-        """
+    async def join_group(self, group: BroadcastGroup, first_rank: int) -> None:
+        """Join the sender's group as the ranks from ``first_rank`` on. Returns when all ranks have joined."""
 
-    async def load(self, weights: Path | WeightStream, /, version: int, confirm: Confirm) -> None:
+    async def load(self, weights: Path | WeightParts, /, version: int, confirm: Confirm) -> None:
         """``Engine.load`` also of buckets that are broadcast.
 
-        It pauses, and aborts requests that nobody waits for, before it asks for the first bucket; it sets
-        ``version`` when ``confirm`` has returned.
+        Before it asks for the first it pauses, and aborts requests that nobody waits for. It sets ``version``
+        after ``confirm``.
         """
 
 
@@ -236,11 +236,11 @@ class ReceivesHandles(ReleasesMemory, Protocol):
     transports: Collection[str]
     """As of ``ReceivesBroadcast``."""
 
-    async def wake(self, weights: Path | WeightStream, /, version: int, confirm: Confirm) -> None:
+    async def wake(self, weights: Path | WeightParts, /, version: int, confirm: Confirm) -> None:
         """``ReleasesMemory.wake`` also of memory handles.
 
-        It reclaims the memory of the weights before it asks for the first bucket, and the rest when
-        ``confirm`` has returned: the trainer holds its own weights on the same GPU until then.
+        Before it asks for the first it reclaims the memory of the weights, and the rest after ``confirm``:
+        the trainer holds its own weights on the same GPU until then.
         """
 
 

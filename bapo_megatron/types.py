@@ -398,20 +398,9 @@ WeightPart = BucketSpec | Sequence[bytes]
 """A part of a version's weights: the layout of a bucket that the sender broadcasts; or a bucket's memory
 handles, for each tensor-parallel rank a pickle of (name, tensor) pairs without data."""
 
-
-@dataclass(frozen=True)
-class WeightStream:
-    """The weights of one version in parts, which an engine loads in place of a folder.
-
-    An engine asks for the next part when it has loaded the one before; the memory of handles may be reused
-    when the next part was loaded. After the last part the weights are complete. Made by ``EngineLoad``.
-    """
-
-    parts: AsyncIterator[WeightPart]
-    timeout_s: float
-    """Longest time to load one part, and to compute the digest, in seconds."""
-    group_name: str = ""
-    """The broadcast group of the parts, which the engine has joined; empty for memory handles."""
+WeightParts = AsyncIterator[WeightPart]
+"""The weights of one version, for an engine, which asks for a part when it has loaded the one before. The
+trainer may reuse the memory of handles when the part after them was loaded."""
 
 
 def __getattr__(name: str) -> Any:

@@ -107,7 +107,9 @@ def our_broadcast(model: Model, bucket_mb: int) -> Iterator[Way]:
     sender = WeightBroadcast(CPU, bucket_mb=bucket_mb)
     sender.open(1, lambda place: receiver.join(place, 1))
     yield lambda: sender.send(model.weights(), receiver.receive), receiver.pid
-    sender.close(lambda _place: receiver.leave())
+    left = receiver.leave()
+    sender.close()
+    left.result()
     receiver.stop()
 
 

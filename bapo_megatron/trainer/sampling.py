@@ -119,6 +119,7 @@ def build_weight_sync(
         return IpcSync(disk, client, gpus, policy.device, engine.bucket_mb, on_event, make)
     if client is None:
         return BroadcastSync(None, None, disk, on_event)
-    timeout_s = 60 * engine.update_minutes
+    # Longer than the engines wait: their error, which names the engine, must come first.
+    timeout_s = 1.1 * 60 * engine.update_minutes
     sender = WeightBroadcast(policy.device, sender_address(engine), engine.bucket_mb, timeout_s)
     return BroadcastSync(client, sender, disk, on_event, make)

@@ -17,7 +17,7 @@ from bapo_megatron.interfaces import Engine, ReceivesHandles, ReleasesMemory
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
-from bapo_megatron.types import GenerateRequest, Generation, WeightPart, WeightStream
+from bapo_megatron.types import GenerateRequest, Generation, WeightPart
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class BlockingEngine:
                 yield [handles_of(bucket.tensors())] * self.tensor
                 bucket.payload_B.fill_(255)  # it was read
 
-        self._wait(self._receiving.wake(WeightStream(parts(), 600.0), version, self._confirm))
+        self._wait(self._receiving.wake(parts(), version, self._confirm))
         self.weight_version = self._wait(self.engine.weight_version())
 
     def is_alive(self) -> bool:

@@ -17,12 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.config import EngineConfig
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import ModelLimits
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
-from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
+from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
@@ -97,9 +96,10 @@ def receivers(calls: Calls) -> Iterator[Callable[..., BroadcastUpdates]]:
 
     async def make(processes: Sequence[ServerProcess]) -> BroadcastUpdates:
         limits = ModelLimits(SHAPE["vocab_size"], SHAPE["max_position_embeddings"])
-        engines = [Present(calls.server(one), limits) for one in processes]
+        deadlines = Deadlines(update_s=DEADLINE_S - 2)
+        engines = [Present(calls.server(one), limits, deadlines=deadlines) for one in processes]
         pools.append(EnginePool(engines, 8, lambda *_, **__: None))
-        return BroadcastUpdates(pools[-1], EngineConfig(update_minutes=(DEADLINE_S - 2) / 60))
+        return BroadcastUpdates(pools[-1])
 
     yield lambda *processes: calls.wait(make(processes))
     for pool in pools:
@@ -206,6 +206,7 @@ def test_a_server_with_one_old_tensor_is_detected(
     kept = {**new, (name := "model.layers.0.mlp.up_proj.weight"): old[name]}
     with pytest.raises(EngineError, match=r"other values in model\.layers\.0\.mlp\.gate_up_proj\.weight on"):
         send(sender, taking, calls, [*kept.items()], 2, sent=sent)
+    open_group(sender, taking, calls)
     send(sender, taking, calls, [*new.items()], 3, sent=sent)
 
 

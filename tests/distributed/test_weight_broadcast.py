@@ -157,7 +157,9 @@ def test_a_group_beside_the_default_one(start: Any, sender: WeightBroadcast) -> 
         weights = some_weights()
         sender.send(iter(weights), receive(receivers))
         assert_received(receivers[0], weights)
-        sender.close(lambda place: together([receivers[0].leave()]))
+        left = receivers[0].leave()  # at the same time: a group closes when all leave
+        sender.close()
+        left.result(timeout=TIMEOUT_S)
         one = torch.ones(2)
         dist.all_reduce(one)
         assert one.tolist() == [1, 1]

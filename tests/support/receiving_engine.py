@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightStream
+from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightParts
 from tests.support.sampling import ScriptedEngine, mixed
 
 
@@ -20,17 +20,20 @@ class ReceivingEngine(ScriptedEngine):
         self.broadcast_ranks, self.calls = ranks, [] if calls is None else calls
         self.fails_at: str | None = None
 
-    async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
+    async def leave_group(self, name: str) -> None:
+        await self._note(f"leave {name}")
+
+    async def join_group(self, group: BroadcastGroup, first_rank: int) -> None:
         await self._note(f"join {group.name} at {first_rank}")
 
-    async def load(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+    async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
         if isinstance(weights, Path):
             await super().load(weights, version, confirm)
             return
         await self._note("begin")
-        async for part in weights.parts:
+        async for part in weights:
             assert isinstance(part, BucketSpec)
-            await self._note(f"receive {part.names[0]} in {weights.group_name}")
+            await self._note(f"receive {part.names[0]}")
         await self._note("end")
         await confirm(self.digest or "same")
         await self._note(f"version {version}")

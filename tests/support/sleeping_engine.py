@@ -10,7 +10,7 @@ from typing import Literal
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
-from bapo_megatron.types import BucketSpec, GenerateRequest, Generation, WeightStream
+from bapo_megatron.types import BucketSpec, GenerateRequest, Generation, WeightParts
 from tests.support.sampling import ScriptedEngine, World, mixed
 
 State = Literal["awake", "asleep"]
@@ -62,7 +62,7 @@ class SleepingEngine(ScriptedEngine):
         await super().abort()
         self.state = "asleep"
 
-    async def wake(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+    async def wake(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
         if isinstance(weights, Path):
             await self._begin("wake", "asleep")
             self.state = "awake"
@@ -70,7 +70,7 @@ class SleepingEngine(ScriptedEngine):
             return
         await self._begin("begin", "asleep")
         received = ""
-        async for part in weights.parts:
+        async for part in weights:
             await self._begin("receive", "asleep")
             assert not isinstance(part, BucketSpec)
             (handle,) = part

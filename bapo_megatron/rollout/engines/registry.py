@@ -24,16 +24,6 @@ BACKENDS = {
 }
 """The built-in backends by name. Imported only when chosen: transformers alone takes seconds."""
 
-_REPLACED = (
-    "begin_update",
-    "end_update",
-    "resume_after_update",
-    "begin_wake",
-    "receive_handles",
-    "finish_wake",
-)
-"""Methods that engines had for weights in parts; one ``load`` or ``wake`` does all of them now."""
-
 
 def engine_backend(engine: str, field: str = "rollout.engine") -> EngineBackend:
     """The backend that `rollout.engine` names. ConfigError if there is none, or it is incomplete."""
@@ -88,11 +78,9 @@ def _check_transport(engine: str, sync: str, engines: Sequence[Engine]) -> None:
     """Raise ConfigError if an engine does not take weights by ``sync``."""
     call, protocol = ("wake", "ReceivesHandles") if sync == "ipc" else ("load", "ReceivesBroadcast")
     for one in engines:
-        if sync == "disk" or sync in getattr(one, "transports", ()):
-            continue
-        old = ", ".join(verb for verb in _REPLACED if hasattr(one, verb))
-        raise ConfigError(
-            f"rollout.engine={engine} with sync={sync}: {type(one).__name__}.transports does not name it"
-            + (f", and nothing calls its {old} any more" if old else "")
-            + f": use sync=disk, or take a WeightStream in {call} (interfaces.{protocol})"
-        )
+        if sync != "disk" and sync not in getattr(one, "transports", ()):
+            raise ConfigError(
+                f"rollout.engine={engine}, sync={sync}: {type(one).__name__}.transports does not name it: "
+                f"use sync=disk, or take WeightParts in {call} (interfaces.{protocol}), in place of "
+                f"begin_update, begin_wake and the methods that followed them, which nothing calls any more"
+            )

@@ -12,33 +12,28 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
-from bapo_megatron.config import EngineConfig
 from bapo_megatron.interfaces import Confirm, ReceivesBroadcast, ReceivesHandles
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.engines.slot import EngineSlot
-from bapo_megatron.types import BroadcastGroup, WeightPart, WeightStream
+from bapo_megatron.types import BroadcastGroup, WeightPart, WeightParts
 
-Load = Callable[[WeightStream, int, Confirm], Coroutine[Any, Any, None]]
+Load = Callable[[WeightParts, int, Confirm], Coroutine[Any, Any, None]]
 """An engine's ``load`` or ``wake``."""
-
-_TIMEOUT_SHARE = 0.9
-"""Timeout of a broadcast's receivers as a share of the sender's: their error names the engine, and must come
-first."""
 
 _ERROR_GRACE_S = 0.5
 """Wait for the errors of other engines, after the first."""
 
 
 class EngineLoad:
-    """One engine's load of a ``WeightStream`` in steps: begin, receive (each part), end, confirm, resume.
+    """One engine's load of ``WeightParts`` in steps: begin, receive (each part), end, confirm, resume.
 
     A step returns when the engine has done it, and raises the engine's error. Made by ``WeightUpdates``.
     """
 
-    def __init__(self, slot: EngineSlot, load: Load, version: int, timeout_s: float, group_name: str) -> None:
+    def __init__(self, slot: EngineSlot, load: Load, version: int) -> None:
         """Call ``load``, whose engine pauses or reclaims memory, and asks for the first part."""
         self.slot, self.name = slot, slot.engine.name
         self._parts: asyncio.Queue[WeightPart | None] = asyncio.Queue()
@@ -46,8 +41,7 @@ class EngineLoad:
         self._reported: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._is_confirmed = False
         self._may_resume = asyncio.Event()
-        stream = WeightStream(self._stream(), timeout_s, group_name)
-        self._call = asyncio.create_task(load(stream, version, self._confirm))
+        self._call = asyncio.create_task(load(self._handed(), version, self._confirm))
         self._call.add_done_callback(lambda call: call.cancelled() or call.exception())
 
     async def begin(self) -> None:
@@ -84,7 +78,7 @@ class EngineLoad:
         """End the load, if it goes on. The engine's weights are unknown then."""
         self._call.cancel()
 
-    async def _stream(self) -> AsyncIterator[WeightPart]:
+    async def _handed(self) -> AsyncIterator[WeightPart]:
         self._asked.set()
         while (part := await self._parts.get()) is not None:
             yield part
@@ -115,9 +109,8 @@ class WeightUpdates:
     ended. Made by ``Service`` (``sampler/process.py``).
     """
 
-    def __init__(self, pool: EnginePool, config: EngineConfig) -> None:
-        self._pool, self._timeout_s = pool, 60 * config.update_minutes
-        self._group_name, self._version = "", 0
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool, self._version = pool, 0
         self._loads: list[EngineLoad] = []
 
     async def begin(self, version: int, names: Collection[str] = ()) -> list[str]:
@@ -127,10 +120,7 @@ class WeightUpdates:
         """
         self.cancel()
         self._version = version
-        self._loads = [
-            EngineLoad(slot, load, version, self._timeout_s, self._group_name)
-            for slot, load in self._receivers(names)
-        ]
+        self._loads = [EngineLoad(slot, load, version) for slot, load in self._receivers(names)]
         return await self._on_all(lambda load: load.begin())
 
     async def receive(self, part: WeightPart | Mapping[str, WeightPart]) -> list[str]:
@@ -188,9 +178,8 @@ class BroadcastUpdates(WeightUpdates):
     load from disk (``engine_hangs``). Made by ``Service`` (``sampler/process.py``).
     """
 
-    def __init__(self, pool: EnginePool, config: EngineConfig) -> None:
-        super().__init__(pool, config)
-        self._timeout_s *= _TIMEOUT_SHARE
+    def __init__(self, pool: EnginePool) -> None:
+        super().__init__(pool)
         self._gathered: list[tuple[EngineSlot, ReceivesBroadcast]] = []
         self._members: tuple[list[Any], int] | None = None
         """The engines of the group, and the pool's ``ready_transitions`` then."""
@@ -205,10 +194,12 @@ class BroadcastUpdates(WeightUpdates):
 
     async def join(self, group: BroadcastGroup) -> None:
         """Join all engines to the sender's broadcast group."""
-        self._group_name = group.name
+        # Leave first: a failed broadcast may have left a group of that name. All leave before one joins: a
+        # server that waits for a lost one in a join answers nothing for minutes.
+        await _all_or_none([engine.leave_group(group.name) for _, engine in self._gathered])
         calls, rank = [], 1
         for _, engine in self._gathered:
-            calls.append(engine.join_group(group, rank, self._timeout_s))
+            calls.append(engine.join_group(group, rank))
             rank += engine.broadcast_ranks
         await _all_or_none(calls)
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import uvloop
 
-from bapo_megatron.config import EngineConfig, RunConfig
+from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.suites import Suite
 from bapo_megatron.errors import ConfigError, RunStopped
@@ -92,14 +92,13 @@ class Service:
         self,
         sampler: GroupSampler,
         pool: EnginePool,
-        config: EngineConfig,
         held_out: HeldOut,
         events: list[dict[str, Any]],
     ) -> None:
         self._sampler, self._pool, self._held_out = sampler, pool, held_out
         self._events = events
-        kind = WeightUpdates if isinstance(pool, ColocatedPool) else BroadcastUpdates
-        self._updates = kind(pool, config)
+        is_colocated = isinstance(pool, ColocatedPool)
+        self._updates = WeightUpdates(pool) if is_colocated else BroadcastUpdates(pool)
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The reply to one call, with the events since the last reply."""
@@ -257,7 +256,7 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             await asyncio.to_thread(pipe.recv)  # the trainer's first call, whose reply is the error
             send(pipe, (*_failed(error), events))
             return
-        service = Service(sampler, pool, setup.config.rollout.engine_config, held_out, events)
+        service = Service(sampler, pool, held_out, events)
         while True:
             try:
                 call = await asyncio.to_thread(pipe.recv)

@@ -105,14 +105,12 @@ class WeightBroadcast:
             for _ in weights:
                 pass
 
-    def close(self, leave: StartCall[BroadcastGroup] | None = None) -> None:
-        """Close the process group, if there is one. ``leave`` tells the servers, at the same time."""
+    def close(self) -> None:
+        """Close the process group, if there is one."""
         group, self._group = self._group, None
         self._buckets.release()
-        if group is None:
-            return
-        left = {"the servers": leave(group.place)} if leave else {}
-        self._wait_for({"the group": group.close(), **left}, self._deadline())
+        if group is not None:
+            self._wait_for({"the group": group.close()}, self._deadline())
 
     def _send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> int:
         if self._group is None:

@@ -76,7 +76,7 @@ def test_the_settings_of_the_chosen_engine() -> None:
 
 
 class OldEngine(ScriptedEngine):
-    """A user's engine with the methods that weights in parts had before ``WeightStream``."""
+    """A user's engine with the methods that weights in parts had before ``WeightParts``."""
 
     broadcast_ranks = 1
 
@@ -96,12 +96,12 @@ class OldBackend(EngineBackend):
     [
         (
             EngineConfig(sync="broadcast"),
-            r"sync=broadcast: OldEngine.transports does not name it, and nothing calls its begin_update, "
-            r"receive_handles any more: use sync=disk, or take a WeightStream in load \(interfaces.Receives",
+            r"sync=broadcast: OldEngine.transports does not name it: use sync=disk, or take WeightParts in "
+            r"load \(interfaces.ReceivesBroadcast\), in place of begin_update",
         ),
         (
             EngineConfig(sync="ipc", colocated=True),
-            r"sync=ipc: .*WeightStream in wake \(interfaces.ReceivesHan",
+            r"sync=ipc: .*WeightParts in wake \(interfaces.ReceivesHan",
         ),
     ],
 )

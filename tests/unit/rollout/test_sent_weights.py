@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.config import EngineConfig
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
@@ -233,7 +232,7 @@ def test_a_broadcast_is_verified_against_the_sent_digests() -> None:
         events, both = Events(), [ReceivingEngine("a"), ReceivingEngine("b")]
         pool = EnginePool(both, 4, events.report)
         pool.sent_check = events.check
-        updates = BroadcastUpdates(pool, EngineConfig())
+        updates = BroadcastUpdates(pool)
 
         async def broadcast(version: int, digest: str) -> None:
             for engine in both:

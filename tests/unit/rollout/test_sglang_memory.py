@@ -22,7 +22,7 @@ from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
-from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart, WeightStream
+from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
 from tests.support.fake_sglang import FakeServer
 from tests.support.models import save_tiny_model
 from tests.support.sampling import until
@@ -165,7 +165,7 @@ async def wake_by_handles(engine: SglangEngine, confirm: Confirm = agreed) -> No
         for _ in range(2):
             yield [b"7"]
 
-    await engine.wake(WeightStream(parts(), 30.0), 7, confirm)
+    await engine.wake(parts(), 7, confirm)
 
 
 HANDED = [
@@ -212,10 +212,11 @@ def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], model:
 
     async def check() -> None:
         engine = engine_on(servers[0], model)
-        await engine.join_group(group, 1, 30.0)
+        await engine.leave_group(group.name)
+        await engine.join_group(group, 1)
         for left_open in (False, True):
             servers[0].updates = left_open
-            await engine.load(WeightStream(parts(), 30.0, "weights"), 7, confirm)
+            await engine.load(parts(), 7, confirm)
 
     asyncio.run(check())
     once = [
@@ -248,7 +249,7 @@ def test_a_server_that_refuses_handles_is_named(
                 yield [b"7"]
 
             with pytest.raises(ServerError, match=f"{servers[0].url}/{says}"):
-                await engine.wake(WeightStream(parts(), 30.0), 7, agreed)
+                await engine.wake(parts(), 7, agreed)
         else:
             servers[0].answers["model_info"] = (200, {"weight_version": "3"})
             with pytest.raises(ServerError, match=f"{servers[0].url}: {says}"):

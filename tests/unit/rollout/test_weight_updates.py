@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config import EngineConfig
 from bapo_megatron.interfaces import Confirm, Engine, ReceivesBroadcast
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
-from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightStream
+from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightParts
 from tests.support.receiving_engine import ReceivingEngine
 from tests.support.sampling import PATIENCE, ScriptedEngine, mixed
 
@@ -33,7 +32,7 @@ async def updating(*engines: Engine) -> AsyncIterator[tuple[EnginePool, Broadcas
     )
     await pool.update(Path("v1"), 1)
     events.clear()
-    yield pool, BroadcastUpdates(pool, EngineConfig()), events
+    yield pool, BroadcastUpdates(pool), events
     await pool.close()
 
 
@@ -64,14 +63,15 @@ def test_all_engines_finish_a_call_before_the_next_begins() -> None:
         async with updating(*engines) as (pool, updates, events):
             assert await updates.gather() == (5, False)
             await updates.join(GROUP)
-            assert calls == ["a join weights at 1", "b join weights at 3"]  # rank 0 sends, a has two
+            assert calls[:2] == ["a leave weights", "b leave weights"]
+            assert calls[2:] == ["a join weights at 1", "b join weights at 3"]  # rank 0 sends, a has two
             calls.clear()
             await one_update(updates)
             assert [one.version for one in engines] == [5, 5]
             assert (pool.up, events) == (2, [])
 
     run(go())
-    for number, step in enumerate(["begin", "receive w in weights", "end", "version 5", "resume"]):
+    for number, step in enumerate(["begin", "receive w", "end", "version 5", "resume"]):
         assert calls[2 * number : 2 * number + 2] == [f"a {step}", f"b {step}"]
     assert len(calls) == 10
 
@@ -124,13 +124,28 @@ def test_an_engine_that_did_not_begin_receives_nothing() -> None:
     run(go())
 
 
+def test_no_engine_joins_a_group_if_one_cannot_leave_the_last() -> None:
+    """It would wait in the join for the engine that is lost, and answer nothing meanwhile."""
+
+    async def go() -> None:
+        kept, lost = ReceivingEngine("kept"), ReceivingEngine("lost")
+        lost.fails_at = "leave weights"
+        async with updating(kept, lost) as (_, updates, _):
+            await updates.gather()
+            with pytest.raises(EngineError, match="lost does not leave"):
+                await updates.join(GROUP)
+            assert kept.calls == ["kept leave weights"]
+
+    run(go())
+
+
 def test_a_load_that_ends_without_confirmation_is_an_error() -> None:
     class Hasty(ReceivingEngine):
-        async def load(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+        async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
             if isinstance(weights, Path):
                 await super().load(weights, version, confirm)
             else:
-                async for _ in weights.parts:
+                async for _ in weights:
                     return
 
     async def go() -> None:
@@ -142,7 +157,7 @@ def test_a_load_that_ends_without_confirmation_is_an_error() -> None:
         run(go())
 
 
-@pytest.mark.parametrize("step", ["begin", "receive w in weights", "end", "version 5", "resume"])
+@pytest.mark.parametrize("step", ["begin", "receive w", "end", "version 5", "resume"])
 def test_any_exception_of_an_engine_becomes_an_engine_error(step: str) -> None:
     bad = ReceivingEngine("bad")
     bad.fails_at = step
@@ -162,7 +177,7 @@ def test_a_failed_broadcast_ends_the_loads_of_all_engines() -> None:
     left: list[str] = []
 
     class Busy(ReceivingEngine):
-        async def load(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+        async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
             try:
                 await super().load(weights, version, confirm)
             except asyncio.CancelledError:
@@ -171,7 +186,7 @@ def test_a_failed_broadcast_ends_the_loads_of_all_engines() -> None:
 
     async def go() -> None:
         good, bad = Busy("good"), Busy("bad")
-        bad.fails_at = "receive w in "
+        bad.fails_at = "receive w"
         async with updating(good, bad) as (pool, updates, _):
             await updates.gather()
             with pytest.raises(EngineError, match="bad does not receive"):

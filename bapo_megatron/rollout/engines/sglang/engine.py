@@ -25,7 +25,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
 from bapo_megatron.rollout.engines.sglang.inflight import InflightRequest, InflightRequests
 from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
 from bapo_megatron.rollout.engines.timeouts import load_seconds
-from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightStream
+from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightParts
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 """Seconds between repeated aborts, of one request or of all: one that changes its state may miss an abort."""
@@ -77,6 +77,8 @@ class SglangEngine:
         self._paused_at: int | None = None
         """The weight version at the caller's pause; None if the caller has not paused."""
         self._version: int | None = None
+        self._group_name = ""
+        """The broadcast group that the server has joined."""
         self._no_tokens_since: float | None = None
         """Time of the first overdue request without tokens since the last token of any request."""
 
@@ -134,7 +136,7 @@ class SglangEngine:
             self._paused_at = None
             await self._resume()
 
-    async def load(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+    async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
         """Load new weights between two tokens. Requests in flight continue under them.
 
         ServerError if the load fails or another version is reported, and the errors of ``confirm``. The
@@ -151,15 +153,16 @@ class SglangEngine:
                 await self.server.update_from_disk(weights, version, flush, timeout)
                 await self._confirm(version, confirm, timeout)
             else:
-                await self._abort_orphaned()
+                self._inflight.close_gate()
+                if not self._inflight.all:  # what the server still samples are orphaned requests
+                    await self.server.abort_all()
                 await self._pause_for_update()
                 await self._receive(weights)
                 # Only after a pause that retracts: no request is running, and its prefixes are of the old
                 # weights.
                 if self._on_update == "retract":
                     await self.server.flush_cache()
-                # The version after the digest: one that takes part in a broadcast that fails keeps its old
-                # version, with which the pool does not let it sample.
+                # The version after the digest: no token may carry it before the weights are confirmed.
                 await confirm(await self.server.checksum(timeout))
                 await self.server.set_version(version)
                 await self.weight_version()
@@ -178,7 +181,7 @@ class SglangEngine:
             await self.server.pause("retract")
             await self.server.release_memory(self._deadlines.update_s)
 
-    async def wake(self, weights: Path | WeightStream, version: int, confirm: Confirm) -> None:
+    async def wake(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
         """Wake a server that has released its memory: reclaim it, load weights, confirm them, sample.
 
         After an error the server must be ended: its memory is in an unknown state.
@@ -199,11 +202,14 @@ class SglangEngine:
             self._paused_at = None
             await self._resume()
 
-    async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
+    async def leave_group(self, name: str) -> None:
+        """Leave the broadcast group of that name, if the server is in one."""
+        await self.server.leave_weight_group(name, self._deadlines.update_s)
+
+    async def join_group(self, group: BroadcastGroup, first_rank: int) -> None:
         """Join a broadcast group; see ``SglangServer.join_weight_group``."""
-        # Leave first: a failed broadcast may have left a group of that name.
-        await self.server.leave_weight_group(group.name, timeout_s)
-        await self.server.join_weight_group(group, first_rank, timeout_s)
+        self._group_name = group.name
+        await self.server.join_weight_group(group, first_rank, self._deadlines.update_s)
 
     async def close(self) -> None:
         """Do nothing: the server keeps running."""
@@ -219,29 +225,24 @@ class SglangEngine:
             await self._abort(reopen=False)
         await self.server.pause(self._on_update)
 
-    async def _abort_orphaned(self) -> None:
-        """Abort the requests that a server still samples though nobody here waits for them."""
-        self._inflight.close_gate()
-        if not self._inflight.all:
-            await self.server.abort_all()
-
-    async def _receive(self, weights: WeightStream) -> None:
-        """Load all parts of ``weights`` in one update of the paused server."""
+    async def _receive(self, parts: WeightParts) -> None:
+        """Load all parts of new weights in one update of the paused server."""
         # A failure may have left an update open, and a server refuses a second one.
         await self.server.end_update()
         await self.server.begin_update()
-        async for part in weights.parts:
+        async for part in parts:
             if isinstance(part, BucketSpec):
-                await self.server.receive(part, weights.group_name, weights.timeout_s)
+                await self.server.receive(part, self._group_name, self._deadlines.update_s)
             else:
-                await self.server.receive_handles(part, weights.timeout_s)
+                await self.server.receive_handles(part, self._deadlines.update_s)
         await self.server.end_update()
 
-    async def _load_seconds(self, weights: Path | WeightStream) -> float:
+    async def _load_seconds(self, weights: Path | WeightParts) -> float:
         """Deadline of each call of a load, in seconds."""
-        if isinstance(weights, Path):
-            return await asyncio.to_thread(load_seconds, weights, self._deadlines.update_s)
-        return weights.timeout_s
+        limit_s = self._deadlines.update_s
+        return (
+            await asyncio.to_thread(load_seconds, weights, limit_s) if isinstance(weights, Path) else limit_s
+        )
 
     async def _confirm(self, version: int, confirm: Confirm, timeout: float) -> None:
         """Verify version and digest of the paused server's weights."""

@@ -247,33 +247,55 @@ def test_layout_agrees_with_one_process(
     check_agreement(answers(text, qwen2, samples), reference, samples)
 
 
+@pytest.fixture(scope="module")
+def alone(model: Path, samples: list[Sample]) -> Answer:
+    """One process, of each family."""
+    [found] = answers("one", model, samples)
+    return found
+
+
 @pytest.mark.parametrize("text", slow_but(["tp2-pp2", "tp2-sp-cp2"], "tp2-pp2"))
-def test_every_family_agrees(text: str, model: Path, samples: list[Sample]) -> None:
-    [alone] = answers("one", model, samples)
+def test_every_family_agrees(text: str, model: Path, samples: list[Sample], alone: Answer) -> None:
     check_agreement(answers(text, model, samples), alone, samples)
 
 
 UNEVEN = ["pp2-vpp2", "pp2-vpp2 layers1+2+1+2 full", "tp2-pp2-vpp2 layers2+1+2+1", "pp4", "pp4 layers2+1+2+1"]
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen3", "llama"], "qwen3"))
+@pytest.fixture(scope="module", params=slow_but(["qwen3", "llama"], "qwen3"))
+def deep(
+    request: pytest.FixtureRequest, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Answer]:
+    """A model of six layers, and what one process says."""
+    folder = save_tiny_model(request.param, tmp_path_factory.mktemp("deep"), num_hidden_layers=6)
+    [found] = answers("one", folder, samples)
+    return folder, found
+
+
 @pytest.mark.parametrize("text", slow_but(UNEVEN, "pp2-vpp2 layers1+2+1+2 full"))
-def test_chunks_of_unlike_size_agree(text: str, family: str, samples: list[Sample], tmp_path: Path) -> None:
+def test_chunks_of_unlike_size_agree(text: str, deep: tuple[Path, Answer], samples: list[Sample]) -> None:
     """Six layers in four chunks, which interleave or do not; llama has its embedding on two stages."""
-    folder = save_tiny_model(family, tmp_path / "model", num_hidden_layers=6)
-    [alone] = answers("one", folder, samples)
+    folder, alone = deep
     check_agreement(answers(text, folder, samples), alone, samples)
 
 
+@pytest.fixture(scope="module")
+def alone_with_one_sample(qwen2: Path, samples: list[Sample]) -> Answer:
+    """One process and one pack."""
+    [found] = answers("one", qwen2, samples[1:2])
+    return found
+
+
 @pytest.mark.parametrize("text", slow_but(["dp3", "pp2-vpp2", "dp2-cp2"], "dp3"))
-def test_dummy_packs_contribute_nothing(text: str, qwen2: Path, samples: list[Sample]) -> None:
+def test_dummy_packs_contribute_nothing(
+    text: str, qwen2: Path, samples: list[Sample], alone_with_one_sample: Answer
+) -> None:
     """One sample where the layout needs two or three packs: the rest are dummies, and change nothing."""
     few = samples[1:2]
     ranks = answers(text, qwen2, few)
     if text == "dp3":
         assert [len(rank.log_probs) for rank in ranks] == [1, 0, 0]
-    [alone] = answers("one", qwen2, few)
-    check_agreement(ranks, alone, few)
+    check_agreement(ranks, alone_with_one_sample, few)
 
 
 def test_there_are_many_layouts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ def test_a_reward_that_raises_stops_the_run_until_it_is_mended(
     rewards.write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     flags = ["--reward.function=own_rewards:score", "--steps=1", "--parallel.data=2"]
-    command = lambda: start(run_dir, *flags, launcher=(sys.executable,))  # noqa: E731
+    command = lambda: start(run_dir, *flags)  # noqa: E731
     process = command()
     output = output_of(process)
     assert process.returncode == 2, output[-3000:]

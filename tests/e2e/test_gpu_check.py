@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,10 +66,13 @@ def test_without_a_gpu_all_but_the_kernels_runs() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    done = gpu_check()
-    assert done.returncode == 2
-    assert done.stderr.endswith("no CUDA device\n--device cpu runs what needs none, at tiny size\n")
+def test_without_a_gpu_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "prepare_device", lambda: None)  # its variables are for a process of its own
+    assert program.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("no CUDA device\n--device cpu runs what needs none, at tiny size\n")
 
 
 @pytest.mark.gpu
@@ -197,6 +202,36 @@ class Weights:
         yield from ((f"w{number}", torch.full((5, 7), float(number))) for number in range(9))
 
 
+class ForkedReader:
+    """multiprocessing's context "spawn" with a reader that is forked: an interpreter takes 6 s to import.
+
+    The whole check, above, starts one as it is. Made by the fixture ``forked``.
+    """
+
+    def __init__(self) -> None:
+        self._fork = get_context("fork")
+        self._ours: Connection
+
+    def Pipe(self) -> tuple[Connection, Connection]:
+        self._ours, theirs = self._fork.Pipe()
+        return self._ours, theirs
+
+    def Process(self, target: Any, args: Any, daemon: bool) -> Any:
+        return self._fork.Process(target=self._read, args=(target, *args), daemon=daemon)
+
+    def _read(self, target: Any, theirs: Connection) -> None:
+        self._ours.close()  # else it would never see that the other end has closed
+        target(theirs)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reader of the test."""
+    context = ForkedReader()
+    monkeypatch.setattr(handles, "get_context", lambda _method: context)
+
+
+@pytest.mark.usefixtures("forked")
 def test_weights_that_change_on_their_way_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor of the second bucket is another."""
     sent, read, buckets, _ = handles.handed_over(Weights(), 400)
@@ -212,6 +247,7 @@ def test_weights_that_change_on_their_way_are_named(monkeypatch: pytest.MonkeyPa
     assert [name for name in sent if sent[name] != read[name]] == ["w2"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_reader_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handles, "handles_of", lambda _named: b"no pickle")
     with pytest.raises(RuntimeError, match="UnpicklingError"):

@@ -92,6 +92,8 @@ class ForkServer:
         os.chdir(str(request["directory"]))
         os.environ.clear()
         os.environ.update(request["environment"])  # type: ignore[arg-type]
+        own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # an interpreter reads it once
+        sys.path[1:1] = [folder for folder in own if folder not in sys.path]
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
         if request["source"]:

@@ -57,22 +57,22 @@ def rehearse_with(mistake: Mistake, config: RunConfig, rank: int, packs: int) ->
 def _child(mistake: Mistake, request: RankRequest, sender: Connection) -> None:
     gc.freeze()
     path = str(ROOT / mistake.file)
-    plain = importlib.machinery.SourceFileLoader.get_data
+    loaders = importlib.machinery.SourceFileLoader
+    plain, stats = loaders.get_data, loaders.path_stats
 
     def get_data(loader: Any, name: str) -> bytes:
         data = plain(loader, name)
         return data.replace(mistake.right.encode(), mistake.wrong.encode(), 1) if name == path else data
 
-    importlib.machinery.SourceFileLoader.get_data = get_data  # type: ignore[method-assign]
-    importlib.machinery.SourceFileLoader.path_stats = _no_cache  # type: ignore[method-assign]
+    def path_stats(loader: Any, name: str) -> Any:
+        if name == path:
+            raise OSError("no compiled file: it would be of the right source")
+        return stats(loader, name)
+
+    loaders.get_data, loaders.path_stats = get_data, path_stats  # type: ignore[method-assign]
     sys.dont_write_bytecode = True
     for name in [name for name in sys.modules if name.partition(".")[0] == "bapo_megatron"]:
         del sys.modules[name]
     from bapo_megatron.planning.rehearsal.rank import rehearse_rank
 
     sender.send(rehearse_rank(request, "torch"))
-
-
-def _no_cache(_loader: Any, _path: str) -> dict[str, Any]:
-    """A compiled file would be of the right source."""
-    raise OSError

@@ -4,7 +4,8 @@ prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -
 -> weights to the engines -> checkpoint -> metrics
 
 All functions here are collective. What ends a run is raised on every rank: Preempted, RunStopped (after a
-checkpoint, where one can be made), GapError, FloatingPointError. ``trainer/build.py`` makes the ``Run``.
+checkpoint, where one can be made), ConfigError (GapError is one), FloatingPointError. ``trainer/build.py``
+makes the ``Run``.
 Used by ``commands/train.py``.
 """
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling filter (DAPO): uniform groups, whose rewards are all equal, have no gradient.
+"""Dynamic sampling filter (DAPO): uniform groups, whose rewards are all equal, have no policy gradient.
 
 With ``rollout.drop_uniform_groups`` the sampler drops such groups of responses and samples others. A pure
 function of a group's rewards. ``rollout/sampler/loop.py`` asks it once a group is scored; ``advantages.py``

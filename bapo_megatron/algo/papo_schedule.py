@@ -60,8 +60,9 @@ def phase(entropy: float, target: float, band: float) -> float:
 class PapoSchedule:
     """PAPO's schedule of one run: gives the weights of its next update, from the entropies of earlier ones.
 
-    ``trainer/update_loss.py`` reads ``weights`` before an update and calls ``observe`` after it, on every
-    rank with the same entropy. State for checkpoints: ``state``, ``load_state``.
+    Made by ``UpdateLoss`` (``trainer/update_loss.py``), which reads ``weights`` before an update and calls
+    ``observe`` after it, on every rank with the same entropy. State for checkpoints: ``state`` and
+    ``load_state``.
     """
 
     def __init__(self, config: PapoConfig) -> None:

@@ -3,7 +3,7 @@
     exports/step_000120/   config, tokenizer, safetensors: whole or absent
 
 With ``checkpoint.export_every``, on rank 0. The process has a low priority, and converts one checkpoint at a
-time from file to file; it takes neither memory nor time of the trainer. One more checkpoint waits, and a
+time from file to file, in little memory; the trainer does not wait for it. One more checkpoint waits, and a
 newer one replaces it. So at most two checkpoints are kept from deletion, however slow the disk is. Used by
 ``trainer/build.py``.
 """

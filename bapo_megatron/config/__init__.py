@@ -1,7 +1,8 @@
 """Run configuration: the dataclasses of recipes, their validation, and the recipe loader.
 
 A recipe builds a ``RunConfig`` from the sections here. The dataclasses are frozen plain data, and check
-nothing by themselves: ``RunConfig.check`` raises one ConfigError with all mistakes.
+nothing by themselves: ``RunConfig.check`` raises one ConfigError with all mistakes (of types, else of ranges
+and rules), and so does ``SftConfig.check``.
 """
 
 from bapo_megatron.algo.bounds import BoundsConfig

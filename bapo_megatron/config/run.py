@@ -1,8 +1,8 @@
 """Configuration of an RL run or of SFT: a recipe returns one, the command line overrides its fields.
 
-Frozen dataclasses. ``check`` validates the fields alone, and raises one ConfigError with every mistake;
-``trainer/preflight.py`` checks the dataset and the model folder. Both run before any process starts. Used
-by ``config/``.
+Frozen dataclasses. ``check`` validates the fields alone, and raises one ConfigError with every wrong type, or
+if there is none every broken range and rule; ``trainer/preflight.py`` checks the dataset and the model
+folder. Both run before any process group exists. Used by ``config/``.
 """
 
 from __future__ import annotations

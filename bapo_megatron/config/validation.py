@@ -1,8 +1,9 @@
 """Rules between the fields of a configuration; types and ranges of each field are ``algo/settings.py``'s.
 
 ``RunConfig.check`` and ``SftConfig.check`` call the functions that yield errors (``*_problems``), each error
-one line with the field and the fix; ``raise_problems`` then raises one ConfigError. ``flat`` and
-``settings_of_scores`` are for others, too. No file, GPU or network is looked at.
+one line with the field and the fix; ``raise_problems`` then raises one ConfigError. ``flat``,
+``settings_of_scores`` and the names of the built-in rewards are for others, too. No file, GPU or network is
+looked at.
 """
 
 from __future__ import annotations

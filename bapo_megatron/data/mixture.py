@@ -1,14 +1,14 @@
 """Mixture of prompt sources: a deterministic, weighted interleaving, resumable from one count.
 
 Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). Of every first n prompts it has n
-w_i, to within 1 - 1 / (2 k - 2) of a prompt for k sources. In general no rule is better (R. Tijdeman, "The
-chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i prompts taken from source i
-before the n-th, the n-th comes from the source which, among those with
+w_i, to within 1 - 1 / (2 k - 2) of a prompt for k > 1 sources. In general no rule is better (R. Tijdeman,
+"The chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i prompts taken from
+source i before the n-th, the n-th comes from the source which, among those with
 
     n w_i - x_i >= 1 / (2 k - 2),
 
-has the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i: the earliest deadline. All of it is computed in
-integers, and nothing is random.
+has the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i: the earliest deadline. All of it is computed
+exactly, in integers and fractions, and nothing is random.
 
 The sampler and SFT take their prompts in this order where a run has several sources. Used in
 ``rollout/engines/``, ``rollout/sampler/`` and ``trainer/``.
@@ -83,7 +83,7 @@ class ProportionalInterleaving:
 
 
 class Mixture:
-    """Data order of several sources: each in endless shuffled epochs of its own, interleaved by weight.
+    """Data order of several sources: each in endless epochs of its own (may be shuffled), mixed by weight.
 
     The position to resume from is one number, the count of prompts taken, as with ``PromptOrder``. Made by
     ``data_order`` for the sampler, and by ``trainer/sft.py``.

@@ -6,7 +6,8 @@ layout, in integers, whose sums do not depend on their order. So every rank comp
 communication.
 
 1. Best fit gives the number of packs. Into that many, rounded up to the layout's multiple, documents go
-   longest first, each to the cheapest pack with room (longest processing time first).
+   longest first, each to the cheapest pack with room (longest processing time first); if one finds no room,
+   best fit's own packs are taken.
 2. Packs are dealt to the ranks, each the same number.
 3. Ranks are balanced by exchanges of documents and packs, then the packs within each rank: the heaviest
    group exchanges with a lighter one. Two groups weighing H > L that shift the weight s from one to the other
@@ -43,7 +44,7 @@ _NOTHING = -1
 class Documents:
     """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack.
 
-    Made by ``pack_plan.py``, read by ``balance``.
+    Made by ``plan_packs``, read by ``balance``.
     """
 
     tokens: np.ndarray

@@ -177,10 +177,11 @@ def check_template(tokenizer: Any, field: str) -> None:
 
 
 class PromptOrder:
-    """Data order: endless shuffled epochs over the prompts, each prompt once an epoch.
+    """Data order: endless epochs over the prompts, each once an epoch, shuffled or in the file's order.
 
-    The order of an epoch is a function of (seed, epoch, stream) alone, so the position to resume from is one
-    number, the count of prompts taken. ``stream`` separates orders of one seed; 0 counts as none. Made by
+    The order of an epoch is a function of (seed, epoch, stream) and the number of prompts, so the position
+    to resume from is one number, the count of prompts taken. ``stream`` separates orders of one seed; 0
+    counts as none. Made by
     ``mixture.data_order`` for the sampler, and by ``Mixture`` for each source.
     """
 

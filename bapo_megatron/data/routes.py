@@ -1,8 +1,9 @@
 """Routes, the experts that tokens took when they were sampled: their check, and the files of a step's routes.
 
-    RUN/journal/step_000001.routes.npy      uint8 (uint16 above 256 experts) [tokens of the step, layers, K]
+    RUN/journal/step_000001.routes.npy      uint8 (uint16 if experts need it) [tokens of the step, layers, K]
 
-The sampler writes one beside each step file, which has the CRC of every response's rows. A rank maps it and
+With ``rollout.route_replay`` the sampler writes one beside each step file, which has the CRC of every
+response's rows; K is the number of experts of a token. A rank maps it and
 reads those of its own samples. Numpy alone, no loop over tokens: a sampler handles hundreds of thousands a
 second. Used in ``rollout/engines/sglang/``, ``rollout/sampler/`` and this folder.
 """

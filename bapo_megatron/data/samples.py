@@ -96,7 +96,8 @@ class Sample(ResponseColumns, _TokenIds):
 
     It has all columns of the response. ValueError for a loss mask that has not one value for each token of
     the response. Positional arguments: token ids, log-probs, versions, advantage. Made by ``StoredSample``
-    from a step's file, by ``trainer/sft.py`` from a solution; packed by ``pack_samples``.
+    from a step's file, by ``trainer/sft.py`` from a solution, by ``canary.py`` at random; packed by
+    ``pack_samples``.
     """
 
     advantage: float

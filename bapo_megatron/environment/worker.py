@@ -6,8 +6,8 @@
 
 ``resume`` begins an episode, or brings a new object to where it was, and then steps: the last of ``turns`` is
 the one that it answers. The settings are ``function``, ``settings`` and ``memory_limit_mb``. The first note
-of the program is the class's ``Traits`` as JSON. ``pool.py`` is at the other end. Only the standard library
-is imported: a worker may run in an interpreter of its own.
+of the program is the class's ``Traits`` as JSON. ``pool.py`` is at the other end. It needs no package but the
+standard library: a worker may run in an interpreter of its own.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ from bapo_megatron.types import Metrics
 class Compared:
     """Comparison of one suite, as plain data: avg@n of evaluation A and of B.
 
-    All but the p-value are shares of 1; differences are B - A. Made by ``compare_suite``, printed by ``bapo
-    eval compare``.
+    ``a``, ``b``, the difference, its interval and the detectable one are shares of 1; differences are B - A.
+    Made by ``compare_suite``, printed by ``bapo eval compare``.
     """
 
     suite: str

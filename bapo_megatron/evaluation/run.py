@@ -2,7 +2,8 @@
 
 ``evaluate`` is ``bapo eval``. It starts the engines and the reward workers, which are those of a training run
 (``rollout/``, ``reward/``), and ends them; the same call goes on where an earlier one stopped. The model is
-found first, and converted to a Hugging Face folder in the output, for this evaluation and later ones. Used by
+found first, and one that is no Hugging Face folder is converted to one in the output, for this evaluation and
+later ones. Used by
 ``command.py``.
 """
 

@@ -25,6 +25,7 @@ CHUNKS = 12
 class Sink(Protocol):
     """Consumer protocol: takes the tensors in the order in which they were added, in the background thread.
 
+    ``stream_writer.py`` implements it.
     For each tensor ``begin``, then any number of ``append``; at the end ``close`` or ``abandon``.
     """
 

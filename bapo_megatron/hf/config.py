@@ -34,7 +34,10 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Shape of a layer's mixture of experts: a router and gated SiLU MLPs; each token takes a few of them."""
+    """Shape of a layer's mixture of experts: a router and gated SiLU MLPs; each token takes a few of them.
+
+    Part of a ``ModelShape``, made with it by ``model_shape``.
+    """
 
     count: int
     per_token: int

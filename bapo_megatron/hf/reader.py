@@ -37,8 +37,8 @@ class HfReader:
     """Reader of one Hugging Face folder; files are opened when first needed, and stay open.
 
     ``read`` reads only the asked rows and columns. ``check`` compares the folder with a model's shape. Made
-    by ``MegatronPolicy`` to load the initial weights, and by ``trainer/preflight.py`` to check them. Fused
-    experts are read as the tensors of each expert, fp8 weights as q s in bfloat16.
+    by ``MegatronPolicy`` to load its weights and the reference's, and by checks as ``trainer/preflight.py``.
+    Fused experts are read as the tensors of each expert, fp8 weights as q s in bfloat16.
     """
 
     def __init__(self, folder: Path) -> None:

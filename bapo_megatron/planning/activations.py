@@ -29,7 +29,10 @@ _FP32, _INT64, _INT32 = 4, 8, 4
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Activation bytes for each token of a rank, by what holds them: layers, final norm, stage boundary."""
+    """Activation bytes for each token of a rank, by what holds them: layers, final norm, stage boundary.
+
+    Made by ``activation_bytes_per_token``, summed up by ``memory.py``.
+    """
 
     layer: float
     """Saved by each layer."""

@@ -43,7 +43,7 @@ def _broken_rules(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of settings that makes a plan fit in memory, as the flags to add."""
+    """A change of settings that makes a plan fit in memory, as flags. Made by ``smallest_changes``."""
 
     flags: list[str]
     gpus: int

@@ -21,7 +21,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 class ResponseLengths:
     """Log-normal distribution of response lengths in tokens, truncated at the longest, with a given mean.
 
-    Its median is found by bisection at the first use, and kept.
+    Its median is found by bisection at the first use, and kept. Made by ``response_lengths``.
     """
 
     mean: float

@@ -29,7 +29,10 @@ from bapo_megatron.planning.verdict import Verdict, gpu_excess, host_excess
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan of one job: estimated memory, speed, traffic and engines, as plain data with sums over it."""
+    """Plan of one job: estimated memory, speed, traffic and engines, as plain data with sums over it.
+
+    Made by ``make_plan``, printed by ``page.py``.
+    """
 
     job: Job
     stages: list[StageMemory]

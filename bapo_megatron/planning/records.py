@@ -22,7 +22,10 @@ STEADY_UPDATE = (f"{SEARCH} 2", f"{UPDATE} 2")
 
 @dataclass(frozen=True)
 class RankRequest:
-    """Request to rehearse one rank of a recipe whose ``model.hf_path`` has at least a config.json."""
+    """Request to rehearse one rank of a recipe whose ``model.hf_path`` has at least a config.json.
+
+    Made by ``rehearse_job``, answered by ``rehearse_rank`` with a ``RankResult``.
+    """
 
     config: RunConfig
     rank: int
@@ -48,7 +51,10 @@ class RankRequest:
 
 @dataclass(frozen=True)
 class Call:
-    """One collective or point-to-point call of a rank, with its place in the program."""
+    """One collective or point-to-point call of a rank, with its place in the program.
+
+    Made by ``Collectives``, compared between ranks by ``match.py``.
+    """
 
     op: str
     group: str
@@ -74,7 +80,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of one device in one phase, in bytes, by kind."""
+    """Peak memory of one device in one phase, in bytes, by kind. Part of a ``RankResult``."""
 
     size: int
     kinds: dict[str, int]
@@ -82,7 +88,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class LargeTensor:
-    """Tensors of one shape and origin that are allocated at a peak, counted together."""
+    """Tensors of one shape and origin that are allocated at a peak, counted together, for the page."""
 
     size: int
     """Bytes of all of them."""
@@ -96,7 +102,10 @@ class LargeTensor:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Metered result of one rank, by phase of its program; sizes in bytes."""
+    """Metered result of one rank, by phase of its program; sizes in bytes.
+
+    Made by ``rehearse_rank``, or by ``processes.py`` for a rank whose process died.
+    """
 
     rank: int
     place: dict[str, int]

@@ -20,7 +20,10 @@ _OUTPUT = "output_layer.weight"
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Number of parameters on one GPU of a pipeline stage, after the cut by tensor parallelism."""
+    """Number of parameters on one GPU of a pipeline stage, after the cuts by TP, EP and ETP.
+
+    Made by ``stage_parameters``; the base of estimates of memory and traffic.
+    """
 
     layers: int
     body: int

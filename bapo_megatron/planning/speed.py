@@ -33,7 +33,7 @@ _LINK_EFFICIENCY = 0.5
 
 @dataclass(frozen=True)
 class Speed:
-    """Estimated FLOPs, duration and throughput of one update."""
+    """Estimated FLOPs, duration and throughput of one update. Made by ``speed``."""
 
     flops_per_token: float
     """Model FLOPs of a training pass (3 forward passes), for a token in a sequence of typical length."""
@@ -171,7 +171,7 @@ def _seconds(job: Job, training: bool) -> float:
 class HostUpdate:
     """Seconds of a host optimizer step (``optimizer.device=cpu``), on the slowest stage: max(AdamW, copies).
 
-    The copies run beside the cores, bucket by bucket. Left out: the copies of the first and the last bucket,
+    Made by ``host_update``. Copies run beside the cores, by buckets. Left out: those of the first and last,
     and the copy-on-write pages of the first step after a checkpoint has begun.
     """
 
@@ -208,7 +208,7 @@ def host_update(job: Job) -> HostUpdate | None:
 class Handover:
     """GPU hand-over of a step between the policy and colocated servers: seconds in which no GPU computes.
 
-    Left out: the servers' own release and resume of their memory, about a second.
+    Made by ``handover_estimate``. Left out: the servers' own release and resume of memory, about a second.
     """
 
     moved: float
@@ -223,7 +223,7 @@ class Handover:
     """From disk: one read, since the node's other servers find the bytes in the page cache. By IPC: the
     copies within GPU memory alone."""
     expected_reading_seconds: float
-    """By IPC at the rate that was measured elsewhere (``sync.IPC_RATE``)."""
+    """By IPC at the rate that was measured elsewhere (``traffic.IPC_RATE``); from disk the same as above."""
 
     @property
     def seconds(self) -> float:

@@ -1,6 +1,6 @@
 """Summary of a plan in five lines: fit, nodes, step time, first checkpoint, disk.
 
-``bapo plan`` prints it first, ``bapo submit --dry-run`` beside the job's script. Used by
+``bapo plan`` prints it below the title, ``bapo submit --dry-run`` beside the job's script. Used by
 ``commands/cluster/job.py`` and ``page.py``.
 """
 

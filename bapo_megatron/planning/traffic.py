@@ -31,7 +31,10 @@ H200 in 2.5 s (miles, docs/models/qwen/qwen3-8.md)."""
 
 @dataclass(frozen=True)
 class Traffic:
-    """Volume and duration of one kind of communication on its link; the base class of ``Sync``."""
+    """Volume and duration of one kind of communication on its link; the base class of ``Sync``.
+
+    Made by ``update_traffic``, one for each kind of parallelism.
+    """
 
     name: str
     sent: float
@@ -173,7 +176,7 @@ def _data(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Sync(Traffic):
-    """Weight sync of a step to the engines; ``seconds`` is the time on the wire alone."""
+    """Weight sync of a step to the engines, made by ``sync_traffic``; ``seconds`` is that on the wire."""
 
     expected_seconds: float
     """Seconds of a sync at the measured or assumed rate."""

@@ -1,8 +1,8 @@
 """Device and communication backend of this process, and CPU mode: megatron-core without CUDA.
 
 ``select_device`` comes first in every process that trains. megatron-core names "cuda" devices in a few dozen
-places. Without CUDA ``cpu_mode`` redirects them to the CPU, for the calling thread and its process. With CUDA
-no library is changed.
+places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch's calls in the calling thread, what it
+patches of megatron-core in the whole process. With CUDA ``select_device`` changes no library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Expert layers without a GPU, or without Transformer Engine: what megatron-core asks of them, otherwise.
+"""Patches of megatron-core's layers with experts, for machines without a GPU or without Transformer Engine.
 
-``policy/device.py`` patches the all-to-all dispatcher for gloo where there is no GPU, ``policy/model.py`` the
-router where there is no Transformer Engine.
+``policy/device.py`` patches the all-to-all dispatcher for gloo where there is no GPU; ``policy/model.py``
+defines the name of Transformer Engine's product, which the router asks for, where that package is missing.
 """
 
 from __future__ import annotations

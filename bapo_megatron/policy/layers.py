@@ -1,4 +1,4 @@
-"""The layer spec for megatron-core: Transformer Engine's layers (GPU, half precision), else torch's.
+"""The layer spec for megatron-core: Transformer Engine's layers (GPU, half precision, installed), or torch's.
 
 ``model.py`` builds the model's layers from it.
 """
@@ -88,7 +88,7 @@ def _torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism.
 
-    For layers without Transformer Engine.
+    For layers without Transformer Engine. megatron-core makes one where the layer spec names it.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:

@@ -1,7 +1,8 @@
 """Forward and backward passes over micro-batches on megatron-core's pipeline schedules.
 
 Packs (concatenated sequences) in, one additive float64 vector of sums out, equal on all ranks; its meaning is
-the caller's ``TokenFn``. Packs are whole; each rank slices its context-parallel part here.
+the caller's ``TokenFn``. Only ``stats`` gives values of each token, log-prob and entropy. Packs are whole;
+each rank slices its context-parallel part here.
 
 The layers see all tokens of a part, the output layer only the trained ones (``stats`` can include others).
 The trained tokens are selected on the host, from the pack's mask, without a device synchronization. Used by

@@ -1,11 +1,12 @@
-"""Replay of routes: a token goes to the experts that the engine sent it to when it was sampled.
+"""Replay of routes (mixture of experts): a token goes to the experts that the engine sent it to.
 
 Routes ride in the pack (``DocumentPack.routes``), so no order of a pipeline schedule, no recomputation and no
 pass without gradients needs a switch: a layer hands its router the pack's routes before it runs, and again
 when it is recomputed. Megatron's own replay is not used but for its place in the router: it is one switch for
 the process, which must turn between the forward and the backward step of each micro-batch.
 
-The router's weights of the given experts are its own: softmax over their logits, differentiable as ever.
+The weights of the given experts are the router's own, from its logits, differentiable as ever. Without replay
+(``PackRoutes.replays`` False) the layers choose by themselves, and the routes are only compared.
 
 Shapes: ``_T`` tokens of this rank, ``_K`` experts of a token, ``_E`` experts. Used by ``layers.py``,
 ``model.py`` and ``passes.py``.
@@ -34,7 +35,7 @@ COUNTS = 4
 
 @dataclass(frozen=True)
 class LayerRoutes:
-    """The routes of one layer in one pack.
+    """The routes of one layer in one pack, as plain data on the device.
 
     Made by ``PackRoutes.of_layer``, read by ``RouterChoice``.
     """
@@ -52,7 +53,7 @@ class LayerRoutes:
 class PackRoutes:
     """The routes of a pack for the layers of one model chunk, on the device, for the tokens of this rank.
 
-    Made by ``Passes`` for each pass of a pack; part of its ``DocumentPack``.
+    Made by ``PolicyModel.document_pack`` for each pass over a pack; part of its ``DocumentPack``.
     """
 
     expert_TLK: Tensor
@@ -107,7 +108,7 @@ class RouterChoice:
 
 
 class ReplayRouter(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router, which takes the experts that its layer hands it.
+    """megatron-core's router, which takes the experts that its layer hands it, or compares them with its own.
 
     megatron-core makes one for each layer.
     """

@@ -1,8 +1,8 @@
 """Checks of an answer's sympy expression: unevaluated operations, and relative differences of values.
 
-They run after a comparison by math-verify (``math_verify_compare.py``), in the main thread of a worker
-process: expressions that reach them are of a size that sympy can compute. They may raise whatever sympy does;
-the caller catches it.
+They run on what math-verify has parsed (``math_verify_compare.py``), in the main thread of a worker process,
+those of differences after its own comparison: expressions that reach these are of a size that sympy can
+compute. They may raise whatever sympy does; the caller catches it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ It has one of the forms of Skywork-OR1-RL-Data and its sources; ValueError for a
 - ``{"inputs": [...], "outputs": [...]}``: what a script reads and prints, as text or as a list of lines;
 - the same with ``"fn_name"``: arguments and value of a function, or of a method of class Solution. An input
   is a list of arguments, or text with the JSON of one argument a line; then the output is text with JSON;
-- ``{"assert_case": ["assert f(1) == 2", ...]}``, that list alone, or the text of one assert statement;
+- ``{"assert_case": ["assert f(1) == 2", ...]}``, that list alone, or one text that begins with an assert;
 - ``{"import_prefix": ..., "test_code": "def check(candidate): ...", "entry_point": "Solution().f"}``.
 
 Of the helper statements around a problem's asserts the tested program sees all but a reference solution or a

@@ -34,7 +34,8 @@ _LOG = logging.getLogger(__name__)
 class RewardResult:
     """Reward of one response, or the failure to score it, as plain data.
 
-    Made by ``RewardPool.score``, or by ``RobustScorer`` after an OSError.
+    Made by ``RewardPool.score``, by ``RobustScorer`` after an OSError, or by the sampler for an episode that
+    failed or that its environment has scored.
     """
 
     reward: float

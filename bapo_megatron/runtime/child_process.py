@@ -62,8 +62,8 @@ def with_import_path(environment: Mapping[str, str]) -> dict[str, str]:
 class ChildProcess:
     """Child process in a session of its own: signals to this process's group, as Ctrl-C, do not reach it.
 
-    Started by the constructor. Call ``close`` in any case: it kills the child, reaps it and releases the
-    pipes.
+    Started by the constructor, as by ``run_command``, worker processes and the agent programs of
+    ``environment/adapters``. Call ``close`` in any case: it kills the child, reaps it and releases the pipes.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class AnsweringChild(ChildProcess):
     """Request-reply child: one line of JSON each way, one request at a time.
 
     ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` it during a request. For
-    reward workers, sandboxes, math-verify and the generator of reasoning-gym.
+    sandboxes of code, math-verify, the generator of reasoning-gym and the traits of an environment.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ _MOST_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """The response to one request, with any status. Made by ``ask``."""
+    """The response to one HTTP request, with any status. Made by ``ask``, and by ``bapo doctor`` for none."""
 
     status: int | None
     """None for no response; ``reason`` then says why."""

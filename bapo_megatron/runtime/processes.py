@@ -1,7 +1,7 @@
-"""Parent-death handling: a child process never outlives its parent, also after ``kill -9`` (no orphans).
+"""Parent-death handling: child processes end with their parent, also after ``kill -9`` (no orphans).
 
-Our own programs call ``die_with_parent`` first thing. A foreign program (SGLang, nvidia-smi) runs under a
-guardian process, ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``. Linux only, and only the
+Our own programs call ``die_with_parent`` first thing. A foreign program (SGLang, a user's command) runs under
+a guardian process, ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``. Linux only, and only the
 standard library is imported: sandboxes and guardians start from this file alone.
 
 A *lifeline* is the reading end of a pipe whose writing end only the parent has: the kernel closes that when

@@ -1,7 +1,8 @@
-"""Paths of a run directory: the place in Python that spells its names, but for those within the journal.
+"""Paths of a run directory: what its files and folders are called, but for those within the journal.
 
-Nothing here creates or opens a file. ``slurm/lib/run_paths.sh`` mirrors those that a job's shell needs.
-Only the standard library is imported: the checkpoint tools and the commands for a cluster use it, too.
+Modules ask here instead of spelling the names. Nothing here creates or opens a file.
+``slurm/lib/run_paths.sh`` mirrors the names that a job's shell needs. Only the standard library is imported:
+the checkpoint tools and the commands for a cluster use it, too.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def step_leftovers(folder: Path, suffix: str = "") -> Iterator[Path]:
 class RunPaths:
     """Paths of the files and folders of the run directory ``root``, which need not exist. Reads no file.
 
-    Made by whatever in this package reads or writes a run, so that no other module of it spells their names;
-    ``slurm/launch.py``, which must not import it, spells ``logs`` itself.
+    Made by whatever in this package reads or writes a run, in place of spelled names; ``slurm/launch.py``,
+    which must not import it, spells ``logs`` itself.
     """
 
     def __init__(self, root: Path) -> None:

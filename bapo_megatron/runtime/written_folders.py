@@ -1,5 +1,4 @@
-"""Safe replacement of output folders: a command replaces only folders that it wrote itself, whole or not at
-all.
+"""Safe replacement of output folders: a command replaces only what it wrote itself, whole or not at all.
 
 Two renames, the old one aside and the new one into place; the next start repairs a kill between them. For
 exports, conversions and prepared datasets. ``check_replaceable`` is the preflight check, ``new_folder`` the

@@ -1,7 +1,8 @@
 """Checkpointing of the training loop: asynchronous saves between steps, and the save before a stop.
 
-Functions on a ``Run``, all collective. A save is begun by one call and completed by a later one; a new one
-waits for the one before. DiskError, on the rank that meets it, for a full disk. Used by
+Functions on a ``Run``, all collective. A save between steps is begun by one call and completed by a later one
+(``checkpoint.background=false``: by the same); a new one waits for the one before. DiskError, on the rank
+that meets it, for a full or failing disk. Used by
 ``commands/finish.py``, ``train.py`` and ``flow_control.py``.
 """
 

@@ -12,9 +12,11 @@
 A rank has the columns of its own samples alone. What all ranks need of a response, such as its mean ratio,
 one replica computes, and ``measured_once`` gives the number to all.
 
-Called by ``train.py`` on every rank. FloatingPointError, on every rank, for log-probs that are not finite.
+Called by ``train.py`` and ``reference.py`` on every rank. FloatingPointError, on every rank, for log-probs
+that are not finite.
 
-Legend: ``_R`` tokens of a response, ``_N`` trained tokens of one response, or response tokens of all samples.
+Legend: ``_R`` tokens of a response, ``_N`` trained tokens of one response, or response tokens of all samples,
+``_T`` positions of a pack.
 """
 
 from __future__ import annotations

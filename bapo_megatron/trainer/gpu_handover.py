@@ -3,12 +3,12 @@
     to_policy   engines: abort, pause, release memory | driver: is it free? | policy: reload
     to_engines  policy: offload | engines: take memory back, load weights, compare digests, sample
 
-The loop asks for it before sampling, before training and before a save, on every rank. One side takes memory
-only after the other has released it. An engine that fails to release or to wake is killed, which frees its
-memory. The first is started at the next hand-over to the engines, the second at once. No engine is started
-while the policy trains. Engines wake with weights from a folder, which is written before the policy is
-offloaded (weight_sync/disk). Or they read them from the policy's GPU memory (weight_sync/ipc), and then the
-policy is offloaded in two parts:
+The loop asks for it before sampling, before training and before a save, on every rank. With
+``parallel.offload=false`` the policy keeps its memory. An engine that fails to release or to wake is killed,
+which frees its memory. The first is started at the next hand-over to the engines, the second at once. No
+engine is started while the policy trains. Engines wake with weights from a folder, which is written before
+the policy is offloaded (weight_sync/disk). Or they read them from the policy's GPU memory (weight_sync/ipc),
+and then the policy is offloaded in two parts:
 
     to_engines  policy: offload all but weights | engines: weights' memory, load, digests | policy: offload
                 the weights | engines: the other memory, sample

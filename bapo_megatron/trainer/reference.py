@@ -6,7 +6,8 @@
 
 ``trainer/build.py`` loads it, ``train.py`` calls ``with_reference``, both on every rank, with
 ``algorithm.reference_kl.coefficient`` above 0. ``algo/reference_kl.py`` has the formulas. The reference is in
-no checkpoint: a resumed run loads it again, and a step's log-probs are a function of its batch alone.
+no checkpoint: a resumed run loads it again, and a step's log-probs are a function of its batch alone. For the
+other frozen model, the teacher of ``algorithm.distillation``, ``check_taught`` checks the rollouts.
 
 Legend: ``_R`` tokens of a response.
 """
@@ -44,7 +45,10 @@ _RECORD_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """Content of RUN/reference.json, as plain data: which weights the reference of the run has."""
+    """Content of RUN/reference.json, as plain data: which weights the reference of the run has.
+
+    Made by ``load_reference`` at each start, and from the file, to compare both.
+    """
 
     model: str
     """The Hugging Face folder."""

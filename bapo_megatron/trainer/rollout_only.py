@@ -1,7 +1,8 @@
 """Rollout-only run (``bapo train --rollout-only``): samples and scores the batches of all steps, no training.
 
 The engines load the model's own weights once, as version 0. Every step's batch is formed as in training, and
-kept in the run directory; ``--train-only`` trains on it. Started again, it continues after the last step.
+kept in the run directory; ``--train-only`` trains on it. Started again, it continues after the last step that
+is on disk with its metrics.
 Used by ``commands/train.py``.
 """
 

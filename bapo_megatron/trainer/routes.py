@@ -1,4 +1,4 @@
-"""Routes in the training loop: their metrics, and what is said where they are missing or differ.
+"""Routes (the experts that each token takes in a mixture-of-experts model) in the loop: metrics and checks.
 
     routes/known             share of the trained tokens whose route the engine gave
     routes/unknown_tokens    positions without one, prompts included: the trainer's routers choose for them
@@ -7,8 +7,8 @@
     routes/engine_mismatch   the same, of trained tokens that the policy's present weights sampled
 
 Engine and trainer round differently, so nearly equal router logits change places; after an update of the
-weights more do. At the same weights much of it is an error: routes of other tokens or layers, or an engine
-with other weights. Used by ``train.py``.
+weights more do. At the same weights a large share is a sign of routes of other tokens or layers, or of an
+engine with other weights: a warning. Stored rollouts without routes: ConfigError. Used by ``train.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Construction of the sampler, its engine servers and the weight sync of a run, from its configuration.
 
-``open_sampler`` and ``open_engines`` are context managers for rank 0: they start processes, and end them with
-the block. ``build_weight_sync`` is called on every rank. Used by ``build.py``, ``preflight.py`` and
+``open_sampler`` and ``open_engines`` are context managers for rank 0: they start processes (a replay none),
+and end them with the block. ``build_weight_sync`` is called on every rank. ``load_suites`` reads the held-out
+problems. Used by ``build.py``, ``preflight.py`` and
 ``rollout_only.py``.
 """
 

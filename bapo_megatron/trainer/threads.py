@@ -1,4 +1,4 @@
-"""Thread pinning: a resumed run keeps its number of CPU threads, so that its sums are equal bit for bit.
+"""Thread pinning: a run resumed at its layout keeps its number of CPU threads, for sums equal bit for bit.
 
 Threads split long sums between them, so their number changes the last bits of matrix products, means and
 vectorized functions. A GPU does not depend on it. Every rank calls ``pin_threads``, which is collective,

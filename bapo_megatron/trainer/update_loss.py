@@ -4,14 +4,16 @@ The exact search (Algorithm 1) needs the ratio of every token of the update befo
 cheap to expensive:
 
 - fixed bounds: no search;
-- on-policy data: the present weights are pi_old, every ratio is 1, no forward pass;
-- ``scope: lagged``: the sums that the previous update measured;
-- ``scope: micro_batch``: a search in each micro-batch, as the published code does;
+- ``scope: lagged``: the sums that the previous update measured; the first update measures as below;
+- ``scope: micro_batch``: a search in each micro-batch within the passes, as the published code does;
+- on-policy data, with ``algorithm.known_ratio``: the present weights are pi_old, every ratio is 1, no forward
+  pass (GSPO, VESPO and M2PO, whose search is their ratio, measure it if pi_old is the engine's);
 - ``batch.hold_forwards``: after all forward passes and before all backward passes;
 - else: a forward-only pass over the update.
 
-The other losses of ``algorithm.loss`` that search something do the same. With PAPO the search and the loss
-see the reweighted advantages. Those need entropies, so on-policy data saves no forward pass then. Used in
+The other losses of ``algorithm.loss`` that search something do the same. With PAPO (``algorithm.polarity``)
+the search and the loss see the reweighted advantages. Those need entropies, so on-policy data saves no
+forward pass then. Used in
 ``commands/``, ``planning/rehearsal/`` and this folder.
 """
 

@@ -46,7 +46,10 @@ LOTS = 8
 
 @dataclass(frozen=True)
 class CallKind:
-    """A kind of call: a function of the worker program, and how it may be called."""
+    """A kind of call: a function of the worker program, and how it may be called.
+
+    Made by the pools of rewards and of environments, for ``WorkerPool.call``.
+    """
 
     function: str
     limit_s: float
@@ -57,7 +60,7 @@ class CallKind:
 
 
 class CallFailed(Exception):
-    """Failure of a call, named by its function and its holder."""
+    """Failure of a ``WorkerPool.call``, named by its function and its holder."""
 
     def __init__(
         self, name: str, failure: Failure, detail: str, traceback: str = "", place: str = "", beside: int = 0
@@ -122,7 +125,10 @@ class _Call:
 
 
 class WorkerPool:
-    """Pool of ``workers`` processes of one program, for one event loop: ``start``, ``call``, ``close``."""
+    """Pool of ``workers`` processes of one program, for one event loop: ``start``, ``call``, ``close``.
+
+    Made by the pools of rewards and of environments, which say what is asked.
+    """
 
     def __init__(self, program: WorkerProgram, workers: int, places: int = 1000) -> None:
         """``places``: most calls that a worker of an async program has at a time."""

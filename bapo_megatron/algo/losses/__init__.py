@@ -1,9 +1,10 @@
 """Registry of policy-gradient losses, and base classes to write one: ``loss = -sum_t weight_t A_t value_t``.
 
 ``algorithm.loss`` is a registered name or ``package.module:Name``; ``build_loss`` makes it at a run's start,
-and raises ConfigError for an unknown loss or setting. A loss is one file with one subclass of ``Loss``, which
-gives the loss of a pack and the gradient factor of each token. Clip fractions, diagnostics, the entropy rule
-and PAPO follow from these. Every rank calls it for its own packs; it makes no collective calls.
+and raises ConfigError for an unknown loss or setting, or bounds that it would ignore. A loss is a subclass of
+``Loss``, which gives the loss of a pack and the gradient factor of each token. Clip fractions, diagnostics,
+the entropy rule and PAPO follow from these. Every rank calls it for its own packs; it makes no collective
+calls.
 
 Legend: ``_T`` tokens of a pack, which is a micro-batch of packed sequences.
 """
@@ -56,7 +57,7 @@ LOSSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Search over a whole update that a loss needs first: clipping bounds, sequence ratios. Plain data.
+    """Search that a loss needs first, over an update or parts of it: clipping bounds, sequence ratios.
 
     ``found = find(sum of measure over packs and ranks)``. ``trainer/update_loss.py`` gets the sums in the
     cheapest way and finds, before the loss is computed; ``Loss.terms`` then gets ``found``, equal on every
@@ -120,7 +121,7 @@ class Loss(ABC):
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient, 0 where masked. Plain data.
+    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient; 0, the ratio 1, where masked.
 
     Made by ``TokenLoss.terms`` for each chunk of a pack.
     """

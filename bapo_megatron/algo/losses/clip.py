@@ -9,7 +9,8 @@ Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an upda
 
 With ``algorithm.bounds.scope=micro_batch`` parts of an update of about ``bounds_tokens`` tokens, its search
 groups, have bounds of their own. They depend on the update's data alone: they are the same on every rank, in
-every layout and with every pack length. ValueError for a pack that is not of ``data.packing.pack_samples``.
+every layout and with every pack length (not so with ``bounds_tokens=None``: then the parts are the packs).
+ValueError for a pack that is not of ``data.packing.pack_samples``.
 
 Used by ``commands/verify/check.py`` and ``benchmarks/diagnostics.py``.
 """
@@ -186,8 +187,9 @@ class _ClipSettings(Protocol):
 class ClipLoss(Loss):
     """PPO-clip loss at the bounds of an update, which Algorithm 1 finds or which are fixed.
 
-    With ``bounds.scope=update`` the search needs the ratios of all tokens of the update before its first
-    backward pass, which may cost a forward pass; fixed bounds need none. ValueError from the search if its
+    With ``bounds.scope=update`` or ``bounds_tokens`` the search needs the ratios of all tokens of the update
+    before its first backward pass, which may cost a forward pass; fixed bounds need none, nor do lagged ones
+    or those of each pack. ValueError from the search if its
     sums are not finite. Made by ``build_loss`` for ``algorithm.loss=clip``, the default.
     """
 

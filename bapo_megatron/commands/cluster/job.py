@@ -1,7 +1,8 @@
 """Slurm job of a recipe: node groups, environment settings, and the checks before its submission.
 
-The checks look for missing container mounts, and inputs that do not exist on this machine. Nothing here calls
-Slurm: ``submit.py`` makes the job, has it checked, and hands its specification to ``slurm/launch.py``.
+The checks look for contradictions of recipe and cluster file, missing container mounts, memory that does not
+fit, and inputs that this machine lacks. Nothing here calls Slurm: ``submit.py`` makes the job, has it
+checked, and hands its specification to ``slurm/launch.py``.
 """
 
 from __future__ import annotations

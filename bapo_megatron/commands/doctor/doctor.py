@@ -31,7 +31,10 @@ start. `bapo train RECIPE --help` lists the flags.
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """The parsed command line of ``bapo doctor``: the recipe if there is one, its flags, and ``--json``."""
+    """The parsed command line of ``bapo doctor``: the recipe if there is one, its flags, and ``--json``.
+
+    Made by ``of`` for ``run_doctor``.
+    """
 
     recipe: Path | None
     flags: tuple[str, ...] = ()

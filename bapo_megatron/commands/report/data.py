@@ -46,7 +46,8 @@ class Headline(TypedDict):
 class Series:
     """A time series: the values of one metric over a run, NaN where the log has none.
 
-    ``step`` is a fraction where the values are those of single updates.
+    ``step`` is a fraction where the values are those of single updates. Made by ``RunRecord.by_step`` and
+    ``by_update``, and by what derives curves from these.
     """
 
     step: np.ndarray

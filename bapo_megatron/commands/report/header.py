@@ -26,7 +26,7 @@ Fact = tuple[str, str]
 class SearchOutcome:
     """Outcome of a run's bounds searches: how many updates moved a bound, and reached the target.
 
-    Both are shares.
+    Both are shares. Made by ``search_outcome``.
     """
 
     moved: float

@@ -25,7 +25,7 @@ _FEW_POINTS = 8
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a run as it is drawn: thin single values, and their moving mean."""
+    """A curve of a run as it is drawn: thin single values, and their moving mean. Made by ``line_of``."""
 
     thin: Series
     """Single updates, or single steps."""

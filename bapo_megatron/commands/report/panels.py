@@ -1,7 +1,8 @@
 """Panels (plots) of a report as data: which metrics each draws, its colours, its caption.
 
-``plots.py`` draws them. Blue is for positive advantages, orange for negative advantages, near-black for
-everything else. People who do not tell red from green tell these apart; tests simulate what they see.
+``plots.py`` draws them. Blue is for positive advantages and what is good, orange for negative ones and what
+is bad, near-black for what is neither; ages of tokens, and other sequences, go from yellow to black. People
+who do not tell red from green tell these apart; tests simulate what they see.
 """
 
 from __future__ import annotations

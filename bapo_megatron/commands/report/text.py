@@ -1,7 +1,7 @@
 """Formatting of report pages: jinja templates, numbers as text, table cells, plots as data URIs.
 
-Values are escaped for HTML when a template is rendered; a name that a template lacks is an error. Used in
-this folder.
+Values are escaped for HTML when a template is rendered; a value that it asks for and is not given is an
+error. Used in this folder.
 """
 
 from __future__ import annotations

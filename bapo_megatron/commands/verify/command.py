@@ -1,7 +1,7 @@
 """``bapo verify-parallel RECIPE [flags]``: writes or compares a layout reference, in the layout's processes.
 
-Without ``--save`` and ``--certificate`` it measures a smaller layout first, then the recipe's, each in new
-processes, and compares them. Exit code 1 if they differ.
+Without ``--save`` and ``--certificate`` it measures the layout of ``--reference.*`` first (by default one
+process), then the recipe's, each in new processes, and compares them. Exit code 1 if they differ.
 """
 
 from __future__ import annotations

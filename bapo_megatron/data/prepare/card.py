@@ -46,9 +46,9 @@ class Dropped:
 
 @dataclass
 class Card:
-    """Data card: counts and examples, filled row by row by the pipeline, which then writes it.
+    """Data card: counts and examples, filled row by row by ``prepare`` in ``command.py``, which writes it.
 
-    It has no time: equal data and options, equal card.
+    It has no time: equal data, options and version of the code, equal card.
     """
 
     sources: list[dict[str, Any]]

@@ -2,7 +2,7 @@
 
 The first pass finds repeated questions and templates, the second filters and writes. The same sources and
 options give the same bytes, so the digest of data.jsonl identifies a dataset. The folder appears whole, or
-not at all with a ConfigError.
+not at all. ConfigError for bad options or sources, too many invalid rows, or no row that is left.
 """
 
 from __future__ import annotations

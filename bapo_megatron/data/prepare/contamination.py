@@ -4,11 +4,12 @@ A training question is contaminated by an evaluation problem if at least ``share
 words are in it. N-grams that ``COMMON`` or more of the problems share do not count: contest problems end
 alike ("where m and n are relatively prime positive integers, find m + n"), and so do hundreds of training
 questions. N-grams of many training questions, a template, do not count either: problems of a template differ
-in a few numbers and names, and sharing one of these is no contamination. A question that holds a whole
-problem is contaminated, however many do.
+in a few numbers and names, and sharing one of these is no contamination; of a problem that is a template in
+part (``TEMPLATED``) the question must have at least 0.8 of the rest. A question that holds a whole problem is
+contaminated, however many do.
 
-A problem with fewer than ``OWN`` n-grams ("7 + 9 =") has no reliable share: it must be equal in normal form,
-except for the order of a sum or a product. Used by ``filters.py`` and ``command.py``.
+A problem with fewer than ``OWN`` n-grams that count ("7 + 9 =") has no reliable share: it must be equal in
+normal form, except for the order of a sum or a product. Used by ``filters.py`` and ``command.py``.
 """
 
 from __future__ import annotations

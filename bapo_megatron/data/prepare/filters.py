@@ -35,7 +35,7 @@ class Duplicates:
     """Deduplication filter: of questions with equal normal form the first stays; none if answers differ.
 
     It sees every question in the first pass, and filters in the second. Tests of programs are not compared.
-    Made by ``pipeline.prepare``.
+    Made by ``prepare`` in ``command.py``.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ def _sentence(answer: str) -> str | None:
 class TypesOfExtraInfo:
     """Schema check: each key of ``extra_info`` must have one type in all rows, as Arrow needs it.
 
-    It remembers the types of the rows so far.
+    It remembers the types of the rows so far. Made by ``command.py`` for the rows that it writes.
     """
 
     def __init__(self) -> None:

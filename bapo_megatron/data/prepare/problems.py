@@ -6,8 +6,9 @@ and ``answer`` (GSM8K's ends with ``#### 72``), or a ``solution`` that ends with
 capitalised.
 
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
-ask for that form gets an instruction, unless the reward is the user's or the options say otherwise. DAPO's
-own instruction, a line "Answer:", is removed. Used by ``card.py``, ``filters.py`` and ``command.py``.
+ask for that form gets an instruction, unless the reward reads neither (the user's own, an endpoint's, a
+task's) or the options say otherwise. DAPO's own instruction, a line "Answer:", is removed. Used by
+``card.py``, ``filters.py`` and ``command.py``.
 """
 
 from __future__ import annotations

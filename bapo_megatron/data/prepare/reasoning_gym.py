@@ -28,7 +28,7 @@ _COMMAND = (sys.executable, "-m", "bapo_megatron.data.prepare.generator")
 
 @dataclass(frozen=True)
 class GeneratedSource:
-    """Source of generated problems: some tasks in equal shares, no question twice.
+    """Source of generated problems: some tasks in equal shares, none with a question twice.
 
     All are generated at the first call, in a child process, and kept. ConfigError if that fails. Made by
     ``tasks_of`` for ``sources.open_source``.

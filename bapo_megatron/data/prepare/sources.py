@@ -1,6 +1,7 @@
-"""Dataset sources, read row by row: a JSONL, JSON or parquet file, a hub dataset, generated problems.
+"""Dataset sources, read row by row: a JSONL, JSON or parquet file, a hub dataset, CHAMP, generated problems.
 
-``open_source`` makes one. Of CHAMP's 270 problems only those are read whose answer is a number: the others
+``open_source`` makes one. CHAMP's 270 contest problems come in the package champ-dataset; only those are read
+whose answer is a number: the others
 are words, or formulas in plain text. Each source has ``name``, ``digest()``, and ``rows()``, which may be
 called again. ``command.py`` reads all rows of it in each of its two passes.
 """
@@ -83,9 +84,9 @@ class HubSource:
 
 
 class ChampSource:
-    """Source of the package's problems, in its order; each call reads the file anew.
+    """Source of the contest problems of the package champ-dataset, in its order; each call reads the file.
 
-    Made by ``open_source``.
+    Made by ``open_source``, read by ``command.py``.
     """
 
     name = CHAMP

@@ -5,7 +5,7 @@
 
 The program gets OPENAI_BASE_URL and OPENAI_API_KEY, an address on loopback and a key of this episode alone,
 and the task as JSON on stdin. The policy answers its requests; what a request adds to the conversation is the
-observation. The last line of its stdout is its reward; without output ``reward.function`` judges. The run's
+observation. The last word of its stdout is its reward; without output ``reward.function`` judges. The run's
 settings say how the policy samples, whatever a request asks. Sampled tokens are kept, so a program that
 rewrites what was said is refused (409), as are ``stream``, ``n`` and ``logprobs`` (400), and ``tools`` unless
 the setting ``tools_in_prompts`` says that the prompts describe them. Workers load it by that name.
@@ -39,7 +39,10 @@ class EndpointSettings:
 
 
 class EndpointEnvironment(LoopEnvironment):
-    """An episode that is a run of a program. Subclass it with ``run`` for one without a process."""
+    """An episode that is a run of a program, made by the worker of environments.
+
+    Subclass it with another ``run`` for an agent without a process.
+    """
 
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint; its reward, or None."""

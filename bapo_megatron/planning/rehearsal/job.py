@@ -1,6 +1,7 @@
 """Rehearsal of a job: its flags, the ranks and packs that they choose, and the results of those ranks.
 
-It starts processes. ConfigError for a stage or a rank that the layout does not have. Used by
+It starts processes. ConfigError for a stage or a rank that the layout does not have, for flags that exclude
+each other, and for layers that are not there. Used by
 ``commands/rehearse.py`` and ``commands/cluster/job.py``.
 """
 

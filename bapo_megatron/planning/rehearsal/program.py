@@ -36,7 +36,8 @@ _SHORTEST = 256
 class RankProgram:
     """Phases of one rank, as methods, of which ``build`` comes first; process groups must exist.
 
-    ``phase`` makes the context manager of a phase from its name, in which the caller measures.
+    ``phase`` makes the context manager of a phase from its name, in which the caller measures. Made by
+    ``RankRehearsal``, and by tests that run it on a real device.
     """
 
     def __init__(self, config: RunConfig, phase: Callable[[str], AbstractContextManager[None]]) -> None:

@@ -5,7 +5,8 @@ each rank's queries attend to the part of their document up to them. No mask ten
 a GPU uses ``flash.py``; else whole documents use padded batches (``padded.py``), and chunks ``prefix.py``.
 ``layers.py`` puts ``DocumentAttention`` into the layer spec.
 
-Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.
+Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
+``_LKHD`` with keys and values in a dimension of 2.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from bapo_megatron.policy.route_replay import PackRoutes
 
 @dataclass
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
-    """The sequence parameters of a pack: megatron-core's, with the document bounds on the host, and RoPE.
+    """The sequence parameters of a pack: megatron-core's, with document bounds on the host, RoPE and routes.
 
     Made by ``PolicyModel.document_pack`` for each pass over a pack; every layer reads it.
     """

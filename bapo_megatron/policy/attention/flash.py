@@ -4,7 +4,8 @@ Called by ``core.py`` in every layer. It needs torch 2.11, which ``device.varlen
 kernel's causal mask is aligned to the last query and the last key (bottom right), as a document's chunk
 needs: its queries are the last of the keys that they see.
 
-Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.
+Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
+``_KHD`` for the keys of its chunks, end to end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Padded attention (CPU, float32): a pack's documents through SDPA in right-padded batches, causal, GQA.
+"""Padded attention: a pack's documents through SDPA in right-padded batches, causal, GQA.
 
-Called by ``core.py`` in every layer, without context parallelism. A batch has documents of similar length.
-Under a causal mask no real query sees the padding behind it, so no mask tensor is needed, and SDPA can use
-its flash kernels.
+Called by ``core.py`` in every layer on a CPU, and in float32 on a GPU, without context parallelism. A batch
+has documents of similar length. Under a causal mask no real query sees the padding behind it, so no mask
+tensor is needed, and SDPA can use its fast kernels.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_PHD`` [rows of all batches, heads, head_dim].
 """

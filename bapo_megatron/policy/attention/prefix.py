@@ -3,10 +3,11 @@
     softmax(scale q k^T) v, where query i sees the keys up to m - n + i
     q [batch, heads, n, head_dim]; k, v [batch, kv_heads, m, head_dim], m >= n
 
-Two flash calls compute the prefix, which every query sees, and the last n keys, causally; their outputs are
-merged by their log-sum-exps (Milakov & Gimelshein 2018, arXiv 1805.02867). With the merged output and
-log-sum-exp each part's backward gives its exact share of the gradient, as in ring attention (Liu et al. 2023,
-arXiv 2310.01889). For ``padded.py`` (m = n: one SDPA call), and ``core.py`` under context parallelism.
+On a CPU two flash calls compute the prefix, which every query sees, and the last n keys, causally; their
+outputs are merged by their log-sum-exps (Milakov & Gimelshein 2018, arXiv 1805.02867). With the merged output
+and log-sum-exp each part's backward gives its exact share of the gradient, as in ring attention (Liu et al.
+2023, arXiv 2310.01889). Where m = n, and on a GPU (float32), it is one SDPA call. For ``padded.py`` (m = n),
+and ``core.py`` under context parallelism.
 """
 
 from __future__ import annotations

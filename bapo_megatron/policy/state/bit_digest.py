@@ -1,4 +1,4 @@
-"""The layout-independent digest of weights and optimizer state, for the resume check.
+"""The layout-independent digest of weights and optimizer state: for the resume check, and of the reference.
 
     digest = sum over elements of  bits(element) * row_factor * column_factor   modulo 2^64
 
@@ -43,7 +43,10 @@ _CUT, _WHOLE, _EXPERT = range(3)
 
 @dataclass(frozen=True)
 class RankSums:
-    """A rank's sums, which all ranks exchange."""
+    """A rank's sums of the digests, as plain data, which all ranks exchange.
+
+    Made by ``state_digest`` and ``weights_digest``, put together by ``merged``.
+    """
 
     tensor: int
     """TP rank."""

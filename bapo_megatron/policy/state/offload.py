@@ -34,7 +34,7 @@ _ALIGNMENT = 512
 class Offload:
     """The offload of a model and its optimizer: ``offload`` frees device memory, ``reload`` restores it.
 
-    Local to a rank. Host memory for the copies is allocated at the first call, and kept for the next ones.
+    Local to a rank. Host memory for the copies is allocated when it is first needed, and kept.
     Made by ``MegatronPolicy``; ``GpuHandover`` calls both through the policy.
     """
 

@@ -104,7 +104,7 @@ class _CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
 class StoredReader(StorageReader):
     """The ``StorageReader`` (torch.distributed.checkpoint) of an opened checkpoint: torch calls its methods.
 
-    CheckpointError for content that is damaged or not plain.
+    CheckpointError for content that is damaged or not plain. Made by ``read_by``.
     """
 
     def __init__(self, stored: StoredCheckpoint) -> None:

@@ -40,7 +40,7 @@ from bapo_megatron.types import Prompt
 class Question:
     """A response with its prompt and ground truth, as plain data.
 
-    Made by ``question_of`` in the scorer, sent by a ``Judge``.
+    Made by ``question_of`` in the scorer; a ``Judge`` makes the request of it.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -285,8 +285,9 @@ class Judge(Protocol):
 class EndpointScorer:
     """Endpoint scorer of a run, async, in one event loop: ``open``, ``answer`` any number at once, ``close``.
 
-    Equal questions are sent once, also while the first one is in flight; failures are not cached. A failed
-    call is a reply with a ``failure``, not an exception. Made by ``RewardPool``.
+    Equal questions are sent once, also while the first one is in flight, as long as the first score is in
+    the cache (setting ``cache``); failures are not cached. A failed call is a reply with a ``failure``, not
+    an exception. Made by ``RewardPool``.
     """
 
     def __init__(self, reward: RewardConfig) -> None:

@@ -1,7 +1,8 @@
-"""Python audit hook of a tested program: refuses its file changes, processes and sockets (PermissionError).
+"""Python audit hook of a tested program, the sandbox's last layer: PermissionError for what it may not do.
 
-It is the last layer of isolation, and the only one where the kernel grants none. C code bypasses it. Used
-by ``isolation.py``.
+It refuses changes of files outside the sandbox's directory, new processes, signals to others, and sockets but
+socket pairs. Where the kernel grants no other layer it is the only one. C code bypasses it. Used by
+``isolation.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """File system of a sandbox: a new root (pivot_root) with Python's libraries, one directory, three devices.
 
 ``box`` is that directory. The libraries are read-only views. There is no home, no run directory, no dataset,
-no socket or FIFO of others, and of /proc only the sandbox's own processes. Used by ``child.py`` and
+no socket or FIFO of others, and of /proc only the sandbox's own processes (before Linux 5.8 the machine's
+settings, too, read-only). Used by ``child.py`` and
 ``isolation.py``.
 """
 

@@ -1,11 +1,11 @@
 """Serialization of tested programs' values as plain JSON, for a comparison outside the program's process.
 
 ``encoded`` runs in the program's process, ``decoded`` outside. None, booleans, numbers and text stay as they
-are, numbers and text as exactly int, float and str, so that a subclass's own equality does not count. A list,
-tuple, set or dict is [kind, items]. On request a range, bytes, complex number or deque is [``written``, name
-of its type, parts], an iterator or a view of a dict [``iterator``, items], another object [``object``, name
-of its type, attributes]. Anything else is [``other``, name of its type]. Used by
-``reward/code.py``, ``child.py`` and ``fusion.py``.
+are, numbers and text as exactly int, float and str, so that a subclass's own equality does not count. numpy's
+arrays and numbers are lists and numbers. A list, tuple, set or dict is [kind, items]. On request a range,
+bytes, complex number or deque is [``written``, name of its type, parts], an iterator or a view of a dict
+[``iterator``, items], another object [``object``, name of its type, attributes]. Anything else is
+[``other``, name of its type]. Used by ``reward/code.py``, ``child.py`` and ``fusion.py``.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class Sandbox:
     """Sandbox of one source, a context manager of its isolated processes; each case is a fork of them.
 
     All cases share a temporary directory. After a case that gave None (time, death) the sandbox takes no
-    other. Made by ``code.py`` for each response, without a SandboxFusion server.
+    other. Made by ``code.py`` for each response, without a SandboxFusion server, and by ``requirements.py``
+    as a trial.
     """
 
     def __init__(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> None:

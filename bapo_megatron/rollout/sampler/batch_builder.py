@@ -1,7 +1,7 @@
 """The batch builder: selects the finished groups of a training step, and writes the step's file.
 
 With it the metrics of the sampling: rewards, lengths, truncation, and an account of all sampled tokens.
-``GroupSampler.next_batch`` asks it once a step. Used by ``group_sampler.py``.
+``GroupSampler.next_batch`` asks it. Used by ``group_sampler.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bapo_megatron.types import Metrics, StepBatch
 
 
 class BatchBuilder:
-    """The builder of a step's batch: the finished groups that were opened first, without stale ones.
+    """The builder of a step's batch: the finished groups that were opened first, but for those to be dropped.
 
     Part of ``GroupSampler``: ``choose``, then ``write``, between two commits of the sampler's loop.
     """

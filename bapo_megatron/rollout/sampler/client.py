@@ -54,8 +54,8 @@ class SamplerClient:
     """The ``Sampler`` of the trainer: blocking calls to the sampler's process, which is restarted if it dies.
 
     The call is then repeated, but for the wake-up calls of colocated engines, which name no engine then, and
-    ``tell``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed; a
-    ConfigError or RunStopped of the process is raised here. Made by ``trainer/sampling.py``.
+    ``tell``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed;
+    errors that it reports are raised here, as these or as ConfigError. Made by ``trainer/sampling.py``.
     """
 
     def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:

@@ -1,7 +1,7 @@
 """The dispatcher: the scheduling of generation requests on engines, one segment of a response at a time.
 
-A segment is the answer to one request: at most ``rollout.segment_tokens`` tokens, or the rest of the
-response. Used by ``group_sampler.py`` and ``loop.py``.
+A segment is an engine's answer to one request: the next tokens of a response, at most
+``rollout.segment_tokens``. Used by ``group_sampler.py`` and ``loop.py``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ SegmentEnd = FinishReason | Literal["turn"]
 class Answer:
     """An environment's answer to a turn: the tokens that the model is given, or the end of the response.
 
-    Made by ``Stepper``, and again from the record of it.
+    Made by ``TurnTaker``, and again from its record in the write-ahead log.
     """
 
     token_ids_R: np.ndarray

@@ -1,6 +1,6 @@
 """The group sampler: prompts to durable step batches; it wires state, journal, loop and dispatcher.
 
-The journal is the write-ahead log of all that was sampled, and the only state that outlives the process.
+The journal, a write-ahead log of all that was sampled, is the state that outlives the process.
 Used by ``process.py`` and ``benchmarks/sampler_scale.py``.
 """
 

@@ -1,4 +1,4 @@
-"""The sampler process: engines, reward workers and the sampler in one event loop, an RPC server on a pipe.
+"""The sampler process: sampler, engines (or their clients) and reward workers in one event loop; RPC by pipe.
 
 ``client.py``, on rank 0, starts ``python -m bapo_megatron.rollout.sampler.process FD``. The first message is
 a ``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or

@@ -9,7 +9,7 @@
     waiting     STEP         ``restarted``                       sampling, without tokens
     complete    nothing
 
-Only responses in an environment have turns (``episode.py``). Pure functions on frozen data: no engine, no
+Only responses in an environment wait (``episode.py``). Pure functions on frozen data: no engine, no
 file, no clock. The dispatcher and the stepper drive responses for training with it (the write-ahead log is
 between an answer and the next state), ``whole_response.py`` those of evaluations.
 """
@@ -47,7 +47,7 @@ MOST_LOSSES = 20
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of responses. Plain data."""
+    """The sampling parameters of responses: plain data, made by ``Dispatcher``, ``HeldOut``, `bapo eval`."""
 
     temperature: float
     max_response_tokens: int
@@ -117,14 +117,14 @@ class Response:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A need: more tokens from an engine."""
+    """A need of a response, found by ``needs``: more tokens from an engine."""
 
     most: int
     """Most tokens of the next request; 0: none before new weights bring a new budget."""
 
 
 class Step(Enum):
-    """A need: the environment's answer to the model's turn. ``STEP`` is the only one."""
+    """A need of a response: the environment's answer to the model's turn. ``STEP`` is its only member."""
 
     STEP = "step"
 

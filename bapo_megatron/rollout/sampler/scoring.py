@@ -22,8 +22,8 @@ from bapo_megatron.types import Prompt
 class Scorer(Protocol):
     """A reward function for one response (protocol).
 
-    Async; it never raises because of a response's content. ``RewardPool`` is one; ``GroupScorer`` and
-    evaluations call it.
+    Async; it never raises because of a response's content. ``RewardPool`` is one, ``RobustScorer`` another
+    around it; ``GroupScorer`` and evaluations call it.
     """
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:

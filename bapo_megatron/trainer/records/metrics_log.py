@@ -34,8 +34,8 @@ def evaluation_means(run_dir: Path) -> dict[int, float]:
 class MetricsLog:
     """The metrics log of one run, on rank 0. Steps count from 1. RunStopped if the disk does not take a line.
 
-    ``resume_step``: the last step that the checkpoint holds; 0 for a new run. Opening the log drops the lines
-    of later steps: the resumed run makes those steps again. ``report`` records the events of trackers. Made
+    ``resume_step``: the last step to keep; 0 for a new run. Opening the log drops the lines of later steps:
+    the resumed run makes those steps again. ``report`` records the events of trackers. Made
     by ``Recorder``, or by ``RolloutRecord`` in a rollout-only run.
     """
 

@@ -1,7 +1,8 @@
 """Recorder of a run (metrics, events.jsonl, progress line), and the engine mismatch and one-sign checks.
 
-``Recorder`` is on rank 0 alone. Once in a run it says that BAPO's bounds never move, so that the run equals
-one with fixed bounds. The checks are called on every rank, once a step's metrics are written. Used in the
+``Recorder`` is on rank 0 alone. If none of the first 16 stale updates has moved BAPO's bounds, it says once
+that the run so far equals one with fixed bounds. The checks are called on every rank, once a step's metrics
+are written; GapError, on every rank, for a gap that must stop the run. Used in the
 package's root, ``trainer/`` and this folder.
 """
 
@@ -38,8 +39,8 @@ _UPDATES = 16
 class IdleSearch:
     """Counter of stale updates, whose ratios are not all 1, in which no bound moved, from the run's start on.
 
-    It is not in checkpoints: a resumed process has not seen the first updates, and gives no notice. Made by
-    ``Recorder``, which asks it once a step.
+    It is not in checkpoints: a process resumed after step 1 has not seen the first updates, and gives no
+    notice. Made by ``Recorder``, which asks it once a step.
     """
 
     def __init__(self, bounds: BoundsConfig, first_step: int) -> None:
@@ -201,7 +202,7 @@ class Recorder:
 class StepClock:
     """Stopwatch of the parts of a step (rollout, update, sync), in wall seconds of this rank.
 
-    Made by the loop at the start of a step, when it starts; ``lap`` ends a part.
+    It starts when it is made, by the loop at the start of a step; ``lap`` ends a part.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """Recorder of a rollout-only run: metrics, a progress line for each step, a summary table at the end.
 
-In place of ``Recorder``, on rank 0. The positive share of sampled groups, what BAPO's search would see at
-ratios of 1, is logged for each step, and says at the end whether BAPO can act. Used by
+In place of ``Recorder``, on rank 0. The share of positive tokens (``positive_share``), which BAPO's search at
+its default settings would see at ratios of 1, is logged for each step, and says at the end whether BAPO can
+act. Used by
 ``trainer/rollout_only.py``.
 """
 
@@ -88,8 +89,8 @@ _USUAL = {"start", "resume", "done", "engine_ready", "bapo_outlook"}
 class RolloutRecord:
     """Writer of metrics, events and progress lines of a rollout-only run, on rank 0. Steps count from 1.
 
-    Opening it records `start` or `resume`, and drops metrics of later steps. RunStopped if the disk does not
-    take a line. Call ``finish`` once all steps are sampled, ``close`` in any case. Made by
+    Opening it drops metrics of later steps, and records `start` or `resume` if steps are left. RunStopped if
+    the disk does not take a line. Call ``finish`` once all steps are sampled, ``close`` in any case. Made by
     ``trainer/rollout_only.py``.
     """
 

@@ -45,7 +45,7 @@ _NAMES |= {"reduce_scatter_tensor_coalesced_": "reduce_scatter", "recv_": "recv"
 
 
 class Collectives:
-    """Recorder of one rank's collectives, in order; it also gives their results to the meter.
+    """Recorder of one rank's collectives, in order; it also gives their results to the meter, its maker.
 
     RuntimeError or ValueError where NCCL would refuse a call.
     """

@@ -1,4 +1,4 @@
-"""FLOP counter of a rank's kernels: matrix products by torch's own formulas, attention as executed.
+"""FLOP counter of a rank's kernels: matrix products by their shapes, attention as executed.
 
 Flash attention does two products for each pair of a query and a key forward and five backward (recomputed
 scores, and the gradients of queries, keys, values and scores): Dao 2023, FlashAttention-2 (arXiv 2307.08691),
@@ -25,7 +25,7 @@ _FORWARD, _BACKWARD = 4, 10
 
 
 class FlopMeter:
-    """FLOP counter of kernels: gives the meter the FLOPs of one call, and adds nothing up.
+    """FLOP counter of kernels: gives the meter, which makes it, the FLOPs of one call, and adds nothing up.
 
     ``chunks``, the (queries, keys) of each chunk of documents on this rank, must be set before the
     variable-length kernels run: their arguments are on the device.

@@ -45,7 +45,7 @@ class Meter(TorchDispatchMode):
     program.
 
     ``cuda`` says whether the rank's device is the fake GPU. RuntimeError for tensors on mixed devices, as on
-    a GPU.
+    a GPU, and for an output layer whose product is not float32. Made by ``RankRehearsal``.
     """
 
     def __init__(self, fake: FakeTensorMode, group_names: Mapping[str, str], cuda: bool) -> None:

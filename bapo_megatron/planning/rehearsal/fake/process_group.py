@@ -1,6 +1,6 @@
 """Fake process groups of a rank: a world of the recipe's size in which only this rank exists.
 
-Object collectives give results as if every peer were like this rank; `Collectives` does so for tensors.
+Object collectives give results as if every peer were like this rank; `Collectives` answers those of tensors.
 torch's object collectives stay patched in this process, and so does what ``repair_torch`` patches for fake
 tensors of any device. Used by ``planning/rehearsal/rank.py``.
 """

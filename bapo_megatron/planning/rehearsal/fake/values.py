@@ -132,6 +132,7 @@ aten = torch.ops.aten
 class ShapesFromValues:
     """Answers of ``nonzero``, boolean indexing, ``masked_select``, ``bincount``, ``repeat_interleave``.
 
+    Made by the meter, which asks it before torch's fake kernels.
     ``read`` is called before each result with the tensor whose values decide: if it is on the GPU, the host
     waits.
     """

@@ -1,7 +1,7 @@
 """Counters of host waits in a rehearsal, by phase and line of the program; and the finder of that line.
 
 At a host wait the CPU blocks until the GPU has finished: at a read of a value, a shape that depends on
-values, a copy without ``non_blocking``. ``meter.py`` finds the waits and counts them here. ``collectives.py``
+values, a copy without ``non_blocking``, a ``synchronize``. ``Meter`` counts them here. ``collectives.py``
 and ``planning/rehearsal/rank.py`` take only the functions that name a line of the program.
 """
 
@@ -24,7 +24,7 @@ _PYTHON = f"/python{sys.version_info.major}.{sys.version_info.minor}/"
 
 
 class HostWaits:
-    """Counters of host waits and of guesses (reads of unknown values), by phase and program line."""
+    """Counters of host waits and guesses (reads of unknown values), by phase and line. Part of ``Meter``."""
 
     def __init__(self) -> None:
         self.waits: Counter[Wait] = Counter()

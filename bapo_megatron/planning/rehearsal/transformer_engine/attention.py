@@ -3,7 +3,7 @@
 The compiled functions take their arguments by position, and their order has changed; ``_FORWARD`` and
 ``_BACKWARD`` name them by how many there are. NotImplementedError for dropout, windows and other layouts.
 
-Shapes: ``_QHD`` [queries, heads, head_dim], ``_KGD`` [keys, KV heads, head_dim], ``_HQK`` [heads, queries,
+Shapes by letters: T tokens, Q queries, K keys, H heads, G KV heads, D head_dim; ``_HQK`` is [heads, queries,
 keys].
 
 In ring attention (context parallelism) a rank holds two chunks of each document, one after the other: its

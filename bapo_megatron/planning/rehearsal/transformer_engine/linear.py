@@ -1,8 +1,8 @@
 """Kernels of dense layers in torch: GEMM, RMSNorm and rotary position embedding.
 
-Half precision in and out, float32 inside, no fp8. RoPE is for packed documents (thd), also under context
-parallelism; NotImplementedError where it is interleaved, and for inputs that are no packs of documents. Used
-by ``installation.py``.
+Float32 inside, whatever the types in and out. RoPE is for packed documents (thd), also under context
+parallelism. NotImplementedError for fp8, GELU, overlapped communication, interleaved RoPE, and RoPE of
+anything but packs of documents. Used by ``installation.py``.
 """
 
 from __future__ import annotations

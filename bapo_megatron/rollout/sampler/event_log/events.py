@@ -1,4 +1,4 @@
-"""The events of the sampler: one constructor for each kind of record in the write-ahead log.
+"""The events of the sampler: one constructor for each kind of record in the write-ahead log but snapshots.
 
 ``SamplerLoop`` commits the records, then ``SamplerState.apply`` changes the state by them. Used in
 ``rollout/sampler/``.

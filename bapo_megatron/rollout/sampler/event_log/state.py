@@ -1,8 +1,8 @@
 """The event-sourced state of the sampler: open groups, finished groups, and counts of all others.
 
-``apply`` is the only mutator, and every record that it applies is in the write-ahead log already: replaying
-the log gives the same state. A damaged record costs only its content: a response continues from the tokens
-before the gap, and nothing is trained on twice.
+``apply`` is the only mutator, and its records are in the write-ahead log before anything acts on them: a
+replay of the log gives the same state. A damaged record costs only its content: a response continues from
+the tokens before the gap, and nothing is trained on twice.
 
 Steps: ``served`` is the last step that got its groups; the weights of step s are made by its updates (0: the
 initial ones).
@@ -37,7 +37,7 @@ TEACHER_LOG_PROBS = "teacher_log_probs"
 class GroupSummary(NamedTuple):
     """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data.
 
-    Made when a group's scores are applied; ``metrics.py`` reads it.
+    Made when a group's scores are applied; ``batch_builder.py`` and ``episode_metrics.py`` read it.
     """
 
     number: int
@@ -106,8 +106,8 @@ class FinishedGroup:
 class SamplerState:
     """The state of the sampler: a pure function of the records of the write-ahead log.
 
-    Only ``apply`` changes it. ConfigError if the log was written under another ``identity``. Made by
-    ``GroupSampler``.
+    Only ``apply`` changes it. ConfigError if the log was written under another ``identity`` or in a newer
+    format. Made by ``GroupSampler``.
     """
 
     def __init__(

@@ -38,7 +38,8 @@ _OVERHEAD = _HEAD.size + 2 * _CHECK.size
 class Record:
     """One record of a write-ahead log, an event of the sampler: JSON fields and numpy arrays.
 
-    Made by ``events.py``, snapshots of the state by ``state.py``; ``SamplerState.apply`` applies them.
+    Made by ``events.py``, snapshots of the state by ``state.py`` and ``journal_start.py``, and read back by
+    ``read_records``; ``SamplerState.apply`` applies them.
     """
 
     kind: str

@@ -2,7 +2,8 @@
 
     python -m bapo_megatron.trainer.records.observer RUN NAME STEP LIFELINE
 
-It ignores the signals that reach all processes of a job: the run ends it, after the last rows.
+RUN: the run directory; STEP: the last step on disk; LIFELINE: a pipe that closes when the run is gone.
+It ignores the signals that reach all processes of a job: the run ends it, after the last rows or a limit.
 """
 
 from __future__ import annotations

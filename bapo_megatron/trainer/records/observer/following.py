@@ -1,7 +1,8 @@
 """Observer loop: forwards each row of a run's metrics files to one tracker, in order, with retries.
 
 Runs in the observer's own process. Each step is sent once, also over restarts: the tracker, or else the state
-file, says which step it has last. After a kill a tracker that cannot tell may get a row twice. Used by
+file, says which step it has last. A tracker that cannot tell may get a row twice, after a kill or an error of
+its own. Used by
 ``__main__.py`` and ``processes.py``.
 """
 

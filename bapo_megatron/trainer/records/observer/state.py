@@ -23,7 +23,7 @@ NOTHING = -1
 class TrackerState:
     """Progress of one tracker, and its last problem: the content of its state file. Plain data.
 
-    Written by ``Observer``, read by ``Observers``.
+    Written by ``Observer``, which reads it at its start; ``Observers`` reads it while the run goes on.
     """
 
     step: int = NOTHING

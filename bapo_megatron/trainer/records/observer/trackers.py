@@ -1,12 +1,12 @@
 """Trackers of W&B, trackio and MLflow: one run of a board for all starts of a run directory.
 
-They run in an observer's process, and import their packages when they are made; no other module imports them.
-Errors of a package or its server are raised, and the observer tries again.
+They run in an observer's process, and import the trackers' packages when they are made. Errors of a package
+or its server are raised, and the observer tries again.
 
-At a restart the steps are read that W&B's offline files hold, after a kill fewer than were logged. A file has
-LevelDB's log format (github.com/google/leveldb, doc/log_format.md) after a header of seven bytes: blocks of
-32 KiB with records of checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last part) and
-data, here a Record of W&B's protocol. A torn end is left out. Used by ``__main__.py``.
+``steps_with`` reads, at a restart, which steps W&B's offline files hold: after a kill fewer than were logged.
+A file has LevelDB's log format (github.com/google/leveldb, doc/log_format.md) after a header of seven bytes:
+blocks of 32 KiB with records of checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last
+part) and data, here a Record of W&B's protocol. A torn end is left out. Used by ``__main__.py``.
 """
 
 from __future__ import annotations

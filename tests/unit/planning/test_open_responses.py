@@ -37,19 +37,20 @@ def of(step_seconds: float | None, admitted: int, share: float = 1.0, overlap: b
 
 
 def test_the_inequality_by_hand() -> None:
-    """4,096 x (1 + 30 / 10) = 16,384 are needed, and 1 x 512 x 8 admitted: a quarter, and staleness 4."""
+    """1.25 x 4,096 x (1 + 30 / 10) = 20,480 are needed, and 1 x 512 x 8 admitted: a fifth, and staleness 5."""
     short = of(30.0, 4096)
-    assert (short.needed, short.filled, short.needed_staleness) == (16384.0, 0.25, 4)
+    assert (short.needed, short.filled, short.needed_staleness) == (20480.0, 0.2, 5)
     assert short.longest_step_seconds == 0.0
-    enough = of(30.0, 4 * 4096)
-    assert (enough.filled, enough.needed_staleness, enough.longest_step_seconds) == (1.0, 4, 30.0)
+    enough = of(30.0, 5 * 4096)
+    assert (enough.filled, enough.needed_staleness, enough.longest_step_seconds) == (1.0, 5, 30.0)
     half = of(30.0, 4096, share=0.5)
-    assert (half.needed, half.filled, half.needed_staleness) == (10240.0, 0.4, 3)
-    assert of(None, 3 * 4096, share=0.5).longest_step_seconds == 40.0
+    assert (half.needed, half.filled, half.needed_staleness) == (12800.0, 0.32, 4)
+    assert of(None, 3 * 4096, share=0.5).longest_step_seconds == pytest.approx(28.0)
     assert of(None, 4096).needed is of(None, 4096).filled is of(None, 4096).needed_staleness is None
     waits = of(10.0, 4096, overlap=False)
-    assert (waits.needed, waits.needed_staleness) == (8192.0, 1), "(1 + 1) x 4,096 while the trainer waits"
-    assert of(0.0, 4096).needed_staleness == of(0.0, 4096, overlap=False).needed_staleness == 0
+    assert (waits.needed, waits.needed_staleness) == (10240.0, 2), "(2 + 1) x 4,096 while the trainer waits"
+    assert (of(0.0, 4096).needed_staleness, of(0.0, 4096, overlap=False).needed_staleness) == (2, 1)
+    assert of(0.0, 5120).filled == 1.0
 
 
 @pytest.mark.parametrize(
@@ -116,4 +117,4 @@ def test_the_command_takes_the_seconds(capsys: pytest.CaptureFixture[str]) -> No
     plan_command(words)
     found = json.loads(capsys.readouterr().out)["environment"]
     assert found["step_seconds"] == 2.0
-    assert found["needed"] == pytest.approx(found["places"] * (1 + 2.0 / found["turn_seconds"]))
+    assert found["needed"] == pytest.approx(1.25 * found["places"] * (1 + 2.0 / found["turn_seconds"]))

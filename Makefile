@@ -8,6 +8,7 @@
 #   make demo-moe   a mixture of experts learns on a CPU, its experts on two ranks, in two minutes
 #   make demo-tools a policy learns to use a calculator on a CPU, in minutes: responses of several turns
 #   make demo-real  a pretrained chat model learns problems of reasoning-gym on a CPU, in a quarter of an hour
+#   make demo-real-tools  that model learns to ask a calculator, on a CPU
 #
 #   make te-check   Transformer Engine's layers against torch's, on a CPU: all of tests/te
 #   make cluster    both environments of a cluster, the trainer's and SGLang's, with CUDA builds of the versions in cluster/
@@ -42,6 +43,14 @@ REAL_PREPARE = $(BIN)/bapo data prepare reasoning-gym:chain_sum,products --task-
 	--system-prompt "Answer with the result only." --tokenizer $(REAL_MODEL) --max-prompt-tokens 48
 REAL_EVAL := --suite $(REAL_DATA)/held_out/data.jsonl --reward reasoning_gym --samples 2 --temperature 1 \
 	--max-response-tokens 40 --dtype float32
+
+# The third: sums of two and three digits, products of two, behind one worked example of a call.
+REAL_TOOLS_RUN := runs/demo_real_tools
+REAL_TOOLS_DATA := data/calculator
+REAL_TOOLS_TASKS := {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3}, \
+	"products": {"min_digits": 2, "max_digits": 2}}
+REAL_TOOLS_PREPARE = $(BIN)/bapo data prepare reasoning-gym:chain_sum,products --task-settings '$(REAL_TOOLS_TASKS)' \
+	--tokenizer $(REAL_MODEL) --max-prompt-tokens 96
 GGUF_READER := $(shell grep -E '^(accelerate|gguf)==' $(PINS))
 
 # The environments of a cluster. They may lie anywhere that all nodes see.
@@ -71,7 +80,7 @@ TOKENIZERS := qwen3 qwen2_5 llama3_2 deepseek_v3
 ENVIRONMENTS_VENV := .venv-environments
 ENVIRONMENTS_PINS := tests/support/environments.txt
 
-.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster image demo demo-moe demo-tools demo-real real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
+.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster image demo demo-moe demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -192,6 +201,11 @@ demo-real: real-model $(REAL_DATA)/train/data.jsonl
 	$(BIN)/bapo eval compare $(REAL_RUN)/eval/base $(REAL_RUN)/eval/trained --examples 3
 	@echo "The plots are in $(REAL_RUN)/report: open $(REAL_RUN)/report/index.html"
 
+demo-real-tools: real-model $(REAL_TOOLS_DATA)/train.jsonl
+	$(BIN)/bapo train recipes/demo_real_tools.py --run-dir $(REAL_TOOLS_RUN)
+	$(BIN)/bapo report $(REAL_TOOLS_RUN)
+	@echo "The plots are in $(REAL_TOOLS_RUN)/report: open $(REAL_TOOLS_RUN)/report/index.html"
+
 real-model: $(REAL_MODEL)/config.json
 
 # What is there is kept: the script and `bapo data prepare` are asked only for what is missing.
@@ -209,6 +223,15 @@ $(REAL_DATA)/train/data.jsonl: $(REAL_DATA)/held_out/data.jsonl
 
 $(REAL_DATA)/held_out/data.jsonl: | $(REAL_MODEL)/config.json
 	$(REAL_PREPARE) --size 60 --seed 1 --output $(@D)
+
+$(REAL_TOOLS_DATA)/train.jsonl: $(REAL_TOOLS_DATA)/train/data.jsonl
+	$(BIN)/python recipes/demo/make_worked.py $(REAL_TOOLS_DATA)
+
+$(REAL_TOOLS_DATA)/train/data.jsonl: $(REAL_TOOLS_DATA)/held_out/data.jsonl
+	$(REAL_TOOLS_PREPARE) --size 200 --against $< --output $(@D)
+
+$(REAL_TOOLS_DATA)/held_out/data.jsonl: | $(REAL_MODEL)/config.json
+	$(REAL_TOOLS_PREPARE) --size 60 --seed 1 --output $(@D)
 
 check: lint
 	$(PYTEST) tests/unit tests/property -m "not slow and not integration" -n logical $(PYTEST_FLAGS)

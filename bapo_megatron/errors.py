@@ -1,6 +1,7 @@
 """Exceptions of the command line: each is reported as one message without a traceback, with an exit code.
 
-``runtime/exit_codes.py`` prints them. Any other exception is a traceback and exit code 1.
+``runtime/exit_codes.py`` prints them. Any other exception is a traceback and exit code 1. Used throughout the
+package.
 """
 
 from __future__ import annotations

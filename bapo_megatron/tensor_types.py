@@ -2,6 +2,7 @@
 
 Apart from ``types.py``, which needs no torch: a reward worker, which imports ``types``, must start within a
 second. Users may import these names from ``types``, too. Shapes (suffix of a name): ``_T`` tokens of a pack.
+Used throughout the package.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ prompt, ``_R`` tokens of a response. Token ids, log-probabilities and versions o
 a list of Python integers costs ten times as much to send and to write.
 
 This module imports no torch: each reward worker imports it, and would take seconds to start. The types that
-hold tensors are in ``tensor_types.py``; their names can be imported from here as well.
+hold tensors are in ``tensor_types.py``; their names can be imported from here as well. Used throughout the
+package.
 """
 
 from __future__ import annotations

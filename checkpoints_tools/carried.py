@@ -1,6 +1,7 @@
 """Config, tokenizer and licence files of a Hugging Face folder, which a conversion copies along unchanged.
 
 CheckpointError for a link that leads out of the folder. ``to_hf``, ``to_megatron`` and ``reshard`` call it.
+Used by ``resharding.py``, ``to_hf.py`` and ``to_megatron.py``.
 """
 
 from __future__ import annotations

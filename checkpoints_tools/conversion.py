@@ -1,6 +1,6 @@
 """Conversion driver of all formats: space check, then the copy of a plan into an atomic output folder.
 
-``to_megatron``, ``to_hf`` and ``reshard`` make the plan and call ``convert``.
+``to_megatron``, ``to_hf`` and ``reshard`` make the plan and call ``convert``. Used in this folder.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A pure function on numpy arrays; ``data/samples.py`` calls it for each group of a batch, on every rank,
 ``trainer/reference.py`` again with penalized rewards, ``trainer/records/rollouts.py`` for a metric.
 
-Legend: ``_G`` responses of a group.
+Legend: ``_G`` responses of a group. Used by ``data/samples.py``, ``trainer/records/rollouts.py`` and
+``trainer/reference.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 With ``rollout.drop_uniform_groups`` the sampler drops such groups of responses and samples others. A pure
 function of a group's rewards. ``rollout/sampler/loop.py`` asks it once a group is scored; ``advantages.py``
-gives such groups zeros.
+gives such groups zeros. Used by ``advantages.py``, ``rollout/sampler/loop.py`` and
+``trainer/records/rollouts.py``.
 """
 
 from __future__ import annotations

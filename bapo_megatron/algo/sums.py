@@ -1,8 +1,8 @@
 """Contribution sums of Algorithm 1 by histograms of log r, whose bin edges are the candidates of the bounds.
 
 Cumulative sums over the bins give the sum at every candidate. ``surrogate.py`` calls this for the tokens of a
-pack, or of a chunk of it; legend and conventions are there. ValueError for shapes that differ, or
-candidates of c_low and c_high that overlap.
+pack, or of a chunk of it; legend and conventions are there. ValueError for shapes that differ, or candidates
+of c_low and c_high that overlap. Used by ``surrogate.py``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The checks are preflight, without side effects but the new directory and its lock file; the lock is held by
 rank 0 while the run lasts. ConfigError for everything that is refused. ``runtime/run_paths.py`` has the names
 of the files. ``commands/train.py`` takes the lock, ``trainer/preflight.py`` makes the checks,
-``trainer/build.py`` stores the configuration.
+``trainer/build.py`` stores the configuration. Used in ``commands/``, ``evaluation/``, ``trainer/`` and this
+folder.
 """
 
 from __future__ import annotations

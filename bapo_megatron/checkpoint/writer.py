@@ -1,6 +1,7 @@
 """Asynchronous checkpoint writer: the ranks' parts, then file digests, then the manifest and the rename.
 
 For ``store.py``. Every step of it is collective, and polled; the writes themselves run in the background.
+Used in ``trainer/`` and this folder.
 """
 
 from __future__ import annotations

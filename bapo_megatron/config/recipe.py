@@ -1,7 +1,7 @@
 """Recipe loader: runs a Python file that defines ``recipe()``, and returns its configuration.
 
 The file's code runs in this process. ConfigError for any failure; the fields themselves are not checked here.
-Every command that takes a recipe calls it.
+Every command that takes a recipe calls it. Used in ``commands/`` and this folder.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``RunConfig.check`` and ``SftConfig.check`` call the functions that yield errors (``*_problems``), each error
 one line with the field and the fix; ``raise_problems`` then raises one ConfigError. ``flat``,
 ``settings_of_scores`` and the names of the built-in rewards are for others, too. No file, GPU or network is
-looked at.
+looked at. Used throughout the package.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A row has the fields of Skywork-OR1-RL-Data: ``prompt`` (chat messages), ``reward_model.ground_truth``,
 ``data_source`` and ``extra_info``. The whole file is held in memory. ConfigError for the first invalid row.
+Used in ``commands/``, ``data/prepare/``, ``rollout/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations

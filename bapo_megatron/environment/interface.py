@@ -2,7 +2,7 @@
 
 With an environment a response is an *episode*: turns that the model samples, and between them observations
 that it is given. Only the standard library is imported: an environment may run in an interpreter of its own,
-which has neither numpy nor torch. Used by ``environment/__init__.py``.
+which has neither numpy nor torch. Used in ``environment/adapters/``, ``environment/tools/`` and this folder.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ place from the turns (``worker.py``). Failures are data. What a failure costs:
   The steps in flight are then asked again of new objects, beside fewer and fewer others
   (``workers/pool.py``), until who ends workers is alone, and fails. So a step may run twice; the name of the
   episode is the key by which an outer effect can be made once.
+
+Used by ``rollout/sampler/turns.py``.
 """
 
 from __future__ import annotations

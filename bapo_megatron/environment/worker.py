@@ -7,7 +7,8 @@
 ``resume`` begins an episode, or brings a new object to where it was, and then steps: the last of ``turns`` is
 the one that it answers. The settings are ``function``, ``settings`` and ``memory_limit_mb``. The first note
 of the program is the class's ``Traits`` as JSON. ``pool.py`` is at the other end. It needs no package but the
-standard library: a worker may run in an interpreter of its own.
+standard library: a worker may run in an interpreter of its own. Used by ``own_interpreter.py`` and
+``pool.py``.
 """
 
 from __future__ import annotations

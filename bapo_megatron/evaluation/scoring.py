@@ -1,6 +1,6 @@
 """Evaluation metrics (avg@n, pass@k, maj@n) of scored responses: pure functions, without files.
 
-Used by ``bapo eval``, and by held-out evaluations during training. Used in this folder and ``trainer/``.
+For ``bapo eval``, and for held-out evaluations during training. Used in this folder and ``trainer/``.
 """
 
 from __future__ import annotations

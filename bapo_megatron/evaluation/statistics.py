@@ -4,7 +4,7 @@
 
 Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
 Problems are the random sample: intervals and tests are over problems, never over responses. Pure functions;
-random numbers come from a seed.
+random numbers come from a seed. Used by ``command.py`` and ``scoring.py``.
 """
 
 from __future__ import annotations

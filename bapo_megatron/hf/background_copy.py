@@ -4,7 +4,7 @@
 with the caller's kernels, at the speed of the bus. Into pageable memory the caller would wait for it, at a
 fraction of that speed.
 
-Shapes (suffix of a name): ``_B`` bytes.
+Shapes (suffix of a name): ``_B`` bytes. Used by ``stream_writer.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Parser of Hugging Face's config.json: a decoder's shape (Qwen2, Qwen3 with and without experts, Llama 3).
 
 ConfigError for a model that is not supported, or whose settings would change the computation silently. The
-policy is built from the shape; ``bapo plan`` and the checks before a run read it, too.
+policy is built from the shape; ``bapo plan`` and the checks before a run read it, too. Used throughout the
+package.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ConfigError for a folder without a usable one. transformers is imported at the first call, which takes
 seconds; ``TextDecoder`` does without. For reports, the sampler, evaluations, SFT, dataset preparation and
-checks before a run.
+checks before a run. Used throughout the package.
 """
 
 from __future__ import annotations

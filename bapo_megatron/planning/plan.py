@@ -1,6 +1,7 @@
 """Plan of a training job: memory of every stage, speed, traffic, engines, and the limits it exceeds.
 
-``make_plan`` is called by ``bapo plan``, ``bapo submit`` and the layout search (``advice.py``).
+``make_plan`` is called by ``bapo plan``, ``bapo submit`` and the layout search (``advice.py``). Used in
+``commands/`` and this folder.
 """
 
 from __future__ import annotations

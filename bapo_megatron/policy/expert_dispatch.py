@@ -2,6 +2,7 @@
 
 ``policy/device.py`` patches the all-to-all dispatcher for gloo where there is no GPU; ``policy/model.py``
 defines the name of Transformer Engine's product, which the router asks for, where that package is missing.
+Used by ``device.py`` and ``model.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The layer spec for megatron-core: Transformer Engine's layers (GPU, half precision, installed), or torch's.
 
-``model.py`` builds the model's layers from it.
+``model.py`` builds the model's layers from it. Used by ``model.py``.
 """
 
 from __future__ import annotations

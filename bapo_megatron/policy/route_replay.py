@@ -8,8 +8,8 @@ the process, which must turn between the forward and the backward step of each m
 The weights of the given experts are the router's own, from its logits, differentiable as ever. Without replay
 (``PackRoutes.replays`` False) the layers choose by themselves, and the routes are only compared.
 
-Shapes: ``_T`` tokens of this rank, ``_K`` experts of a token, ``_E`` experts. Used by ``layers.py``,
-``model.py`` and ``passes.py``.
+Shapes: ``_T`` tokens of this rank, ``_K`` experts of a token, ``_E`` experts. Used in ``policy/attention/``
+and this folder.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 They run on what math-verify has parsed (``math_verify_compare.py``), in the main thread of a worker process,
 those of differences after its own comparison: expressions that reach these are of a size that sympy can
-compute. They may raise whatever sympy does; the caller catches it.
+compute. They may raise whatever sympy does; the caller catches it. Used by ``math_verify_compare.py``.
 """
 
 from __future__ import annotations

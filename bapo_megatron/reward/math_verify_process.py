@@ -1,7 +1,7 @@
 """Child process with math-verify, for comparisons from any thread.
 
 Preflight checks and ``bapo data prepare`` use it. In a run the workers of the pool (pool.py) call
-math_verify_compare.py.
+math_verify_compare.py. Used by ``math.py`` and ``pool.py``.
 """
 
 from __future__ import annotations

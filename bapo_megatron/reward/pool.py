@@ -4,7 +4,7 @@ Each worker (worker.py) scores one response at a time. One that takes too long i
 group; after that, or if it died, a new one tries the same response once more, then the reward is
 ``reward.failed`` (workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
 asks the endpoint (endpoints/). The prompt's reward function decides which. Used in ``commands/doctor/``,
-``evaluation/``, this folder and ``rollout/sampler/``.
+``evaluation/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Child processes with a deadline: a request-reply child, a command run to its end, a call in a fork.
 
 All calls block, up to a limit that the caller gives. A child can be killed at any time, from any thread, and
-none outlives this process, also after ``kill -9`` (processes.py).
+none outlives this process, also after ``kill -9`` (processes.py). Used throughout the package.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A file of ``write_atomically`` is whole or absent, whenever the process or the machine dies; OSError if it
 cannot be written. In folders that somebody else made, special files are refused, and links that lead out of
-the folder, except from a snapshot of Hugging Face's cache to its blobs: CheckpointError.
+the folder, except from a snapshot of Hugging Face's cache to its blobs: CheckpointError. Used throughout the
+package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """JSON-lines logs (metrics.jsonl, events.jsonl): append-only, readable during the run, whole after a kill.
 
-A line is whole once its newline is there. What follows the last newline is the torn end of a write that
-was cut short: readers skip it, and the process that owns the log removes it when it opens the log. Lines are
-not synced to disk (fsync) one by one.
+A line is whole once its newline is there. What follows the last newline is the torn end of a write that was
+cut short: readers skip it, and the process that owns the log removes it when it opens the log. Lines are not
+synced to disk (fsync) one by one. Used in ``commands/``, ``evaluation/``, ``rollout/``, ``runtime/events/``
+and ``trainer/``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A link could lead a log, a lock or a picture to any file of the user. The run directory itself may be a link.
 So may its large folders, if they lead to folders that belong to the user and that others may not write to.
+Used throughout the package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Disk errors: turns a failed write into a DiskError, of a full disk or a failing file system.
 
 The context manager ``writing`` encloses a write. Both errors stop the run with one message: exit code 3, at
-which the user makes room, or 4, at which a job is requeued.
+which the user makes room, or 4, at which a job is requeued. Used throughout the package.
 """
 
 from __future__ import annotations

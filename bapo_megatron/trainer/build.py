@@ -1,7 +1,7 @@
 """Construction of a run: builds policy, sampler, weight sync, checkpoints and records from a RunConfig.
 
 ``open_run`` is the context manager that ``bapo train`` enters on every rank, once process groups exist and
-the run directory is locked.
+the run directory is locked. Used by ``train.py``, and in ``commands/``, ``planning/`` and this folder.
 """
 
 from __future__ import annotations

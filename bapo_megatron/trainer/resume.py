@@ -2,7 +2,7 @@
 
 ``trainer/build.py`` calls both functions at a start, on every rank: ``find_resume_point`` before anything is
 loaded; ``check_restored``, if there is a checkpoint, once policy and sampler have their states. Both are
-collective.
+collective. Used by ``train.py``, and in this folder.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A pickle may call any function of any module. Here a name in it stands for a constant (``torch.bfloat16`` is
 "BF16"), for a builtin container, or for a ``PickledObject`` that keeps the class's arguments. Every other
-name is refused with a CheckpointError. ``torch_zip.py`` and ``distcp.py`` read every pickle by it.
+name is refused with a CheckpointError. ``torch_zip.py`` and ``distcp.py`` read every pickle by it. Used in
+``checkpoints_tools/``, ``checkpoints_tools/formats/``, ``policy/`` and this folder.
 """
 
 from __future__ import annotations

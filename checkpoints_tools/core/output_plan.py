@@ -1,6 +1,8 @@
 """Output plan of a conversion: the files, their sizes, each tensor's place in them, and their headers.
 
 It also creates and commits the files; the caller (``conversion.py``) copies the tensors' bytes in between.
+Used by ``checkpoints_tools/conversion.py``, ``checkpoints_tools/formats/safetensors_writer.py`` and
+``checkpoints_tools/formats/torch_dist_writer.py``.
 """
 
 from __future__ import annotations

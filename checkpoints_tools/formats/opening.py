@@ -1,6 +1,7 @@
 """Checkpoint opener: any format as tensors under Hugging Face names, as blocks of its files.
 
-Verification, resharding and ``to_hf`` begin with it. No weight is read.
+Verification, resharding and ``to_hf`` begin with it. No weight is read. Used by
+``checkpoints_tools/resharding.py``, ``checkpoints_tools/to_hf.py`` and ``checkpoints_tools/verification.py``.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ BUDGETS = {
     "bp_math_32b_64k": Budget(48.2, 30.9, 4),
     "bp_math_7b_64k": Budget(38.9, 17.3, 4),
     "partial_rollout_7b": Budget(48.5, 34.4, 4),
+    "qwen2_5_7b_tools": Budget(48.5, 34.4, 4),
     "r1_distill_qwen_7b_8k": Budget(37.0, 22.9, 4),
     "r1_distill_qwen_14b_16k": Budget(51.6, 33.3, 4),
     "r1_distill_qwen_32b_two_nodes": Budget(45.7, 24.6, 138),

@@ -3,7 +3,7 @@
 With ``algorithm.importance_cap``: ``trainer/corrections.py`` computes the weights before the first update of
 a step, and they multiply the tokens' weights in the loss. Pure functions on numpy arrays.
 
-Legend: ``_R`` tokens of a response.
+Legend: ``_R`` tokens of a response. Used by ``trainer/corrections.py``.
 """
 
 from __future__ import annotations

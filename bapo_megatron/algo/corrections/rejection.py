@@ -8,7 +8,8 @@ count it. Each limit is on one of two ratios:
 - ``pi / pi_rollout``, the policy in training: measured before an update, by a forward pass unless
   the ratio is known.
 
-Pure functions on numpy arrays and numbers. Legend: ``_N`` tokens of a response that are trained on.
+Pure functions on numpy arrays and numbers. Legend: ``_N`` tokens of a response that are trained on. Used by
+``config/sections.py`` and ``trainer/corrections.py``.
 """
 
 from __future__ import annotations

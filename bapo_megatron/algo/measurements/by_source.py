@@ -4,7 +4,8 @@ A measurement of ``algo/objective.py`` in runs with ``data.sources``. The contri
 with positive advantage in a source's gradient mass, whatever ``bounds.measure`` and ``bounds.share`` are. A
 token's mass is ``m |g| |A|``: its weight in the loss, ``LossTerms.gradient_T``, and its advantage.
 
-Legend: ``_T`` tokens of a pack (a micro-batch), ``_S`` sources, the first row for tokens of none.
+Legend: ``_T`` tokens of a pack (a micro-batch), ``_S`` sources, the first row for tokens of none. Used by
+``algo/objective.py``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ segments, under several versions).
 ``train.py`` calls ``age_metrics`` before an update, on the host; ``STALENESS`` measures the same tokens in
 its packs, by buckets of age.
 
-Legend: ``_T`` tokens of a pack (a micro-batch), ``_R`` tokens of a response, ``_B`` buckets.
+Legend: ``_T`` tokens of a pack (a micro-batch), ``_R`` tokens of a response, ``_B`` buckets. Used by
+``diagnostics.py``, ``algo/objective.py`` and ``train.py``.
 """
 
 from __future__ import annotations

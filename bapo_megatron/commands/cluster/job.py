@@ -2,7 +2,7 @@
 
 The checks look for contradictions of recipe and cluster file, missing container mounts, memory that does not
 fit, and inputs that this machine lacks. Nothing here calls Slurm: ``submit.py`` makes the job, has it
-checked, and hands its specification to ``slurm/launch.py``.
+checked, and hands its specification to ``slurm/launch.py``. Used by ``submit.py``.
 """
 
 from __future__ import annotations

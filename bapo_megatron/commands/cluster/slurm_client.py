@@ -1,6 +1,6 @@
 """Slurm client: calls of squeue and others with a deadline, and the reader of a job's state file.
 
-``status.py`` calls it.
+``status.py`` calls it. Used by ``status.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Log reader of a report: the metrics, updates and events of a run directory, and its headline numbers.
 
 The run may still be training. ConfigError for a directory without metrics, and for a damaged log. Used in
-this folder.
+``commands/`` and this folder.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ directory. A check writes a layout reference (``--save``), or compares with one.
 BAPO's, whatever ``algorithm.loss`` is. It makes one update, to measure the gradient norm; the updated weights
 are discarded. So that a comparison notices another model, a reference also holds fingerprints: SHA-256 of
 config.json, and of samples of the weight files, in a second at any size. ``command.py`` calls it, in the
-processes of the layout.
+processes of the layout. Used by ``command.py``.
 """
 
 from __future__ import annotations

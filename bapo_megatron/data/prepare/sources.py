@@ -1,9 +1,9 @@
 """Dataset sources, read row by row: a JSONL, JSON or parquet file, a hub dataset, CHAMP, generated problems.
 
 ``open_source`` makes one. CHAMP's 270 contest problems come in the package champ-dataset; only those are read
-whose answer is a number: the others
-are words, or formulas in plain text. Each source has ``name``, ``digest()``, and ``rows()``, which may be
-called again. ``command.py`` reads all rows of it in each of its two passes.
+whose answer is a number: the others are words, or formulas in plain text. Each source has ``name``,
+``digest()``, and ``rows()``, which may be called again. ``command.py`` reads all rows of it in each of its
+two passes. Used by ``command.py`` and ``options.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ a GPU uses ``flash.py``; else whole documents use padded batches (``padded.py``)
 ``layers.py`` puts ``DocumentAttention`` into the layer spec.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
-``_LKHD`` with keys and values in a dimension of 2.
+``_LKHD`` with keys and values in a dimension of 2. Used by ``policy/layers.py`` and ``policy/model.py``.
 """
 
 from __future__ import annotations

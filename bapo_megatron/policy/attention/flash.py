@@ -5,7 +5,7 @@ kernel's causal mask is aligned to the last query and the last key (bottom right
 needs: its queries are the last of the keys that they see.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
-``_KHD`` for the keys of its chunks, end to end.
+``_KHD`` for the keys of its chunks, end to end. Used by ``core.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Called by ``core.py`` in every layer on a CPU, and in float32 on a GPU, without 
 has documents of similar length. Under a causal mask no real query sees the padding behind it, so no mask
 tensor is needed, and SDPA can use its fast kernels.
 
-Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_PHD`` [rows of all batches, heads, head_dim].
+Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_PHD`` [rows of all batches, heads, head_dim]. Used
+by ``core.py``.
 """
 
 from __future__ import annotations

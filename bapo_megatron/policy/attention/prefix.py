@@ -7,7 +7,7 @@ On a CPU two flash calls compute the prefix, which every query sees, and the las
 outputs are merged by their log-sum-exps (Milakov & Gimelshein 2018, arXiv 1805.02867). With the merged output
 and log-sum-exp each part's backward gives its exact share of the gradient, as in ring attention (Liu et al.
 2023, arXiv 2310.01889). Where m = n, and on a GPU (float32), it is one SDPA call. For ``padded.py`` (m = n),
-and ``core.py`` under context parallelism.
+and ``core.py`` under context parallelism. Used by ``core.py`` and ``padded.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Transformer Engine's attention module for packs. Importing it imports Transformer Engine.
 
-So ``layers.py`` imports it only where layers are Transformer Engine's.
+So ``layers.py`` imports it only where layers are Transformer Engine's. Used by ``policy/layers.py``.
 """
 
 from __future__ import annotations

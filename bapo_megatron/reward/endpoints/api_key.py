@@ -1,6 +1,6 @@
 """API key of an endpoint: read from an environment variable, never printed.
 
-Used by ``client.py``, ``scorer.py`` and ``settings.py``.
+Used in ``rollout/`` and this folder.
 """
 
 from __future__ import annotations

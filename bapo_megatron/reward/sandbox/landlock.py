@@ -2,7 +2,8 @@
 
 ``isolation.py`` applies it; any user may use it, also in containers without namespaces. An older version of
 Landlock leaves some actions open (truncation before 6.2, signals and abstract sockets before 6.12); changes
-of the mode, owner and times of a file always are. Structures are those of linux/landlock.h.
+of the mode, owner and times of a file always are. Structures are those of linux/landlock.h. Used by
+``isolation.py``.
 """
 
 from __future__ import annotations

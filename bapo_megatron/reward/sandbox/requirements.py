@@ -1,7 +1,7 @@
 """Preflight of the sandbox: code rewards need every layer of isolation, its walls.
 
 With ``reward.allow_weak_sandbox`` missing walls are only noted. It runs a trial program in a real sandbox.
-Called by preflight, reward workers, `bapo eval` and `bapo doctor`. Used in ``commands/doctor/``,
+Called by preflight, reward workers, `bapo eval` and `bapo doctor`. Used in ``commands/``, ``environment/``,
 ``evaluation/``, ``reward/`` and ``trainer/``.
 """
 

@@ -1,8 +1,8 @@
 """Code sandbox: runs untrusted programs, one isolated process tree for each source (docs/rewards.md).
 
 Calls block. Layers of isolation that the kernel does not grant are only noted: ``requirements.py`` decides.
-``code.py`` opens one for each response, unless a SandboxFusion server runs the programs;
-``requirements.py`` opens one as a trial.
+``code.py`` opens one for each response, unless a SandboxFusion server runs the programs; ``requirements.py``
+opens one as a trial. Used in ``commands/``, ``environment/``, ``reward/`` and this folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The rollout backend: the factory of one kind of inference engine (checks, servers, clients), e.g. SGLang.
 
-A backend is a subfolder here, or a user's own class that `rollout.engine` names by its import path.
+A backend is a subfolder here, or a user's own class that `rollout.engine` names by its import path. Used in
+``rollout/engines/local/``, ``rollout/engines/sglang/``, ``rollout/sampler/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations

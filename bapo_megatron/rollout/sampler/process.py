@@ -3,7 +3,8 @@
 ``client.py``, on rank 0, starts ``python -m bapo_megatron.rollout.sampler.process FD``. The first message is
 a ``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
 ``("error", kind, text, events)``, with heartbeats before it (``heartbeat.py``). When the trainer ends the
-pipe closes, and this process ends, too: all that it has told the trainer is in the journal.
+pipe closes, and this process ends, too: all that it has told the trainer is in the journal. Used by
+``client.py`` and ``trainer/sampling.py``.
 """
 
 from __future__ import annotations

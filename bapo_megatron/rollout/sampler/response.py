@@ -9,9 +9,10 @@
     waiting     STEP         ``restarted``                       sampling, without tokens
     complete    nothing
 
-Only responses in an environment wait (``episode.py``). Pure functions on frozen data: no engine, no
-file, no clock. The dispatcher and the stepper drive responses for training with it (the write-ahead log is
-between an answer and the next state), ``whole_response.py`` those of evaluations.
+Only responses in an environment wait (``episode.py``). Pure functions on frozen data: no engine, no file, no
+clock. The dispatcher and the stepper drive responses for training with it (the write-ahead log is between an
+answer and the next state), ``whole_response.py`` those of evaluations. Used in ``evaluation/``,
+``rollout/sampler/event_log/`` and this folder.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     rank 0       header_of       numbers and checksums of all responses; broadcast, about 50 bytes a response
     every rank   StepColumns     prompt and columns of one response, at each ``read``
 
-A batch has gigabytes where a header has kilobytes, and a rank trains on its own samples alone: so the
-columns travel through the run directory, which all nodes share. A rank takes only the file that rank 0 has
-read: it compares size and tail, where the zip format has the CRC-32 of every array, then the checksum of each
-response. Used in the package's root, ``trainer/`` and by ``step_batches.py``.
+A batch has gigabytes where a header has kilobytes, and a rank trains on its own samples alone: so the columns
+travel through the run directory, which all nodes share. A rank takes only the file that rank 0 has read: it
+compares size and tail, where the zip format has the CRC-32 of every array, then the checksum of each
+response. Used by ``step_batches.py``, ``train.py`` and ``trainer/flow_control.py``.
 """
 
 from __future__ import annotations

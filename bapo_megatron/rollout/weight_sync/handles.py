@@ -7,7 +7,7 @@
 loads with a list of allowed names. On a GPU torch counts references, and would leak the memory of a reader
 that dies. Here the owner knows when its memory was read, and readers decrement a dummy counter. They do not
 wait for a CUDA event either, of which torch opens one for each handle and closes none: the stream is
-synchronized before a handle is made.
+synchronized before a handle is made. Used by ``ipc.py`` and ``planning/rehearsal/program.py``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ which a process maps the memory of another one:
     rank of GPU g    bucket -> handles -> rank 0 -> the sampler's process -> the engine's process on GPU g
 
 Fallback: an engine that fails to receive is ended; the weights are written to disk once, and its new server
-loads them.
+loads them. Used by ``trainer/build.py``, ``trainer/gpu_handover.py`` and ``trainer/sampling.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It is separate from the trainer's own groups. Its calls, for ``broadcast.py``, return futures: what may block
 on a receiver runs in threads, so that the caller can time out. gloo ends a wait at the group's timeout. NCCL
-waits for ever in a kernel, so the thread enforces a deadline, and aborts the group.
+waits for ever in a kernel, so the thread enforces a deadline, and aborts the group. Used by ``broadcast.py``.
 """
 
 from __future__ import annotations

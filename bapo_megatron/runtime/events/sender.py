@@ -8,7 +8,8 @@ that hangs as `stalled` and a killed one as `failed`, and a target that hangs de
 an outbox, in which events queue, with retries and backoff, until it takes them. No torch.
 
 Standard input: the ``SenderSettings`` as a line of JSON; then, when the run has ended, the seconds that its
-queued events may take. If the pipe closes without that line, the run was killed.
+queued events may take. If the pipe closes without that line, the run was killed. Used by
+``trainer/records/notifier.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ``Recorder`` is on rank 0 alone. If none of the first 16 stale updates has moved BAPO's bounds, it says once
 that the run so far equals one with fixed bounds. The checks are called on every rank, once a step's metrics
-are written; GapError, on every rank, for a gap that must stop the run. Used in the
-package's root, ``trainer/`` and this folder.
+are written; GapError, on every rank, for a gap that must stop the run. Used by ``train.py``, and in
+``trainer/`` and this folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The demo with a tool: its warm start, and what its policy meets."""
+"""The demos with a tool: a warm start, a worked example, and what their policies meet."""
 
 from __future__ import annotations
 
 import json
 import runpy
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RunConfig, load_recipe
@@ -42,3 +43,40 @@ def test_the_recipe_and_its_calculator() -> None:
     assert [reply.observation for reply in replies] == ["935", None]
     assert isinstance(replies[-1], Reply)
     assert replies[-1].reward is None  # the box is judged by reward.function
+
+
+# --- the demo with a real model -------------------------------------------------------------------
+
+
+def test_problems_stand_behind_one_worked_example(tmp_path: Path) -> None:
+    """All else of a row stays, and the example's own problem is left out."""
+    make = runpy.run_path(str(DEMO / "make_worked.py"))
+    example = make["EXAMPLE"][0][1]
+    questions = {"train": ["12 + 345 =", example], "held_out": ["98 - 76 ="]}
+    for split, texts in questions.items():
+        rows = [
+            {"prompt": [{"role": "user", "content": text}], "extra_info": {"entry": text}, "é": [1]}
+            for text in texts
+        ]
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make["main"]([str(tmp_path)])
+    for split, texts in questions.items():
+        [row] = map(json.loads, (tmp_path / f"{split}.jsonl").read_text().splitlines())
+        *before, last = row["prompt"]
+        assert [message["role"] for message in before] == ["system", "user", "assistant", "tool", "assistant"]
+        assert last == {"role": "user", "content": texts[0]}
+        assert (row["extra_info"], row["é"]) == ({"entry": texts[0]}, [1])
+
+
+def test_the_recipe_of_the_real_model_and_its_example() -> None:
+    """The calculator answers the example's call as the example says; the answer ends its episode."""
+    run = load_recipe(ROOT / "recipes/demo_real_tools.py", RunConfig)
+    run.check()
+    (_, question), (_, call), (_, value), (_, answer) = runpy.run_path(str(DEMO / "make_worked.py"))[
+        "EXAMPLE"
+    ]
+    task = Task([{"role": "user", "content": question}])
+    replies = play(Calculator, task, run.environment.settings, [call, answer])
+    assert [reply.observation for reply in replies] == [value, None]
+    assert call in question

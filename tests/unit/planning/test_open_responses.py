@@ -37,7 +37,7 @@ def of(step_seconds: float | None, admitted: int, share: float = 1.0, overlap: b
 
 
 def test_the_inequality_by_hand() -> None:
-    """1.25 x 4,096 x (1 + 30 / 10) = 20,480 are needed, and 1 x 512 x 8 admitted: a fifth, and staleness 5."""
+    """1.25 x 4,096 x (1 + 30 / 10) = 20,480 are needed, 1 x 512 x 8 admitted: a fifth; staleness 5."""
     short = of(30.0, 4096)
     assert (short.needed, short.filled, short.needed_staleness) == (20480.0, 0.2, 5)
     assert short.longest_step_seconds == 0.0

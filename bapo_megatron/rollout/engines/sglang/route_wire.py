@@ -3,7 +3,7 @@
 A request asks with ``return_routed_experts`` from the position that predicts its first token on
 (``routed_experts_start_len``), so the rows are those of the answer's tokens. They are all but a hundredth of
 an answer: 2,048 characters a token of Qwen3-30B-A3B. So they are cut out before JSON is parsed, and packed at
-once. Used by ``wire.py``.
+once. Used by ``server_process.py`` and ``wire.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A new tracker is a class with these methods, an entry in ``__main__.py`` and one in ``TrackerName``
 (config/outputs.py). Secrets (API keys, passwords in URLs) are taken out of what a tracker's package prints or
-raises, and of the configuration that it gets.
+raises, and of the configuration that it gets. Used by ``__main__.py``, ``following.py`` and ``trackers.py``.
 """
 
 from __future__ import annotations

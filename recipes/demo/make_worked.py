@@ -1,0 +1,54 @@
+"""Rows of the demo with a real model and a tool: prepared problems, each behind one worked example of a call.
+
+    python recipes/demo/make_worked.py data/calculator
+
+Reads DIR/train/data.jsonl and DIR/held_out/data.jsonl, which `bapo data prepare` has written, and writes
+DIR/train.jsonl and DIR/held_out.jsonl. A prompt is a system message, the example (a question, the call, the
+calculator's answer, the model's), and the problem. A problem that is the example's own is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.runtime.files import write_atomically
+
+SPLITS = ("train", "held_out")
+
+SYSTEM = "Use the calculator: write the expression alone. It answers with the value."
+
+EXAMPLE = (
+    ("user", "Solve the following multiplication: 23 * 17. Give only the result as your final answer."),
+    ("assistant", "23 * 17"),
+    ("tool", "391"),
+    ("assistant", "391"),
+)
+"""The worked example: role and content of its messages."""
+
+MESSAGES = [{"role": role, "content": content} for role, content in (("system", SYSTEM), *EXAMPLE)]
+
+
+def worked(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows behind the example, of the lines of a prepared file."""
+    for row in map(json.loads, lines):
+        if row["prompt"][-1]["content"] != EXAMPLE[0][1]:
+            yield {**row, "prompt": [*MESSAGES, *row["prompt"]]}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the folder of both splits")
+    folder = parser.parse_args(arguments).folder
+    for split in SPLITS:
+        rows = list(worked((folder / split / "data.jsonl").read_text().splitlines()))
+        write_atomically(folder / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{folder / split}.jsonl: {len(rows)} problems, each behind the example")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ Used in ``commands/``, ``data/prepare/``, ``rollout/``, ``trainer/`` and this fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ from bapo_megatron.types import Prompt
 
 _END_TOKENS = 16
 """Number of last tokens that contain ``<think>`` and white space, also where it is no token of its own."""
+
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of the tools of an environment, which the chat template writes into prompts; empty: none."""
 
 CheckGroundTruth = Callable[[str], str | None]
 """Validator of ground truths: the error of one, or None."""
@@ -75,10 +78,12 @@ def load_prompts(
     max_prompt_tokens: int,
     check_ground_truth: CheckGroundTruth | None = None,
     check_extra_info: CheckExtraInfo | None = None,
+    tools: Tools = (),
 ) -> PromptSet:
     """Load a dataset: read a JSONL or parquet file and tokenize its prompts with the chat template.
 
-    Raises ConfigError that names file, row (the first is 0), field and fix.
+    ``tools``: of the environment that answers their responses, if it describes some. Raises ConfigError that
+    names file, row (the first is 0), field and fix.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.hf_path: its tokenizer has no chat_template; add a chat_template.jinja")
@@ -86,12 +91,12 @@ def load_prompts(
     too_long, several = 0, check_ground_truth is None
     for number, row in enumerate(read_rows(path)):
         try:
-            prompt = _prompt(number, row, tokenizer, several)
+            prompt = _prompt(number, row, tokenizer, several, tools)
             _check(prompt.ground_truth, check_ground_truth)
             if check_extra_info and (problem := check_extra_info(prompt.extra_info)):
                 raise RowError(problem)
         except RowError as error:
-            number, error = _as_written(path, tokenizer, several) or (number, error)
+            number, error = _as_written(path, tokenizer, several, tools) or (number, error)
             raise ConfigError(f"data.path={path}, row {number} (the first is 0): {error}") from error
         if len(prompt.token_ids_P) <= max_prompt_tokens:
             prompts.append(prompt)
@@ -119,14 +124,14 @@ def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
     )
 
 
-def _as_written(path: Path, tokenizer: Any, several: bool) -> tuple[int, RowError] | None:
+def _as_written(path: Path, tokenizer: Any, several: bool, tools: Tools) -> tuple[int, RowError] | None:
     """First invalid row of a JSONL file as written, before Arrow has given each column one type.
 
     If row 7 has a number where the others have text, Arrow may turn the text of row 0 into a number.
     """
     for number, row in enumerate(iterate_jsonl(path) if path.suffix == ".jsonl" else ()):
         try:
-            _prompt(number, row, tokenizer, several)
+            _prompt(number, row, tokenizer, several, tools)
         except RowError as error:
             return number, error
     return None
@@ -138,9 +143,9 @@ def _check(ground_truth: str, check_ground_truth: CheckGroundTruth | None) -> No
         raise RowError(f"reward_model.ground_truth: {problem}")
 
 
-def _prompt(number: int, row: Row, tokenizer: Any, several: bool) -> Prompt:
+def _prompt(number: int, row: Row, tokenizer: Any, several: bool, tools: Tools) -> Prompt:
     messages = messages_of(row)
-    token_ids_P = prompt_token_ids(messages, tokenizer)
+    token_ids_P = prompt_token_ids(messages, tokenizer, tools)
     return Prompt(
         prompt_id=number,
         token_ids_P=token_ids_P,
@@ -152,10 +157,13 @@ def _prompt(number: int, row: Row, tokenizer: Any, several: bool) -> Prompt:
     )
 
 
-def prompt_token_ids(messages: list[dict[str, str]], tokenizer: Any) -> np.ndarray:
+def prompt_token_ids(messages: list[dict[str, str]], tokenizer: Any, tools: Tools = ()) -> np.ndarray:
     """Token ids of the messages in the chat template, int32. RowError if the template refuses them."""
+    described = {"tools": [*tools]} if tools else {}
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **described
+        )
     except Exception as error:  # a template raises whatever its author chose
         raise RowError(f"prompt is refused by the tokenizer's chat template: {error}") from error
     return np.asarray(ids, np.int32)

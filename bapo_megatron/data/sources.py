@@ -7,25 +7,37 @@ row. Used by ``trainer/preflight.py``, ``trainer/sampling.py`` and ``trainer/sft
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from bapo_megatron.config import DataConfig, SourceConfig
-from bapo_megatron.data.prompts import MixedSource, PromptSet, load_prompts
+from bapo_megatron.data.prompts import MixedSource, PromptSet, Tools, load_prompts
 from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.data.suites import check_prepared_for
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 
+NO_TOOLS: Mapping[str, Tools] = MappingProxyType({})
+"""Of environments that describe none."""
 
-def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:
+
+def load_problems(
+    data: DataConfig, reward_function: str, tokenizer: Any, tools: Mapping[str, Tools] = NO_TOOLS
+) -> PromptSet:
     """Load the training problems, tokenized; each ground truth is valid for its reward function.
 
-    ``reward_function``: that of sources without one of their own. ConfigError as ``load_prompts``.
+    ``reward_function``: that of sources without one of their own. ``tools``: of the environments, by source
+    (``RunConfig.environments``). ConfigError as ``load_prompts``.
     """
     if not data.sources:
-        return _load(data, data.files[0], reward_function, "--reward.function", tokenizer)
-    sets = [_load_source(data, source, reward_function, tokenizer) for source in data.sources]
+        own = tools.get("", ())
+        return _load(data, data.files[0], reward_function, "--reward.function", tokenizer, own)
+    sets = [
+        _load_source(data, source, reward_function, tokenizer, tools.get(source.name, ()))
+        for source in data.sources
+    ]
     return PromptSet(
         tuple(prompt for one in sets for prompt in one.prompts),
         sum(one.too_long for one in sets),
@@ -41,10 +53,12 @@ def mixed(source: SourceConfig, found: PromptSet) -> MixedSource:
     return MixedSource(source.name, len(found.prompts), source.weight, digest)
 
 
-def _load_source(data: DataConfig, source: SourceConfig, reward_function: str, tokenizer: Any) -> PromptSet:
+def _load_source(
+    data: DataConfig, source: SourceConfig, reward_function: str, tokenizer: Any, tools: Tools
+) -> PromptSet:
     flag = "--reward.function" if source.reward is None else f"data.sources[{source.name}].reward"
     try:
-        found = _load(data, source, source.reward or reward_function, flag, tokenizer)
+        found = _load(data, source, source.reward or reward_function, flag, tokenizer, tools)
     except ConfigError as error:  # its message names `data.path`
         field = f"data.sources[{source.name}].path"
         told = str(error).replace(f"data.path={source.file}", f"{field}={source.file}")
@@ -54,8 +68,10 @@ def _load_source(data: DataConfig, source: SourceConfig, reward_function: str, t
     return replace(found, prompts=prompts)
 
 
-def _load(data: DataConfig, source: SourceConfig, function: str, flag: str, tokenizer: Any) -> PromptSet:
+def _load(
+    data: DataConfig, source: SourceConfig, function: str, flag: str, tokenizer: Any, tools: Tools
+) -> PromptSet:
     check_prepared_for(source.file, function, flag)
     checks = ground_truth_check(function), extra_info_check(function)
-    found = load_prompts(source.file, tokenizer, data.max_prompt_tokens, *checks)
+    found = load_prompts(source.file, tokenizer, data.max_prompt_tokens, *checks, tools)
     return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))

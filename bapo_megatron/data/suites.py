@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, SUITES
-from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.data.prompts import Tools, load_prompts
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check, reads_boxes
 from bapo_megatron.types import Prompt
@@ -44,17 +45,20 @@ def load_suite(
     folder: Path = SUITES,
     reward_function: str = REWARD_FUNCTION,
     reward_flag: str = "--reward",
+    tools_of: Callable[[str], Tools] = lambda _suite: (),
 ) -> Suite:
     """Load the evaluation suite of the name or at the path ``text``; names are folders in ``folder``.
 
     ConfigError if it does not exist, if a row is wrong for ``reward_function``, or if a prompt is too long:
-    nothing is left out. ``reward_flag`` is the flag that names another reward.
+    nothing is left out. ``reward_flag`` is the flag that names another reward. ``tools_of``: from the suite's
+    name to the tools of its environment.
     """
     path = suite_path(text, folder)
+    name = path.parent.name if path.name == DATA_FILE else path.stem
     check_prepared_for(path, reward_function, reward_flag)
     try:
         checks = ground_truth_check(reward_function), extra_info_check(reward_function)
-        found = load_prompts(path, tokenizer, max_prompt_tokens, *checks)
+        found = load_prompts(path, tokenizer, max_prompt_tokens, *checks, tools_of(name))
     except ConfigError as error:  # its message names the fields of a run
         told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
         raise ConfigError(told.replace("data.max_prompt_tokens", "max_prompt_tokens")) from error
@@ -63,7 +67,6 @@ def load_suite(
             f"suite {text}: {found.too_long} of its prompts have more than max_prompt_tokens="
             f"{max_prompt_tokens} tokens; raise that, because all problems must be asked"
         )
-    name = path.parent.name if path.name == DATA_FILE else path.stem
     return Suite(name, path, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
 
 

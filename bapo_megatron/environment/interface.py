@@ -65,6 +65,9 @@ class Environment:
     """Chat role of its observations."""
     stops: ClassVar[tuple[str, ...]] = ()
     """Texts of one token each that end a turn, besides the stop tokens of the model."""
+    tools: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    """Schemas of its tools, as ``{"type": "function", "function": {"name": "add", "parameters": {}}}``, which
+    the model's chat template writes into each prompt. Empty: the prompts say themselves what there is."""
     resume: ClassVar[Resume] = "replay"
     """`replay`: ``step`` is called again with each recorded turn, and must answer what it had answered.
     `restore`: ``restore`` gets the turns and the last note; nothing is done twice but a step that was

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,8 @@ def problems(kind: type[Environment], settings: Mapping[str, Any]) -> Iterator[s
         yield f"role={kind.role!r} is unknown: set it to 'tool' or 'user'"
     if not (isinstance(kind.stops, tuple) and all(isinstance(one, str) and one for one in kind.stops)):
         yield f"stops={kind.stops!r} must be a tuple of texts, such as ('</call>',)"
+    if problem := _tools_problem(kind.tools):
+        yield f"tools={kind.tools!r} {problem}"
     if kind.resume not in get_args(Resume):
         yield f"resume={kind.resume!r} is unknown: set it to one of {', '.join(get_args(Resume))}"
     if kind.resume == "restore" and kind.restore is Environment.restore:
@@ -58,6 +61,20 @@ def problems(kind: type[Environment], settings: Mapping[str, Any]) -> Iterator[s
         yield f"it cannot be made of a task and its settings ({error}): define __init__(self, task, settings)"
     except ValueError:  # some classes in C have no signature
         return
+
+
+def _tools_problem(tools: object) -> str | None:
+    """What is wrong with schemas of tools; None if they can be given to a chat template."""
+    if not isinstance(tools, (tuple, list)) or not all(isinstance(one, dict) for one in tools):
+        return "must be a tuple of schemas, dicts as OpenAI's chat completions have"
+    for one in tools:
+        if not isinstance(one.get("function"), dict) or not one["function"].get("name"):
+            return f'has {one!r} without a name: write {{"type": "function", "function": {{"name": ...}}}}'
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError) as error:
+        return f"must be plain JSON: {error}"
+    return None
 
 
 def is_async(kind: type[Environment]) -> bool:

@@ -119,8 +119,8 @@ class ObservationTemplate:
         if self.prompt_text(messages) == without:
             raise ConfigError(
                 "model.hf_path: its chat template ignores the tools that the environment describes, so the "
-                "model would not know them. Say in the prompts of data.path what the tools are, or mend "
-                "chat_template.jinja in the model's folder"
+                "model would not know them. Say in the prompts what the tools are, and leave `tools` out of "
+                "the class of environment.function; or mend chat_template.jinja in the model's folder"
             )
 
     def _tail(self, observation: str) -> str:

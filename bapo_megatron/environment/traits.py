@@ -28,12 +28,13 @@ class Traits:
     resume: Literal["replay", "restore", "never"]
     own_random: bool
     is_async: bool
+    tools: tuple[dict[str, Any], ...] = ()
 
     @staticmethod
     def of(note: str) -> Traits:
         """From the first note of the worker program."""
         found: dict[str, Any] = json.loads(note)
-        return Traits(**{**found, "stops": tuple(found["stops"])})
+        return Traits(**{**found, "stops": tuple(found["stops"]), "tools": tuple(found["tools"])})
 
 
 def worker_program(config: EnvironmentConfig) -> WorkerProgram:

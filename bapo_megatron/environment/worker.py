@@ -54,6 +54,7 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
     traits = {
         "role": kind.role,
         "stops": kind.stops,
+        "tools": kind.tools,
         "resume": kind.resume,
         "own_random": bool(kind.own_random),
         "is_async": is_async(kind),

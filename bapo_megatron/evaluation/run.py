@@ -300,9 +300,12 @@ def evaluate(options: EvalOptions) -> Results:
     model = hf_model(location, options.hf_reference, output)
     engine_backend(options.engine, "--engine").check_weights(model.folder)
     tokenizer = load_tokenizer(model.folder)
-    check_environment(options.environment, model.folder, tokenizer)
+    tools = check_environment(options.environment, model.folder, tokenizer)
     function, most_tokens = options.reward or REWARD_FUNCTION, options.max_prompt_tokens
-    suites = [load_suite(name, tokenizer, most_tokens, options.suites, function) for name in options.names]
+    suites = [
+        load_suite(name, tokenizer, most_tokens, options.suites, function, tools_of=lambda _: tools)
+        for name in options.names
+    ]
     longest = max(len(prompt.token_ids_P) for suite in suites for prompt in suite.prompts)
     _check_suites(suites, options, longest, limits_of(model.folder).context)
     with ExitStack() as opened:

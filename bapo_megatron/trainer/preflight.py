@@ -29,6 +29,7 @@ from bapo_megatron.config import (
     SftConfig,
 )
 from bapo_megatron.config.validation import raise_problems
+from bapo_megatron.data.prompts import Tools
 from bapo_megatron.data.sources import load_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
@@ -72,6 +73,10 @@ def run_checks(
     def tokenizer() -> Any:
         return check_model(config.model, config.parallel)
 
+    @cache
+    def tools() -> dict[str, Tools]:
+        return check_environments(config, tokenizer())
+
     yield config.check
     yield lambda: check_logging(config.logging)
     yield lambda: _check_reward(config)
@@ -94,10 +99,14 @@ def run_checks(
     if config.rollout.replay is None and read_dataset:
         data = config.data
         yield lambda: _check_sandbox(config)
-        yield lambda: check_environments(config, tokenizer())
-        yield lambda: load_problems(data, config.reward.function, tokenizer())
+        yield tools
+        yield lambda: load_problems(data, config.reward.function, tokenizer(), tools())
         yield lambda: load_suites(
-            config.evaluation, data.max_prompt_tokens, tokenizer(), config.reward.function
+            config.evaluation,
+            data.max_prompt_tokens,
+            tokenizer(),
+            config.reward.function,
+            lambda suite: tools()[config.source_of_suite(suite)],
         )
 
 
@@ -123,8 +132,8 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     if read_dataset:
         check_hooks(config.checkpoint, config.logging)
         _check_sandbox(config)
-        check_environments(config, tokenizer)
-        load_problems(config.data, config.reward.function, tokenizer)
+        tools = check_environments(config, tokenizer)
+        load_problems(config.data, config.reward.function, tokenizer, tools)
 
 
 def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:

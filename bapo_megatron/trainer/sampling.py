@@ -15,6 +15,7 @@ from typing import Any
 
 from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig
 from bapo_megatron.data.prepare.options import SUITES
+from bapo_megatron.data.prompts import Tools
 from bapo_megatron.data.sources import load_problems
 from bapo_megatron.data.suites import Suite, load_suite
 from bapo_megatron.errors import ConfigError
@@ -27,6 +28,7 @@ from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
+from bapo_megatron.rollout.sampler.turns import tools_of
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastSync, WeightBroadcast, sender_address
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
@@ -55,8 +57,15 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
     Reads the dataset and the suites first. Both end with the block, the sampler before its servers.
     """
     tokenizer = load_tokenizer(config.model.hf_path)
-    problems = load_problems(config.data, config.reward.function, tokenizer)
-    suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer, config.reward.function)
+    tools, function = tools_of(config), config.reward.function
+    problems = load_problems(config.data, function, tokenizer, tools)
+    suites = load_suites(
+        config.evaluation,
+        config.data.max_prompt_tokens,
+        tokenizer,
+        function,
+        lambda suite: tools[config.source_of_suite(suite)],
+    )
     if problems.too_long:
         print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
     if left_out := problems.found - len(problems.prompts):
@@ -74,16 +83,23 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 
 
 def load_suites(
-    evaluation: EvaluationConfig, max_prompt_tokens: int, tokenizer: Any, reward_function: str
+    evaluation: EvaluationConfig,
+    max_prompt_tokens: int,
+    tokenizer: Any,
+    reward_function: str,
+    tools_of_suite: Callable[[str], Tools] = lambda _suite: (),
 ) -> tuple[Suite, ...]:
     """Evaluation suites of a run, tokenized; none if it has no evaluations.
 
-    ConfigError if a suite does not exist, ``reward_function`` cannot score it, or two have one name.
+    ``tools_of_suite``: from a suite's name to the tools of its environment. ConfigError if a suite does not
+    exist, ``reward_function`` cannot score it, or two have one name.
     """
     if not evaluation.every:
         return ()
     found = [
-        load_suite(name, tokenizer, max_prompt_tokens, SUITES, reward_function, "--reward.function")
+        load_suite(
+            name, tokenizer, max_prompt_tokens, SUITES, reward_function, "--reward.function", tools_of_suite
+        )
         for name in evaluation.suites
     ]
     names = [suite.name for suite in found]

@@ -125,6 +125,27 @@ class Restored(Plain):
         self.note(f"restored {[turn.text for turn in turns]}")
 
 
+class Described(Plain):
+    """Describes its tool to the model."""
+
+    tools = (
+        {
+            "type": "function",
+            "function": {
+                "name": "lookup_7f3a",
+                "description": "Looks a word up.",
+                "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+            },
+        },
+    )
+
+
+class Unnamed(Plain):
+    """Describes a tool without a name."""
+
+    tools = ({"type": "function", "function": {}},)
+
+
 class Never(Plain):
     """Cannot come back."""
 

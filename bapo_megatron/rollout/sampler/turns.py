@@ -18,6 +18,7 @@ import numpy as np
 
 from bapo_megatron.config import EnvironmentConfig, RunConfig
 from bapo_megatron.config.validation import environment_field
+from bapo_megatron.data.prompts import Tools
 from bapo_megatron.environment import Task, Turn
 from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
 from bapo_megatron.environment.template import ObservationTemplate, check_template
@@ -182,27 +183,42 @@ def _end(reason: FinishReason, result: StepResult) -> Answer:
     )
 
 
-def check_environment(environment: EnvironmentConfig, model: Path, tokenizer: Any) -> None:
+def check_environment(environment: EnvironmentConfig, model: Path, tokenizer: Any) -> Tools:
     """Check of the environment: its class in a worker, its stops, the tokens of its observations.
 
-    ConfigError for a class that does not load or contradicts itself, a stop of several tokens, and a chat
-    template that does not continue a response over several turns as it was sampled.
+    Returns the schemas of its tools, for the prompts. ConfigError for a class that does not load or
+    contradicts itself, a stop of several tokens, and a chat template that ignores its tools, or does not
+    continue a response over several turns as it was sampled.
     """
     if environment.function is None:
-        return
+        return ()
     if problem := interpreter_problem(environment.python):
         raise ConfigError(problem)
     traits = read_traits(environment)
     stop_ids(traits, tokenizer)
-    template = ObservationTemplate(tokenizer, traits.role, stop_token_ids(model, tokenizer))
+    template = ObservationTemplate(tokenizer, traits.role, stop_token_ids(model, tokenizer), traits.tools)
     check_template(template, str(model), "sampled" if environment.history == "sampled" else "template")
+    return traits.tools
 
 
-def check_environments(config: RunConfig, tokenizer: Any) -> None:
-    """Check of all environments of a run, each once. ConfigError as ``check_environment``, with the field."""
-    for source, environment in _distinct(config.environments).items():
+def check_environments(config: RunConfig, tokenizer: Any) -> dict[str, Tools]:
+    """Check of all environments of a run, each once; returns the tools of each source's.
+
+    ConfigError as ``check_environment``, with the field.
+    """
+    of, found = config.environments, dict[str, Tools]()
+    for source, environment in _distinct(of).items():
         with _naming_field_of(source, config):
-            check_environment(environment, config.model.hf_path, tokenizer)
+            found[source] = check_environment(environment, config.model.hf_path, tokenizer)
+    return {name: next(found[one] for one in found if of[one] == own) for name, own in of.items()}
+
+
+def tools_of(config: RunConfig) -> dict[str, Tools]:
+    """The tools of the environment of each source, from the classes in a worker. ConfigError if one is not
+    there."""
+    of = config.environments
+    found = {name: read_traits(one).tools if one.function else () for name, one in _distinct(of).items()}
+    return {name: next(found[one] for one in found if of[one] == own) for name, own in of.items()}
 
 
 async def open_environment(
@@ -216,7 +232,7 @@ async def open_environment(
         return None
     stops = stop_token_ids(model, tokenizer)
     traits = await asyncio.to_thread(read_traits, environment)
-    template = ObservationTemplate(tokenizer, traits.role, stops)
+    template = ObservationTemplate(tokenizer, traits.role, stops, traits.tools)
     steps = EnvironmentPool(environment, traits)
     await steps.start()
     opened.push_async_callback(steps.close)

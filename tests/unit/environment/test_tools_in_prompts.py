@@ -1,0 +1,128 @@
+"""Tools that an environment describes: in the prompts of its source and suites, or refused in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config import DataConfig, EnvironmentConfig, EvaluationConfig, SourceConfig
+from bapo_megatron.data.sources import load_problems
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.sampler.turns import check_environment, check_environments, tools_of
+from bapo_megatron.trainer.sampling import load_suites
+from tests.support.chat_templates import FOLDERS, demo_tokenizer, family_tokenizer
+from tests.support.environments import Described
+from tests.support.episodes import EpisodeWorld
+from tests.unit.environment.test_template import CHATML, OPENING
+
+DESCRIBED = EnvironmentConfig("tests.support.environments:Described", workers=1)
+PLAIN = EnvironmentConfig("tests.support.environments:Plain", workers=1)
+MESSAGES = [{"role": "user", "content": "What is a zebu?"}]
+
+
+def rows(file: Path) -> Path:
+    """Two problems."""
+    contents = (MESSAGES[0]["content"], "And a gnu?")
+    written = [
+        {
+            "data_source": "test",
+            "prompt": [{"role": "user", "content": content}],
+            "reward_model": {"ground_truth": "1"},
+        }
+        for content in contents
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in written))
+    return file
+
+
+def writes_tools() -> Any:
+    """The demo's tokenizer with a template that writes tools first."""
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML + OPENING
+    return tokenizer
+
+
+def config_of(folder: Path, **own: EnvironmentConfig | None) -> Any:
+    """A run of sources, with an evaluation of files of the same and of another name."""
+    sources = tuple(
+        SourceConfig(rows(folder / f"{name}.jsonl"), environment=one) for name, one in own.items()
+    )
+    world = EpisodeWorld(folder / "run", lambda *_: "end")
+    suites = tuple(str(rows(folder / f"suites_{name}" / f"{name}.jsonl")) for name in (*own, "other"))
+    return dataclasses.replace(
+        world.config,
+        model=dataclasses.replace(world.config.model, hf_path=Path("recipes/demo/policy")),
+        data=DataConfig(sources=sources),
+        environment=EnvironmentConfig(),
+        evaluation=EvaluationConfig(1, suites),
+    )
+
+
+def test_the_prompts_of_its_source_and_suite_have_the_tools(tmp_path: Path) -> None:
+    """Others have none: of a source without an environment, of one whose environment describes nothing."""
+    for name in ("told", "silent", "none", "other"):
+        (tmp_path / f"suites_{name}").mkdir()
+    config = config_of(tmp_path, told=DESCRIBED, silent=PLAIN, none=None)
+    tokenizer = writes_tools()
+    tools = check_environments(config, tokenizer)
+    assert tools == tools_of(config)
+    assert {name: len(one) for name, one in tools.items()} == {"": 0, "told": 1, "silent": 0, "none": 0}
+    found = load_problems(config.data, "math", tokenizer, tools)
+    texts = {one.source: tokenizer.decode(one.token_ids_P) for one in found.prompts}
+    assert {source: "lookup_7f3a" in text for source, text in texts.items()} == {
+        "told": True,
+        "silent": False,
+        "none": False,
+    }
+    suites = load_suites(
+        config.evaluation, 2048, tokenizer, "math", lambda suite: tools[config.source_of_suite(suite)]
+    )
+    said = {one.name: "lookup_7f3a" in tokenizer.decode(one.prompts[0].token_ids_P) for one in suites}
+    assert said == {"told": True, "silent": False, "none": False, "other": False}
+
+
+def test_tools_that_the_template_ignores_are_refused(tmp_path: Path) -> None:
+    for name in ("told", "other"):
+        (tmp_path / f"suites_{name}").mkdir()
+    with pytest.raises(
+        ConfigError, match="ignores the tools that the environment describes.*leave `tools` out"
+    ):
+        check_environments(config_of(tmp_path, told=DESCRIBED), demo_tokenizer())
+
+
+def test_a_tool_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Unnamed: tools=.* has .* without a name: write \{"):
+        check_environment(
+            EnvironmentConfig("tests.support.environments:Unnamed"),
+            Path("recipes/demo/policy"),
+            writes_tools(),
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2.5", "Llama 3.1"])
+def test_real_templates_write_them(name: str, tmp_path: Path) -> None:
+    """Episodes go on exactly behind such a prompt, and its ids are those of the template."""
+    tokenizer = family_tokenizer(name)
+    tools = check_environment(DESCRIBED, FOLDERS[name], tokenizer)
+    assert tools == Described.tools
+    data = DataConfig(rows(tmp_path / "a.jsonl"))
+    prompt = load_problems(data, "math", tokenizer, {"": tools}).prompts[0]
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, tools=[*Described.tools], add_generation_prompt=True, return_dict=False
+    )
+    assert prompt.token_ids_P.tolist() == expected
+    assert "lookup_7f3a" in tokenizer.decode(expected)
+    plain = load_problems(data, "math", tokenizer).prompts[0]
+    assert "lookup_7f3a" not in tokenizer.decode(plain.token_ids_P)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DeepSeek V3", "R1"])
+def test_real_templates_that_ignore_them_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="chat template ignores the tools that the environment describes"):
+        check_environment(DESCRIBED, FOLDERS[name], family_tokenizer(name))

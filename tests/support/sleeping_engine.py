@@ -31,6 +31,8 @@ class SleepingEngine(ScriptedEngine):
         self.wrongs: list[str] = []
         self.calls: list[str] = []
         """Of those that concern its memory."""
+        self._one_load = asyncio.Lock()
+        """As of ``SglangEngine``: one that goes on keeps the next waiting."""
         self.fails: str | None = None
         """A call that raises."""
         self.hangs: str | None = None
@@ -46,9 +48,10 @@ class SleepingEngine(ScriptedEngine):
         return await super().generate(request)
 
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        if self.state != "awake":
-            self.wrongs.append("load")
-        await super().load(folder, version, confirm)
+        async with self._one_load:
+            if self.state != "awake":
+                self.wrongs.append("load")
+            await super().load(folder, version, confirm)
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -63,14 +66,18 @@ class SleepingEngine(ScriptedEngine):
         self.state = "asleep"
 
     async def wake(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
-        if isinstance(weights, Path):
-            await self._begin("wake", "asleep")
-            self.state = "awake"
-            await super().load(weights, version, confirm)
-            return
+        async with self._one_load:
+            if isinstance(weights, Path):
+                await self._begin("wake", "asleep")
+                self.state = "awake"
+                await super().load(weights, version, confirm)
+            else:
+                await self._wake_by_handles(weights, version, confirm)
+
+    async def _wake_by_handles(self, parts: WeightParts, version: int, confirm: Confirm) -> None:
         await self._begin("begin", "asleep")
         received = ""
-        async for part in weights:
+        async for part in parts:
             await self._begin("receive", "asleep")
             assert not isinstance(part, BucketSpec)
             (handle,) = part

@@ -221,6 +221,28 @@ def test_a_silent_engine_is_left_out_early(tmp_path: Path, silent: str) -> None:
     run(check())
 
 
+def test_a_hand_over_that_the_trainer_gives_up_does_not_block_later_loads(tmp_path: Path) -> None:
+    """A rank failed after the first bucket: all servers are ended, and load the weights by disk."""
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            released = await world.call("release")
+            await world.weights(1)
+            await world.call("begin", 1, released)
+            await world.call("receive", {name: [b"v"] for name in released})
+            await world.in_folder(1)
+            for engine in both:
+                engine.restart()
+            await world.call("admit")
+            await until(lambda: pool.up == 2)
+            assert [engine.version for engine in both] == [1, 1]
+
+    run(check())
+
+
 def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
     async def check() -> None:
         three = named("one", "two", "three")

@@ -1,7 +1,8 @@
 """Metadata files of a torch_dist checkpoint, as bytes to write.
 
-``.metadata`` says where the pieces of each key lie, ``common.pt`` has the state that all ranks share. For
-``torch_dist_writer.py`` and ``resharding.py``.
+``.metadata`` says where the pieces of each key lie, ``common.pt`` has the state that all ranks share,
+``metadata.json`` names the format's backends. For ``torch_dist_writer.py``, ``to_megatron.py`` and
+``resharding.py``; the reader, ``distcp.py``, compares the last.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Bitwise comparison of the tensors of two checkpoints, in bands of rows, for any two formats.
 
-In threads, each with two buffers of a band. ``verification.py`` calls it.
+In threads, each with two buffers of a band. ``verification.py`` calls it, and ``to_megatron.py`` for a copy
+of a tied embedding.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class ColumnFile(NamedTuple):
 
 @dataclass(frozen=True)
 class StepHeader:
-    """A step's batch without its per-token columns, about 60 bytes a response: rank 0 broadcasts it.
+    """A step's batch without its per-token columns, about 50 bytes a response: rank 0 broadcasts it.
 
     Made by ``read_header`` from a step's file, equal on every rank. Advantages and packs come later.
     """

@@ -1,8 +1,8 @@
 """The data types of a run that hold tensors: micro-batches, the statistics of their tokens, losses.
 
 Apart from ``types.py``, which needs no torch: a reward worker, which imports ``types``, must start within a
-second. Users may import these names from ``types``, too. Shapes (suffix of a name): ``_T`` tokens of a pack.
-Used throughout the package.
+second. Users may import these names from ``types``, too. Shapes (suffix of a name): ``_T`` tokens of a pack,
+``_L`` layers, ``_K`` experts of a token. Used throughout the package.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ Element 0 of a loss is minimized; the others are sums for metrics."""
 
 @dataclass(frozen=True)
 class SearchedLoss:
-    """A loss with parameters that are searched on the policy's log-probs first: the clipping bounds.
+    """A loss with parameters that are searched on the policy's log-probs first, such as the clipping bounds.
 
     ``UpdateLoss`` makes it, and ``Policy.update`` measures, builds the loss, and minimizes it.
     """

@@ -43,7 +43,7 @@ _PARALLEL = {
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """A group of keys that differ in a number alone, such as the layer.
+    """A group of keys that differ in numbers, such as the layer, or in the state of the optimizer alone.
 
     Part of an ``Inspection``.
     """
@@ -65,7 +65,8 @@ class Inspection:
     folder: str
     format: str
     layout: str | None
-    """How layers are kept: stacked, per_layer, singleton; for mp_rank folders the ranks."""
+    """How layers are kept: stacked, per_layer, singleton; of mp_rank folders, whose shards the keys are; None
+    of a Hugging Face folder."""
     iteration: int | None
     written_at: dict[str, int]
     """Sizes of the process groups of the run that wrote it, as far as it says."""

@@ -1,7 +1,8 @@
 """Metadata files of a torch_dist checkpoint, as bytes to write.
 
-``.metadata`` says where the pieces of each key lie, ``common.pt`` has the state that all ranks share. For
-``torch_dist_writer.py`` and ``resharding.py``. Used in ``checkpoints_tools/`` and
+``.metadata`` says where the pieces of each key lie, ``common.pt`` has the state that all ranks share,
+``metadata.json`` names the format's backends. For ``torch_dist_writer.py``, ``to_megatron.py`` and
+``resharding.py``; the reader, ``distcp.py``, compares the last. Used in ``checkpoints_tools/`` and
 ``checkpoints_tools/formats/``.
 """
 

@@ -34,7 +34,10 @@ _MOST_DIMENSIONS = 64  # as torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an archive: the place, type and shape of its elements, which are not read."""
+    """A tensor in an archive: the place, type and shape of its elements, which are not read.
+
+    Made by ``read_archive``.
+    """
 
     file: Path
     position: int

@@ -26,7 +26,8 @@ ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, FP8: 1}
 class Block:
     """A rectangle of a tensor's elements as it lies in a file; each of its rows is contiguous there.
 
-    A tensor of shape [n] counts as n rows of one column; one of more than two dimensions does not occur.
+    A tensor of shape [n] counts as n rows of one column, fused experts [e, n, m] as e n rows until they are
+    taken apart. Part of a ``BlockTensor``.
     """
 
     row: int

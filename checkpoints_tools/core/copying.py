@@ -1,11 +1,11 @@
 """Tensor copy from the blocks of one checkpoint into the blocks of another, in bounded memory.
 
 A tensor is copied in bands: as many whole rows as a buffer holds, within which no block begins or ends. The
-source's blocks are read into the buffer, the destination's blocks are written from it. So every byte is read
-once and written once however the two are cut, and memory is one buffer for each thread. A cast to bfloat16
-rounds to nearest even, bit for bit as torch does (a NaN has one bit pattern). Weights in fp8 are read as
-bfloat16; they are written block by block, and their scales beside them (``fp8.py``). Used by
-``checkpoints_tools/conversion.py`` and ``comparing.py``.
+source's blocks are read into the buffer, the destination's are written from it; holes are skipped, and the
+kernel copies what is contiguous in both. So a byte moves once, however the two are cut, and memory is one
+buffer, of at least a row, for each thread. A cast to bfloat16 rounds to nearest even, bit for bit as torch
+does (a NaN has one bit pattern). Weights in fp8 are read as bfloat16; they are written block by block, and
+their scales beside them (``fp8.py``). Used by ``checkpoints_tools/conversion.py`` and ``comparing.py``.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class TensorChunk:
 class GlobalTensor:
     """A tensor of the checkpoint by its key, as chunks in files; plain data.
 
-    Part of ``Metadata``.
+    Part of ``Metadata``; inspections make some for other formats.
     """
 
     key: str

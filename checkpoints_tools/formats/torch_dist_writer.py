@@ -1,9 +1,9 @@
 """Writer of torch_dist, the format of megatron-core's ``dist_checkpointing``: output plan of its files.
 
 It plans; ``conversion.py`` writes. The parameters are global tensors, those of all layers stacked under one
-key, cut into a grid of chunks: a TP rank reads the chunks that meet its slice, so a grid of 8 spares every
-rank of TP2, TP4 or TP8 the rest. Used by ``checkpoints_tools/resharding.py`` and
-``checkpoints_tools/to_megatron.py``.
+key. Matrices that TP splits are cut into a grid of chunks (an expert's only above 1 GiB): a TP rank reads
+those that meet its slice, so a grid of 8 spares every rank of TP2, TP4 or TP8 the rest. Used by
+``checkpoints_tools/resharding.py`` and ``checkpoints_tools/to_megatron.py``.
 """
 
 from __future__ import annotations

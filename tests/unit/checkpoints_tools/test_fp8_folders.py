@@ -117,6 +117,23 @@ def test_a_written_folder_has_the_values_of_the_formula(family: str, dtype: str,
             assert torch.equal(found[name], tensor.bfloat16()), name
 
 
+@pytest.mark.parametrize("grid", [1, 3])
+def test_wide_matrices_are_quantized_some_blocks_at_a_time(
+    grid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer of one block, where a real one holds 4096 columns: parts begin within the source's chunks."""
+    from checkpoints_tools.core import copying
+
+    folder = model_of(tmp_path / "hf", "qwen2", **SIZES)
+    monkeypatch.setattr(copying, "BUFFER_BYTES", 128 * 128 * 2)
+    found = load_tensors(in_fp8(folder, tmp_path, grid))
+    for name, tensor in load_tensors(folder).items():
+        if name.endswith("_proj.weight"):
+            numbers, scales = fp8.quantize(tensor)
+            assert torch.equal(found[name].view(torch.uint8), numbers.view(torch.uint8)), name
+            assert torch.equal(found[f"{name}_scale_inv"], scales), name
+
+
 def test_transformers_quantizes_to_the_same_bits(tmp_path: Path) -> None:
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize

@@ -37,6 +37,8 @@ _PARALLEL = {
     "virtual": "virtual_pipeline_model_parallel_size",
     "context": "context_parallel_size",
     "data": "data_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
     "world": "world_size",
 }
 
@@ -68,8 +70,9 @@ class Inspection:
     """How layers are kept: stacked, per_layer, singleton; of mp_rank folders, whose shards the keys are; None
     of a Hugging Face folder."""
     iteration: int | None
-    written_at: dict[str, int]
-    """Sizes of the process groups of the run that wrote it, as far as it says."""
+    written_at: dict[str, Any]
+    """Sizes of the process groups of the run that wrote it, and ``pipeline_layers``: layers of each model
+    chunk, a list in the model's order. As far as it says."""
     model: dict[str, Any] | None
     """The fields of config.json that shape the model; None if the checkpoint carries none."""
     parameters: int
@@ -202,7 +205,7 @@ def _iteration(location: Location, common: Mapping[str, Any]) -> int | None:
     return location.iteration if location.iteration is not None or type(stored) is not int else stored
 
 
-def _written_at(common: Mapping[str, Any]) -> dict[str, int]:
+def _written_at(common: Mapping[str, Any]) -> dict[str, Any]:
     """Parallel layout that wrote the checkpoint, from our metadata or else from Megatron-LM's arguments."""
     arguments, ours = common.get("args"), common.get("written_at")
     found: dict[str, Any] = {}
@@ -210,7 +213,11 @@ def _written_at(common: Mapping[str, Any]) -> dict[str, int]:
         found = {name: ours.get(name) for name in _PARALLEL}
     elif isinstance(arguments, PickledObject):
         found = {name: arguments.field(field) for name, field in _PARALLEL.items()}
-    return {name: value for name, value in found.items() if type(value) is int}
+    known: dict[str, Any] = {name: value for name, value in found.items() if type(value) is int}
+    layers = ours.get("pipeline_layers") if isinstance(ours, dict) else None
+    if isinstance(layers, list) and all(type(count) is int for count in layers):
+        known["pipeline_layers"] = layers
+    return known
 
 
 def _groups(tensors: Iterable[GlobalTensor], objects: Iterable[str]) -> list[KeyGroup]:
@@ -234,6 +241,8 @@ _SHORT = {
     "virtual": "VPP",
     "context": "CP",
     "data": "DP",
+    "expert": "EP",
+    "expert_tensor": "ETP",
     "world": "ranks ",
 }
 
@@ -251,8 +260,7 @@ def _facts(found: Inspection) -> Iterator[str]:
     if found.iteration is not None:
         yield f"iteration    {found.iteration}"
     if found.written_at:
-        layout = " ".join(f"{_SHORT[name]}{size}" for name, size in found.written_at.items())
-        yield f"written at   {layout}"
+        yield f"written at   {_layout_text(found.written_at)}"
     yield f"model        {_model_text(found)}"
     yield f"parameters   {found.parameters:,}"
     yield "weights      " + ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in found.dtypes.items())
@@ -264,6 +272,19 @@ def _facts(found: Inspection) -> Iterator[str]:
     size = f", {format_bytes(found.optimizer_bytes)}" if found.optimizer_bytes else ""
     yield f"optimizer    {found.optimizer or 'none'}{size}"
     yield f"on disk      {format_bytes(found.total_bytes)}"
+
+
+def _layout_text(written_at: Mapping[str, Any]) -> str:
+    """The layout in a line; those of experts, and the layers of chunks, where they are not the usual ones."""
+    shown = [
+        f"{_SHORT[name]}{size}"
+        for name, size in written_at.items()
+        if name in _SHORT and (size > 1 or not name.startswith("expert"))
+    ]
+    layers = written_at.get("pipeline_layers", [])
+    if len(set(layers)) > 1:
+        shown.append(f"layers {','.join(map(str, layers))}")
+    return " ".join(shown)
 
 
 def _model_text(found: Inspection) -> str:

@@ -52,7 +52,7 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
         _create_state(wrapper)
     replace_results_queue()
     request = dist_checkpointing.save(
-        {**_state(model, optimizer, loading=False), "written_at": _layout(len(model))},
+        {**_state(model, optimizer, loading=False), "written_at": _layout(model)},
         str(path),
         FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist", 1), _replicas()),
         async_sharded_save=True,
@@ -140,14 +140,21 @@ def _state(model: Sequence[Any], optimizer: Any, loading: bool) -> dict[str, Any
     return state
 
 
-def _layout(chunks: int) -> dict[str, int]:
-    """The layout that wrote the checkpoint, for information: any other can load it."""
+def _layout(model: Sequence[Any]) -> dict[str, int | list[int]]:
+    """The layout that wrote the checkpoint, for information: any other can load it. Collective."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    own = [len(chunk.decoder.layers) for _, chunk in _named_chunks(model)]
+    layers = dict(all_gather((stage, own)))
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual": chunks,
+        "virtual": len(model),
+        # In the model's order: the first chunk of every stage, then the second of every stage.
+        "pipeline_layers": [layers[stage][chunk] for chunk in range(len(model)) for stage in sorted(layers)],
         "context": parallel_state.get_context_parallel_world_size(),
         "data": parallel_state.get_data_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 

@@ -304,7 +304,7 @@ def from_fp8(band: RowBand, scales: BlockTensor | None, files: OpenFiles, data: 
         values = dequantized(data, band.columns, band.row, scales_GB)
     except CheckpointError as error:
         raise CheckpointError(f"{block.file}: tensor {band.name}: {error}") from None
-    return to_bfloat16(memoryview(values).cast("B"), "F32")
+    return to_bfloat16(values.data.cast("B"), "F32")
 
 
 def _quantize(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:

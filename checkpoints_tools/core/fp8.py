@@ -55,7 +55,8 @@ def quantized(values_RC: Floats) -> tuple[Bytes, Floats]:
         factor_B = np.float32(1.0) / amax_B * np.float32(_LARGEST)  # 448.0 / amax, as torch computes it
     factor_B[~np.isfinite(factor_B)] = 1.0
     values_RC *= np.repeat(factor_B, BLOCK)[:columns]
-    return _rounded(values_RC), (np.float32(1.0) / factor_B)[None, :]
+    scales_B: Floats = np.reciprocal(factor_B)
+    return _rounded(values_RC), scales_B[None, :]
 
 
 def _rounded(values_RC: Floats) -> Bytes:
@@ -73,7 +74,9 @@ def _rounded(values_RC: Floats) -> Bytes:
         # Multiples of 2^-9: those are the last bit of a float32 between 2^14 and 2^15.
         shifted = (values_RC[is_small_RC] + np.float32(2**14)).view(np.uint32)
         magnitude_RC[is_small_RC] = shifted - 0x46800000
-    return magnitude_RC.astype(np.uint8) | sign_RC
+    numbers_RC: Bytes = magnitude_RC.astype(np.uint8)
+    numbers_RC |= sign_RC
+    return numbers_RC
 
 
 def dequantized(data: memoryview, columns: int, row: int, scales_GB: Floats) -> Floats:

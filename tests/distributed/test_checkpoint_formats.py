@@ -18,6 +18,7 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
+from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import inspect_checkpoint, reshard, to_hf, verify
 from checkpoints_tools.formats.torch_dist import TorchDist
@@ -210,9 +211,10 @@ def test_the_trainer_loads_its_checkpoints_at_any_layout(
         assert inspect_checkpoint(again).written_at == sizes_of(other)
 
 
-def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
-    names = ("tensor", "pipeline", "virtual", "context", "data")
-    return {name: getattr(parallel, name) or 1 for name in names}
+def sizes_of(parallel: ParallelConfig) -> dict[str, int | list[int]]:
+    names = ("tensor", "pipeline", "virtual", "context", "data", "expert", "expert_tensor")
+    sizes: dict[str, int | list[int]] = {name: getattr(parallel, name) or 1 for name in names}
+    return {**sizes, "pipeline_layers": list(chunk_layers(parallel, 4))}
 
 
 def save_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> None:

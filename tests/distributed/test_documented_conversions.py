@@ -80,7 +80,7 @@ def checkpoints(hf: Path, run: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_the_table_has_every_command() -> None:
-    assert len(rows()) == 13
+    assert len(rows()) == 14
     assert {command.split()[0] for _, command in rows()} == COMMANDS.keys()
 
 
@@ -101,6 +101,8 @@ def test_a_row_does_what_it_says(
         assert found.dtypes.keys() == {"F32"}
     elif "bf16" in words:
         assert found.dtypes.keys() == {"BF16"}
+    elif "fp8-block" in words:
+        assert found.dtypes.keys() == {"BF16", "F32", "F8_E4M3"}
     else:
         step = "120" if "--step" in words else "latest"
         assert verify(places[words[1]], output, hf, step, weights_only=True).equal

@@ -17,7 +17,8 @@ from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.packing import pack_samples
-from checkpoints_tools import to_hf, to_megatron
+from bapo_megatron.policy.layout import chunk_layers
+from checkpoints_tools import inspect_checkpoint, to_hf, to_megatron
 from tests.distributed.test_converted_checkpoints import load_converted, log_probs, make_policy
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import EXPERTS, random_samples, save_tiny_model
@@ -83,6 +84,9 @@ def test_a_checkpoint_of_the_trainer_becomes_a_folder_of_transformers(
     path, layout = tmp_path / "policy", LAYOUTS[written]
     [(_, weights), *_] = run_layout(train_and_save, layout, folder, layout, path, "bfloat16")
     to_hf(path, tmp_path / "hf", reference=folder)
+    written_at = inspect_checkpoint(path).written_at
+    assert (written_at["expert"], written_at["expert_tensor"]) == (layout.expert, layout.expert_tensor)
+    assert written_at["pipeline_layers"] == list(chunk_layers(layout, 4))
     found = load_file(tmp_path / "hf/model.safetensors")
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())

@@ -68,3 +68,25 @@ def in_bfloat16(folder: Path) -> dict[str, Tensor]:
         for name, tensor in held.items()
         if not name.endswith("_scale_inv")
     }
+
+
+def save_fused(folder: Path, fused: Path) -> Path:
+    """The experts of each layer in two tensors and their scales in two, as transformers fuses them."""
+    fused.mkdir()
+    tensors = load_tensors(folder)
+    held = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for layer in layers:
+        count = sum(f"{layer}.experts.{e}.up_proj.weight" in tensors for e in range(100))
+        for end in ("weight", "weight_scale_inv"):
+            own = [
+                [tensors[f"{layer}.experts.{expert}.{kind}_proj.{end}"] for expert in range(count)]
+                for kind in ("gate", "up", "down")
+            ]
+            gate, up, down = (torch.stack([one.view(torch.uint8) for one in part]) for part in own)
+            kind, suffix = own[0][0].dtype, end.removeprefix("weight")
+            held[f"{layer}.experts.gate_up_proj{suffix}"] = torch.cat([gate, up], 1).view(kind)
+            held[f"{layer}.experts.down_proj{suffix}"] = down.view(kind)
+    save_tensors(fused, held)
+    (fused / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return fused

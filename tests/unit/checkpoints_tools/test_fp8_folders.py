@@ -117,6 +117,23 @@ def test_a_written_folder_has_the_values_of_the_formula(family: str, dtype: str,
             assert torch.equal(found[name], tensor.bfloat16()), name
 
 
+@pytest.mark.parametrize("grid", [1, 3])
+def test_wide_matrices_are_quantized_some_blocks_at_a_time(
+    grid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer of one block, where a real one holds 4096 columns: parts begin within the source's chunks."""
+    from checkpoints_tools.core import copying
+
+    folder = model_of(tmp_path / "hf", "qwen2", **SIZES)
+    monkeypatch.setattr(copying, "BUFFER_BYTES", 128 * 128 * 2)
+    found = load_tensors(in_fp8(folder, tmp_path, grid))
+    for name, tensor in load_tensors(folder).items():
+        if name.endswith("_proj.weight"):
+            numbers, scales = fp8.quantize(tensor)
+            assert torch.equal(found[name].view(torch.uint8), numbers.view(torch.uint8)), name
+            assert torch.equal(found[f"{name}_scale_inv"], scales), name
+
+
 def test_transformers_quantizes_to_the_same_bits(tmp_path: Path) -> None:
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
@@ -185,6 +202,31 @@ def test_an_fp8_folder_becomes_bfloat16_and_back(grid: int, tmp_path: Path) -> N
     for other in (tmp_path / "megatron", tmp_path / "back"):
         assert verify(folder, other).equal
         assert verify(other, folder, digests=True).equal
+
+
+def test_fused_experts_in_fp8_convert_as_those_apart(tmp_path: Path) -> None:
+    """Six projections of 128 rows in a fused tensor: an expert's scales lie among those of all."""
+    plain = model_of(tmp_path / "plain", EXPERTS, **MIXTURE)
+    folder = fp8.save_fp8_folder(plain, tmp_path / "hf")
+    fused = fp8.save_fused(folder, tmp_path / "fused")
+    to_megatron(fused, tmp_path / "megatron")
+    assert verify(folder, tmp_path / "megatron").equal
+    assert verify(fused, folder).equal
+
+
+def test_bands_that_begin_within_a_block_take_its_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large matrices are read in bands of as many rows as a buffer holds: 50 here, of blocks of 128."""
+    from checkpoints_tools.core import copying
+
+    folder = fp8.save_fp8_folder(model_of(tmp_path / "plain", "qwen2", **SIZES), tmp_path / "hf")
+    monkeypatch.setattr(copying, "BUFFER_BYTES", 50 * 2 * SIZES["hidden_size"])
+    to_megatron(folder, tmp_path / "megatron", grid=1)
+    monkeypatch.undo()
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    found = load_tensors(tmp_path / "back")
+    assert all(torch.equal(found[name], tensor) for name, tensor in fp8.in_bfloat16(folder).items())
 
 
 def test_a_changed_number_is_found_and_named(tmp_path: Path) -> None:

@@ -71,6 +71,27 @@ def test_what_the_writers_arguments_say(hf: Path, tmp_path: Path) -> None:
     assert inspect_checkpoint(tmp_path / "iter_0000250").iteration == 250
 
 
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "TP2 PP2 VPP1 CP1 DP4"),  # of a version that wrote no more
+        ({"expert": 1, "expert_tensor": 1, "pipeline_layers": [2, 2]}, "TP2 PP2 VPP1 CP1 DP4"),
+        (
+            {"expert": 8, "expert_tensor": 2, "pipeline_layers": [1, 3]},
+            "TP2 PP2 VPP1 CP1 DP4 EP8 ETP2 layers 1,3",
+        ),
+    ],
+)
+def test_what_the_trainer_says_of_its_layout(more: dict, text: str, hf: Path, tmp_path: Path) -> None:
+    to_megatron(hf, tmp_path / "megatron")
+    folder = tmp_path / "megatron/release"
+    written = {"tensor": 2, "pipeline": 2, "virtual": 1, "context": 1, "data": 4, **more}
+    torch.save({"written_at": written}, folder / "common.pt")
+    found = inspect_checkpoint(folder)
+    assert found.written_at == written
+    assert f"written at   {text}\n" in as_text(found)
+
+
 def test_mp_rank_folders(hf: Path, tmp_path: Path) -> None:
     save_legacy(hf, tmp_path / "legacy", tensor=2, pipeline=3)
     found = inspect_checkpoint(tmp_path / "legacy")

@@ -19,7 +19,15 @@ from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from checkpoints_tools import inspect_checkpoint, to_megatron
 from tests.support.checkpoint_models import config_of, load_tensors, save_random_model, save_tensors
-from tests.support.fp8 import BLOCKS, FP8_CONFIG, in_bfloat16, quantize, save_fp8_folder, set_config
+from tests.support.fp8 import (
+    BLOCKS,
+    FP8_CONFIG,
+    in_bfloat16,
+    quantize,
+    save_fp8_folder,
+    save_fused,
+    set_config,
+)
 from tests.support.models import EXPERTS, tiny_model
 
 # Query rows 320, key rows 80, MLP 200, hidden 144: a block and a part of one, or two and a part.
@@ -88,30 +96,6 @@ def test_fused_experts_in_fp8_read_as_those_apart(tmp_path: Path) -> None:
         assert torch.equal(together.read(name), apart.read(name)), name
     up = "model.layers.1.mlp.experts.5.up_proj.weight"
     assert torch.equal(together.read(up, slice(30, 90), slice(120, 140)), apart.read(up)[30:90, 120:140])
-
-
-def save_fused(folder: Path, fused: Path) -> Path:
-    """The experts of each layer in two tensors and their scales in two, as transformers fuses them."""
-    fused.mkdir()
-    tensors = load_tensors(folder)
-    held = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
-    for layer in layers:
-        count = sum(f"{layer}.experts.{e}.up_proj.weight" in tensors for e in range(100))
-        for end in ("weight", "weight_scale_inv"):
-            own = [
-                [tensors[f"{layer}.experts.{e}.{p}_proj.{end}"] for e in range(count)] for p in PROJECTIONS
-            ]
-            gate, up, down = (torch.stack([one.view(torch.uint8) for one in part]) for part in own)
-            kind, suffix = own[0][0].dtype, end.removeprefix("weight")
-            held[f"{layer}.experts.gate_up_proj{suffix}"] = torch.cat([gate, up], 1).view(kind)
-            held[f"{layer}.experts.down_proj{suffix}"] = down.view(kind)
-    save_tensors(fused, held)
-    (fused / "config.json").write_bytes((folder / "config.json").read_bytes())
-    return fused
-
-
-PROJECTIONS = ("gate", "up", "down")
 
 
 def test_fused_experts_whose_projections_would_share_a_scale_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from bapo_megatron.config import ModelConfig
 from bapo_megatron.data.routes import known_rows, read_routes, route_problem, write_routes
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.rollout.engines.local.model import LocalModel
+from bapo_megatron.rollout.engines.sglang import route_wire
 from bapo_megatron.rollout.engines.sglang.route_wire import decoded_routes
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.rollout.sampler.step_batches import (
@@ -147,12 +148,18 @@ def test_wrong_routes_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("experts", [8, 128, 256, 300])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 3000])
-def test_the_quick_decoder_finds_what_a_plain_one_does(experts: int, tokens: int) -> None:
-    """Every number of a byte, with and without padding, and blocks of more tokens than one."""
+def test_the_quick_decoder_finds_what_a_plain_one_does(
+    experts: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every number of a byte, with and without padding, in one block and in several."""
+    monkeypatch.setattr(route_wire, "_BLOCK", 1 << 12)
     shape = RouteShape(5, 4, experts)
     generator = np.random.default_rng(tokens)
     wide = np.argsort(generator.random((tokens, 5, experts)), -1)[..., :4].astype(np.int32)
-    found = decoded_routes(memoryview(base64.b64encode(wide.tobytes())), tokens, shape)
+    text = memoryview(b"odd" + base64.b64encode(wide.tobytes()))[3:]
+    found = decoded_routes(text, tokens, shape)
+    if experts <= 256:
+        assert (route_wire._bytes_of(text) == wide.reshape(-1)).all(), "the quick way was taken"
     assert found.dtype == shape.dtype
     assert (found == wide).all()
 
@@ -167,6 +174,18 @@ def test_the_quick_decoder_takes_no_number_that_is_no_byte() -> None:
             text = memoryview(base64.b64encode(wrong.tobytes()))
             with pytest.raises(ValueError, match="token 0 went to expert .* there are 0 to 255"):
                 decoded_routes(text, 1, RouteShape(1, 24, 256))
+
+
+def test_the_quick_decoder_takes_no_character_that_is_not_base64s() -> None:
+    """Any other byte, in each place of a group: the first, or one of the lines that are compared at once."""
+    text = base64.b64encode(np.arange(3 * 300, dtype=np.int32).astype(np.uint8).astype(np.int32).tobytes())
+    assert route_wire._bytes_of(memoryview(text)) is not None
+    known = set(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")
+    for place in (*range(16), *range(16 * 270, 16 * 271)):
+        for byte in set(range(256)) - known:
+            wrong = bytearray(text)
+            wrong[place] = byte
+            assert route_wire._bytes_of(memoryview(wrong)) is None, (place, byte)
 
 
 def test_routes_that_are_no_base64_are_refused() -> None:

@@ -33,6 +33,10 @@ _KEEP_IDLE_S = 2.0
 """Keep-alive of an idle connection. Less than uvicorn's 5 s: a request that is sent when the server closes
 the connection fails as if the server had died (`KeptConnectionClosed`)."""
 
+_READ_BYTES = 1 << 20
+"""Size of a reply's part that is not read yet, above which aiohttp makes the server wait. By default 64 kB:
+replies of megabytes, with routes, would stop at every second packet."""
+
 _CONNECT_S = 60.0
 """Deadline of connecting. The pool's health checks notice a lost machine earlier (``pool.py``)."""
 
@@ -49,7 +53,9 @@ class HttpSessions:
     def __init__(self) -> None:
         """Make them within an event loop. There is no limit: one connection per request in flight."""
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
-        self.kept = aiohttp.ClientSession(connector=kept, trace_configs=[_reuse_trace()])
+        self.kept = aiohttp.ClientSession(
+            connector=kept, trace_configs=[_reuse_trace()], read_bufsize=_READ_BYTES
+        )
         self.new = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def close(self) -> None:

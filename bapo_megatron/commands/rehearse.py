@@ -50,6 +50,7 @@ def rehearse_recipe(recipe: Path, run: RunConfig, options: RehearseOptions) -> i
         gpu=options.gpu,
         memory_fraction=options.memory_fraction,
         expert_imbalance=options.expert_imbalance,
+        expert_routes=options.expert_routes,
     )
     job = Job(run, find_shape(recipe, run.model.hf_path), plan_options)
     if found := problems(job):

@@ -2,15 +2,21 @@
 
 A token's router makes K copies of it, one for each of its experts, which EP sends to the experts' ranks. How
 many copies a rank gets depends on the routers. The flag ``--expert-imbalance`` says how many the busiest rank
-gets, as a multiple of the mean; all estimates and rehearsals are of that rank. Everything that depends on it
-(activations, messages, time) takes its numbers from here. Used in this folder.
+gets, as a multiple of the mean, or ``--expert-routes`` measures it; all estimates and rehearsals are of that
+rank. Everything that depends on it (activations, messages, time) takes its numbers from here. Used in this
+folder.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 
 
@@ -42,3 +48,31 @@ def expert_load(shape: ModelShape, parallel: ParallelConfig, imbalance: float) -
 def rank_imbalance(parallel: ParallelConfig, imbalance: float) -> float:
     """Copies of the busiest rank of EP over the mean: 1 for EP 1, at most EP, which is all of them."""
     return min(imbalance, parallel.expert)
+
+
+@lru_cache(maxsize=64)
+def measured_imbalance(file: Path, shape: ModelShape, ranks: int) -> float:
+    """Copies of the busiest of ``ranks`` ranks of EP over the mean, in the mean over the layers.
+
+    ``file``: the routes of a step, [tokens, layers, experts of a token] (``data/routes.py``). ConfigError if
+    it cannot be read, or is of another model.
+    """
+    assert shape.experts is not None
+    experts = shape.experts
+    try:
+        routes_TLK = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--expert-routes {file}: it cannot be read: {error}; name a file RUN/journal/step_*.routes.npy"
+        ) from None
+    known = routes_TLK[(routes_TLK[:, 0] < experts.count).any(-1)] if routes_TLK.ndim == 3 else routes_TLK
+    if known.shape[1:] != (shape.layers, experts.per_token) or not len(known) or known.max() >= experts.count:
+        raise ConfigError(
+            f"--expert-routes {file}: an array {list(routes_TLK.shape)} of routes, but the model has "
+            f"{shape.layers} layers and {experts.per_token} of {experts.count} experts of a token; name the "
+            "routes of a run of this model"
+        )
+    each = experts.count // ranks
+    layers = (known[:, layer].ravel() // each for layer in range(shape.layers))
+    busiest = [np.bincount(rank_of_copy, minlength=ranks).max() for rank_of_copy in layers]
+    return float(np.mean(busiest) * ranks / (len(known) * experts.per_token))

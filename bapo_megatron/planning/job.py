@@ -21,7 +21,7 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
-from bapo_megatron.planning.experts import ExpertLoad, expert_load
+from bapo_megatron.planning.experts import ExpertLoad, expert_load, measured_imbalance
 from bapo_megatron.planning.hardware import GPUS, GPUS_PER_NODE, Gpu
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
@@ -42,7 +42,10 @@ class GpuOptions:
     """Share of a GPU's and of a node's memory that a plan may use."""
     expert_imbalance: Annotated[float, Ge(1)] = 1.2
     """Copies of tokens that the busiest rank of EP gets, as a multiple of the mean, for models with experts.
-    The default is assumed; a run measures its own (experts/rank_imbalance)."""
+    The default is assumed."""
+    expert_routes: Path | None = None
+    """File of a step's routes (`RUN/journal/step_000001.routes.npy`), from which that multiple is measured
+    for the layout's EP, in place of expert_imbalance."""
 
     def check(self) -> None:
         """Raise ConfigError for a value out of its range."""
@@ -199,7 +202,14 @@ class Job:
     @property
     def expert_load(self) -> ExpertLoad | None:
         """Load of a layer's experts on the busiest rank; None without experts."""
-        return expert_load(self.shape, self.parallel, self.options.expert_imbalance)
+        return expert_load(self.shape, self.parallel, self.expert_imbalance)
+
+    @property
+    def expert_imbalance(self) -> float:
+        """Copies of tokens on the busiest rank of EP over the mean: assumed, or measured from routes."""
+        if self.options.expert_routes is None or self.shape.experts is None:
+            return self.options.expert_imbalance
+        return measured_imbalance(self.options.expert_routes, self.shape, self.parallel.expert)
 
     @property
     def host_optimizer(self) -> bool:

@@ -160,7 +160,7 @@ def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
         job.element,
         job.run.batch.recompute,
         spec,
-        job.options.expert_imbalance,
+        job.expert_imbalance,
     )
     layers = max(chunk_layers(job.parallel, job.shape.layers)[stage :: job.parallel.pipeline])
     chunks = _forwards_in_flight(job, stage)

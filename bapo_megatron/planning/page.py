@@ -240,9 +240,10 @@ def _traffic(plan: JobPlan) -> Iterator[str]:
     rows += [[t.name, f"{t.sent / GB:,.1f}", f"{t.seconds:,.1f}", t.link] for t in plan.traffic]
     yield from _aligned(rows)
     if plan.job.parallel.expert > 1:
+        source = "--expert-imbalance" if plan.job.options.expert_routes is None else "measured from routes"
         yield (
-            f"Experts: the busiest rank of EP is taken to get {plan.job.options.expert_imbalance:g} times "
-            f"the mean of the copies (--expert-imbalance), in memory, messages and time"
+            f"Experts: the busiest rank of EP is taken to get {plan.job.expert_imbalance:.3g} times the mean "
+            f"of the copies ({source}), in memory, messages and time"
         )
 
 

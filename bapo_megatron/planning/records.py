@@ -33,6 +33,8 @@ class RankRequest:
     """Packs of an update on each replica."""
     device: Literal["cuda", "cpu"] = "cuda"
     """``cpu``: the program as it runs on gloo, to compare with real ranks."""
+    expert_imbalance: float = 1.0
+    """Copies of tokens that this rank's experts get, as a multiple of the mean over EP."""
 
     @property
     def world_size(self) -> int:

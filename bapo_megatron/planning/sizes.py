@@ -86,7 +86,8 @@ def read_parameters(shape: ModelShape, tokens: float) -> float:
     if shape.experts is None:
         return total
     experts = stage_parameters(shape, ParallelConfig(), 0).experts
-    return total - experts * (1 - shape.experts.per_token / shape.experts.count) ** tokens
+    missed: float = (1 - shape.experts.per_token / shape.experts.count) ** tokens
+    return total - experts * missed
 
 
 def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:

@@ -117,7 +117,7 @@ class _Work:
         layers = stage_layers(job.parallel, job.shape.layers)
         last = len(layers) - 1
         shares = (own / job.shape.layers for own in layers)
-        busiest = rank_imbalance(job.parallel, job.options.expert_imbalance)
+        busiest = rank_imbalance(job.parallel, job.expert_imbalance)
         return max(self.seconds(job, share, stage == last, busiest) for stage, share in enumerate(shares))
 
 

@@ -133,7 +133,9 @@ class ReplayExperts(MoELayer):  # type: ignore[misc]
 
         def run(hidden: Tensor) -> Any:
             self.router.router_replay.routes = routes
-            return forward(hidden, intermediate_tensors, padding_mask)
+            output = forward(hidden, intermediate_tensors, padding_mask)
+            forget_tokens(self)
+            return output
 
         return tensor_parallel.checkpoint(run, False, hidden_states)
 
@@ -154,7 +156,18 @@ class ReplayLayer(TransformerLayer):  # type: ignore[misc]
         """The layer's output, as megatron-core's."""
         routes: PackRoutes | None = kwargs["packed_seq_params"].routes
         self.mlp.router.router_replay.routes = None if routes is None else routes.of_layer(self.layer_number)
-        return super().forward(*args, **kwargs)
+        output = super().forward(*args, **kwargs)
+        forget_tokens(self.mlp)
+        return output
+
+
+def forget_tokens(layer: MoELayer) -> None:
+    """Release what the dispatcher of ``layer`` keeps of its last tokens: 13 bytes for each and each expert.
+
+    megatron-core reads it no more once the layer's output is there, and keeps it until the next pack.
+    """
+    dispatcher = layer.token_dispatcher
+    dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
 def replaying(spec: ModuleSpec) -> ModuleSpec:

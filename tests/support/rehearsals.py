@@ -59,6 +59,24 @@ def colocated(run: RunConfig) -> RunConfig:
     return replace(run, rollout=rollout, parallel=replace(run.parallel, offload=True))
 
 
+_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+
+
+def expert_run(folder: Path, parallel: ParallelConfig, layers: int = 2, **batch: Any) -> RunConfig:
+    """The run of ``small_run`` with experts, whose packs have routes that are even."""
+    run = small_run(folder, parallel, layers, **batch)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **_EXPERTS}))
+    return replace(run, rollout=replace(run.rollout, route_replay="replay"))
+
+
 def small_run(folder: Path, parallel: ParallelConfig, layers: int = 2, **batch: Any) -> RunConfig:
     """A run of a small bfloat16 model whose folder has a config.json and no weights."""
     (folder / "config.json").write_text(json.dumps({**_SHAPE, "num_hidden_layers": layers}))

@@ -4,8 +4,9 @@ They patch the policy's and megatron's checkpoint modules for the whole process.
 
 Which shards this rank writes depends on its DP x CP peers. They hold the same weights, and each the optimizer
 state of the parameters that it owns. Megatron gathers the list of each rank's shards and assigns each shard
-to one of its holders. The lists follow from the placement of the parameters, which every rank knows. Used by
-``rank.py``.
+to one of its holders. The lists follow from the placement of the parameters, which every rank knows. Peers in
+other places of EP and ETP hold other experts, of the same sizes: theirs are this rank's under other names.
+Used by ``rank.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.default_planner as planner
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import validation
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
@@ -122,9 +124,17 @@ def peer_shard_lists() -> Iterator[None]:
 
     def gather_lists(object_list: Any, obj: Any, group: Any = None) -> Any:
         weights = [shard for shard in obj if not shard.key.startswith("optimizer.state.")]
-        for rank in range(len(object_list)):
-            object_list[rank] = [replace(one, replica_id=(*one.replica_id[:-1], rank)) for one in weights]
-            object_list[rank] += owned[rank]
+        for place, rank in enumerate(dist.get_process_group_ranks(group)):
+            copy, suffix = _copy_of_experts(rank)
+            found = [
+                replace(one, replica_id=(*one.replica_id[:-1], copy if _is_expert(one) else place))
+                for one in weights
+            ]
+            found += [one for one in owned[place] if not _is_expert(one)]
+            found += [one for one in owned[copy] if _is_expert(one)]
+            object_list[place] = [
+                replace(one, key=one.key + suffix) if _is_expert(one) else one for one in found
+            ]
         object_list[group.rank()] = obj
 
     def with_peers(*args: Any, **kwargs: Any) -> Any:
@@ -141,6 +151,22 @@ def peer_shard_lists() -> Iterator[None]:
     finally:
         optimizer_state._sharded_state = own_state
         fully_parallel.determine_main_replica_uniform_distribution = determine
+
+
+def _is_expert(shard: ShardedTensor) -> bool:
+    return ".experts." in shard.key
+
+
+def _copy_of_experts(rank: int) -> tuple[int, str]:
+    """The index of ``rank`` among the ranks with the same experts; and what tells its experts' keys from this
+    rank's, which is nothing if they are the same.
+
+    By megatron's order of ranks within a pipeline stage: ETP varies fastest, then EP.
+    """
+    places = parallel_state.get_expert_tensor_and_model_parallel_group().size()
+    stages = parallel_state.get_pipeline_model_parallel_group().size()
+    copy, place = divmod(rank % (dist.get_world_size() // stages), places)
+    return copy, "" if place == dist.get_rank() % places else f" of place {place}"
 
 
 def _states_by_owner(optimizer: Any, model_state: dict[str, Any]) -> dict[int, list[ShardedTensor]]:

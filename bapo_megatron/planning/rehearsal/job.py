@@ -98,7 +98,8 @@ def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankR
     It starts processes and takes minutes. A rank that fails is a result with an error, not an exception.
     """
     run = replace(job.run, model=replace(job.run.model, hf_path=folder))
-    requests = [RankRequest(run, rank, packs_of(job, options)) for rank in ranks_of(job, options)]
+    packs, busiest = packs_of(job, options), job.expert_imbalance
+    requests = [RankRequest(run, rank, packs, expert_imbalance=busiest) for rank in ranks_of(job, options)]
 
     def report(result: RankResult) -> None:
         how = f"fails in {result.error}" if result.error else "is rehearsed"

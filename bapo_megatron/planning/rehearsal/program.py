@@ -18,9 +18,10 @@ import torch.distributed as dist
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.planning.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
+from bapo_megatron.planning.rehearsal.expert_routes import even_routes
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.handles import shareable
@@ -54,8 +55,8 @@ class RankProgram:
 
     def packs(self, number: int) -> list[MicroBatch]:
         """The packs of an update, on the host."""
-        vocabulary = read_model_shape(self._config.model.hf_path).vocab
-        return full_packs(self._config, self.policy.pack_layout, vocabulary, number)
+        shape = read_model_shape(self._config.model.hf_path)
+        return full_packs(self._config, self.policy.pack_layout, shape, number)
 
     def update(self, packs: list[MicroBatch], number: int) -> None:
         """Run update ``number``: log-probs of pi_old and of the reference (once), search, optimizer step."""
@@ -76,7 +77,9 @@ class RankProgram:
     def weight_sync(self) -> None:
         """Weight sync: weights gathered within the first replica; on rank 0 the buckets of a broadcast."""
         if self.policy.data_rank != 0:
-            self.policy.give_experts()
+            if self._config.parallel.expert * self._config.parallel.expert_tensor > 1:
+                with self._phase("weight sync"):
+                    self.policy.give_experts()
             return
         engine = self._config.rollout.engine_config
         sends = dist.get_rank() == 0 and engine.sync == "broadcast"
@@ -139,16 +142,16 @@ def message_shape(config: RunConfig, tokens: int, hidden: int) -> tuple[int, int
     return (tokens // p.context // (p.tensor if p.sequence else 1), 1, hidden)
 
 
-def full_packs(config: RunConfig, layout: PackLayout, vocabulary: int, packs: int) -> list[MicroBatch]:
+def full_packs(config: RunConfig, layout: PackLayout, shape: ModelShape, packs: int) -> list[MicroBatch]:
     """``packs`` full packs of this rank: sequences of the longest length, and one that fills the rest.
 
-    All replicas have equal packs. Half of the advantages are negative. ValueError if the packing gives
-    another number of packs.
+    All replicas have equal packs. Half of the advantages are negative. Routes are even. ValueError if the
+    packing gives another number of packs.
     """
     lengths = sequence_lengths(config, layout.document_multiple)
     rng = np.random.default_rng(0)
     samples = [
-        _sample(rng, length, config.data.max_prompt_tokens, vocabulary, sign=1.0 if number % 2 else -1.0)
+        _sample(rng, length, config, shape, sign=1.0 if number % 2 else -1.0)
         for number in range(packs * layout.data_size)
         for length in lengths
     ]
@@ -166,12 +169,17 @@ def sequence_lengths(config: RunConfig, multiple: int) -> list[int]:
     return [longest] * number + ([rest] if rest >= max(_SHORTEST, multiple) else [])
 
 
-def _sample(rng: np.random.Generator, length: int, most: int, vocabulary: int, sign: float) -> Sample:
-    prompt = max(1, min(most // 8, length // 2))
+def _sample(
+    rng: np.random.Generator, length: int, config: RunConfig, shape: ModelShape, sign: float
+) -> Sample:
+    prompt = max(1, min(config.data.max_prompt_tokens // 8, length // 2))
+    replay = config.rollout.route_replay
     response = length + 1 - prompt
     return Sample(
-        token_ids=rng.integers(0, vocabulary, length + 1).astype(np.int32),
+        token_ids=rng.integers(0, shape.vocab, length + 1).astype(np.int32),
         log_probs_R=np.full(response, -0.5, dtype=np.float32),
         versions_R=np.zeros(response, dtype=np.int32),
         advantage=sign,
+        routes_R=None if replay == "off" else even_routes(shape, length),
+        replays_routes=replay == "replay",
     )

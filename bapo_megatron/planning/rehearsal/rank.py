@@ -26,6 +26,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.planning.records import LargeTensor, Peak, RankRequest, RankResult
 from bapo_megatron.planning.rehearsal.checkpoints import rehearse_load, rehearse_save
+from bapo_megatron.planning.rehearsal.expert_routes import spread_copies
 from bapo_megatron.planning.rehearsal.fake.cuda_device import install
 from bapo_megatron.planning.rehearsal.fake.ledger import Block, Ledger, kind_of, sizes_by_kind
 from bapo_megatron.planning.rehearsal.fake.meter import Meter, answer_reads, watch_sizes
@@ -92,8 +93,10 @@ class RankRehearsal:
             kinds = stack.enter_context(fake_world(request.rank, request.world_size, self.config.parallel))
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             self.meter = Meter(fake, kinds, request.device == "cuda")
-            vocabulary = read_model_shape(self.config.model.hf_path).vocab
-            self.meter.vocabulary = vocabulary // self.config.parallel.tensor
+            shape = read_model_shape(self.config.model.hf_path)
+            self.meter.vocabulary = shape.vocab // self.config.parallel.tensor
+            if shape.experts is not None:
+                spread_copies(request.expert_imbalance, self.meter.shapes)
             answer_reads(self.meter)
             watch_sizes(self.meter)
             kernel.observers.append(self.meter.see_te_kernel)

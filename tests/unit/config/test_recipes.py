@@ -49,6 +49,9 @@ STATED = {
     "qwen3_8b_16k": (16384, 8),
     "qwen3_32b": (32768, 32),
     "qwen3_32b_two_nodes": (32768, 8),
+    "qwen3_30b_a3b": (16384, 16),
+    "qwen3_30b_a3b_two_nodes": (16384, 8),
+    "qwen3_235b_a22b": (16384, 128),
 }
 SPLIT = ("octothinker_llama_3b", "partial_rollout_7b", "qwen2_5_7b_tools")
 """On one node, each GPU for one task."""
@@ -157,10 +160,10 @@ def test_a_tenth_of_a_gpu_is_free_in_both_turns(name: str, capsys: pytest.Captur
     assert found["server_nodes"] == 0
 
 
-@pytest.mark.parametrize("name", ["r1_distill_qwen_32b_two_nodes", "qwen3_32b_two_nodes"])
-def test_a_32b_recipe_of_two_nodes_has_one_for_each_task(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    "name", ["r1_distill_qwen_32b_two_nodes", "qwen3_32b_two_nodes", "qwen3_30b_a3b_two_nodes"]
+)
+def test_a_recipe_of_two_nodes_has_one_for_each_task(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = cluster_recipe(name)
     assert bapo(["plan", str(path), "--engine-gpus", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -238,6 +241,15 @@ def test_flags_that_a_docstring_names_fit_too(
     assert flags in text
     assert bapo(["plan", str(path), *flags.split()]) == 0
     assert "FITS" in capsys.readouterr().out
+
+
+def test_recipes_with_experts_train_on_the_experts_that_sampled() -> None:
+    """By routes; and the large one's stages have unlike numbers of its 94 layers."""
+    sparse = [name for name in STATED if re.search(r"_a\d+b", name)]
+    assert len(sparse) == 3
+    assert {load(name).rollout.route_replay for name in sparse} == {"replay"}
+    parallel = load("qwen3_235b_a22b").parallel
+    assert (parallel.pipeline_layers, parallel.expert) == ((22, 24, 24, 24), 32)
 
 
 def test_partial_rollout_takes_its_staleness_from_segments() -> None:

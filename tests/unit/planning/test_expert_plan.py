@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ExpertShape, read_model_shape
 from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import Change, smallest_changes
 from bapo_megatron.planning.engines import engines
-from bapo_megatron.planning.experts import expert_load, rank_imbalance
+from bapo_megatron.planning.experts import expert_load, measured_imbalance, rank_imbalance
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.json_summary import model_flops
 from bapo_megatron.planning.memory import host_bytes, server_weights, stage_memory
@@ -220,3 +222,40 @@ def test_an_imbalance_below_the_mean_is_refused(
 ) -> None:
     assert bapo(["plan", "recipes/qwen3_32b.py", "--expert-imbalance", flag]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_imbalance_of_routes_by_hand(tmp_path: Path) -> None:
+    """Four tokens to two of four experts. Of two ranks the busiest gets 6 of 8 copies in the first layer, 4
+    in the second, 8 in the third and fourth; a token without a route does not count."""
+    first = [[0, 1], [0, 1], [0, 2], [1, 3]]
+    second = [[0, 2], [1, 3], [0, 3], [1, 2]]
+    third = [[0, 1]] * 4
+    routes = np.array([first, second, third, third], np.uint8).transpose(1, 0, 2)
+    unknown = np.full((1, 4, 2), 255, np.uint8)
+    np.save(tmp_path / "routes.npy", np.concatenate([routes, unknown]))
+    assert measured_imbalance(tmp_path / "routes.npy", MOE, 2) == (6 + 4 + 8 + 8) / 4 / 4
+    # Each on a rank of its own: 3, 2, 4 and 4 copies, of which the mean is 2.
+    assert measured_imbalance(tmp_path / "routes.npy", MOE, 4) == (3 + 2 + 4 + 4) / 4 / 2
+    measured = moe(EP)
+    measured = replace(measured, options=replace(measured.options, expert_routes=tmp_path / "routes.npy"))
+    assert measured.expert_imbalance == 26 / 16
+    assert stage_memory(measured, 0).activations == stage_memory(moe(EP, 26 / 16), 0).activations
+    assert speed(measured) == speed(moe(EP, 26 / 16))
+    assert "1.62 times the mean of the copies (measured from routes)" in plan_text(
+        make_plan(measured), [], []
+    )
+
+
+def test_other_files_are_no_routes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--expert-routes .*none\.npy: it cannot be read: .*step_\*"):
+        measured_imbalance(tmp_path / "none.npy", MOE, 2)
+    for name, array in {
+        "layers": np.zeros((3, 2, 2), np.uint8),
+        "experts": np.full((3, 4, 2), 7, np.uint8),
+        "flat": np.zeros(3, np.uint8),
+    }.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        with pytest.raises(
+            ConfigError, match=rf"{name}\.npy: an array .* but the model has 4 layers and 2 of 4"
+        ):
+            measured_imbalance(tmp_path / f"{name}.npy", MOE, 2)

@@ -38,6 +38,7 @@ def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
     answer_queries(on_synchronize)
     _show_cuda_to_python()
     _install_swiglu()
+    _ignore_generators()
     functions = CudaFunctions()
     _enter_in_backward(functions)
     return functions
@@ -133,6 +134,7 @@ def _show_cuda_to_python() -> None:
     cls.is_cuda = property(lambda self: self.fake_device.type == "cuda")
     cls.is_cpu = property(lambda self: self.fake_device.type == "cpu")
     cls.is_meta = property(lambda self: self.fake_mode.in_kernel_invocation)
+    cls.record_stream = lambda _self, _stream: None
     # torch.cuda.is_available() says yes; torch must not try to copy constants to a device.
     mode: Any = fake_tensor.FakeTensorMode
     mode.avoid_device_init = property(lambda _self: True)
@@ -229,6 +231,18 @@ def _install_swiglu() -> None:
 
     megatron_swiglu.swiglu = lambda y: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
     megatron_swiglu.swiglu_back = lambda _gradient, y: torch.empty_like(y)
+    megatron_swiglu.weighted_swiglu = lambda y, _weights: megatron_swiglu.swiglu(y)
+    megatron_swiglu.weighted_swiglu_back = lambda _gradient, y, weights: (
+        torch.empty_like(y),
+        torch.empty_like(weights),
+    )
+
+
+def _ignore_generators() -> None:
+    """Replace megatron's own reference to a torch function by which recomputation sets a GPU's generator."""
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._lazy_call = lambda *_args, **_kwargs: None
 
 
 def _rms_norm(

@@ -53,6 +53,9 @@ class FlopMeter:
         if kernel == "generic_gemm":
             a, transposed_a, b = args[:3]
             return 2 * int(b.numel()) * int(a.shape[-2] if transposed_a else a.shape[-1])
+        if kernel == "te_general_grouped_gemm":
+            pairs = zip(args[0], args[2], strict=True)
+            return sum(self.count_te("generic_gemm", (a, args[1], b)) for a, b in pairs)
         if kernel in ("fused_attn_fwd", "fused_attn_bwd"):
             named = named_arguments(kernel, tuple(args))
             each = _FORWARD if kernel == "fused_attn_fwd" else _BACKWARD

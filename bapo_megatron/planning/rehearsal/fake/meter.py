@@ -61,7 +61,7 @@ class Meter(TorchDispatchMode):
         self.vocabulary = 0
         """Columns of this rank's logits."""
         self._fake, self._cuda = fake, cuda
-        self._shapes = ShapesFromValues(self._read_shape)
+        self.shapes = ShapesFromValues(self._read_shape)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -107,7 +107,7 @@ class Meter(TorchDispatchMode):
             return False
         if func is aten._pin_memory.default:
             return args[0]
-        out = self._shapes.answer(func, args, named)
+        out = self.shapes.answer(func, args, named)
         if out is None:
             out = func(*args, **named)
             propagate(func, args, named, out)

@@ -5,12 +5,13 @@ computed from them; hidden states are not. So a data-dependent shape (``nonzero`
 program's own data decide it. Else ``ShapesFromValues`` gives ``nonzero`` and masks the largest shape, and
 ``bincount`` its ``minlength``; NotImplementedError for ``repeat_interleave`` of unknown counts, and for a
 mask beside other indices. Results of the model's arithmetic are guessed as ones, which are finite, positive
-and true. Used in this folder.
+and true. Used in ``planning/rehearsal/`` and this folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -139,6 +140,16 @@ class ShapesFromValues:
 
     def __init__(self, read: Callable[[Tensor, str], None]) -> None:
         self._read = read
+        self._selected: int | None = None
+
+    @contextmanager
+    def selecting(self, count: int) -> Iterator[None]:
+        """Context manager in which a mask of unknown values selects ``count`` entries, and nothing waits."""
+        self._selected = count
+        try:
+            yield
+        finally:
+            self._selected = None
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Fake result of a kernel with a data-dependent shape; None for any other kernel."""
@@ -168,6 +179,8 @@ class ShapesFromValues:
             raise NotImplementedError("a boolean mask beside other indices")
         if mask.device != tensor.device and mask.device.type != "cpu":
             raise RuntimeError(f"indices on {mask.device} of a tensor on {tensor.device}")
+        if self._selected is not None and known(mask) is None:
+            return torch.empty((self._selected,), dtype=tensor.dtype, device=tensor.device)
         values, source = self._values(mask, "boolean indexing"), known(tensor)
         if values is not None and source is not None:
             with unset_fake_temporarily():

@@ -1,0 +1,57 @@
+"""Recipe Qwen3-30B-A3B, a mixture of experts, 16k responses, on four nodes of eight 80 GB GPUs: two train.
+
+From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
+temperature 0.6 of its 8k experiments (section 5.1).
+
+From the model's card: 30.5 B parameters, of which a token passes 3.3 B: in each of 48 layers 8 of 128
+experts. It thinks by default, as qwen3_32b.py says; temperature 0.6 is its advice for this mode, too.
+
+Chosen here, not in the paper: the model, responses of 16k tokens, 64 prompts x 16 responses a step, four
+updates of a quarter of the batch each, weight decay, steps, layout. TP 4 is the most, for there are 4 KV
+heads; EP 16 gives each GPU 8 of a layer's 128 experts. Every token is trained on the experts that sampled it
+(`rollout.route_replay`): a batch is used after the weights have changed, and without routes engine and
+trainer would choose differently (docs/parallelism.md#routes). Servers of your own need
+`--enable-return-routed-experts`.
+
+Preset: `paper(32_768)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
+and no study of ours prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the
+authors' script with 8k.
+
+    bapo plan recipes/qwen3_30b_a3b.py
+    bapo submit recipes/qwen3_30b_a3b.py --cluster FILE        # rollout_nodes = 2
+"""
+
+from pathlib import Path
+
+from bapo_megatron.algo.bapo import paper
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+
+
+def recipe() -> RunConfig:
+    """Two nodes that train: TP 4, four replicas, the experts over all 16 GPUs."""
+    return RunConfig(
+        name="qwen3_30b_a3b",
+        steps=500,
+        model=ModelConfig(hf_path=Path("models/Qwen3-30B-A3B")),
+        data=DataConfig(path=Path("data/skywork_math/data.jsonl")),
+        parallel=ParallelConfig(tensor=4, data=4, sequence=True, expert=16),
+        rollout=RolloutConfig(
+            temperature=0.6,
+            max_response_tokens=16384,
+            engine="sglang",
+            segment_tokens=4096,
+            route_replay="replay",
+            sglang=SglangConfig(tensor=2),
+        ),
+        algorithm=AlgorithmConfig(bounds=paper(32_768), updates_per_epoch=4),
+        batch=BatchConfig(pack_tokens=18432, recompute="selective"),
+    )

@@ -1,0 +1,141 @@
+"""Rehearsals of models with experts: against real ranks on gloo, and the plan; the recipes, shortened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.planning.activations import activation_bytes_per_token
+from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
+from bapo_megatron.planning.memory import FIXED, stage_memory
+from bapo_megatron.planning.records import RankRequest, RankResult
+from bapo_megatron.planning.rehearsal.match import collective_mismatches
+from bapo_megatron.planning.rehearsal.processes import rehearse
+from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
+from bapo_megatron.policy.state import offload
+from tests.distributed.test_rehearsal import contents, unlike
+from tests.support.cluster_recipes import cluster_recipe
+from tests.support.rehearsals import TOKENS, colocated, expert_run, real_ranks
+from tests.support.tiers import slow_but
+
+pytestmark = pytest.mark.distributed
+
+EP = ParallelConfig(data=2, expert=2)
+BOTH = ParallelConfig(tensor=2, sequence=True, data=2, expert=2, expert_tensor=2)
+LAYOUTS = {
+    "ep2": (EP, 1),
+    "tp2-sp-ep2": (ParallelConfig(tensor=2, sequence=True, expert=2), 1),
+    "pp2-ep2": (ParallelConfig(pipeline=2, data=2, expert=2), 3),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "ep2"))
+def test_peaks_and_collectives_are_those_of_real_ranks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real ranks replay routes that are even: their experts get what the rehearsal says they do."""
+    monkeypatch.setattr(offload, "BLOCK", 2**12)  # a block of the usual size is larger than such a model
+    parallel, packs = LAYOUTS[name]
+    config = colocated(expert_run(tmp_path, parallel))
+    real = real_ranks(config, packs)
+    results = rehearse([RankRequest(config, rank, packs, "cpu") for rank in range(len(real))])
+    assert [result.error for result in results] == [None] * len(real)
+    for _attempt in range(2):
+        if unlike(results, real):  # as in test_rehearsal.py
+            real = real_ranks(config, packs)
+    assert not unlike(results, real)
+    for result, (_, calls) in zip(results, real, strict=True):
+        rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
+        assert rehearsed == [contents(call) for call in calls], result.rank
+
+
+@pytest.mark.slow
+def test_every_rank_of_a_layout_agrees(tmp_path: Path) -> None:
+    """With torch's layers and recomputation, where all are as busy."""
+    config = expert_run(tmp_path, BOTH, recompute="selective")
+    ranks = rehearse([RankRequest(config, rank, 1) for rank in range(4)], workers=2)
+    assert [rank.error for rank in ranks] == [None] * 4
+    assert collective_mismatches(ranks) == []
+    assert {"EP", "ETP", "expert DP"} & {call.group for call in ranks[0].calls} >= {"EP", "ETP"}
+
+
+BUSY = 1.5
+
+
+@pytest.mark.slow
+def test_the_busiest_rank_of_transformer_engines_layers(tmp_path: Path) -> None:
+    """What a layer keeps by the plan, and the FLOPs of half as many copies again as the mean."""
+    requests = []
+    for layers in (2, 4):
+        (folder := tmp_path / str(layers)).mkdir()
+        config = expert_run(folder, EP, layers=layers)
+        requests.append(RankRequest(config, 0, 1, expert_imbalance=BUSY))
+    few, more = rehearse(requests, "te", workers=2)
+    assert (few.error, more.error) == (None, None)
+    shape = read_model_shape(tmp_path / "2")
+    assert shape.experts is not None
+    planned = activation_bytes_per_token(shape, EP, 2, "none", "te", BUSY).layer
+    kept = [result.gpu["update 2"].kinds["activations"] for result in (few, more)]
+    assert (kept[1] - kept[0]) / 2 / TOKENS == pytest.approx(planned, rel=0.03)  # blocks of 512 B
+    forward = linear_flops_per_token(shape) * TOKENS + attention_flops(shape, TOKENS)
+    experts = 2 * shape.layers * 3 * shape.hidden * shape.experts.per_token * shape.experts.ffn * TOKENS
+    assert few.flops["bounds search 2"] == pytest.approx(forward + (BUSY - 1) * experts, rel=0.01)
+
+
+RECIPES = {
+    "qwen3_30b_a3b": (2, ()),
+    "qwen3_30b_a3b_two_nodes": (2, ()),
+    "qwen3_235b_a22b": (5, (1, 1, 1, 2)),
+}
+"""Layers to which a recipe's model is shortened, and those of its stages."""
+
+
+WORKSPACES = 4 * 33_555_456
+"""Bytes of Transformer Engine's workspaces for grouped products, which the plan has in its reserve."""
+
+
+def shortened(name: str, folder: Path) -> Job:
+    """The recipe with few layers of its model, at its own layout and lengths."""
+    path = cluster_recipe(name)
+    run = load_recipe(path, RunConfig)
+    layers, stages = RECIPES[name]
+    config = json.loads((shape_folder(path, run.model.hf_path) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    run = replace(
+        run,
+        model=replace(run.model, hf_path=folder),
+        parallel=replace(run.parallel, pipeline_layers=stages),
+    )
+    return Job(run, read_model_shape(folder), PlanOptions())
+
+
+@pytest.mark.slow
+def test_the_recipes_run_and_the_plan_agrees(tmp_path: Path) -> None:
+    jobs: dict[str, Job] = {}
+    for name in RECIPES:
+        (folder := tmp_path / name).mkdir()
+        jobs[name] = shortened(name, folder)
+    requests = []
+    for job in jobs.values():
+        packs = job.parallel.pipeline + 1 if job.parallel.pipeline > 1 else 1
+        busiest = job.options.expert_imbalance
+        requests.append(RankRequest(job.run, 0, packs, expert_imbalance=busiest))
+    for job, result in zip(jobs.values(), rehearse(requests, "te"), strict=True):
+        check_plan(job, result)
+
+
+def check_plan(job: Job, found: RankResult) -> None:
+    """States exactly; peaks to 8 and 3 %: in a model of few layers one chunk of logits is much."""
+    assert found.error is None
+    plan, update = stage_memory(job, 0), found.gpu["update 2"]
+    for kind in ("weights", "gradients", "optimizer"):
+        assert getattr(plan, kind) == pytest.approx(update.kinds.get(kind, 0), rel=0.001), kind
+    assert plan.training - plan.reserve == pytest.approx(update.size - WORKSPACES, rel=0.08)
+    sync = found.gpu["weight sync"].size - WORKSPACES
+    assert plan.syncing - FIXED == pytest.approx(sync, rel=0.03)

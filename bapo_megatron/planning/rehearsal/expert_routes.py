@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.planning.rehearsal.fake.shapes import ShapesFromValues
-from bapo_megatron.planning.rehearsal.fake.values import know
+from bapo_megatron.planning.rehearsal.fake.values import ShapesFromValues, know
 from bapo_megatron.step_header import RouteShape
 
 

@@ -89,14 +89,18 @@ def _title(plan: JobPlan) -> Iterator[str]:
     job, batch = plan.job, plan.job.run.batch
     nodes = plan.trainer_nodes
     parameters = total_parameters(job.shape)
-    size = f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
-    active = f", {active_parameters(job.shape) / 1e9:.2f} B of a token" if job.shape.experts else ""
+    active = f", {_count(active_parameters(job.shape))} of a token" if job.shape.experts else ""
     machines = f"{nodes} node{'s' * (nodes > 1)}"
-    yield f"{job.run.name}: {size} parameters{active}, {job.gpus} x {job.gpu.name} ({machines})"
+    yield f"{job.run.name}: {_count(parameters)} parameters{active}, {job.gpus} x {job.gpu.name} ({machines})"
     yield (
         f"{layout_name(job)}; packs of {batch.pack_tokens:,} tokens, {job.tokens:,.0f} a GPU; "
         f"recompute {batch.recompute}"
     )
+
+
+def _count(parameters: int) -> str:
+    """Number of parameters in billions, or of a small model in millions."""
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
 
 
 def _bounds(job: Job) -> Iterator[str]:

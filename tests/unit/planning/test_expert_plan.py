@@ -212,7 +212,7 @@ def test_the_page_names_the_layout_and_the_assumption() -> None:
     text = plan_text(make_plan(moe(BOTH)), [], [])
     assert "TP 2 + SP, PP 1, CP 1, DP 2, EP 2, ETP 2; packs" in text
     assert "the busiest rank of EP is taken to get 1.5 times the mean" in text
-    assert "of a token" in text
+    assert "small: 0.00 M parameters, 0.00 M of a token, 4 x" in text
     assert "Experts:" not in plan_text(make_plan(moe(ETP)), [], [])
 
 

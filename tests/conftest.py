@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of runs: many are beside each other, each with small tensors
@@ -17,6 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.guardian import guard_session
 from tests.support.scheduling import make_scheduler, place_of, workers
 from tests.support.second_try import forget_exit_code, keep_exit_code
+from tests.support.tiers import check_slow_files, is_passed_over
 
 settings.register_profile("suite", deadline=None)  # machines are as slow as they are
 settings.load_profile("suite")
@@ -46,6 +48,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return make_scheduler(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For ``make test-slow``; None: as pytest decides."""
+    return is_passed_over(collection_path, config.option.markexpr, config.args) or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest groups come first."""
+    """The longest groups come first. It sees all tests: those of the other tier are deselected later."""
+    check_slow_files(items)
     items.sort(key=lambda item: place_of(item.nodeid))

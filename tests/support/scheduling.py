@@ -36,10 +36,15 @@ APART = (
 FIRST = (
     "tests/slurm/",
     *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "study", "interrupts")),
-    *("tests/te/", "tests/contract/", "tests/distributed/test_long_context.py"),
-    *("tests/distributed/test_rehearsal", "tests/e2e/test_verify.py", "tests/e2e/", "tests/distributed/"),
+    *("tests/te/", "tests/contract/", "tests/distributed/test_rehearsal"),
+    *("tests/distributed/test_layouts.py", "tests/distributed/test_expert_layouts.py"),
+    *(f"tests/e2e/test_{name}.py" for name in ("real_model", "gpu_check", "verify")),
+    *("tests/e2e/", "tests/distributed/"),
 )
-"""The files and folders whose scopes take longest, in the order in which they begin; all others follow."""
+"""The files and folders whose scopes take longest, in the order in which they begin; all others follow.
+
+A file of many layouts is one scope of minutes: where it begins last, the other workers have nothing left.
+"""
 
 
 def cores() -> int:

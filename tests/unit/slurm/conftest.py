@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 SLURM = Path(__file__).parents[3] / "slurm"
+NO_PAUSES = "sleep() { :; }\n"
+"""Put before lines that would look ten times, a second apart, for a node that is down."""
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 

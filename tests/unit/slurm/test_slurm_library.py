@@ -13,6 +13,7 @@ import pytest
 
 from bapo_megatron.commands.cluster.slurm_client import read_job_state
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.unit.slurm.conftest import NO_PAUSES
 
 pytestmark = pytest.mark.integration
 
@@ -156,7 +157,7 @@ def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
     ],
 )
 def test_kind_of_end_by_exit_code(shell: Shell, code: int, before: str, kind: str) -> None:
-    found = shell(f"{before}\nbapo_kind_of_end {code}")
+    found = shell(f"{NO_PAUSES}{before}\nbapo_kind_of_end {code}")
     assert found.stdout.strip() == kind, found.stderr
 
 

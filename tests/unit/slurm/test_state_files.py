@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.commands.cluster.slurm_client import read_job_state
+from tests.unit.slurm.conftest import NO_PAUSES
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +61,7 @@ def test_an_invalid_exit_code_counts_as_a_crash(shell: Shell, tmp_path: Path) ->
     (tmp_path / "ended").mkdir()
     (tmp_path / "ended/3").write_text(f"x[$(touch {ran})]\n")
     (tmp_path / "ended/$(id)").write_text("7\n")
-    found = shell('first=$(bapo_first_failure); echo "$first"; bapo_kind_of_end "${first#* }"')
+    found = shell(f'{NO_PAUSES}first=$(bapo_first_failure); echo "$first"; bapo_kind_of_end "${{first#* }}"')
     assert found.stdout.split("\n")[:2] == ["3 1", "crash"]
     assert not ran.exists()
 

@@ -90,7 +90,7 @@ def _policy_bytes(phase: str, peak: Peak) -> float:
 
 def _is_pass(phase: str) -> bool:
     """Whether a phase is a pass over packs, where activations come and go."""
-    return phase.startswith(("update", "bounds search", "old log-probs"))
+    return phase.startswith(("update", "bounds search", "old log-probs", "reference log-probs"))
 
 
 def node_bytes(results: Sequence[RankResult], job: Job) -> float:

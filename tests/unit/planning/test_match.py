@@ -91,8 +91,9 @@ def test_gpu_memory_that_a_phase_needs() -> None:
     peak = Peak(
         50 * GB, {"weights": 8 * GB, "gradients": 16 * GB, "optimizer": 6 * GB, "activations": 20 * GB}
     )
-    found = result(0, gpu={"update 2": peak, "save": peak, "sample": Peak(GB, {})})
-    assert needed(found, "update 2", job(False)) == pytest.approx(54e9)
+    passes = ("update 2", "bounds search 2", "old log-probs", "reference log-probs")
+    found = result(0, gpu={**dict.fromkeys(passes, peak), "save": peak, "sample": Peak(GB, {})})
+    assert [needed(found, phase, job(False)) for phase in passes] == pytest.approx([54e9] * 4)
     assert needed(found, "save", job(False)) == pytest.approx(53e9)
     # Servers on the same GPU keep 2 GB of it, and in their turn have half of 80 GB besides.
     assert needed(found, "update 2", job(True)) == pytest.approx(56e9)

@@ -2,7 +2,7 @@
 
 Plain data, which travels between folders, processes and files. Shapes (suffix of a name): ``_P`` tokens of a
 prompt, ``_R`` tokens of a response. Token ids, log-probabilities and versions of a rollout are numpy arrays:
-a list of Python integers costs ten times as much to send and to write.
+pickling a list of Python numbers takes more than ten times as long.
 
 This module imports no torch: each reward worker imports it, and would take seconds to start. The types that
 hold tensors are in ``tensor_types.py``; their names can be imported from here as well. Used throughout the

@@ -38,8 +38,8 @@ class BoundsConfig:
     """Settings of the clipping bounds: ranges, target, and the search (Eq. 8, Algorithm 1).
 
     Every reading of Eq. 8 is a setting here. Paper symbols stand beside their names. Equal start and end make
-    a bound fixed. With both fixed there is no search, and the loss is PPO's with these two bounds. Section
-    `algorithm.bounds` of a recipe; ``ClipLoss`` passes it to the search.
+    a bound fixed. With both fixed there is no search, and the loss is PPO's with these two bounds (and
+    ``dual_clip``, if set). Section `algorithm.bounds` of a recipe; ``ClipLoss`` passes it to the search.
     """
 
     measure: Measure = "gradient"

@@ -1,6 +1,7 @@
 """Asynchronous checkpoint writer: the ranks' parts, then file digests, then the manifest and the rename.
 
-For ``store.py``. Every step of it is collective, and polled; the writes themselves run in the background.
+For ``store.py``. A save advances by collective calls, which are polled: parts and digests are
+written in the background, manifest and rename by rank 0 while the others wait.
 Used in ``trainer/`` and this folder.
 """
 

@@ -1,7 +1,7 @@
-"""Response length distribution of ``bapo plan`` (truncated log-normal), and the decode time of a step.
+"""Response lengths of ``bapo plan``, log-normal up to the limit, and the time to decode them.
 
-Pure functions of the assumed mean, spread and longest length; nothing is drawn at random. Used by
-``engines.py`` and ``job.py``.
+Responses beyond the longest length are cut to it, and count with that length. Pure functions of their
+arguments; nothing is drawn at random. Used by ``engines.py`` and ``job.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class ResponseLengths:
-    """Log-normal distribution of response lengths in tokens, truncated at the longest, with a given mean.
+    """Distribution of response lengths in tokens: log-normal, cut to the longest length, with a given mean.
 
     Its median is found by bisection at the first use, and kept. Made by ``response_lengths``.
     """

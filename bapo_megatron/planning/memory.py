@@ -1,4 +1,4 @@
-"""Memory estimate of ``bapo plan``: GPU memory of each pipeline stage and host memory of a node, in bytes.
+"""Memory estimate of ``bapo plan``: of one GPU of each pipeline stage, and of the host of a node, in bytes.
 
 Weights, gradients, optimizer states and activations are counted; fields that are estimates say so. Used in
 this folder.

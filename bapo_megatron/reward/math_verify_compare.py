@@ -3,8 +3,9 @@
 math-verify limits its time with signals, which need the main thread. A long operation on big integers
 (``9^{9^{9}}``, which a policy will write sooner or later) blocks even those.
 
-An equality by math-verify is checked again (answer_values.py): math-verify evaluates operations, and compares
-absolute differences. Used by ``functions.py`` and ``worker.py``.
+An equality by math-verify is checked again (answer_values.py), unless both texts are the same or one was read
+as plain text: math-verify would also accept an unevaluated operation, and small numbers that differ little.
+Used by ``functions.py`` and ``worker.py``.
 """
 
 from __future__ import annotations

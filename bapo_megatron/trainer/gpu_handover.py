@@ -41,10 +41,11 @@ _POLL_S = 0.2
 class GpuHandover:
     """GPU hand-over between the policy and colocated engines. The policy has the GPUs at first.
 
-    ``to_policy`` and ``to_engines`` are collective, and do nothing where engines have GPUs of their own, or
-    the GPUs are on that side already. ``policy_has_gpus`` and ``metrics`` are local. Nothing is checkpointed.
-    Made by ``trainer/build.py`` on every rank, called by ``trainer/flow_control.py`` and, before a save, by
-    ``trainer/checkpointing.py``.
+    ``to_policy`` and ``to_engines`` are collective, and do nothing where engines have GPUs of their own,
+    where stored rollouts are replayed, or where the GPUs are on that side already. ``policy_has_gpus`` and
+    ``metrics`` are local. Nothing is checkpointed. Made by ``trainer/build.py`` on every rank, called by
+    ``trainer/flow_control.py`` and, before a save or the export, by ``trainer/checkpointing.py``;
+    ``train.py`` reads its metrics.
     """
 
     def __init__(

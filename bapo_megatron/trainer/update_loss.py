@@ -57,7 +57,7 @@ class UpdateLoss:
     optimizer step ``observe`` with the update's sums. State between updates, for checkpoints (``state``,
     ``load_state``): the sums of the last update for lagged bounds, what a search carries to the next update
     of the same batch (``Search.carried``), and PAPO's entropy schedule. ConfigError for an unknown loss. Made
-    by ``trainer/build.py``, called by ``train.optimize``.
+    by ``trainer/build.py``, called by ``train.optimize``; a rehearsal makes one for each update.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """Tensor copy from the blocks of one checkpoint into the blocks of another, in bounded memory.
 
 A tensor is copied in bands: as many whole rows as a buffer holds, within which no block begins or ends. The
-source's blocks are read into the buffer, the destination's are written from it; holes are skipped, and the
-kernel copies what is contiguous in both. So a byte moves once, however the two are cut, and memory is one
-buffer, of at least a row, for each thread. A cast to bfloat16 rounds to nearest even, bit for bit as torch
+source's blocks are read into the buffer, the destination's are written from it; holes are skipped (not in a
+conversion to fp8), and the kernel copies what is contiguous in both and of one type, where the file system
+lets it. So a byte moves once, however the two are cut, and memory is one buffer, of at least a row, for each
+thread, and a few times that during a cast. A cast to bfloat16 rounds to nearest even, bit for bit as torch
 does (a NaN has one bit pattern). Weights in fp8 are read as bfloat16; they are written block by block, and
 their scales beside them (``fp8.py``). Used by ``checkpoints_tools/conversion.py`` and ``comparing.py``.
 """

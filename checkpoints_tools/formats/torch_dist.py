@@ -60,8 +60,8 @@ class _Part:
 class TorchDist:
     """Reader of one torch_dist checkpoint, for conversion, resharding and verification.
 
-    ``tensors`` are the weights by Hugging Face name, as places in files; ``optimizer_tensors`` likewise
-    Adam's state, if it is held whole.
+    ``tensors`` are the weights by Hugging Face name, as places in files; ``optimizer_tensors(state)``
+    likewise the fp32 weights or one of Adam's moments, if they are held whole.
 
     CheckpointError, from any method, if a tensor is missing, unknown, damaged or misshapen. Made by
     ``open_checkpoint``.

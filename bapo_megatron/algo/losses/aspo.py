@@ -1,18 +1,19 @@
 """ASPO (arXiv 2510.06062v2): ``-sum_t weight A min(w, dual_clip)``, w = 1 / r for A > 0, w = r for A < 0.
 
-``algorithm.loss=aspo``; ``r = pi / pi_old``, ``sg`` stop-gradient. A positive token with r < 1 gets a larger
-gradient, one with r > 1 a smaller one. The paper's Sec. 6 in three steps:
+``algorithm.loss=aspo``; ``r = pi / pi_old``, ``sg`` stop-gradient, ``weight`` the token's share in the mean.
+A positive token with r < 1 gets a larger gradient, one with r > 1 a smaller one. The paper's Sec. 6 in three
+steps:
 
 1. PPO's mask: no gradient where A < 0 and ``r < 1 - clip_low``, or A > 0 and ``r > 1 + clip_high``
-2. Eq. 3: the weight is ``w = r`` for A < 0, and ``w = 1 / r`` for A > 0, whose gradient is that of
+2. Eq. 3: ``w = r`` for A < 0, and ``w = 1 / r`` for A > 0, whose gradient is that of
    ``pi_old pi / sg(pi^2)``
-3. the weight is at most ``dual_clip``, and keeps its gradient there
+3. ``w`` is at most ``dual_clip``, and keeps its gradient there
 
 So the gradient factor (``d loss / d log pi = -weight A g``) is ``g = min(w, dual_clip)``, or 0 where masked.
 A masked token has the value of its bound, as in PPO.
 
-Defaults are those of the authors' scripts; the paper gives no numbers. The paper bounds the weight of A > 0
-(its step 3) and of A < 0 by PPO's dual clip; that both keep their gradient is the authors' code. That code
+Defaults are those of the authors' scripts; the paper gives no numbers. The paper bounds ``w`` for A > 0
+(its step 3) and for A < 0 by PPO's dual clip; that both keep their gradient is the authors' code. That code
 also takes wider bounds, 0.4, for the fifth of the tokens with the highest entropy in a response, and the
 log-prob for the value of a dual-clipped token (the same gradient): neither is in the paper, nor here. The
 paper's mean is within each response first, ``algorithm.loss_mean=sequence``; the code's is over tokens.

@@ -2,11 +2,11 @@
 
     loss = -sum_t weight A f(r)    with    f(r) = 4 / tau sigmoid(tau (r - 1)),    r = pi / pi_old
 
-``algorithm.loss=sapo``. So ``d loss / d log pi = -weight A g`` with ``g = 4 p (1 - p) r`` and ``p =
-sigmoid(tau (r - 1))`` (Eq. 8). The gate, ``g / r``, is 1 at r = 1 and falls on both sides. Its temperature
-``tau`` depends on the sign of the advantage; the larger one of negative advantages lets their gradient fall
-faster. Defaults are the paper's. The mean is within each response first, then over responses:
-``algorithm.loss_mean=sequence``.
+``algorithm.loss=sapo``; ``weight`` is the token's share in the mean. So ``d loss / d log pi = -weight A g``
+with ``g = 4 p (1 - p) r`` and ``p = sigmoid(tau (r - 1))`` (Eq. 8). The gate, ``g / r``, is 1 at r = 1 and
+falls on both sides. Its temperature ``tau`` depends on the sign of the advantage; the larger one of negative
+advantages lets their gradient fall faster. Defaults are the paper's, but for its mean, which is within each
+response first, then over responses: set ``algorithm.loss_mean=sequence`` for that.
 
 ``build_loss`` makes the loss for ``algorithm.loss``.
 """

@@ -1,11 +1,11 @@
 """Layout check of ``bapo verify-parallel``: log-probs, bounds, loss and gradient norm on a canary batch.
 
 The canary batch is random sequences, so it needs the recipe and the model, but no dataset, tokenizer or run
-directory. A check writes a layout reference (``--save``), or compares with one. The loss is always ``clip``,
-BAPO's, whatever ``algorithm.loss`` is. It makes one update, to measure the gradient norm; the updated weights
-are discarded. So that a comparison notices another model, a reference also holds fingerprints: SHA-256 of
-config.json, and of samples of the weight files, in a second at any size. ``command.py`` calls it, in the
-processes of the layout. Used by ``command.py``.
+directory. A check writes a layout reference (``--save``), compares with one (``--certificate``), or both. The
+loss is always ``clip``, BAPO's, whatever ``algorithm.loss`` is. It makes one update, to measure the gradient
+norm, unless log-probs are not finite; the updated weights are discarded. So that a comparison notices another
+model, a reference also holds fingerprints: SHA-256 of config.json, and of samples of the weight files, in a
+second at any size. It runs in the processes of the layout. Used by ``command.py``.
 """
 
 from __future__ import annotations

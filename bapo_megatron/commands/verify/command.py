@@ -1,7 +1,8 @@
 """``bapo verify-parallel RECIPE [flags]``: writes or compares a layout reference, in the layout's processes.
 
 Without ``--save`` and ``--certificate`` it measures the layout of ``--reference.*`` first (by default one
-process), then the recipe's, each in new processes, and compares them. Exit code 1 if they differ.
+process), then the recipe's, each in new processes, and compares them. Under a launcher it runs in the
+launcher's processes, and needs one of the two flags. Exit code 1 if the layouts differ.
 """
 
 from __future__ import annotations

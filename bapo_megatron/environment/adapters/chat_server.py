@@ -1,7 +1,7 @@
-"""Endpoint of a worker for agent programs: OpenAI's chat completions on loopback, answered by the policy.
+"""Endpoint for agent programs in a worker: OpenAI's chat completions on loopback, answered by the policy.
 
-One server for each worker's event loop. The key of a request names its episode; nothing else is shared. Needs
-aiohttp. Used by ``endpoint.py``.
+One server for all episodes of a worker's event loop; the API key of a request says to which episode it
+belongs. Needs aiohttp. Used by ``endpoint.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Labels of the ledger's blocks: their kind of memory, and the module that made them.
 
-A block is one allocated storage. Weights, gradients, optimizer state and copies on the host are labelled by
-walking the policy: call ``label_model_state`` after the build and after each update. Saved activations and
-module names are recorded by hooks. Used by ``rank.py``.
+A block is one allocated storage. Weights, gradients, optimizer state and the frozen reference are labelled by
+``label_model_state``, after the build and after each update, the host copies of an offloaded policy by
+``label_offloaded_state``. Saved activations and module names are recorded by hooks. Used by ``rank.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Python audit hook of a tested program, the sandbox's last layer: PermissionError for what it may not do.
 
 It refuses changes of files outside the sandbox's directory, new processes, signals to others, and sockets but
-socket pairs. Where the kernel grants no other layer it is the only one. C code bypasses it. Used by
-``isolation.py``.
+socket pairs. Functions of os and signal that raise no audit event are removed. Where the kernel grants no
+other layer it is the only one. C code other than Python's own bypasses it, so ctypes is refused, too, where
+no kernel layer protects files. Used by ``isolation.py``.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ from bapo_megatron.runtime.run_paths import RunPaths
 class GroupSampler:
     """The rollout sampler: prompts to step batches of rewarded groups. Async; in the sampler's event loop.
 
-    In order: ``start``, which replays the journal; ``load_weights`` (or a broadcast), before which nothing is
-    sampled; ``next_batch`` for each step; ``close``. An error of its loop (a full disk, say) ends the
-    sampling, and ``next_batch`` raises it. Made in ``process.py``, called by ``Service``.
+    In order: ``start``, which replays the journal; ``load_weights`` (for weights in parts ``expect_weights``
+    and ``record_weights``), before which nothing is sampled; ``next_batch`` for each step; ``close``. An
+    error of its loop (a full disk, say) ends the sampling, and ``next_batch`` raises it. Made and closed in
+    ``process.py``, called by ``Service``.
     """
 
     def __init__(

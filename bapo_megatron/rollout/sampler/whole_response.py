@@ -1,9 +1,9 @@
 """Sampling of one whole response for an evaluation, from weights of one version.
 
-A request for each segment, and again after a lost engine, which costs the segment in flight only. `bapo eval`
-and the held-out evaluations of a run use it; responses for training go through ``dispatcher.py`` instead,
-which journals them. Both follow the state machine of ``response.py``. Used by ``evaluation/run.py``
-and ``held_out.py``.
+A request for each segment, or in `bapo eval` for the whole response or turn; a lost engine costs the request
+in flight only. `bapo eval` and the held-out evaluations of a run use it; responses for training go through
+``dispatcher.py`` instead, which journals them. Both follow the state machine of ``response.py``. Used by
+``evaluation/run.py`` and ``held_out.py``.
 """
 
 from __future__ import annotations

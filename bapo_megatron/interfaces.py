@@ -67,6 +67,10 @@ class Policy(Protocol):
         """The data-parallel rank: which replica of the model this process belongs to."""
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts, whose updates have ``UpdateResult.experts``."""
+
+    @property
     def pack_layout(self) -> PackLayout:
         """The constraints of this rank's packs."""
 

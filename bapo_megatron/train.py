@@ -44,8 +44,9 @@ from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.routes import (
     check_route_mismatch,
     check_stored_routes,
+    expert_metrics,
     route_metrics,
-    route_names,
+    router_names,
 )
 from bapo_megatron.types import Metrics, StepHeader
 
@@ -151,7 +152,7 @@ def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
     """
     if run.recorder:
         run.recorder.all_rejected(run.policy.version + 1, rejected)
-    routes = route_names(run.config.rollout)
+    routes = router_names(run.config.rollout, run.policy.has_experts)
     names = [*run.update_loss.objective.metric_names(), "policy/grad_norm", "policy/lr", *routes]
     return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
 
@@ -169,6 +170,7 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_versio
         **weights,
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,
+        **expert_metrics(result.experts),
         **route_metrics(result.routes),
     }
 
@@ -177,7 +179,7 @@ def _record(run: Run, step: int, header: StepHeader, updates: Sequence[Metrics],
     """Rank 0's metrics of ``step``, written to all logs."""
     if run.recorder:
         corrections = correction_metrics(run.config.algorithm)
-        routes = route_names(run.config.rollout)
+        routes = router_names(run.config.rollout, run.policy.has_experts)
         names = [*run.update_loss.objective.metric_names(), *corrections, *routes]
         metrics = step_metrics(header, updates, clock, names)
         run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})

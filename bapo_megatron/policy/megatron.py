@@ -30,13 +30,13 @@ from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
+from bapo_megatron.policy.expert_load import UpdateTally
 from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, implementation
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
-from bapo_megatron.policy.route_replay import RouteTally
 from bapo_megatron.policy.state.bit_digest import state_digest, weights_digest
 from bapo_megatron.policy.state.offload import Offload
 from bapo_megatron.policy.state.reference import FrozenReference
@@ -102,6 +102,11 @@ class MegatronPolicy:
     def optimizer_name(self) -> str:
         """The AdamW implementation in use: Transformer Engine's, apex's or torch's, as installed."""
         return implementation(self._optimizer)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return self._config.num_moe_experts is not None
 
     @property
     def pack_layout(self) -> PackLayout:
@@ -188,16 +193,18 @@ class MegatronPolicy:
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        tally = RouteTally.of(batches, self.version, self.device)
+        tally = UpdateTally.of(batches, self.version, self._config, self.device)
         sums = self._passes.backward(batches, loss, tally)
+        routes = experts = None
+        if tally is not None:
+            sums, routes, experts = tally.split(sums)
         # Before the schedule and the optimizer: they must not step on such a loss.
         if not torch.isfinite(sums[0]):
             raise FloatingPointError(f"the loss of update {self.version + 1} is {sums[0].item()}")
         self._schedule.step(increment=1)
         grad_norm = clipped_step(self._optimizer, self._clip_grad)
         self.version += 1
-        routes = None if tally is None else self._passes.route_sums(batches, tally)
-        return UpdateResult(sums, grad_norm, self.learning_rate, routes)
+        return UpdateResult(sums, grad_norm, self.learning_rate, routes, experts)
 
     @property
     def learning_rate(self) -> float:

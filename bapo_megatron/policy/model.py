@@ -34,9 +34,10 @@ from bapo_megatron.policy.attention.core import DocumentPack
 from bapo_megatron.policy.attention.rope import Rotary
 from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.expert_dispatch import define_te_gemm
+from bapo_megatron.policy.expert_load import PackLoad, UpdateTally
 from bapo_megatron.policy.layers import layer_spec
 from bapo_megatron.policy.layout import chunk_layers
-from bapo_megatron.policy.route_replay import PackRoutes, RouteTally, unknown_T
+from bapo_megatron.policy.route_replay import PackRoutes, unknown_T
 from bapo_megatron.tensor_types import MicroBatch
 
 
@@ -160,18 +161,32 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     """RoPE that the core attention applies; None where megatron-core applies its own."""
 
     def document_pack(
-        self, part: MicroBatch, device: torch.device, tally: RouteTally | None = None
+        self,
+        part: MicroBatch,
+        device: torch.device,
+        tally: UpdateTally | None = None,
+        real_T: Tensor | None = None,
     ) -> DocumentPack:
         """The sequence parameters of a pack for the layers: document bounds, RoPE and routes of this rank.
 
-        ``tally``: where the layers of a pass with gradients count how their routers choose.
+        ``tally``: where the layers of a pass with gradients count how their routers choose, of the tokens
+        that are 1 in ``real_T``.
         """
         table = None if self.rotary is None else self.rotary.table(part.position_T)
-        return DocumentPack.of(
-            part.cu_seqlens, part.max_seqlen, device, table, self._routes(part, device, tally)
-        )
+        routes = self._routes(part, device, tally)
+        load = None
+        if tally is not None and real_T is not None:
+            load = PackLoad(self._routed_here(real_T), tally.load_LC)
+        return DocumentPack.of(part.cu_seqlens, part.max_seqlen, device, table, routes, load)
 
-    def _routes(self, part: MicroBatch, device: torch.device, tally: RouteTally | None) -> PackRoutes | None:
+    def _routed_here(self, column: Tensor) -> Tensor:
+        """The part of a column of the CP rank's tokens that this rank routes: SP's, if there is any."""
+        if not self.config.sequence_parallel:
+            return column
+        group = self.pg_collection.tp
+        return cast(Tensor, column.chunk(group.size())[group.rank()])
+
+    def _routes(self, part: MicroBatch, device: torch.device, tally: UpdateTally | None) -> PackRoutes | None:
         """The routes of a pack through this chunk's layers, for the tokens that this rank routes."""
         if part.route_TLK is None:
             return None
@@ -179,12 +194,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         # From the host, this chunk's layers alone: a stage of many would hold those of all packs in flight.
         route_TLK = part.route_TLK[:, first - 1 : first - 1 + count].to(device, non_blocking=True)
         same_T = (part.mask_T > 0) & (part.version_T == (-1 if tally is None else tally.version))
-        columns = (route_TLK, ~unknown_T(route_TLK), same_T)
-        if self.config.sequence_parallel:
-            size, rank = self.pg_collection.tp.size(), self.pg_collection.tp.rank()
-            columns = tuple(column.chunk(size)[rank] for column in columns)
+        route_TLK, known_T, same_T = map(self._routed_here, (route_TLK, ~unknown_T(route_TLK), same_T))
         counts = None if tally is None else tally.counts
-        return PackRoutes(*columns, first, part.replays_routes, counts)
+        return PackRoutes(route_TLK, known_T, same_T, first, part.replays_routes, counts)
 
     @property
     def output_weight(self) -> Tensor:

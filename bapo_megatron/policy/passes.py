@@ -24,9 +24,10 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from bapo_megatron.policy.attention.context_parallel import positions, slice_batch
+from bapo_megatron.policy.expert_load import UpdateTally
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.policy.route_replay import RouteTally, pack_totals
+from bapo_megatron.policy.route_replay import pack_totals
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 
 
@@ -40,6 +41,8 @@ class _Part:
     """The trained tokens, for the output layer; if there are none, the first token, which is masked."""
     rows_N: Tensor | None
     """Rows of the trained tokens among all tokens; None if all are trained."""
+    real_T: Tensor | None = None
+    """float64: 1 for a document's token, 0 for padding; None in passes that do not count them."""
 
 
 Evaluate = Callable[[Tensor, _Part], Tensor]
@@ -98,28 +101,27 @@ class Passes:
         self,
         batches: Sequence[MicroBatch],
         loss: TokenFn | SearchedLoss,
-        tally: RouteTally | None = None,
+        tally: UpdateTally | None = None,
     ) -> Tensor:
         """Backward pass: accumulate the gradient of the loss (element 0, per token); returns its sums.
 
-        ``tally``: to which its routers add; ``route_sums`` then has the sums of all ranks.
+        ``tally``: to which its routers add; its sums over all ranks stand behind those of the loss.
         """
+        self._count_packs(batches, tally)
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
                 return self._searched_update(batches, loss, tally)
             outputs = self._schedule(batches, self._searched(loss), False, tally)
-            return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss))
+            return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss), tally)
         outputs = self._schedule(batches, self._differentiated(loss), False, tally)
-        return self._sum_over_ranks(outputs, self._width(outputs, batches, loss))
+        return self._sum_over_ranks(outputs, self._width(outputs, batches, loss), tally)
 
-    def route_sums(self, batches: Sequence[MicroBatch], tally: RouteTally) -> Tensor:
-        """Of an update's routes over all ranks, float64: ``pack_totals``, then the counts of ``tally``."""
-        totals = pack_totals(batches).to(self._device)
-        if not self._counts_tokens or parallel_state.get_context_parallel_rank():
-            totals.zero_()  # another rank of the replica has the same packs
-        found = torch.cat([totals, tally.counts])
-        dist.all_reduce(found)
-        return found.cpu()
+    def _count_packs(self, batches: Sequence[MicroBatch], tally: UpdateTally | None) -> None:
+        """Add the totals of an update's routes to ``tally``."""
+        # Another rank of the replica has the same packs.
+        counts = self._counts_tokens and not parallel_state.get_context_parallel_rank()
+        if tally is not None and tally.has_routes and counts:
+            tally.totals.add_(pack_totals(batches).to(self._device, non_blocking=True))
 
     def _measured(self, fn: TokenFn) -> Evaluate:
         def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
@@ -146,15 +148,15 @@ class Passes:
         return evaluate
 
     def _searched_update(
-        self, batches: Sequence[MicroBatch], loss: SearchedLoss, tally: RouteTally | None
+        self, batches: Sequence[MicroBatch], loss: SearchedLoss, tally: UpdateTally | None
     ) -> Tensor:
         """A searched loss per update: all forward passes, the search, then all backward passes.
 
         It needs a pipeline of one stage. The activations of all packs are held at once; with full
         recomputation those are the layers' inputs.
         """
-        parts = [self._part(batch) for batch in batches]
-        held = deque((self._hidden(part.tokens, self._model[0], tally)[:, 0], part) for part in parts)
+        parts = [self._part(batch, tally is not None) for batch in batches]
+        held = deque((self._hidden(part, self._model[0], tally)[:, 0], part) for part in parts)
         measure = self._measured(loss.measure)
         measured = [measure(hidden_TH, part) for hidden_TH, part in held]
         sums = self._sum_over_ranks(measured, measured[0].numel())
@@ -169,17 +171,17 @@ class Passes:
             (part.tokens.mask_T.sum().int() for part in parts), start=torch.zeros((), dtype=torch.int)
         )
         self._config.finalize_model_grads_func(self._model, tokens.to(self._device))
-        return self._sum_over_ranks(outputs, outputs[0].numel())
+        return self._sum_over_ranks(outputs, outputs[0].numel(), tally)
 
     def _schedule(
         self,
         batches: Sequence[MicroBatch],
         evaluate: Evaluate,
         forward_only: bool,
-        tally: RouteTally | None = None,
+        tally: UpdateTally | None = None,
     ) -> list[Tensor]:
         """Run megatron's schedule: the vectors of ``evaluate`` for all packs; empty before the last stage."""
-        parts = [self._part(batch) for batch in batches]
+        parts = [self._part(batch, tally is not None) for batch in batches]
         iterators = [iter(parts) for _ in self._model]
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=self._forward_step(evaluate, tally),
@@ -192,7 +194,7 @@ class Passes:
         )
         return outputs
 
-    def _forward_step(self, evaluate: Evaluate, tally: RouteTally | None) -> Callable[..., Any]:
+    def _forward_step(self, evaluate: Evaluate, tally: UpdateTally | None) -> Callable[..., Any]:
         def step(iterator: Iterator[_Part], model: Any) -> Any:
             part = next(iterator)
 
@@ -200,34 +202,37 @@ class Passes:
                 sums = evaluate(hidden_T1H[:, 0], part)
                 return sums[0], part.tokens.mask_T.sum().to(torch.int), sums.detach().double()
 
-            return self._hidden(part.tokens, model, tally), loss
+            return self._hidden(part, model, tally), loss
 
         return step
 
-    def _hidden(self, part: MicroBatch, model: Any, tally: RouteTally | None) -> Tensor:
+    def _hidden(self, part: _Part, model: Any, tally: UpdateTally | None) -> Tensor:
         """The output of a model chunk, [tokens, 1, hidden]."""
         is_half = isinstance(model.module, Float16Module)
         extra = {"fp32_output": False} if is_half else {}
         chunk: PolicyModel = model.module.module if is_half else model.module
         hidden: Tensor = model(
-            input_ids=part.token_T[None],
-            position_ids=part.position_T[None],
+            input_ids=part.tokens.token_T[None],
+            position_ids=part.tokens.position_T[None],
             attention_mask=None,
-            packed_seq_params=chunk.document_pack(part, self._device, tally),
+            packed_seq_params=chunk.document_pack(part.tokens, self._device, tally, part.real_T),
             **extra,
         )
         return hidden
 
-    def _part(self, batch: MicroBatch) -> _Part:
+    def _part(self, batch: MicroBatch, counted: bool = False) -> _Part:
+        """This rank's part of a pack; ``counted``: with its ``real_T``."""
+        real_T = _real_T(batch).to(self._device, non_blocking=True) if counted else None
         tokens = slice_batch(batch, *_context())
         rows_N = tokens.mask_T.nonzero()[:, 0]
         if rows_N.numel() == tokens.mask_T.numel():
             here = tokens.to(self._device)
-            return _Part(here, here, None)
+            return _Part(here, here, None, real_T)
         if rows_N.numel() == 0:  # a dummy pack: collectives, and the vector's length, need one token
             rows_N = rows_N.new_zeros(1)
         trained = replace(tokens, route_TLK=None).take(rows_N).to(self._device)
-        return _Part(tokens.to(self._device), trained, rows_N.to(self._device, non_blocking=True))
+        rows_N = rows_N.to(self._device, non_blocking=True)
+        return _Part(tokens.to(self._device), trained, rows_N, real_T)
 
     def _width(self, outputs: list[Tensor], batches: Sequence[MicroBatch], fn: TokenFn) -> int:
         """Length of ``fn``'s vectors. Earlier stages have none, and evaluate ``fn`` on a dummy token."""
@@ -253,11 +258,16 @@ class Passes:
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         return bool(last) and parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def _sum_over_ranks(self, outputs: list[Tensor], width: int) -> Tensor:
-        """All-reduce (sum) of the packs' vectors of length ``width``, from the last stage and TP rank 0."""
+    def _sum_over_ranks(self, outputs: list[Tensor], width: int, tally: UpdateTally | None = None) -> Tensor:
+        """All-reduce (sum) of the packs' vectors of length ``width``, from the last stage and TP rank 0.
+
+        The sums of ``tally``, from every rank, ride behind them.
+        """
         total = torch.zeros(width, dtype=torch.float64, device=self._device)
         if self._counts_tokens:
             total += torch.stack([output.double() for output in outputs]).sum(0)
+        if tally is not None:
+            total = torch.cat([total, tally.sums])
         dist.all_reduce(total)
         return total.cpu()
 
@@ -268,6 +278,15 @@ def _context() -> tuple[int, int]:
         int(parallel_state.get_context_parallel_world_size()),
         int(parallel_state.get_context_parallel_rank()),
     )
+
+
+def _real_T(batch: MicroBatch) -> Tensor:
+    """float64: 1 for each token of a document on this context-parallel rank, 0 for padding."""
+    real_T = torch.zeros(batch.token_T.numel(), dtype=torch.float64)
+    for _, start, count in batch.rows:
+        real_T[start : start + count] = 1.0
+    size, rank = _context()
+    return real_T if size == 1 else real_T[positions(batch.cu_seqlens, size, rank)]
 
 
 def _complete_stats(values: Tensor) -> None:

@@ -27,10 +27,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from bapo_megatron.data.packing import UNKNOWN_BYTE
+from bapo_megatron.policy.expert_load import LayerLoad, PackLoad
 from bapo_megatron.tensor_types import MicroBatch
-
-COUNTS = 4
-"""Length of ``PackRoutes.counts``."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class PackRoutes:
     replays: bool
     """Whether the layers take these experts; else they choose by themselves, and the routes are compared."""
     counts: Tensor | None
-    """float64 [COUNTS], to which each layer of a pass with gradients adds: tokens with a known route, those
+    """float64 [4], to which each layer of a pass with gradients adds: tokens with a known route, those
     among them for which its router chooses another set of experts, and both of the tokens that the present
     weights sampled. None in other passes."""
 
@@ -81,22 +79,34 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 class RouterChoice:
     """A router's choice of experts, in the place of megatron's ``RouterReplay``: the given ones, or its own.
 
-    Made by ``ReplayRouter``; the layer sets ``routes`` before each call.
+    Made by ``ReplayRouter``; the layer sets ``routes`` and ``load`` before each call.
+    ``scores_are_probabilities``: whether the scores are; else they are the router's logits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scores_are_probabilities: bool) -> None:
+        self._scores_are_probabilities = scores_are_probabilities
         self.routes: LayerRoutes | None = None
+        self.load: LayerLoad | None = None
 
     def get_replay_topk(
         self, score_TE: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Choose
     ) -> tuple[Tensor, Tensor]:
         """The scores and numbers of each token's experts, [T, K]; ``choose`` is the router's own top k."""
         score_TK, own_TK = choose(score_TE, topk, num_groups, group_topk)
+        score_TK, expert_TK = self._replayed(score_TE, score_TK, own_TK)
+        load, self.load = self.load, None
+        # Once an update: a recomputed layer runs without gradients first.
+        if load is not None and torch.is_grad_enabled():
+            score_TE = score_TE.detach()
+            load.add(score_TE if self._scores_are_probabilities else score_TE.softmax(1), expert_TK)
+        return score_TK, expert_TK
+
+    def _replayed(self, score_TE: Tensor, score_TK: Tensor, own_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and numbers of the given experts, or of the router's own; how they differ is counted."""
         given, self.routes = self.routes, None
         if given is None:
             return score_TK, own_TK
         expert_TK = torch.where(given.known_T[:, None], given.expert_TK.to(own_TK.dtype), own_TK)
-        # Once an update: a recomputed layer runs without gradients first.
         if given.counts is not None and torch.is_grad_enabled():
             differs_T = (expert_TK.sort(1).values != own_TK.sort(1).values).any(1)
             same_T = given.known_T & given.same_weights_T
@@ -115,7 +125,7 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.router_replay = RouterChoice()
+        self.router_replay = RouterChoice(self.config.moe_router_pre_softmax)
 
 
 class ReplayExperts(MoELayer):  # type: ignore[misc]
@@ -129,10 +139,11 @@ class ReplayExperts(MoELayer):  # type: ignore[misc]
     ) -> Any:
         """The experts' output, as megatron-core's."""
         # Megatron's would call the router in the backward pass, when it has the routes of another pack.
-        routes, forward = self.router.router_replay.routes, super().forward
+        choice, forward = self.router.router_replay, super().forward
+        routes, load = choice.routes, choice.load
 
         def run(hidden: Tensor) -> Any:
-            self.router.router_replay.routes = routes
+            choice.routes, choice.load = routes, load
             output = forward(hidden, intermediate_tensors, padding_mask)
             forget_tokens(self)
             return output
@@ -141,7 +152,7 @@ class ReplayExperts(MoELayer):  # type: ignore[misc]
 
 
 class ReplayLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, which hands its router the pack's routes.
+    """megatron-core's layer, which hands its router the pack's routes, and where to count its tokens.
 
     megatron-core makes one for each layer.
     """
@@ -155,7 +166,10 @@ class ReplayLayer(TransformerLayer):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output, as megatron-core's."""
         routes: PackRoutes | None = kwargs["packed_seq_params"].routes
-        self.mlp.router.router_replay.routes = None if routes is None else routes.of_layer(self.layer_number)
+        load: PackLoad | None = kwargs["packed_seq_params"].load
+        choice, number = self.mlp.router.router_replay, self.layer_number
+        choice.routes = None if routes is None else routes.of_layer(number)
+        choice.load = None if load is None else load.of_layer(number)
         output = super().forward(*args, **kwargs)
         forget_tokens(self.mlp)
         return output
@@ -175,23 +189,6 @@ def replaying(spec: ModuleSpec) -> ModuleSpec:
     spec.module = ReplayLayer
     spec.submodules.mlp.submodules.router = ReplayRouter
     return spec
-
-
-@dataclass(frozen=True)
-class RouteTally:
-    """What an update counts of its routes, on this rank. Made by ``MegatronPolicy.update``, if it has any."""
-
-    version: int
-    """The version of the policy's weights before the update."""
-    counts: Tensor
-    """Those of ``PackRoutes``, of all its packs."""
-
-    @classmethod
-    def of(cls, batches: Sequence[MicroBatch], version: int, device: torch.device) -> RouteTally | None:
-        """A tally of nothing yet; None if the packs have no routes."""
-        if batches[0].route_TLK is None:
-            return None
-        return cls(version, torch.zeros(COUNTS, dtype=torch.float64, device=device))
 
 
 def unknown_T(route_TLK: Tensor) -> Tensor:

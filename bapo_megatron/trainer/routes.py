@@ -1,11 +1,17 @@
 """Routes (the experts that each token takes in a mixture-of-experts model) in the loop: metrics and checks.
 
+    experts/imbalance_mean   tokens of a layer's busiest expert over the mean of its experts, 1 where all are
+                             as busy: the mean over the layers
+    experts/imbalance_max    the same, of the layer with the largest
+    experts/router_entropy   entropy of the trainer's router over all experts in nats, -sum_e p_e ln p_e, in
+                             the mean over tokens and layers; ln E where all are as likely
     routes/known             share of the trained tokens whose route the engine gave
     routes/unknown_tokens    positions without one, prompts included: the trainer's routers choose for them
     routes/mismatch          share of tokens with a route that the trainer's router of a layer would send to
                              other experts, in the mean over the layers
     routes/engine_mismatch   the same, of trained tokens that the policy's present weights sampled
 
+The ``experts/`` ones are of all positions of an update, prompts included, and of any mixture of experts.
 Engine and trainer round differently, so nearly equal router logits change places; after an update of the
 weights more do. At the same weights a large share is a sign of routes of other tokens or layers, or of an
 engine with other weights: a warning. Stored rollouts without routes: ConfigError. Used by ``train.py``.
@@ -24,6 +30,27 @@ from bapo_megatron.types import Metrics, StepHeader
 
 NAMES = ("routes/known", "routes/unknown_tokens", "routes/mismatch", "routes/engine_mismatch")
 """The metrics of an update with routes."""
+
+
+EXPERT_NAMES = ("experts/imbalance_mean", "experts/imbalance_max", "experts/router_entropy")
+"""The metrics of an update of a mixture of experts."""
+
+
+def router_names(rollout: RolloutConfig, has_experts: bool) -> tuple[str, ...]:
+    """Names of the metrics that ``route_metrics`` and ``expert_metrics`` return in a run."""
+    return (*(EXPERT_NAMES if has_experts else ()), *route_names(rollout))
+
+
+def expert_metrics(sums_LC: Tensor | None) -> Metrics:
+    """Metrics of ``UpdateResult.experts``; none of a dense model. Of no tokens they are None."""
+    if sums_LC is None:
+        return {}
+    load_LE, tokens_L, entropy_L = sums_LC[:, :-2], sums_LC[:, -2], sums_LC[:, -1]
+    if not tokens_L.sum():
+        return dict.fromkeys(EXPERT_NAMES)
+    imbalance_L = load_LE.amax(1) / load_LE.mean(1)
+    found = imbalance_L.mean(), imbalance_L.max(), entropy_L.sum() / tokens_L.sum()
+    return dict(zip(EXPERT_NAMES, map(float, found), strict=True))
 
 
 def route_names(rollout: RolloutConfig) -> tuple[str, ...]:

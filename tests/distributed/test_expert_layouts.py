@@ -62,5 +62,23 @@ def test_log_probs_are_those_of_transformers(samples: list[Sample], reference: A
         torch.testing.assert_close(reference.log_probs[index], theirs, rtol=0, atol=1e-5)
 
 
+def test_load_and_router_entropy_are_those_of_transformers(samples: list[Sample], reference: Answer) -> None:
+    """Of the first update: all positions of each sample, in each layer."""
+    load, entropy, tokens = torch.zeros(4, 8), torch.zeros(4, dtype=torch.float64), 0
+    for sample in samples:
+        ids = torch.tensor(sample.token_ids[None, :-1].astype("int64"))
+        with torch.no_grad():
+            found = tiny_model(EXPERTS)(ids, output_router_logits=True).router_logits
+        tokens += ids.numel()
+        for layer, logits in enumerate(found):
+            load[layer] += logits.topk(2, 1).indices.flatten().bincount(minlength=8)
+            entropy[layer] += torch.distributions.Categorical(logits=logits).entropy().double().sum()
+    sums = reference.experts[0]
+    assert len(reference.experts) == 3
+    assert sums[:, :8].tolist() == load.tolist()
+    assert sums[:, 8].tolist() == [tokens] * 4
+    torch.testing.assert_close(sums[:, 9], entropy, rtol=1e-5, atol=0)
+
+
 def test_there_are_many_layouts() -> None:
     assert len(set(map(layout, LAYOUTS))) >= 25

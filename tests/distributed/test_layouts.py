@@ -113,6 +113,8 @@ class Answer:
     weights: dict[str, torch.Tensor]
     routes: list[list[float]]
     """``UpdateResult.routes`` of each update, of samples with routes."""
+    experts: list[torch.Tensor]
+    """``UpdateResult.experts`` of each update, of a mixture of experts."""
 
 
 def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> Answer:
@@ -145,7 +147,7 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
     grouped_loss = float(policy.token_sums(packs, loss_fn(groups, GROUPED, policy.version))[0])
     grouped = [] if where.shuffled else [one.bounds for one in groups.groups]
     first = sums, search(sums, BOUNDS).bounds
-    losses, norms, routes = [], [], []
+    losses, norms, routes, experts = [], [], [], []
     for number in range(updates):
         sums = policy.token_sums(packs, contribution_fn(BOUNDS)) if number else sums
         result = policy.update(packs, loss_fn(search(sums, BOUNDS), BOUNDS, policy.version))
@@ -153,9 +155,21 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
         norms.append(result.grad_norm)
         if result.routes is not None:
             routes.append(result.routes.tolist())
+        if result.experts is not None:
+            experts.append(result.experts)
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     return Answer(
-        log_probs, entropies, sequences, *first, grouped, grouped_loss, losses, norms, weights, routes
+        log_probs,
+        entropies,
+        sequences,
+        *first,
+        grouped,
+        grouped_loss,
+        losses,
+        norms,
+        weights,
+        routes,
+        experts,
     )
 
 
@@ -234,6 +248,9 @@ def check_agreement(ranks: list[Answer], reference: Answer, samples: list[Sample
         assert ours.losses == pytest.approx(reference.losses, rel=1e-5, abs=1e-5)
         assert ours.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
         assert ours.routes == reference.routes
+        for found, expected in zip(ours.experts, reference.experts, strict=True):
+            torch.testing.assert_close(found[:, :-1], expected[:, :-1], rtol=0, atol=0)  # counts
+            torch.testing.assert_close(found[:, -1], expected[:, -1], rtol=1e-5, atol=0)
         assert ours.weights.keys() == reference.weights.keys()
         for name, tensor in ours.weights.items():
             torch.testing.assert_close(tensor, reference.weights[name], rtol=1e-5, atol=2e-6)

@@ -27,7 +27,7 @@ from bapo_megatron.commands.report.data import (
 from bapo_megatron.commands.report.episodes import episode_cells, episode_panels
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
 from bapo_megatron.commands.report.lines import smoothing_window
-from bapo_megatron.commands.report.panels import PANELS, Panel
+from bapo_megatron.commands.report.panels import PANELS, Panel, expert_panels
 from bapo_megatron.commands.report.series import FEW_TOKENS, LOSS_EVENTS, event_marks, final_results
 from bapo_megatron.commands.report.text import (
     NO_VALUE,
@@ -52,6 +52,7 @@ Cells = tuple[str, list[str]]
 _OUR_PREFIXES = (
     *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
     *("source", "corrections", "polarity", "tokens", "raised", "entropy_rule", "quadrant", "ratio"),
+    *("experts",),
 )
 """First parts of the names of metrics that every run may have."""
 _COMPARED_EVENTS = (
@@ -120,7 +121,7 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     folder = folder or common_folder(run_dirs) / "comparison"
     make_report_folder(folder)
     pictures = []
-    for panel in (*PANELS, *episode_panels(runs), *DISTRIBUTIONS):
+    for panel in (*PANELS, *expert_panels(runs), *episode_panels(runs), *DISTRIBUTIONS):
         if single or panel.compared != ():
             layers = draw_panel(panel, runs, folder)
             lines = "" if single else _line_names([curve.label or "" for curve in curves_of(panel, runs)])

@@ -7,6 +7,7 @@ who do not tell red from green tell these apart; tests simulate what they see. U
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -254,8 +255,39 @@ PANELS = (
         compared=(),
     ),
 )
+EXPERT_PANELS = (
+    Panel(
+        "expert_load",
+        "Load of the experts",
+        "busiest expert over the mean",
+        (
+            Curve("experts/imbalance_mean", NEUTRAL, "mean of the layers"),
+            Curve("experts/imbalance_max", NEGATIVE, "largest of the layers"),
+        ),
+        "Tokens of a layer's busiest expert over the mean of its experts: 1 where all are as busy. The rank "
+        "of that expert makes the others wait; a rise says that the router sends all tokens to a few.",
+        "no figure",
+        "auto",
+        compared=(0,),
+    ),
+    Panel(
+        "router_entropy",
+        "Router entropy",
+        "entropy (nats per token and layer)",
+        (Curve("experts/router_entropy"),),
+        "How undecided the router is about a token's experts. It should stay level; a slide to 0 means that "
+        "it always takes the same ones.",
+        "no figure",
+    ),
+)
 OVERVIEW = PANELS[:8]
 """The panels of the overview image."""
+
+
+def expert_panels(runs: Sequence[RunRecord]) -> tuple[Panel, ...]:
+    """The panels of a mixture of experts, if some run trains one and has their metrics."""
+    metric = EXPERT_PANELS[0].curves[0].metric
+    return EXPERT_PANELS if any(metric in run.steps.names for run in runs) else ()
 
 
 def bands(panel: Panel, run: RunRecord) -> list[Band]:

@@ -28,6 +28,7 @@ from bapo_megatron.policy.attention.flash import flash_attention
 from bapo_megatron.policy.attention.padded import padded_attention
 from bapo_megatron.policy.attention.prefix import prefix_attention
 from bapo_megatron.policy.attention.rope import RotaryTable, rotate
+from bapo_megatron.policy.expert_load import PackLoad
 from bapo_megatron.policy.route_replay import PackRoutes
 
 
@@ -46,6 +47,8 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
     """RoPE of this rank's tokens; None if queries and keys are rotated already."""
     routes: PackRoutes | None = None
     """The experts that the engine sent this rank's tokens to; None: unknown, or not looked at."""
+    load: PackLoad | None = None
+    """Where the layers count tokens by expert; None: nowhere."""
 
     @classmethod
     def of(
@@ -55,6 +58,7 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
         device: torch.device,
         rotary: RotaryTable | None = None,
         routes: PackRoutes | None = None,
+        load: PackLoad | None = None,
     ) -> DocumentPack:
         """The parameters of a pack: documents ``bounds[d]:bounds[d + 1]`` of at most ``longest`` tokens."""
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
@@ -69,6 +73,7 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
             bounds=bounds,
             rotary=rotary,
             routes=routes,
+            load=load,
         )
 
 

@@ -15,4 +15,5 @@ def test_a_comparison_has_the_metrics_of_custom_losses() -> None:
     runs = [read_run(FIXTURES / name) for name in ("bapo", "papo")]
     assert own_metrics(runs) == [], "all others have panels"
     runs[0].steps.last["spo/factor"] = 0.5
+    runs[0].steps.last["experts/router_entropy"] = 1.5  # of a mixture of experts: it has panels
     assert own_metrics(runs) == [("spo/factor", ["0.500", NO_VALUE])]

@@ -18,9 +18,19 @@ from bapo_megatron.commands.report.data import RunRecord, Series
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, draw_distribution
 from bapo_megatron.commands.report.lines import Line, draw_line, line_of, mark_cut_offs, thinned
 from bapo_megatron.commands.report.metric_table import MetricTable
-from bapo_megatron.commands.report.panels import AGES, NEGATIVE, NEUTRAL, PANELS, POSITIVE, Curve
+from bapo_megatron.commands.report.panels import (
+    AGES,
+    EXPERT_PANELS,
+    NEGATIVE,
+    NEUTRAL,
+    PANELS,
+    POSITIVE,
+    Curve,
+    expert_panels,
+)
 from bapo_megatron.commands.report.plots import COLOURS
 from bapo_megatron.commands.report.series import RATIO_CENTRES, ratio_tokens
+from bapo_megatron.trainer.routes import EXPERT_NAMES
 
 VALUE, SHARE = "kind/clipped", "kind/tokens"
 CURVE = Curve(VALUE, share=SHARE)
@@ -209,3 +219,12 @@ def test_the_dark_scheme_is_the_one_of_the_simulation() -> None:
 def test_lines_stand_out_from_the_page(colour: str) -> None:
     """A contrast of 3 to 1 with white, which WCAG asks of graphics."""
     assert 1.05 / (float(TO_XYZ[1] @ linear(colour)) + 0.05) > 3
+
+
+def test_panels_of_experts_are_of_runs_with_experts() -> None:
+    """Each draws metrics that an update of such a model has; beside a dense run, too."""
+    rows = [{"step": 1, **dict.fromkeys(EXPERT_NAMES, 1.0)}]
+    dense, sparse = run_of(), RunRecord(Path("run"), MetricTable(rows), MetricTable([]), [], {})
+    assert expert_panels([dense]) == ()
+    assert expert_panels([dense, sparse]) == EXPERT_PANELS
+    assert {curve.metric for panel in EXPERT_PANELS for curve in panel.curves} == set(EXPERT_NAMES)

@@ -36,6 +36,7 @@ class ShiftedPolicy:
 
     version = 7
     pack_layout = PackLayout()
+    has_experts = False
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -39,6 +39,7 @@ class DriftingPolicy:
     """Log-probs at version v: that of the engine + (v - 9) ln 2. So at version 10 twice its probability."""
 
     pack_layout = PackLayout()
+    has_experts = False
 
     def __init__(self) -> None:
         self.version = 10

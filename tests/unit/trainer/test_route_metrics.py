@@ -12,7 +12,15 @@ import torch
 from bapo_megatron.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer.preflight import check_route_replay
-from bapo_megatron.trainer.routes import check_route_mismatch, check_stored_routes, route_metrics, route_names
+from bapo_megatron.trainer.routes import (
+    EXPERT_NAMES,
+    check_route_mismatch,
+    check_stored_routes,
+    expert_metrics,
+    route_metrics,
+    route_names,
+    router_names,
+)
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch, StoredRoutes
 from tests.support.batches import header_in_memory
 from tests.support.models import save_tiny_model
@@ -31,6 +39,23 @@ def test_metrics_by_hand() -> None:
     assert route_metrics(None) == {}
     assert route_names(RolloutConfig()) == ()
     assert tuple(found) == route_names(RolloutConfig(route_replay="measure"))
+
+
+def test_expert_metrics_by_hand() -> None:
+    """Two layers, 6 tokens to 2 of 4 experts: means of 3; the busiest has 3 in one layer, 6 in the other."""
+    even, uneven = [3.0, 3, 3, 3, 6, 6.0], [6.0, 4, 2, 0, 6, 3.0]
+    found = expert_metrics(torch.tensor([even, uneven], dtype=torch.float64))
+    assert found == {
+        "experts/imbalance_mean": 1.5,
+        "experts/imbalance_max": 2.0,
+        "experts/router_entropy": 0.75,
+    }
+    assert expert_metrics(torch.zeros(2, 6)) == dict.fromkeys(EXPERT_NAMES)
+    assert expert_metrics(None) == {}
+    assert router_names(RolloutConfig(), has_experts=False) == ()
+    assert router_names(RolloutConfig(), has_experts=True) == tuple(found)
+    both = router_names(RolloutConfig(route_replay="replay"), has_experts=True)
+    assert both == (*found, *route_names(RolloutConfig(route_replay="replay")))
 
 
 class Said:

@@ -56,6 +56,7 @@ class RecordingPolicy:
     """Thinks twice as much of every token as the sampling policy did; remembers what it was given."""
 
     pack_layout = PackLayout()
+    has_experts = False
 
     def __init__(self) -> None:
         self.version = 10

@@ -13,6 +13,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.routes import EXPERT_NAMES
 from tests.support.forked_commands import ForkedCommand, start_bapo
 from tests.support.metrics import results
 from tests.support.short_runs import LIMIT_S, exported, finish, wait_for_steps
@@ -92,6 +93,9 @@ def test_stored_routes_are_replayed_at_another_layout_and_needed(tmp_path: Path)
     for ours, other in zip(found, theirs, strict=True):
         assert ours["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
         assert ours["routes/known"] == other["routes/known"] == 1.0
+        for name in EXPERT_NAMES:
+            assert ours[name] == pytest.approx(other[name], rel=1e-2), name
+        assert 1.0 <= ours["experts/imbalance_mean"] <= ours["experts/imbalance_max"]
     plain = tmp_path / "plain"
     finish(start(plain, "--steps=1"))
     refused = start(tmp_path / "refused", f"--rollout.replay={plain}", "--steps=1", REPLAY)

@@ -11,7 +11,7 @@ Chosen here, not in the paper: the model, the tool, and all that follows.
   characters of text leave the model half of its 8,192 tokens.
 - Four GPUs sample while four train, up to three steps ahead (`max_staleness`): a slow call delays its own
   response, and no update. Up to 3,072 responses may be open while a step trains, and by the plan the servers
-  run 1,024 at a time: they stay full while calls take up to twice as long as turns
+  run 1,024 at a time: they stay full while calls take up to 1.4 times as long as turns
   (docs/environments.md#scale-and-limits).
 - At most 2,048 tokens of a response under the weights of one step (`budget_tokens`): a long episode is put
   down, in the middle of a turn or of a call, and taken up again under newer weights. In four steps it reaches

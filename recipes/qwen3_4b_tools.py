@@ -12,9 +12,9 @@ Chosen here, not in the paper: the tool and all that follows.
 - Six turns, five calls and an answer. A response that still calls ends there, unanswered and wrong, so that
   it learns to come to an end. 8,192 tokens are sampled and given ones together: five outputs of 2,000
   characters of text leave the model half of them.
-- Sampling and training in turns. All 1,024 responses of a step are open at once, so servers have others to
-  go on with while one waits for a tool: with calls of a second and turns of ten, they need a tenth more open
-  responses than places.
+- Sampling and training in turns. All 1,024 responses of a step are open at once, and the servers have places
+  for all of them: one that waits for a tool leaves its place empty, with calls of a second and turns of ten
+  a tenth of the time.
 - Eight processes of 32 calls each: a call is a sandbox, of which a core starts about 20 a second
   (docs/environments.md#shipped-tools). They run on rank 0's machine and need its cores.
 

@@ -70,6 +70,8 @@ class PromptSet:
     """Prompts before the difficulty filter."""
     sources: tuple[MixedSource, ...] = ()
     """Sources of the prompts, in their order; none for a single file."""
+    tools_sha256: str = ""
+    """Digest of the tools that the prompts describe; empty without any."""
 
 
 def load_prompts(

@@ -7,6 +7,7 @@ row. Used by ``trainer/preflight.py``, ``trainer/sampling.py`` and ``trainer/sft
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -31,9 +32,11 @@ def load_problems(
     ``reward_function``: that of sources without one of their own. ``tools``: of the environments, by source
     (``RunConfig.environments``). ConfigError as ``load_prompts``.
     """
+    digest = _tools_digest(tools)
     if not data.sources:
         own = tools.get("", ())
-        return _load(data, data.files[0], reward_function, "--reward.function", tokenizer, own)
+        found = _load(data, data.files[0], reward_function, "--reward.function", tokenizer, own)
+        return replace(found, tools_sha256=digest)
     sets = [
         _load_source(data, source, reward_function, tokenizer, tools.get(source.name, ()))
         for source in data.sources
@@ -43,7 +46,13 @@ def load_problems(
         sum(one.too_long for one in sets),
         sum(one.found for one in sets),
         tuple(mixed(source, one) for source, one in zip(data.sources, sets, strict=True)),
+        digest,
     )
+
+
+def _tools_digest(tools: Mapping[str, Tools]) -> str:
+    named = {name: list(schemas) for name, schemas in tools.items() if schemas}
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest() if named else ""
 
 
 def mixed(source: SourceConfig, found: PromptSet) -> MixedSource:

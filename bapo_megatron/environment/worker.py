@@ -30,7 +30,7 @@ from typing import Any
 
 from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
 from bapo_megatron.environment.loading import is_async, load_environment
-from bapo_megatron.workers.serving import Prepared, serve
+from bapo_megatron.workers.serving import Prepared, is_over, serve
 
 THREADS = 32
 """Plain steps at a time."""
@@ -133,7 +133,7 @@ class Episodes:
         try:
             began = time.monotonic()
             reply = await self._reply(environment, turn)
-            if (task := asyncio.current_task()) and task.cancelling():
+            if is_over():
                 raise asyncio.CancelledError  # nobody waits for this answer, or will ask the object again
             seconds = time.monotonic() - began
             answer = {**_checked(reply), "seconds": seconds}

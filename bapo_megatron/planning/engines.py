@@ -78,14 +78,16 @@ def engines(job: Job) -> EnginePlan:
     cache = max(0.0, job.engine_fraction * gpu.memory - weights)
     per_token = cache_bytes_per_token(job.shape)
     count = gpus // size
-    held = cache * size / per_token
+    # SGLang cuts the cache by KV heads; with more ranks than heads several ranks hold the same ones.
+    split = min(size, job.shape.kv_heads)
+    held = cache * split / per_token
     lengths = job.lengths
     present = job.mean_prompt + lengths.running_mean
     share = busiest_engine_responses(job.responses, count, options.engine_imbalance)
     slots = min(held / present, job.max_in_flight)
     running = min(slots, job.responses / max(1, count))
     bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
-    token_seconds = per_token / size / bandwidth
+    token_seconds = per_token / split / bandwidth
 
     def weight_seconds(sequences: float) -> float:
         return read_parameters(job.shape, sequences) * 2.0 / size / bandwidth

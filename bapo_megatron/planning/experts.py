@@ -19,6 +19,9 @@ from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 
+_BAND = 1 << 16
+"""Tokens of a file of routes that are in memory at a time."""
+
 
 @dataclass(frozen=True)
 class ExpertLoad:
@@ -63,16 +66,31 @@ def measured_imbalance(file: Path, shape: ModelShape, ranks: int) -> float:
         routes_TLK = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--expert-routes {file}: it cannot be read: {error}; name a file RUN/journal/step_*.routes.npy"
+            f"--expert-routes {file}: it cannot be read: {error}; name the .routes.npy of a step, which lies "
+            "in a run's folder of the journal"
         ) from None
-    known = routes_TLK[(routes_TLK[:, 0] < experts.count).any(-1)] if routes_TLK.ndim == 3 else routes_TLK
-    if known.shape[1:] != (shape.layers, experts.per_token) or not len(known) or known.max() >= experts.count:
+    copies_LE = _copies_by_expert(routes_TLK, experts.count)
+    if routes_TLK.shape[1:] != (shape.layers, experts.per_token) or copies_LE is None:
         raise ConfigError(
             f"--expert-routes {file}: an array {list(routes_TLK.shape)} of routes, but the model has "
             f"{shape.layers} layers and {experts.per_token} of {experts.count} experts of a token; name the "
             "routes of a run of this model"
         )
-    each = experts.count // ranks
-    layers = (known[:, layer].ravel() // each for layer in range(shape.layers))
-    busiest = [np.bincount(rank_of_copy, minlength=ranks).max() for rank_of_copy in layers]
-    return float(np.mean(busiest) * ranks / (len(known) * experts.per_token))
+    by_rank = copies_LE.reshape(shape.layers, ranks, -1).sum(-1)
+    return float(np.mean(by_rank.max(1) / by_rank.mean(1)))
+
+
+def _copies_by_expert(routes_TLK: np.ndarray, experts: int) -> np.ndarray | None:
+    """Copies of tokens of each layer's experts [layers, experts], read in bands; None if there are none, or
+    some name an expert that does not exist. Tokens without a route do not count."""
+    if routes_TLK.ndim != 3:
+        return None
+    counts = np.zeros((routes_TLK.shape[1], experts), np.int64)
+    for begin in range(0, len(routes_TLK), _BAND):
+        part = np.asarray(routes_TLK[begin : begin + _BAND])
+        known = part[(part[:, 0] < experts).any(-1)]
+        if known.size and known.max() >= experts:
+            return None
+        for layer in range(len(counts)):
+            counts[layer] += np.bincount(known[:, layer].ravel(), minlength=experts)
+    return counts if counts.any() else None

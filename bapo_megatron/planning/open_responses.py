@@ -96,11 +96,12 @@ def open_responses(plan: JobPlan) -> OpenResponses | None:
     share, places = _share(run), engines.count * engines.running
     if not share or not places or not engines.tokens_per_second:
         return None
-    most = max(one.max_turns for one in run.environments.values() if one.function is not None)
+    names = run.data.source_names or ("",)
+    most = max(run.environments[name].max_turns for name in names if run.environments[name].function)
     turns = options.environment_turns or most
     rollout = run.rollout
     in_round = rollout.prompts_per_step * rollout.group_size
-    is_ahead = rollout.max_staleness > 0 and rollout.overlap
+    is_ahead = plan.job.overlaps
     return OpenResponses(
         places=places,
         turn_seconds=plan.job.mean_response / turns * places / engines.tokens_per_second,
@@ -109,7 +110,7 @@ def open_responses(plan: JobPlan) -> OpenResponses | None:
         admitted=in_round * (rollout.max_staleness + (not is_ahead)),
         round_responses=in_round,
         is_ahead=is_ahead,
-        overlap=rollout.overlap,
+        overlap=rollout.overlap and not plan.job.colocated,
     )
 
 

@@ -177,11 +177,14 @@ def _handover(handover: Handover) -> str:
 
 def _cores(job: Job) -> str:
     """Line of the CPU cores that a node needs. The scheduler of a paused server busy-waits on one."""
-    sglang, workers = job.run.rollout.sglang, job.run.reward.workers
+    sglang, scorers = job.run.rollout.sglang, job.run.reward.workers
     servers = sglang.servers * sglang.tensor
+    environments = [one for one in job.run.environments.values() if one.function is not None]
+    workers = sum(one.workers for n, one in enumerate(environments) if one not in environments[:n])
+    also = f", {workers} workers of environments" if workers else ""
     return (
-        f"Cores of a node: {job.gpus_on_node + servers + workers} or more, for {job.gpus_on_node} ranks, "
-        f"{servers} server processes (a paused one keeps its core busy) and {workers} scorers"
+        f"Cores of a node: {job.gpus_on_node + servers + scorers + workers} or more, for {job.gpus_on_node} "
+        f"ranks, {servers} server processes (a paused one keeps its core busy){also} and {scorers} scorers"
     )
 
 

@@ -377,6 +377,8 @@ class _Place:
             self._out_of_memory(call)
         elif failure == "raised":
             call.fail("raised", message["detail"], message["traceback"], message["place"])
+        else:  # cancelled: by the pool, and then nobody waits; or by itself, and then its caller must know
+            call.fail("raised", "the call was cancelled in its worker, by no limit")
         self._pool.deal()
 
     def _out_of_time(self, call: _Call) -> None:

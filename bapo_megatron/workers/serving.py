@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
+from weakref import WeakKeyDictionary, WeakSet
 
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.processes import die_with_parent
@@ -132,6 +133,23 @@ def _answer(prepared: Prepared, call: dict[str, Any]) -> dict[str, Any]:
 # --- many at a time ------------------------------------------------------------------------------
 
 
+_withdrawn: WeakSet[asyncio.Task[Any]] = WeakSet()
+"""Calls that the pool has cancelled."""
+_clocks: WeakKeyDictionary[asyncio.Task[Any], asyncio.Timeout] = WeakKeyDictionary()
+"""The limit of each call."""
+
+
+def is_over() -> bool:
+    """Whether nobody waits for the current call: the pool has cancelled it, or its limit has.
+
+    Not ``Task.cancelling()``: before Python 3.13 a ``TaskGroup`` of which a child failed leaves it above 0.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    clock = _clocks.get(task)
+    return task in _withdrawn or (clock is not None and clock.expired())
+
+
 async def _answer_many(prepared: Prepared, calls: BinaryIO, answers: BinaryIO) -> None:
     reader = asyncio.StreamReader(limit=_LONGEST_LINE)
     loop = asyncio.get_running_loop()
@@ -148,6 +166,7 @@ async def _answer_many(prepared: Prepared, calls: BinaryIO, answers: BinaryIO) -
         number: int = call["id"]
         if "cancel" in call:
             if number in running:  # else its answer is on its way
+                _withdrawn.add(running[number])
                 running[number].cancel()
             continue
         running[number] = asyncio.create_task(_awaited_answer(prepared, call))
@@ -157,13 +176,15 @@ async def _answer_many(prepared: Prepared, calls: BinaryIO, answers: BinaryIO) -
 async def _awaited_answer(prepared: Prepared, call: dict[str, Any]) -> dict[str, Any]:
     """The answer of an async function, which its limit cancels. Raises only if the pool cancels it."""
     clock, task = asyncio.timeout(call["limit_s"]), asyncio.current_task()
+    assert task is not None
+    _clocks[task] = clock
     try:
         async with clock:
             answer = {"answer": await prepared.functions[call["function"]](call["question"])}
     except BaseException as error:  # SystemExit too, and a cancellation that nobody has asked for
         if clock.expired():
             return {"failure": "time", "detail": ""}
-        if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
+        if isinstance(error, asyncio.CancelledError) and task in _withdrawn:
             raise
         return _raised(error, prepared.own_files)
     return {"failure": "time", "detail": ""} if clock.expired() else answer

@@ -278,7 +278,7 @@ def given_up() -> list[Any]:
         engines.fails = dict.fromkeys(outcome.split(), "receive")
         sync.hand_over(policy, takers)  # type: ignore[arg-type]
         found.append(takers)
-    return [found, [(event["kind"], event.get("engine")) for event in events]]
+    return [found, [(event["kind"], event.get("engine", event["reason"])) for event in events]]
 
 
 def test_an_engine_whose_ipc_sync_fails_twice_in_a_row_uses_disk() -> None:

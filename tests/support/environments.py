@@ -84,6 +84,21 @@ class Plain(Environment):
         self.note("closed")
 
 
+async def caught_in_a_group() -> str:
+    """A word, after a task group of which one task has failed."""
+
+    async def fails() -> None:
+        raise ValueError("one of two tools")
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+            group.create_task(asyncio.sleep(1000))
+    except* ValueError:
+        pass
+    return "caught"
+
+
 class Async(Plain):
     """The same with an async step."""
 
@@ -100,6 +115,10 @@ class Async(Plain):
         if turn == "late":  # it heeds no cancel, and answers when nobody waits
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(1000)
+        if turn == "group":
+            return Reply(await caught_in_a_group())
+        if turn == "cancel":
+            raise asyncio.CancelledError
         if turn == "block":
             time.sleep(1000)
         if turn.startswith("meet "):

@@ -97,9 +97,15 @@ def _conversation(journal: Path, step: int, decoder: TextDecoder) -> Conversatio
     sampled = sum(who == "model" for who, _ in turns)
     said = (
         f"Step {step}: reward {number(float(found.reward))}, {sampled} turn{'' if sampled == 1 else 's'}, "
-        f"{len(ids_R):,} tokens, {np.count_nonzero(~mask_R):,} of them given, {_ENDS[found.finish_reason]}"
+        f"{len(ids_R):,} tokens, {np.count_nonzero(~mask_R):,} of them given, "
+        f"{_end(found.finish_reason, mask_R)}"
     )
     return Conversation(said, blocks, len(ids_P) + len(ids_R) <= _SHORT)
+
+
+def _end(reason: FinishReason, mask_R: np.ndarray) -> str:
+    """How a response ended; one without answers of an environment ended by itself."""
+    return "ended by a stop token" if reason == "stop" and mask_R.all() else _ENDS[reason]
 
 
 def _turns(ids_R: np.ndarray, mask_R: np.ndarray) -> Iterator[tuple[Speaker, np.ndarray]]:

@@ -95,6 +95,11 @@ class EnginePool:
         return len(self._slots) * self._most
 
     @property
+    def update_s(self) -> float:
+        """Longest step of a weight update in parts, in seconds."""
+        return self._timeouts.update_s
+
+    @property
     def up(self) -> int:
         """Number of engines that take requests."""
         return sum(slot.is_up for slot in self._slots)

@@ -82,5 +82,6 @@ def _check_transport(engine: str, sync: str, engines: Sequence[Engine]) -> None:
             raise ConfigError(
                 f"rollout.engine={engine}, sync={sync}: {type(one).__name__}.transports does not name it: "
                 f"use sync=disk, or take WeightParts in {call} (interfaces.{protocol}), in place of "
-                f"begin_update, begin_wake and the methods that followed them, which nothing calls any more"
+                f"begin_update, begin_wake and the methods that followed them, which nothing calls any more; "
+                f"leave_group and join_group have no timeout_s now"
             )

@@ -36,6 +36,8 @@ class Dataset:
     """Those of the model; environments may have more."""
     sources: tuple[MixedSource, ...] = ()
     """The sources of the prompts, in order; empty in a run of one file."""
+    tools_sha256: str = ""
+    """Digest of the tools that the prompts describe; empty without any."""
 
     def texts(self, ids: Sequence[np.ndarray]) -> list[str]:
         """Responses as text, without special tokens."""
@@ -158,7 +160,9 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """The identity of a journal: the settings that its records depend on; a resume must not change them."""
     rollout, environment = config.rollout, _environment(config)
     # A program without environments compares the size, and refuses such a journal in words.
-    of = {} if environment is None else {ENVIRONMENT: environment}
+    of: dict[str, Any] = {} if environment is None else {ENVIRONMENT: environment}
+    if dataset.tools_sha256:
+        of["environment.tools"] = dataset.tools_sha256
     size = rollout.group_size if environment is None else f"{rollout.group_size} episodes of an environment"
     return {
         **of,

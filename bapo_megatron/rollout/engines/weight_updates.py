@@ -39,9 +39,9 @@ class EngineLoad:
         self._parts: asyncio.Queue[WeightPart | None] = asyncio.Queue()
         self._asked = asyncio.Event()
         self._reported: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._is_confirmed = False
+        self._is_ended = self._is_confirmed = False
         self._may_resume = asyncio.Event()
-        self._call = asyncio.create_task(load(self._handed(), version, self._confirm))
+        self._call = asyncio.create_task(self._load(load, version))
         self._call.add_done_callback(lambda call: call.cancelled() or call.exception())
 
     async def begin(self) -> None:
@@ -56,6 +56,7 @@ class EngineLoad:
 
     async def end(self) -> None:
         """End the parts; the engine closes its update, and reports its digest."""
+        self._is_ended = True
         self._parts.put_nowait(None)
         await self._until(asyncio.wait({self._reported}))
 
@@ -65,6 +66,8 @@ class EngineLoad:
             await quorum.confirm(self.name, self._reported.result())
         except DigestMismatch as error:
             raise EngineError(f"{self.name}: {error}") from error
+        finally:
+            await quorum.release(self.name)  # also if it was found wrong before others were asked
         self._is_confirmed = True
 
     async def resume(self) -> None:
@@ -78,6 +81,9 @@ class EngineLoad:
         """End the load, if it goes on. The engine's weights are unknown then."""
         self._call.cancel()
 
+    async def _load(self, load: Load, version: int) -> None:
+        await load(self._handed(), version, self._confirm)  # here, so that a wrong signature is its error
+
     async def _handed(self) -> AsyncIterator[WeightPart]:
         self._asked.set()
         while (part := await self._parts.get()) is not None:
@@ -86,7 +92,12 @@ class EngineLoad:
 
     async def _confirm(self, digest: str) -> None:
         """The engine's ``confirm``: with all weights it waits here until it may sample from them."""
-        self._reported.set_result(digest)
+        if not self._is_ended:
+            raise EngineError(f"{self.name}: reports a digest before the parts of its weights have ended")
+        if self._reported.done() and self._reported.result() != digest:
+            raise EngineError(f"{self.name}: reports two different digests")
+        if not self._reported.done():
+            self._reported.set_result(digest)
         await self._may_resume.wait()
 
     async def _until(self, step: Coroutine[Any, Any, Any]) -> None:
@@ -95,7 +106,8 @@ class EngineLoad:
         try:
             await asyncio.wait({waiting, self._call}, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
-                await self._call
+                if not self._call.cancelled():
+                    await self._call
                 raise EngineError(f"{self.name}: its load ended before its digest was compared")
         finally:
             waiting.cancel()
@@ -196,11 +208,14 @@ class BroadcastUpdates(WeightUpdates):
         """Join all engines to the sender's broadcast group."""
         # Leave first: a failed broadcast may have left a group of that name. All leave before one joins: a
         # server that waits for a lost one in a join answers nothing for minutes.
-        await _all_or_none([engine.leave_group(group.name) for _, engine in self._gathered])
+        limit_s = self._pool.update_s
+        await _all_or_none(
+            [_within(limit_s, one.name, one.leave_group, group.name) for _, one in self._gathered]
+        )
         calls, rank = [], 1
-        for _, engine in self._gathered:
-            calls.append(engine.join_group(group, rank))
-            rank += engine.broadcast_ranks
+        for _, one in self._gathered:
+            calls.append(_within(limit_s, one.name, one.join_group, group, rank))
+            rank += one.broadcast_ranks
         await _all_or_none(calls)
 
     async def resume(self) -> list[str]:
@@ -221,8 +236,22 @@ class BroadcastUpdates(WeightUpdates):
 
     async def _on_all(self, step: Callable[[EngineLoad], Coroutine[Any, Any, None]]) -> list[str]:
         """Run a step of all loads at once; returns the names of all engines. EngineError if one fails."""
-        await _all_or_none([step(load) for load in self._loads])
+        limit_s = self._pool.update_s
+        await _all_or_none([_within(limit_s, load.name, step, load) for load in self._loads])
         return [load.name for load in self._loads]
+
+
+async def _within(
+    limit_s: float, name: str, call: Callable[..., Coroutine[Any, Any, None]], *arguments: Any
+) -> None:
+    """Await a call of an engine. EngineError after ``limit_s``: nothing else ends one that hangs."""
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            await call(*arguments)
+    except TimeoutError as error:
+        if limit.expired():
+            raise EngineError(f"{name}: not done in {limit_s:g} s") from error
+        raise
 
 
 async def _all_or_none(calls: Sequence[Coroutine[Any, Any, None]]) -> None:

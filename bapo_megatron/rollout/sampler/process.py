@@ -286,7 +286,7 @@ async def _open(
     tokenizer = load_tokenizer(config.model.hf_path)
     environments = await open_environments(config, tokenizer, report, opened)
     stops, problems = stop_token_ids(config.model.hf_path, tokenizer), setup.problems
-    dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources)
+    dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources, problems.tools_sha256)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, environments, rounds)
     teacher = await _open_teacher(config, dataset, opened)
     # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an

@@ -305,6 +305,24 @@ def test_who_answers_after_the_limit_has_failed_and_is_closed(tmp_path: Path) ->
     assert lines(log) == ["e made", "e step a", "e step late", "e closed"]
 
 
+def test_a_step_may_catch_the_error_of_its_task_group() -> None:
+    """Before Python 3.13 such a group leaves its task as if somebody had cancelled it."""
+
+    async def act(player: Player) -> None:
+        assert (await player.say("e", "group")).observation == "caught"
+
+    played(config("Async", step_limit_s=5.0), act)
+
+
+def test_a_step_that_cancels_itself_has_failed() -> None:
+    """Its caller waits for an answer, and no limit is left that would end it."""
+
+    async def act(player: Player) -> None:
+        assert (await player.say("e", "cancel")).failure == "raised"
+
+    played(config("Async", step_limit_s=5.0), act)
+
+
 # --- the class, before a run ---------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.commands.plan import plan_command
-from bapo_megatron.config import EnvironmentConfig, SourceConfig
+from bapo_megatron.config import EnvironmentConfig, EvaluationConfig, SourceConfig
 from bapo_megatron.planning.job import Job, PlanOptions
 from bapo_megatron.planning.json_summary import plan_dict
 from bapo_megatron.planning.open_responses import OpenResponses, open_response_lines, open_responses
@@ -66,6 +66,27 @@ def test_what_admission_allows(rollout: dict[str, Any], admitted: int, is_ahead:
     found = open_responses(planned(**rollout))
     assert found is not None
     assert (found.admitted, found.is_ahead, found.round_responses) == (admitted, is_ahead, 8)
+
+
+def test_colocated_engines_sample_while_the_trainer_waits() -> None:
+    """They have no GPU meanwhile: (1 + 1) x 8 responses, as without overlap."""
+    plan = planned(max_staleness=1)
+    job = plan.job
+    sglang = replace(job.run.rollout.sglang, colocated=True)
+    run = replace(job.run, rollout=replace(job.run.rollout, engine="sglang", sglang=sglang))
+    found = open_responses(make_plan(replace(job, run=run)))
+    assert found is not None
+    assert (found.admitted, found.is_ahead, found.overlap) == (16, False, False)
+
+
+def test_turns_of_evaluations_do_not_count() -> None:
+    """The run's own environment answers suites alone, as all sources have another."""
+    suites = EnvironmentConfig("tool.py:Suite", max_turns=20)
+    plan = planned(suites, sources=(SourceConfig(Path("a.jsonl"), 1.0, environment=TOOL),), max_staleness=1)
+    evaluated = replace(plan.job.run, evaluation=EvaluationConfig(1, ("a.jsonl",)))
+    found = open_responses(make_plan(replace(plan.job, run=evaluated)))
+    assert found is not None
+    assert found.turn_seconds == pytest.approx(14 / 4 * 8 / plan.engines.tokens_per_second)
 
 
 def test_a_turn_is_its_share_of_a_response() -> None:

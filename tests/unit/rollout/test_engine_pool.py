@@ -501,7 +501,7 @@ def test_a_deadline_missed_one_check_after_the_lag_is_no_hang(heartbeats: int, e
             raise TimeoutError("no answer within 60 s")
 
         [slot] = pool._slots
-        assert not await pool._or_quarantine(slot, call(), 1000.0)
+        assert not await pool.or_quarantine(slot, call(), 1000.0)
         assert slot.reason == "no answer within 60 s"
 
     run(check())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from bapo_megatron.rollout.engines.local.decoding import sample
+from bapo_megatron.rollout.engines.local.engine import LocalEngine
 from bapo_megatron.rollout.engines.local.model import LocalModel
 from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
 from tests.support.checkpoint_models import load_tensors, save_tensors
@@ -88,6 +90,16 @@ def test_log_probs_at_a_real_vocabulary_are_those_of_float64(entries: int) -> No
     torch.testing.assert_close(log_prob.double(), expected, rtol=5e-7, atol=0)
 
 
+async def loaded(model: LocalModel, folder: Path) -> None:
+    """The engine's load of a folder, whose digest is taken as right."""
+
+    async def confirm(_digest: str) -> None: ...
+
+    engine = LocalEngine(model)
+    await engine.load(folder, 7, confirm)
+    assert await engine.weight_version() == 7
+
+
 @pytest.mark.parametrize("family", ["qwen3_tied", EXPERTS])
 def test_a_folder_in_fp8_samples_as_the_same_numbers_in_bfloat16(family: str, tmp_path: Path) -> None:
     """Hidden 144 and MLP 200, where transformers would cut the blocks at other places, or refuse."""
@@ -99,7 +111,9 @@ def test_a_folder_in_fp8_samples_as_the_same_numbers_in_bfloat16(family: str, tm
     for path in (plain, folder):
         model = LocalModel(path, max_batch=4)
         answers.append(model.generate(group_requests()[:4]))
+        asyncio.run(loaded(model, path))  # as an evaluation and `--rollout-only` do
+        answers.append(model.generate(group_requests()[:4]))
         model.close()
-    for one, other in zip(*answers, strict=True):
+    for one, other in (*zip(*answers[::2], strict=True), *zip(*answers[1::2], strict=True)):
         assert one.token_ids_R.tolist() == other.token_ids_R.tolist()
         assert one.log_probs_R.tolist() == other.log_probs_R.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from bapo_megatron.interfaces import Confirm, Engine, ReceivesBroadcast
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightParts
 from tests.support.receiving_engine import ReceivingEngine
@@ -24,11 +26,13 @@ BUCKET = BucketSpec(("w",), ("float32",), ((1,),), 4)
 
 
 @asynccontextmanager
-async def updating(*engines: Engine) -> AsyncIterator[tuple[EnginePool, BroadcastUpdates, list[str]]]:
+async def updating(
+    *engines: Engine, timeouts: EngineTimeouts = PATIENCE
+) -> AsyncIterator[tuple[EnginePool, BroadcastUpdates, list[str]]]:
     """A pool of engines with weights from a folder; the events since then."""
     events: list[str] = []
     pool = EnginePool(
-        engines, 4, lambda kind, **fields: events.append(f"{kind} {fields['engine']}"), PATIENCE
+        engines, 4, lambda kind, **fields: events.append(f"{kind} {fields['engine']}"), timeouts
     )
     await pool.update(Path("v1"), 1)
     events.clear()
@@ -150,6 +154,105 @@ def test_a_load_that_ends_without_confirmation_is_an_error() -> None:
 
     async def go() -> None:
         async with updating(Hasty("a")) as (_, updates, _):
+            await updates.gather()
+            await one_update(updates)
+
+    with pytest.raises(EngineError, match="a: its load ended before its digest was compared"):
+        run(go())
+
+
+@pytest.mark.parametrize("parts", [0, 1])
+def test_a_digest_before_the_end_of_the_parts_is_an_error(parts: int) -> None:
+    """Else the engine would wait to be resumed, and the driver for the engine, for ever."""
+
+    class Early(ReceivingEngine):
+        async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
+            if isinstance(weights, Path):
+                await super().load(weights, version, confirm)
+                return
+            for _ in range(parts):
+                await anext(weights)
+            await confirm("same")
+
+    async def go() -> None:
+        async with updating(Early("a")) as (_, updates, _):
+            await updates.gather()
+            await one_update(updates)
+
+    with pytest.raises(EngineError, match="a: reports a digest before the parts of its weights have ended"):
+        run(go())
+
+
+def test_an_engine_may_report_its_digest_twice_but_no_two() -> None:
+    class Twice(ReceivingEngine):
+        second = "same"
+
+        async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
+            async def both(digest: str) -> None:
+                await asyncio.gather(confirm(digest), confirm(self.second))
+
+            await super().load(weights, version, confirm if isinstance(weights, Path) else both)
+
+    async def go(engine: Twice) -> None:
+        async with updating(engine) as (_, updates, _):
+            await updates.gather()
+            await one_update(updates)
+            assert engine.version == 5
+
+    run(go(Twice("a")))
+    other = Twice("a")
+    other.second = "other"
+    with pytest.raises(EngineError, match="a: reports two different digests"):
+        run(go(other))
+
+
+@pytest.mark.parametrize("step", ["leave weights", "join weights at 1", "begin", "receive w", "end"])
+def test_a_step_that_hangs_ends_at_the_limit_of_updates(step: str) -> None:
+    """Nothing else would end it: heartbeats go on, and the engine's health is good."""
+
+    class Hangs(ReceivingEngine):
+        async def _note(self, call: str) -> None:
+            if call == step:
+                await asyncio.sleep(1000)
+            await super()._note(call)
+
+    async def go() -> None:
+        async with updating(Hangs("a"), timeouts=replace(PATIENCE, update_s=0.5)) as (_, updates, _):
+            await updates.gather()
+            await updates.join(GROUP)
+            await one_update(updates)
+
+    with pytest.raises(EngineError, match="a: not done in 0.5 s"):
+        run(go())
+
+
+def test_an_engine_of_the_former_interface_is_an_engine_error() -> None:
+    """Its calls are made where errors of engines are expected: the sampler's process goes on."""
+
+    class Former(ReceivingEngine):
+        async def leave_group(self, name: str, timeout_s: float) -> None:  # type: ignore[override]
+            raise AssertionError(timeout_s)
+
+    async def go() -> None:
+        async with updating(Former("a")) as (_, updates, _):
+            await updates.gather()
+            await updates.join(GROUP)
+
+    with pytest.raises(EngineError, match="timeout_s"):
+        run(go())
+
+
+def test_an_engine_whose_load_was_cancelled_has_failed() -> None:
+    """By itself, as by a task of its own that its abort cancels: it is no cancel of the driver."""
+
+    class Cancelled(ReceivingEngine):
+        async def _note(self, call: str) -> None:
+            if call == "begin":
+                raise asyncio.CancelledError
+            await super()._note(call)
+
+    async def go() -> None:
+        async with updating(Cancelled("a")) as (_, updates, _):
             await updates.gather()
             await one_update(updates)
 

@@ -19,8 +19,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from bapo_megatron.hf.fp8 import is_quantized
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.rollout.engines.local.model import LocalModel
+from bapo_megatron.rollout.engines.local.model import LocalModel, weights_of_fp8
 from bapo_megatron.rollout.engines.requests import check_request, empty_generation
 from bapo_megatron.types import GenerateRequest, Generation
 
@@ -114,6 +115,9 @@ class LocalEngine:
 
 
 def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    if is_quantized(folder):  # of bapo eval and --rollout-only; a run's own folders are in bfloat16
+        yield from weights_of_fp8(folder)
+        return
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118

@@ -54,7 +54,7 @@ class LocalModel:
         self.limits = ModelLimits(vocabulary, self._model.config.max_position_embeddings)
         self._weights = ModelWeights(self._model)
         if is_quantized(Path(hf_path)):
-            self._weights.commit(self._weights.stage(_weights_of_fp8(hf_path)))
+            self._weights.commit(self._weights.stage(weights_of_fp8(hf_path)))
         self._recorder = RouteRecorder(self._model)
         self._max_batch = max_batch
         self._version = 0
@@ -215,7 +215,7 @@ def _load(hf_path: Path, dtype: str, device: str) -> Any:
     return model.to(device).eval()
 
 
-def _weights_of_fp8(hf_path: Path) -> Iterator[tuple[str, Tensor]]:
+def weights_of_fp8(hf_path: Path) -> Iterator[tuple[str, Tensor]]:
     """The weights of a folder in fp8, one at a time, in bfloat16."""
     reader = HfReader(hf_path)
     for name in hf_tensors(read_model_shape(hf_path)):

@@ -5,10 +5,9 @@
 
 The program gets OPENAI_BASE_URL and OPENAI_API_KEY, an address on loopback and a key of this episode alone,
 and the task as JSON on stdin. What a request adds to the conversation is the observation. The last word of
-its stdout is its reward; without output ``reward.function`` judges. The run's settings say how the policy
-samples. Sampled tokens are kept, so a program that rewrites what was said is refused (409), as are
-``stream``, ``n`` and ``logprobs`` (400), and ``tools`` unless the setting ``tools_in_prompts`` says that the
-prompts describe them. Workers load it by that name.
+its stdout is its reward; without output ``reward.function`` judges. Sampled tokens are kept: a program that
+rewrites what was said is refused (409), as are ``stream``, ``n`` and ``logprobs`` (400), and ``tools`` unless
+the setting ``tools_in_prompts`` says that prompts describe them. Workers load it by that name.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 from bapo_megatron.config import DataConfig, EnvironmentConfig, EvaluationConfig, SourceConfig
 from bapo_megatron.data.sources import load_problems
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.turns import check_environment, check_environments, tools_of
 from bapo_megatron.trainer.sampling import load_suites
 from tests.support.chat_templates import FOLDERS, demo_tokenizer, family_tokenizer
@@ -126,3 +127,20 @@ def test_real_templates_write_them(name: str, tmp_path: Path) -> None:
 def test_real_templates_that_ignore_them_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="chat template ignores the tools that the environment describes"):
         check_environment(DESCRIBED, FOLDERS[name], family_tokenizer(name))
+
+
+def test_a_journal_is_bound_to_the_tools_of_its_prompts(tmp_path: Path) -> None:
+    """Else a resume would go on behind the new prompt with tokens that were sampled behind the old one."""
+    for name in ("told", "other"):
+        (tmp_path / f"suites_{name}").mkdir()
+    config = config_of(tmp_path, told=DESCRIBED)
+    described = check_environments(config, writes_tools())
+    changed = {"told": [{**described["told"][0], "type": "other"}]}
+    of = []
+    for tools in (described, described, changed, {}):
+        found = load_problems(config.data, "math", writes_tools(), tools)
+        dataset = Dataset(found.prompts, None, (), found.sources, found.tools_sha256)
+        of.append(identity(config, dataset).get("environment.tools"))
+    assert of[0] == of[1] != of[2]
+    assert None not in of[:3]
+    assert of[3] is None, "as before, where no prompt describes any"

@@ -15,6 +15,7 @@ from bapo_megatron.interfaces import ReleasesMemory
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
+from tests.support.tiers import slow_but
 
 from .blocking import BlockingEngine
 from .conftest import Servers
@@ -29,8 +30,15 @@ def model(make_model: MakeModel) -> Path:
 
 
 @pytest.fixture
-def own(servers: Servers, model: Path, tmp_path: Path) -> Iterator[BlockingEngine]:
+def family(request: pytest.FixtureRequest) -> str:
+    """The family of the server's model; a test may name another by ``indirect``."""
+    return str(getattr(request, "param", "qwen2"))
+
+
+@pytest.fixture
+def own(servers: Servers, make_model: MakeModel, family: str, tmp_path: Path) -> Iterator[BlockingEngine]:
     """A dedicated server, which the test crashes."""
+    model = make_model(family)
     process = servers.start(model)
     process.wait_ready(600)
 
@@ -66,11 +74,12 @@ def test_a_server_sleeps_and_wakes_with_new_weights(own: BlockingEngine, make_mo
     assert own.digests[0] != own.digests[1]
 
 
+@pytest.mark.parametrize("family", slow_but(["qwen2", "qwen3_moe"], "qwen2"), indirect=True)
 def test_a_server_wakes_with_weights_from_the_memory_of_this_process(
-    own: BlockingEngine, make_model: MakeModel
+    own: BlockingEngine, make_model: MakeModel, family: str
 ) -> None:
     """Several buckets, the largest tensor one of its own; both ways give the same digest."""
-    new = make_model("qwen2", seed=1)
+    new = make_model(family, seed=1)
     own.release_memory()
     own.wake(tensors(new), 1)
     for version in (2, 3):

@@ -122,7 +122,7 @@ def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
         f"equal prompts throughout: all {len(prompts)} rows become the same {len(prompts[0])} tokens, so a "
         "policy cannot tell one problem from another. If the rows ask different questions, the tokenizer's "
         "chat_template ignores the messages: mend chat_template.jinja in the model's folder. If they ask the "
-        "same, keep one of them"
+        "same, keep one of them; if an environment hides their answers, write something of the row into each"
     )
 
 

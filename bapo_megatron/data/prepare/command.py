@@ -47,6 +47,9 @@ _WRITER = "bapo data prepare"
 Read = tuple[Source, int, Problem | RowError]
 """A source, the index of a row in it (from 0), and its problem or error."""
 
+_CONFLICTING = "conflicting answers"
+"""Rows that are dropped as they ask the question of another row, and have another answer."""
+
 
 def prepare(options: PrepareOptions) -> Card:
     """Prepare a dataset: write the folder ``options.output`` atomically; its data card.
@@ -125,7 +128,7 @@ def _filters(
 ) -> list[tuple[str, Filter]]:
     """Filters of the options with their names, cheap ones first."""
     found: list[tuple[str, Filter]] = [
-        ("conflicting answers", duplicates.conflict),
+        (_CONFLICTING, duplicates.conflict),
         ("duplicate", duplicates.repeated),
     ]
     if options.difficulty is not None:
@@ -194,7 +197,16 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
         )
     if not card.kept:
         told = ", ".join(f"{name} {count}" for name, count in card.dropped.items()) or "there are none"
-        raise ConfigError(f"no row of {rows} is left ({told}); nothing was written{_lengths(card)}{first}")
+        raise ConfigError(
+            f"no row of {rows} is left ({told}); nothing was written{_lengths(card)}{_conflicts(card)}{first}"
+        )
+
+
+def _conflicts(card: Card) -> str:
+    """What rows with conflicting answers are, and the fix; empty if there are none."""
+    if not card.dropped.get(_CONFLICTING):
+        return ""
+    return "; rows with conflicting answers ask the same question: write something of the row into each"
 
 
 def _lengths(card: Card) -> str:

@@ -438,6 +438,9 @@ def test_nothing_is_written_for_a_wrong_schema(tmp_path: Path) -> None:
         prepared(tmp_path, [{"text": "a"}, {"text": "b"}], max_invalid=0.05)
     with pytest.raises(ConfigError, match=r"no row of 1 is left \(invalid 1\)"):
         prepared(tmp_path, [{"text": "a"}])
+    games = [{"question": "Guess my number.", "answer": answer} for answer in ("7", "8")]
+    with pytest.raises(ConfigError, match=r"conflicting answers 2\); .*write something of the row into each"):
+        prepared(tmp_path, games)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 

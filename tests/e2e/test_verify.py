@@ -122,10 +122,10 @@ def break_loss_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last data-parallel rank is left out of every reduced sum."""
     sound = Passes._sum_over_ranks
 
-    def sum_over_ranks(self: Passes, outputs: list, width: int) -> torch.Tensor:
+    def sum_over_ranks(self: Passes, outputs: list, width: int, tally: Any = None) -> torch.Tensor:
         if parallel_state.get_data_parallel_rank() > 0:
             outputs = [torch.zeros_like(values) for values in outputs]
-        return sound(self, outputs, width)
+        return sound(self, outputs, width, tally)
 
     monkeypatch.setattr(Passes, "_sum_over_ranks", sum_over_ranks)
 

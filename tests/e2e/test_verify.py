@@ -20,6 +20,7 @@ from bapo_megatron import cli
 from bapo_megatron.commands.verify.layout_reference import read_layout_reference, write_layout_reference
 from bapo_megatron.policy import megatron
 from bapo_megatron.policy.attention import core as attention
+from bapo_megatron.policy.expert_load import UpdateTally
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.passes import Passes
 from bapo_megatron.runtime.distributed import free_port
@@ -122,7 +123,9 @@ def break_loss_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last data-parallel rank is left out of every reduced sum."""
     sound = Passes._sum_over_ranks
 
-    def sum_over_ranks(self: Passes, outputs: list, width: int, tally: Any = None) -> torch.Tensor:
+    def sum_over_ranks(
+        self: Passes, outputs: list, width: int, tally: UpdateTally | None = None
+    ) -> torch.Tensor:
         if parallel_state.get_data_parallel_rank() > 0:
             outputs = [torch.zeros_like(values) for values in outputs]
         return sound(self, outputs, width, tally)

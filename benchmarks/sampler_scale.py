@@ -381,14 +381,15 @@ async def _sampler(
         events[kind] += 1
 
     pool = EnginePool(engines, load.places, report)
-    environments, counted, stepping = None, None, None
+    environments, counted, by_source = None, None, {}
     if load.tool_s is not None:
         environments = EnvironmentPool(config.environment, read_traits(config.environment))
         await environments.start()
         counted = CountedSteps(environments)
-        stepping = Stepping(counted, FewTokens(), report)
+        most = config.environment.max_turns
+        by_source[""] = Stepping(counted, FewTokens(), report, (EOS,), most)
     dataset = Dataset(prompts, Tokenizer(), (EOS,))
-    sampler = GroupSampler(config, dataset, pool, Coin(), report, stepping=stepping)
+    sampler = GroupSampler(config, dataset, pool, Coin(), report, environments=by_source)
     await sampler.start(1, None)
     await sampler.load_weights(Path("v0"), 0, 0)
     yield sampler, sessions.kept, counted

@@ -27,8 +27,8 @@ from bapo_megatron.algo.bapo import eq8_literal
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.policy.attention.core import DocumentPack
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch
 from benchmarks.common import (
@@ -82,17 +82,19 @@ def of_megatron(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     [wrapped] = policy._model
+    rotary = wrapped.module.rotary
     wrapped.module.__class__ = GPTModel
     packs = pack_samples(samples, size.pack, "token", policy.pack_layout)
 
     def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         pack: MicroBatch = next(iterator)
+        table = None if rotary is None else rotary.table(pack.position_T)
         losses = model(
             pack.token_T[None],
             pack.position_T[None],
             attention_mask=None,
             labels=pack.label_T[None],
-            packed_seq_params=PolicyModel.document_pack(wrapped.module, pack, policy.device),
+            packed_seq_params=DocumentPack.of(pack.cu_seqlens, pack.max_seqlen, policy.device, table),
         )
 
         def loss(loss_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -33,8 +33,13 @@ class Ledger:
     """What was done to the run in a folder, over all sessions."""
 
     def __init__(self, folder: Path, about: Sequence[str]) -> None:
-        """``about``: the flags of the run, the same in all sessions."""
+        """``about``: the flags of the run, the same in all sessions.
+
+        A campaign makes its folder, and deletes and writes within it: one with other things is refused.
+        """
         folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / "campaign.json").is_file():
+            raise SystemExit(f"{folder} has no campaign, and is not empty: name a new folder")
         self._harms, self._sessions = folder / "harms.jsonl", folder / "sessions.jsonl"
         kept = folder / "campaign.json"
         if not kept.exists():

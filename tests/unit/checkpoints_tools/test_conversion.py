@@ -308,3 +308,14 @@ def test_bad_input_is_one_line_and_exit_code_2(
     folder = save_random_model(tmp_path / "hf")
     assert cli.run([argument.format(hf=folder) for argument in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_index_is_kept_where_it_names_the_tensors_that_are_written(tmp_path: Path) -> None:
+    """One of other tensors is made anew, though all sizes are equal: of fp8 their scales are other ones."""
+    files = {"a": "1.safetensors", "b": "2.safetensors"}
+    for named, is_kept in ((files, True), ({"a": "1.safetensors", "c": "2.safetensors"}, False)):
+        index = json.dumps({"metadata": {"total_size": 8}, "weight_map": named}).encode()
+        plan = plan_safetensors(dict.fromkeys(files, ("BF16", (2,))), tmp_path, Sharding(10**9, files, index))
+        written = plan.last[tmp_path / INDEX]
+        assert json.loads(written) == {"metadata": {"total_size": 8}, "weight_map": files}
+        assert (written == index) == is_kept

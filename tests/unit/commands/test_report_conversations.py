@@ -63,6 +63,11 @@ def texts(run: RunRecord) -> list[list[tuple[str, str]]]:
     ]
 
 
+def test_a_response_of_a_source_without_an_environment_ended_by_itself(tmp_path: Path) -> None:
+    [found] = conversations(write_run(tmp_path, {4: rollout("\\boxed{935}<|im_end|>")}))
+    assert found.title.endswith("0 of them given, ended by a stop token")
+
+
 def test_an_episode_by_hand(tmp_path: Path) -> None:
     """Prompt, sampled turns and given ones with their frames, special tokens apart, reward, end."""
     [found] = conversations(write_run(tmp_path, {4: asked()}))

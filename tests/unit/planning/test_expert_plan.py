@@ -12,6 +12,7 @@ from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ExpertShape, read_model_shape
+from bapo_megatron.planning import experts
 from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import Change, smallest_changes
 from bapo_megatron.planning.engines import engines
@@ -224,9 +225,14 @@ def test_an_imbalance_below_the_mean_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_the_imbalance_of_routes_by_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("band", [1 << 16, 3])
+def test_the_imbalance_of_routes_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, band: int) -> None:
     """Four tokens to two of four experts. Of two ranks the busiest gets 6 of 8 copies in the first layer, 4
-    in the second, 8 in the third and fourth; a token without a route does not count."""
+    in the second, 8 in the third and fourth; a token without a route does not count.
+
+    ``band``: tokens that are read at a time.
+    """
+    monkeypatch.setattr(experts, "_BAND", band)
     first = [[0, 1], [0, 1], [0, 2], [1, 3]]
     second = [[0, 2], [1, 3], [0, 3], [1, 2]]
     third = [[0, 1]] * 4

@@ -20,6 +20,7 @@ from bapo_megatron.config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
+    EnvironmentConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -743,6 +744,10 @@ def test_the_text_of_a_plan_shows_both_turns() -> None:
     assert "  0      sample        3.0     66.0   69.0  11.0  fits" in text
     assert "servers read 15.2 GB of weights from the policy's memory: copies 0.1 s, expected 0.7 s" in text
     assert "Cores of a node: 18 or more, for 8 ranks, 8 server processes (a paused one keeps its" in text
+    tool = changed(run, "environment", EnvironmentConfig("tool.py:Tool", workers=3))
+    text = plan_text(make_plan(Job(tool, find_shape(path, run.model.hf_path), PlanOptions())), [], [])
+    assert "Cores of a node: 21 or more" in text
+    assert ", 3 workers of environments and 2 scorers" in text
     disk = changed(run, "rollout.sglang.sync", "disk")
     text = plan_text(make_plan(Job(disk, find_shape(path, run.model.hf_path), PlanOptions())), [], [])
     assert "servers read 15.2 GB of weights from the disk: 7.6 s at 2 GB/s" in text

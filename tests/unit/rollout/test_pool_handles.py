@@ -266,6 +266,24 @@ def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
     run(check())
 
 
+def test_an_engine_that_is_found_wrong_holds_no_other_back(tmp_path: Path) -> None:
+    """The other's digest says nothing of tensors, so it is compared with those of engines that still load."""
+
+    async def check() -> None:
+        wrong, other = named("wrong", "other")
+        world = HandleWorld(tmp_path, [wrong, other])
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            pool._timeouts = replace(PATIENCE, silent_s=3600.0, update_s=3600.0)
+            released = await world.call("release")
+            await world.weights(1)
+            wrong.digest, other.digest = TensorDigests("wrong", [{"a": "1", "norm": "0"}]), "other"
+            assert await hand_over(world, released, 1, SentDigests(({"a": "1", "norm": "2"},))) == ["other"]
+            assert "other values in norm on rank 0" in world.refusals()
+
+    run(check())
+
+
 def test_two_engines_with_different_digests_both_fail(tmp_path: Path) -> None:
     """Neither digest is known to be right: both engines load by disk then."""
 

@@ -173,3 +173,7 @@ def test_a_campaign_goes_on_with_the_same_run_only(tmp_path: Path) -> None:
     assert "| 1 | 0.0 | 2 | 1 | 5 |" in page
     with pytest.raises(SystemExit, match="has a campaign with"):
         Ledger(tmp_path, ["--a=2"])
+    theirs = tmp_path / "theirs"
+    (theirs / "replay").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="theirs has no campaign, and is not empty"):
+        Ledger(theirs, ["--a=1"])

@@ -1,8 +1,7 @@
 """The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
 Weights are not loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``).
-``MegatronPolicy`` calls it when it is made. Used by ``megatron.py``, ``passes.py`` and
-``benchmarks/policy_step.py``.
+``MegatronPolicy`` calls it when it is made. Used by ``megatron.py`` and ``passes.py``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 from bapo_megatron.checkpoint.run_directory import only_writer
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import check_output_file, write_atomically
 from benchmarks.study.forked_sampler import fork_first_sampler
 from benchmarks.study.lives import Life, Main
 from benchmarks.study.options import StudyOptions
@@ -45,6 +45,7 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
     plan = make_study_plan(options)
     stored = stored_arms(plan)
     if options.analyse:
+        check_output_file("--write", options.document)
         check_same_study(plan)
         write_study(plan, [])
         return 0

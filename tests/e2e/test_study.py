@@ -124,7 +124,7 @@ def test_the_second_study_makes_its_quick_arms_once(tmp_path: Path) -> None:
     assert "Not judged: this is `--quick`" in page
     stored = (folder / "quick/study.jsonl").read_text()
     head, *lines = map(json.loads, stored.splitlines())
-    assert head["design"] == "controller-1"
+    assert head["design"] == "controller-2"
     assert [line["arm"] for line in lines] == ["grpo-1-seed0", "grpo-8-seed0", "paper-8-seed0"]
     rows = {
         arm: read_jsonl(folder / "quick/arms" / arm / "updates.jsonl")

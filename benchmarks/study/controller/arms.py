@@ -17,7 +17,7 @@ from benchmarks.study.controller.options import ControllerOptions
 from benchmarks.study.methods import METHODS, Method, work
 from benchmarks.study.plan import Arm, StudyPlan, save_flags
 
-DESIGN = "controller-1"
+DESIGN = "controller-2"
 """Name of the design; folders and results of another one are refused."""
 UPDATES = {1: (1, 1), 4: (2, 2), 8: (2, 4)}
 """Passes and mini-batches of each staleness."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from bapo_megatron.checkpoint.run_directory import only_writer
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import check_output_file, write_atomically
 from benchmarks.study.command import run_missing
 from benchmarks.study.controller.arms import (
     base_of,
@@ -42,8 +42,7 @@ def controller_command(arguments: Sequence[str], main: Main) -> int:
     options.check()
     study = _Study(options, main)
     if options.analyse:
-        check_same_study(make_plan(options, study.all_arms()))
-        study.write()
+        study.analyse()
         return 0
     store_plan(make_plan(options, study.all_arms()))
     with only_writer(options.folder):
@@ -84,6 +83,14 @@ class _Study:
         chosen = self._chosen()
         assert chosen is not None  # no arm of the stage has failed
         return self._stage("study", main_arms(self._options, self._base, chosen))
+
+    def analyse(self) -> None:
+        """Store the results of the arms that are done, and write the page; run nothing."""
+        check_output_file("--write", self._options.document)
+        plan = make_plan(self._options, self.all_arms())
+        check_same_study(plan)
+        store_results(plan)
+        self.write()
 
     def write(self) -> None:
         """The page of the arms that are done."""

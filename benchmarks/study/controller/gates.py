@@ -52,10 +52,10 @@ GATES = (
         "entropy kept on-policy",
         "entropy_kept",
         1,
-        0.8,
+        0.7,
         math.inf,
         "0.98 (Fig. 2)",
-        says="Entropy falls by learning alone, so a method that keeps it learns less.",
+        says="Learning alone takes most of what entropy there is to keep.",
     ),
     Gate(
         "on-policy seeds that collapse",

@@ -134,3 +134,6 @@ def test_the_second_study_makes_its_quick_arms_once(tmp_path: Path) -> None:
     again = start_bapo(*words).communicate(timeout=900)[0].decode()
     assert "0 arms, 0 of them done" in again, again
     assert (folder / "quick/study.jsonl").read_text() == stored
+    analysed = start_bapo(*words, "--analyse", f"--write={tmp_path / 'page.md'}").communicate(timeout=900)[0]
+    assert "3 of 3 known arms" in analysed.decode()  # out of their run directories
+    assert (tmp_path / "page.jsonl").read_text() == stored

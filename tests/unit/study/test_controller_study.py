@@ -86,16 +86,16 @@ def test_the_arms_and_their_seeds() -> None:
     seeds = [
         {arm.seed for arm in found} for found in (calibration, rates, arms.main_arms(OPTIONS, BASE, CHOSEN))
     ]
-    assert seeds == [set(range(100, 112)), set(range(200, 204)), set(range(12))]
+    assert seeds == [set(range(100, 112)), set(range(200, 204)), set(range(10))]
 
 
 @pytest.mark.parametrize(
     ("name", "staleness", "expected"),
     [
-        ("grpo", 1, (1, 1, 4, 1.3e-4, "token")),
-        ("grpo@0.7", 4, (2, 2, 16, 0.91e-4, "token")),
-        ("grpo_sequence", 8, (2, 4, 32, 1.3e-4, "sequence")),
-        ("paper@0.5", 8, (2, 4, 32, 0.65e-4, "token")),
+        ("grpo", 1, (1, 1, 4, 1.6e-4, "token")),
+        ("grpo@0.7", 4, (2, 2, 16, 1.12e-4, "token")),
+        ("grpo_sequence", 8, (2, 4, 32, 1.6e-4, "sequence")),
+        ("paper@0.5", 8, (2, 4, 32, 0.8e-4, "token")),
     ],
 )
 def test_a_command_makes_its_arm(name: str, staleness: int, expected: tuple[Any, ...]) -> None:
@@ -139,7 +139,7 @@ def test_all_gates_hold_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"entropy_kept": 0.7}, "Entropy falls by learning alone"),
+        ({"entropy_kept": 0.6}, "Learning alone takes most"),
         ({"collapsed": 0.2}, "unstable without staleness"),
         ({"clipped": 0.07}, "All methods with bounds act on these tokens alone"),
         ({"positive_share": 0.45}, "Positive tokens hold BAPO's target anyway"),
@@ -184,8 +184,8 @@ def result(value: float, error: float, gate: str = "entropy kept on-policy", see
 
 
 def test_margins_by_hand() -> None:
-    assert margin_of(result(0.85, 0.01)) == pytest.approx(5)
-    assert margin_of(result(0.79, 0.01)) == pytest.approx(-1)
+    assert margin_of(result(0.75, 0.01)) == pytest.approx(5)
+    assert margin_of(result(0.69, 0.01)) == pytest.approx(-1)
     assert margin_of(result(0.05, 0.01, "clipped tokens")) == pytest.approx(1)  # of 0.06, the nearer end
     assert margin_of(result(0.0, 0.0, "on-policy seeds that collapse")) == math.inf
     assert margin_of(result(0.1, 0.0, "on-policy seeds that collapse")) == -math.inf
@@ -193,10 +193,10 @@ def test_margins_by_hand() -> None:
 
 
 def test_the_chance_by_hand() -> None:
-    """Ten seeds keep 0.9 of the entropy and two 0.4: of twelve drawn at most two may be of these, 0.677."""
+    """Ten seeds keep 0.8 of the entropy and two 0.3: of twelve drawn at most two may be of these, 0.677."""
     seeds = range(100, 112)
     records = [
-        replace(one, figures={**one.figures, "entropy_kept": 0.4 if one.seed < 102 else 0.9})
+        replace(one, figures={**one.figures, "entropy_kept": 0.3 if one.seed < 102 else 0.8})
         for one in study(seeds, spread=0.0)
     ]
     drawn = sum(math.comb(12, bad) * (1 / 6) ** bad * (5 / 6) ** (12 - bad) for bad in range(3))
@@ -303,6 +303,7 @@ def _not_run(_arguments: object) -> int:
     [
         (["--quick", "--calibrate"], "a calibration has all its arms"),
         (["--write=page.html"], "ends in .md"),
+        (["--analyse", "--write=missing/page.md"], "--write missing/page.md: the folder .* does not exist"),
         (["--seeds=0"], "seeds=0 must be at least 1"),
     ],
 )

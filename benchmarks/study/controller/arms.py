@@ -31,6 +31,8 @@ VARIANTS = {**METHODS, "grpo_sequence": Method("GRPO, sequence mean", grpo(), lo
 """All methods: those of the first study, and GRPO with the mean by response."""
 CLAIMED = ("paper", "grpo", "grpo_sequence", "fixed_0.9_1.2", "gspo", "vespo")
 """Methods about which something is claimed: each runs at its best rate, too."""
+COMPARED = ("paper", "grpo", "fixed_0.6_1.2")
+"""Methods that claims compare at the recipe's own rate; BAPO's search begins at the last one's bounds."""
 CALIBRATION_SEEDS, RATE_SEEDS = range(100, 112), range(200, 204)
 """Seeds that choose; the study's own are 0, 1, ..."""
 _CALIBRATION = (("grpo", 1), ("grpo", 4), ("grpo", 8), ("paper", 8))
@@ -67,18 +69,27 @@ def rate_arms(options: ControllerOptions, base: RunConfig) -> list[Arm]:
     return [arm_of(options, base, name, STALE, seed) for seed in RATE_SEEDS for name in names]
 
 
-def main_cells(chosen: dict[str, float]) -> list[tuple[str, int]]:
-    """Variants and staleness of the study itself. ``chosen``: the best rate of each claimed method."""
+def judged_cells(chosen: dict[str, float]) -> list[tuple[str, int]]:
+    """Variants and staleness that gates and claims need. ``chosen``: the best rate of each claimed method."""
     best = [Variant(method, rate).name for method, rate in chosen.items()]
+    return [("grpo", 1), ("grpo", 4), *((name, STALE) for name in dict.fromkeys([*best, *COMPARED]))]
+
+
+def main_cells(chosen: dict[str, float]) -> list[tuple[str, int]]:
+    """All variants and staleness of the study itself, what is judged first."""
     controls = [Variant("grpo", rate).name for rate in RATES]
-    names = dict.fromkeys([*best, *controls, *VARIANTS])  # what is claimed first, each once
-    return [("grpo", 1), ("grpo", 4), *((name, STALE) for name in names)]
+    others = ((name, STALE) for name in [*controls, *VARIANTS])
+    return list(dict.fromkeys([*judged_cells(chosen), *others]))
 
 
 def main_arms(options: ControllerOptions, base: RunConfig, chosen: dict[str, float]) -> list[Arm]:
-    """The arms of the study itself, seed by seed: if it is cut, all have the same seeds."""
-    cells = main_cells(chosen)
-    return [arm_of(options, base, *cell, seed) for seed in range(options.seeds) for cell in cells]
+    """The arms of the study itself: what is judged, seed by seed, then the others, seed by seed."""
+    judged = judged_cells(chosen)
+    others = [cell for cell in main_cells(chosen) if cell not in judged]
+    seeds = range(options.seeds)
+    return [
+        arm_of(options, base, *cell, seed) for cells in (judged, others) for seed in seeds for cell in cells
+    ]
 
 
 def quick_arms(options: ControllerOptions, base: RunConfig) -> list[Arm]:

@@ -26,7 +26,7 @@ class ControllerOptions(StudyOptions):
     """Folder of the arms; a study that is there is continued."""
     recipe: Path = RECIPE
     """Task, model, steps and learning rate of all arms."""
-    seeds: Annotated[int, Ge(1)] = 10
+    seeds: Annotated[int, Ge(1)] = 12
     """Runs of each arm of the study itself: seeds 0, 1, ..."""
     methods: tyro.conf.Suppress[tuple[str, ...]] = ()
     passes: tyro.conf.Suppress[tuple[int, ...]] = ()

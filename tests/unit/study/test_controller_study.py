@@ -86,16 +86,16 @@ def test_the_arms_and_their_seeds() -> None:
     seeds = [
         {arm.seed for arm in found} for found in (calibration, rates, arms.main_arms(OPTIONS, BASE, CHOSEN))
     ]
-    assert seeds == [set(range(100, 112)), set(range(200, 204)), set(range(10))]
+    assert seeds == [set(range(100, 112)), set(range(200, 204)), set(range(12))]
 
 
 @pytest.mark.parametrize(
     ("name", "staleness", "expected"),
     [
-        ("grpo", 1, (1, 1, 4, 1.6e-4, "token")),
-        ("grpo@0.7", 4, (2, 2, 16, 1.12e-4, "token")),
-        ("grpo_sequence", 8, (2, 4, 32, 1.6e-4, "sequence")),
-        ("paper@0.5", 8, (2, 4, 32, 0.8e-4, "token")),
+        ("grpo", 1, (1, 1, 4, 1.8e-4, "token")),
+        ("grpo@0.7", 4, (2, 2, 16, 1.26e-4, "token")),
+        ("grpo_sequence", 8, (2, 4, 32, 1.8e-4, "sequence")),
+        ("paper@0.5", 8, (2, 4, 32, 0.9e-4, "token")),
     ],
 )
 def test_a_command_makes_its_arm(name: str, staleness: int, expected: tuple[Any, ...]) -> None:

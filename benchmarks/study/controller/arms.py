@@ -31,8 +31,8 @@ VARIANTS = {**METHODS, "grpo_sequence": Method("GRPO, sequence mean", grpo(), lo
 """All methods: those of the first study, and GRPO with the mean by response."""
 CLAIMED = ("paper", "grpo", "grpo_sequence", "fixed_0.9_1.2", "gspo", "vespo")
 """Methods about which something is claimed: each runs at its best rate, too."""
-COMPARED = ("paper", "grpo", "fixed_0.6_1.2")
-"""Methods that claims compare at the recipe's own rate; BAPO's search begins at the last one's bounds."""
+START = "fixed_0.6_1.2"
+"""The bounds at which BAPO's search begins: what the search adds to them, both at the recipe's rate."""
 CALIBRATION_SEEDS, RATE_SEEDS = range(100, 112), range(200, 204)
 """Seeds that choose; the study's own are 0, 1, ..."""
 _CALIBRATION = (("grpo", 1), ("grpo", 4), ("grpo", 8), ("paper", 8))
@@ -72,7 +72,11 @@ def rate_arms(options: ControllerOptions, base: RunConfig) -> list[Arm]:
 def judged_cells(chosen: dict[str, float]) -> list[tuple[str, int]]:
     """Variants and staleness that gates and claims need. ``chosen``: the best rate of each claimed method."""
     best = [Variant(method, rate).name for method, rate in chosen.items()]
-    return [("grpo", 1), ("grpo", 4), *((name, STALE) for name in dict.fromkeys([*best, *COMPARED]))]
+    return [
+        ("grpo", 1),
+        ("grpo", 4),
+        *((name, STALE) for name in dict.fromkeys([*best, "paper", "grpo", START])),
+    ]
 
 
 def main_cells(chosen: dict[str, float]) -> list[tuple[str, int]]:

@@ -17,15 +17,16 @@ from benchmarks.study.controller.arms import (
     RATE_SEEDS,
     RATES,
     STALE,
+    START,
     UPDATES,
     VARIANTS,
     WARM_STEPS,
-    main_cells,
+    judged_cells,
     variant_of,
 )
 from benchmarks.study.controller.gates import CHANCE, GATES, MARGIN, Calibration, margin_of, results_of
 from benchmarks.study.controller.options import ControllerOptions
-from benchmarks.study.controller.verdicts import RIVALS, START, claims, verdicts
+from benchmarks.study.controller.verdicts import RIVALS, claims, verdicts
 from benchmarks.study.gates import GateResult
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.pages.document import COLUMNS
@@ -77,7 +78,7 @@ def _answer(options: ControllerOptions, progress: Progress, own: list[ArmRecord]
         return
     seeds = {one.seed for one in own}
     if progress.chosen is None or len(seeds) < options.seeds or _missing(progress, own, seeds):
-        yield "Not judged: not all arms have run. What follows was written before them."
+        yield "Not judged: not all arms that this needs have run. What follows was written before them."
         return
     gates = results_of(own)
     yield "All gates hold." if all(one.passed for one in gates) else "**Not judged.** Not all gates hold."
@@ -85,15 +86,10 @@ def _answer(options: ControllerOptions, progress: Progress, own: list[ArmRecord]
 
 
 def _missing(progress: Progress, own: list[ArmRecord], seeds: set[int]) -> bool:
-    """Whether an arm of the study itself is missing."""
-    cells = main_cells(progress.chosen or {})
-    return len({(one.method, one.passes, one.seed) for one in own} & _grid(cells, seeds)) < len(cells) * len(
-        seeds
-    )
-
-
-def _grid(cells: list[tuple[str, int]], seeds: set[int]) -> set[tuple[str, int, int]]:
-    return {(name, staleness, seed) for name, staleness in cells for seed in seeds}
+    """Whether an arm that gates or claims need is missing."""
+    have = {(one.method, one.passes, one.seed) for one in own}
+    cells = judged_cells(progress.chosen or {})
+    return not {(name, staleness, seed) for name, staleness in cells for seed in seeds} <= have
 
 
 def _design(options: ControllerOptions, base: RunConfig) -> Iterator[str]:
@@ -123,7 +119,7 @@ def _design(options: ControllerOptions, base: RunConfig) -> Iterator[str]:
             "arms",
             f"GRPO at 1 and 4; at {STALE} all {len(VARIANTS)} methods, GRPO at "
             f"{' and '.join(f'{rate:g}' for rate in RATES[1:])} of the rate, and the claimed methods at "
-            "their best rate",
+            "their best rate. Those that gates and claims need run first, with all seeds",
         ),
         ("methods", ", ".join(f"`{name}`: {one.label}" for name, one in VARIANTS.items())),
         (

@@ -10,15 +10,13 @@ from dataclasses import replace
 from statistics import fmean
 
 from benchmarks.study.contrasts import OUTCOME, Contrast, by_seed, contrast
-from benchmarks.study.controller.arms import CLAIMED, RATE_SEEDS, RATES, STALE, Variant
+from benchmarks.study.controller.arms import CLAIMED, RATE_SEEDS, RATES, STALE, START, Variant
 from benchmarks.study.gates import GateResult
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.paired import holm
 
 RIVALS = ("grpo", "grpo_sequence", "fixed_0.9_1.2")
 """Methods that BAPO is compared with, each at its best rate, as BAPO is."""
-START = "fixed_0.6_1.2"
-"""The bounds at which BAPO's search begins: what the search adds to them, both at the recipe's rate."""
 
 
 def chosen_rates(records: Sequence[ArmRecord]) -> dict[str, float] | None:

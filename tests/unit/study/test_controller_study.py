@@ -274,11 +274,31 @@ def test_the_page_judges_only_a_whole_study() -> None:
     assert "`paper` against `grpo`: better" in whole
     for records, chosen in ((study()[1:], CHOSEN), (study(range(5)), CHOSEN), (study(), None)):
         text = page(OPTIONS_OF_SIX, BASE, progress(records, chosen))
-        assert "Not judged: not all arms have run" in text
+        assert "Not judged: not all arms that this needs have run" in text
         assert not _verdict_words(text)
     quick = page(replace(OPTIONS, quick=True), BASE, progress(study()))
     assert "Not judged: this is `--quick`" in quick
     assert not _verdict_words(quick)
+
+
+def test_what_is_judged_runs_first_and_needs_no_other_arm() -> None:
+    """The arms of gates and claims with all seeds, then the others; without these the page judges as well."""
+    chosen = CHOSEN | {"paper": 0.5}
+    judged = arms.judged_cells(chosen)
+    assert judged[:3] == [("grpo", 1), ("grpo", 4), ("paper@0.5", 8)]
+    assert {("paper", 8), ("grpo", 8), ("fixed_0.6_1.2", 8), ("fixed_0.9_1.2", 8)} < set(judged)
+    found = [(arm.method, arm.passes, arm.seed) for arm in arms.main_arms(OPTIONS, BASE, chosen)]
+    assert found[: 12 * len(judged)] == [(*cell, seed) for seed in range(12) for cell in judged]
+    assert len(found) == len(set(found)) == 12 * len(arms.main_cells(chosen))
+    few = [one for one in study() if (one.method, one.passes) in arms.judged_cells(CHOSEN)]
+    assert len(few) < len(study())
+    answers = [_answer(page(OPTIONS_OF_SIX, BASE, progress(records))) for records in (few, study())]
+    assert answers[0] == answers[1]
+    assert "All gates hold." in answers[0]
+
+
+def _answer(text: str) -> str:
+    return text.partition("## The answer")[2].partition("## The design")[0]
 
 
 def test_the_design_is_written_before_anything_runs(

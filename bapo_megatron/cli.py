@@ -71,6 +71,8 @@ usage: bapo COMMAND ...
                          the paper's claims about stale data, tried with small runs; goes on where it stopped
   study controller [flags]
                          the same where BAPO's search acts, with controls: calibration, rates, study
+  study real-model [flags]
+                         the same on a pretrained model of 135 M parameters
   doctor [RECIPE] [--json]
                          what is installed and what is missing; exit code 1 if a run could not start
 """

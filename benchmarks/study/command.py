@@ -1,4 +1,4 @@
-"""Command `bapo study`: `staleness`, the first study, and `controller`, the second.
+"""Command `bapo study`: `staleness`, the first study, `controller`, the second, and `real-model`, the third.
 
 Runs the missing arms, then writes the document.
 """
@@ -22,8 +22,9 @@ from benchmarks.study.results import store_results, stored_arms
 from benchmarks.study.runner import Failure, log_of, run_arms
 
 USAGE = (
-    "usage: bapo study staleness [flags] (the first study), or bapo study controller [flags] (the second: "
-    "does BAPO help where its controller acts?); --help lists the flags"
+    "usage: bapo study staleness [flags] (the first study), bapo study controller [flags] (the second: does "
+    "BAPO help where its controller acts?), or bapo study real-model [flags] (the same question on a "
+    "pretrained model); --help lists the flags"
 )
 
 
@@ -36,6 +37,10 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
         from benchmarks.study.controller.command import controller_command
 
         return controller_command(arguments[1:], main)
+    if arguments[:1] == ["real-model"]:
+        from benchmarks.study.real_model.command import real_model_command
+
+        return real_model_command(arguments[1:], main)
     if arguments[:1] != ["staleness"]:
         if arguments and arguments[0] in ("-h", "--help"):
             print(USAGE)

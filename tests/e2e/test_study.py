@@ -137,3 +137,16 @@ def test_the_second_study_makes_its_quick_arms_once(tmp_path: Path) -> None:
     analysed = start_bapo(*words, "--analyse", f"--write={tmp_path / 'page.md'}").communicate(timeout=900)[0]
     assert "3 of 3 known arms" in analysed.decode()  # out of their run directories
     assert (tmp_path / "page.jsonl").read_text() == stored
+
+
+def test_the_third_study_makes_its_quick_arms(tmp_path: Path) -> None:
+    """With a small policy: the pretrained model takes ten minutes of a core for an arm."""
+    recipe = small_recipe(tmp_path, CONTROLLER)
+    words = ["study", "real-model", "--quick", "--steps=1", f"--recipe={recipe}", f"--folder={tmp_path}"]
+    output = start_bapo(*words).communicate(timeout=900)[0].decode()
+    assert "2 of 2 arms" in output, output[-3000:]
+    page = (tmp_path / "quick/study.md").read_text()
+    assert "| 8 | `paper` (BAPO, micro-batches) | 1 |" in page
+    head, *lines = map(json.loads, (tmp_path / "quick/study.jsonl").read_text().splitlines())
+    assert head["design"] == "real-model-1"
+    assert [line["arm"] for line in lines] == ["grpo-1-seed0", "paper-8-seed0"]

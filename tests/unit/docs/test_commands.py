@@ -28,6 +28,7 @@ from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand
 from benchmarks.study.controller.options import ControllerOptions
 from benchmarks.study.options import StudyOptions
+from benchmarks.study.real_model.command import RealModelOptions
 from checkpoints_tools.commands import COMMANDS as CHECKPOINT_COMMANDS
 from tests.support.pages import PAGES, ROOT, Block, blocks, inline_commands
 
@@ -93,7 +94,8 @@ def parse_eval(arguments: Sequence[str]) -> None:
 
 
 def parse_study(arguments: Sequence[str]) -> None:
-    options = {"staleness": StudyOptions, "controller": ControllerOptions}[arguments[0]]
+    kinds = {"staleness": StudyOptions, "controller": ControllerOptions, "real-model": RealModelOptions}
+    options = kinds[arguments[0]]
     parse_options(options, f"bapo study {arguments[0]}", arguments[1:]).resolved()
 
 

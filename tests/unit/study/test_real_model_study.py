@@ -1,0 +1,108 @@
+"""The third study: its arms, its problems, and its page, on runs made up by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tyro
+
+from bapo_megatron.algo.bounds import fixed, grpo
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.errors import ConfigError
+from benchmarks.study.measures import ArmRecord
+from benchmarks.study.pages.document import COLUMNS
+from benchmarks.study.plan import Arm
+from benchmarks.study.real_model.command import (
+    CELLS,
+    RealModelOptions,
+    make_plan,
+    prepare_commands,
+    real_model_command,
+)
+from benchmarks.study.real_model.page import page
+from benchmarks.study.real_model.recipe import HELD_OUT, TRAIN
+
+
+@pytest.fixture(autouse=True)
+def a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the files that the recipe names."""
+    monkeypatch.chdir(tmp_path)
+    model = Path("models/SmolLM2-135M-Instruct")
+    for path in (model / "config.json", TRAIN, HELD_OUT):
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+
+
+def configured(arm: Arm) -> RunConfig:
+    command, recipe, *flags = arm.command
+    assert command == "train"
+    return tyro.cli(RunConfig, default=load_recipe(Path(recipe), RunConfig), args=flags)
+
+
+def test_the_arms() -> None:
+    """Seed by seed, all at one learning rate; staleness 8 is two passes of four mini-batches."""
+    plan = make_plan(RealModelOptions())
+    assert [(arm.method, arm.passes, arm.seed) for arm in plan.arms] == [
+        (*cell, seed) for seed in range(4) for cell in CELLS
+    ]
+    runs = {arm.method: configured(arm) for arm in plan.arms if arm.passes == 8}
+    for run in runs.values():
+        run.check()
+        assert (run.algorithm.reuse_epochs, run.algorithm.updates_per_epoch) == (2, 4)
+        assert (run.optimizer.lr, run.optimizer.warmup_updates) == (1.5e-5, 32)
+    assert runs["fixed_0.6_1.2"].algorithm.bounds == fixed(0.6, 1.2)
+    assert runs["grpo"].algorithm.bounds == runs["grpo_sequence"].algorithm.bounds == grpo()
+    assert [name for name, run in runs.items() if run.algorithm.loss_mean == "sequence"] == [
+        "grpo_sequence",
+        "gspo",
+    ]
+
+
+def test_the_problems_that_are_missing_are_made_held_out_first() -> None:
+    assert prepare_commands(RealModelOptions()) == []
+    TRAIN.unlink()
+    HELD_OUT.unlink()
+    held_out, train = prepare_commands(RealModelOptions())
+    assert held_out[:2] == train[:2] == ["data", "prepare"]
+    assert f"--output={HELD_OUT.parent}" in held_out
+    assert "--against" not in held_out
+    assert train[train.index("--against") + 1] == str(HELD_OUT)
+
+
+def test_without_the_model_it_says_what_fetches_it() -> None:
+    Path("models/SmolLM2-135M-Instruct/config.json").unlink()
+    with pytest.raises(ConfigError, match="models/SmolLM2-135M-Instruct: `make real-model` fetches it"):
+        real_model_command([], _not_run)
+
+
+def _not_run(_arguments: object) -> int:
+    raise AssertionError("a command was run")
+
+
+def record(name: str, staleness: int, seed: int, reward: float, moved: float = math.nan) -> ArmRecord:
+    figures = dict.fromkeys(COLUMNS, math.nan) | {"mean_reward": reward, "held_out": 0.5, "moved": moved}
+    return ArmRecord(name, staleness, seed, figures, {"reward": np.array([reward])})
+
+
+def test_the_page_shows_differences_and_calls_nothing_better() -> None:
+    """Mean rewards of `paper` are 0.1, 0.2 and 0.3 above GRPO's: 0.2, and t(2) = 4.30 times 0.1 / sqrt(3)."""
+    plan = make_plan(RealModelOptions(seeds=3))
+    records = [
+        *(record("grpo", 8, seed, 0.4) for seed in range(3)),
+        *(record("paper", 8, seed, 0.5 + 0.1 * seed, moved=0.75) for seed in range(3)),
+    ]
+    text = page(plan, records, ["gspo-8-seed0: out of memory"])
+    assert "6 of 21 arms are done. All numbers are computed from [study.jsonl](study.jsonl)." in text
+    assert "| `paper` | +0.200 (-0.048 to +0.448), 3 seeds | +0.000 (+0.000 to +0.000), 3 seeds |" in text
+    assert "Yes: a bound moved in 0.75 ± 0 of the stale updates of `paper`." in text
+    assert "- gspo-8-seed0: out of memory" in text
+    idle = [replace(one, figures={**one.figures, "moved": 0.25}) for one in records]
+    assert "**No**: a bound moved in 0.25 ± 0 of the stale updates of `paper`. In the other updates" in page(
+        plan, idle, ()
+    )
+    assert "None has run." in page(plan, (), ())

@@ -32,5 +32,5 @@ def recipe() -> RunConfig:
         model=replace(run.model, hf_path=RECIPES / "demo/policy_study_long"),
         rollout=replace(run.rollout, prompts_per_step=8, max_response_tokens=128),
         algorithm=replace(run.algorithm, bounds=BoundsConfig()),
-        optimizer=replace(run.optimizer, lr=1.8e-4, warmup_updates=0),
+        optimizer=replace(run.optimizer, lr=1.7e-4, warmup_updates=0),
     )

@@ -92,10 +92,10 @@ def test_the_arms_and_their_seeds() -> None:
 @pytest.mark.parametrize(
     ("name", "staleness", "expected"),
     [
-        ("grpo", 1, (1, 1, 4, 1.8e-4, "token")),
-        ("grpo@0.7", 4, (2, 2, 16, 1.26e-4, "token")),
-        ("grpo_sequence", 8, (2, 4, 32, 1.8e-4, "sequence")),
-        ("paper@0.5", 8, (2, 4, 32, 0.9e-4, "token")),
+        ("grpo", 1, (1, 1, 4, 1.7e-4, "token")),
+        ("grpo@0.7", 4, (2, 2, 16, 1.19e-4, "token")),
+        ("grpo_sequence", 8, (2, 4, 32, 1.7e-4, "sequence")),
+        ("paper@0.5", 8, (2, 4, 32, 0.85e-4, "token")),
     ],
 )
 def test_a_command_makes_its_arm(name: str, staleness: int, expected: tuple[Any, ...]) -> None:

@@ -96,21 +96,14 @@ def primary(records: Sequence[ArmRecord]) -> list[Contrast]:
     return found
 
 
-def entropies_by_seed(
-    records: Sequence[ArmRecord], one: tuple[str, int], other: tuple[str, int]
-) -> dict[int, tuple[float, float]]:
-    """Entropies of two arms (method, passes) where each first reaches the best reward of both, by seed."""
-    mine, theirs = (
-        {record.seed: record for record in records if (record.method, record.passes) == arm}
-        for arm in (one, other)
-    )
-    return {seed: entropies_at_equal_reward(mine[seed], theirs[seed]) for seed in mine if seed in theirs}
-
-
 def entropy_at_equal_reward(records: Sequence[ArmRecord], method: str, other: str, passes: int) -> Contrast:
     """The difference in entropy where both first reach the best reward that both reach, nats per token."""
-    pairs = entropies_by_seed(records, (method, passes), (other, passes)).values()
-    differences = [mine - theirs for mine, theirs in pairs if math.isfinite(mine - theirs)]
+    mine, theirs = (
+        {one.seed: one for one in records if (one.method, one.passes) == (name, passes)}
+        for name in (method, other)
+    )
+    pairs = [entropies_at_equal_reward(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
+    differences = [one - two for one, two in pairs if math.isfinite(one - two)]
     return _contrast(method, other, passes, "entropy", differences)
 
 

@@ -26,6 +26,8 @@ SPIKE_WINDOW = 10
 SPIKE_HISTORY = 4
 """Steps that must lie before one that can have a spike."""
 COLLAPSE_SHARE = 0.5
+_FIT_STEPS = 4
+"""Least steps of both arms for a fit of three numbers."""
 
 _UPDATE_CURVES = {
     "clip_low": "bapo/clip_low_negative",
@@ -90,6 +92,24 @@ def entropies_at_equal_reward(one: ArmRecord, other: ArmRecord) -> tuple[float, 
     """
     level = float(np.min([best_and_last(arm.curves["reward"])[0] for arm in (one, other)]))
     return _entropy_at(one, level), _entropy_at(other, level)
+
+
+def entropy_offset(one: ArmRecord, other: ArmRecord) -> float:
+    """Entropy of ``one`` minus that of ``other`` at equal reward, over all steps of both.
+
+    The coefficient c of the least-squares fit entropy = a + b reward + c [step of ``one``] (analysis of
+    covariance). It uses every step, where ``entropies_at_equal_reward`` reads one of each arm: on the second
+    study's calibration its spread over seeds is half as large. NaN of fewer than four steps that have both.
+    """
+    rows, entropies = [], []
+    for arm, mark in ((one, 1.0), (other, 0.0)):
+        reward, entropy = arm.curves["reward"], arm.curves["entropy"]
+        exists = np.isfinite(reward) & np.isfinite(entropy)
+        rows += [[1.0, value, mark] for value in reward[exists]]
+        entropies += entropy[exists].tolist()
+    if len(rows) < _FIT_STEPS:
+        return np.nan
+    return float(np.linalg.lstsq(np.array(rows), np.array(entropies))[0][2])
 
 
 def _entropy_at(arm: ArmRecord, level: float) -> float:

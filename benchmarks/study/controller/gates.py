@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapo_megatron.evaluation.statistics import standard_deviation
-from benchmarks.study.contrasts import by_seed, entropies_by_seed
+from benchmarks.study.contrasts import by_seed
 from benchmarks.study.controller.arms import STALE
 from benchmarks.study.gates import Gate, GateResult, gate_results
-from benchmarks.study.measures import ArmRecord
+from benchmarks.study.measures import ArmRecord, entropy_offset
 from benchmarks.study.paired import CONFIDENCE, paired_effect, t_quantile
 
 MARGIN = 2.0
@@ -143,9 +143,13 @@ def _entropy_result(records: Sequence[ArmRecord]) -> GateResult:
 
 
 def _entropy_differences(records: Sequence[ArmRecord]) -> dict[int, float]:
-    """Entropy of GRPO at staleness 4 minus on-policy, each at the best reward that both reach, by seed."""
-    pairs = entropies_by_seed(records, ("grpo", 4), ("grpo", 1))
-    return {seed: stale - fresh for seed, (stale, fresh) in pairs.items() if math.isfinite(stale - fresh)}
+    """Entropy of GRPO at staleness 4 minus on-policy, at equal reward, by seed."""
+    stale, fresh = (
+        {one.seed: one for one in records if (one.method, one.passes) == ("grpo", passes)}
+        for passes in (ENTROPY.passes, 1)
+    )
+    found = {seed: entropy_offset(stale[seed], fresh[seed]) for seed in stale if seed in fresh}
+    return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
 def margin_of(result: GateResult) -> float:

@@ -127,11 +127,11 @@ def test_stale_updates_are_those_after_the_first_of_a_step() -> None:
 
 
 def test_all_gates_hold_by_hand() -> None:
-    """The entropy: 0.45 - 0.5 in each seed, an interval without width."""
+    """The entropy: 0.45 - 0.5 in two of four steps of each seed, an interval without width."""
     found = results_of(study())
     assert all(one.passed for one in found)
     [entropy] = [one for one in found if one.gate is gates.ENTROPY]
-    assert entropy.value == pytest.approx(-0.05)
+    assert entropy.value == pytest.approx(-0.025)
     [acts] = [one for one in found if one.gate is gates.CONTROLLER]
     assert (acts.gate.method, acts.gate.passes, acts.seeds) == ("paper", 8, 6)
 

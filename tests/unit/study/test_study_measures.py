@@ -18,6 +18,7 @@ from benchmarks.study.measures import (
     best_and_last,
     collapsed,
     entropies_at_equal_reward,
+    entropy_offset,
     first_entropy,
     raised,
     read_arm,
@@ -82,6 +83,20 @@ def test_what_comes_back_in_every_step_is_no_spike() -> None:
 def arm_with(reward: Sequence[float], entropy: Sequence[float]) -> ArmRecord:
     curves = {"reward": np.array(reward, float), "entropy": np.array(entropy, float)}
     return ArmRecord("grpo", 8, 0, {}, curves)
+
+
+def test_the_entropy_offset_by_hand() -> None:
+    """On the line 0.9 - 0.5 r the other, 0.05 nats below it the one, at other rewards and with a step lost.
+
+    And off the lines: rewards alike, so the offset is the difference of the means, 0.7 - 0.4.
+    """
+    other = arm_with([0.2, 0.4, 0.8], [0.8, 0.7, 0.5])
+    one = arm_with([0.4, math.nan, 0.6], [0.65, 9.0, 0.55])
+    assert entropy_offset(one, other) == pytest.approx(-0.05)
+    assert entropy_offset(other, one) == pytest.approx(0.05)
+    high, low = arm_with([0.1, 0.2], [0.9, 0.5]), arm_with([0.1, 0.2], [0.3, 0.5])
+    assert entropy_offset(high, low) == pytest.approx(0.3)
+    assert math.isnan(entropy_offset(arm_with([0.2], [0.8]), arm_with([0.2, 0.3], [0.8, 0.7])))
 
 
 def test_entropy_at_equal_reward_by_hand() -> None:

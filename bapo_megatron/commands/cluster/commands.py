@@ -48,6 +48,8 @@ def submit_command(arguments: Sequence[str]) -> None:
 
 def status_command(arguments: Sequence[str]) -> None:
     """``bapo status RUN [--watch]``: print the status of a run."""
+    from rich.console import Console
+
     from bapo_megatron.commands.cluster.status import read_status, status_text
     from bapo_megatron.runtime.child_process import NoAnswer, within
 
@@ -62,9 +64,8 @@ def status_command(arguments: Sequence[str]) -> None:
         if "--watch" not in switches:
             print(text, end="")
             return
-        # Clear the screen and begin at its top.
-        sys.stdout.write(f"\x1b[H\x1b[2J{text}" if sys.stdout.isatty() else f"{text}\n")
-        sys.stdout.flush()
+        Console(force_terminal=sys.stdout.isatty()).clear()  # a terminal's screen; nothing in a pipe
+        print(text, flush=True)
         time.sleep(_WATCH_S)
 
 

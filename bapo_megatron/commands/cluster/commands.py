@@ -48,8 +48,6 @@ def submit_command(arguments: Sequence[str]) -> None:
 
 def status_command(arguments: Sequence[str]) -> None:
     """``bapo status RUN [--watch]``: print the status of a run."""
-    from rich.console import Console
-
     from bapo_megatron.commands.cluster.status import read_status, status_text
     from bapo_megatron.runtime.child_process import NoAnswer, within
 
@@ -64,6 +62,8 @@ def status_command(arguments: Sequence[str]) -> None:
         if "--watch" not in switches:
             print(text, end="")
             return
+        from rich.console import Console
+
         Console(force_terminal=sys.stdout.isatty()).clear()  # a terminal's screen; nothing in a pipe
         print(text, flush=True)
         time.sleep(_WATCH_S)

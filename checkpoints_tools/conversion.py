@@ -16,7 +16,7 @@ from checkpoints_tools.core.atomic_output import atomic_output, check_space
 from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.output_plan import OutputPlan, holes
-from checkpoints_tools.core.progress import ByteProgress, format_bytes
+from checkpoints_tools.core.progress import byte_progress, format_bytes
 from checkpoints_tools.formats.torch_dist import OPTIMIZER
 
 
@@ -103,15 +103,11 @@ def convert(
     )
     if settings.dry_run:
         return result
-    shown = (
-        ByteProgress(sum(tensor.nbytes for tensor in plan.tensors.values())) if settings.progress else None
-    )
-    with atomic_output(output):
+    total = sum(tensor.nbytes for tensor in plan.tensors.values())
+    with atomic_output(output), byte_progress(total, settings.progress) as done:
         plan.create()  # files of zeros first: the copy skips the source's holes
-        copy_tensors(tensors, plan.tensors, settings.thread_count(), shown.add if shown else _no_progress)
+        copy_tensors(tensors, plan.tensors, settings.thread_count(), done)
         plan.complete()
-    if shown:
-        shown.end()
     return result
 
 
@@ -119,7 +115,3 @@ def _shrinking(tensors: Mapping[str, BlockTensor], plan: OutputPlan) -> int:
     """How many times smaller an element may be in the output: so much less than its size a hole spares."""
     pairs = {(tensors[name].dtype, placed.dtype) for name, placed in plan.tensors.items()}
     return max(1, *(ITEM_BYTES[read] // ITEM_BYTES[written] for read, written in pairs))
-
-
-def _no_progress(_: int) -> None:
-    """Progress callback that shows nothing."""

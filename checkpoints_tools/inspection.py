@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import FAMILIES, read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.runtime.text_table import text_table
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject
 from checkpoints_tools.core.blocks import ITEM_BYTES
 from checkpoints_tools.core.progress import format_bytes
@@ -251,27 +252,25 @@ _Node: TypeAlias = "dict[str, _Node | None]"
 
 def as_text(found: Inspection) -> str:
     """The inspection as text: the facts, one a line, then the keys as a tree."""
-    return "\n".join([*_facts(found), "keys", *_tree(found.keys)])
+    return "\n".join([*text_table(list(_facts(found))), "keys", *_tree(found.keys)])
 
 
-def _facts(found: Inspection) -> Iterator[str]:
-    yield f"checkpoint   {found.folder}"
-    yield f"format       {found.format}" + (f", {found.layout}" if found.layout else "")
+def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", found.folder
+    yield "format", found.format + (f", {found.layout}" if found.layout else "")
     if found.iteration is not None:
-        yield f"iteration    {found.iteration}"
+        yield "iteration", str(found.iteration)
     if found.written_at:
-        yield f"written at   {_layout_text(found.written_at)}"
-    yield f"model        {_model_text(found)}"
-    yield f"parameters   {found.parameters:,}"
-    yield "weights      " + ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in found.dtypes.items())
-    if found.vocabulary_rows is not None:
-        padding = found.vocabulary_rows - found.model["vocab"] if found.model else 0
-        yield f"vocabulary   {found.vocabulary_rows:,} rows" + (
-            f", {padding:,} of padding" if padding else ""
-        )
+        yield "written at", _layout_text(found.written_at)
+    yield "model", _model_text(found)
+    yield "parameters", f"{found.parameters:,}"
+    yield "weights", ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in found.dtypes.items())
+    if (rows := found.vocabulary_rows) is not None:
+        padding = rows - found.model["vocab"] if found.model else 0
+        yield "vocabulary", f"{rows:,} rows" + (f", {padding:,} of padding" if padding else "")
     size = f", {format_bytes(found.optimizer_bytes)}" if found.optimizer_bytes else ""
-    yield f"optimizer    {found.optimizer or 'none'}{size}"
-    yield f"on disk      {format_bytes(found.total_bytes)}"
+    yield "optimizer", f"{found.optimizer or 'none'}{size}"
+    yield "on disk", format_bytes(found.total_bytes)
 
 
 def _layout_text(written_at: Mapping[str, Any]) -> str:

@@ -6,16 +6,15 @@ It reads the weights of both; the optimizer's state is compared only where both 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.runtime.text_table import text_table
 from checkpoints_tools.conversion import DEFAULTS, Settings
-from checkpoints_tools.core.blocks import BlockTensor
-from checkpoints_tools.core.comparing import Difference, TensorReport, compare_tensors
-from checkpoints_tools.core.progress import ByteProgress
+from checkpoints_tools.core.comparing import Difference, compare_tensors
+from checkpoints_tools.core.progress import byte_progress
 from checkpoints_tools.formats.locate import LATEST, Format, hf_reference, locate
 from checkpoints_tools.formats.opening import OpenedCheckpoint, open_checkpoint
 
@@ -59,7 +58,8 @@ class Verification:
         }
 
     def __str__(self) -> str:
-        lines = [f"first   {self.first}", f"second  {self.second}", f"optimizer: {self.optimizer}"]
+        parts = ("first", str(self.first)), ("second", str(self.second)), ("optimizer", self.optimizer)
+        lines = text_table(parts)
         for name, (here, there) in self.digests.items():
             lines.append(f"{here}  {name}" if here == there else f"{here} != {there}  {name}")
         if self.equal:
@@ -97,30 +97,17 @@ def verify(
         pairs |= {f"optimizer {state} ": (t, others[state]) for state, t in here.optimizer().items()}
         result.optimizer = "compared: fp32 weights and both moments of Adam"
     total = sum(tensor.nbytes for tensors, _ in pairs.values() for tensor in tensors.values())
-    shown = ByteProgress(total) if settings.progress else None
-    for prefix, (ours, theirs) in pairs.items():
-        for report in _reports(ours, theirs, settings, digests, shown):
-            name = prefix + report.name
-            result.tensors += 1
-            result.nbytes += ours[report.name].nbytes if report.name in ours else 0
-            if report.difference is not None:
-                result.differences.append(replace(report.difference, tensor=name))
-            if report.digests is not None:
-                result.digests[name] = report.digests
-    if shown:
-        shown.end()
+    with byte_progress(total, settings.progress) as done:
+        for prefix, (ours, theirs) in pairs.items():
+            for report in compare_tensors(ours, theirs, settings.thread_count(), digests, done):
+                name = prefix + report.name
+                result.tensors += 1
+                result.nbytes += ours[report.name].nbytes if report.name in ours else 0
+                if report.difference is not None:
+                    result.differences.append(replace(report.difference, tensor=name))
+                if report.digests is not None:
+                    result.digests[name] = report.digests
     return result
-
-
-def _reports(
-    ours: Mapping[str, BlockTensor],
-    theirs: Mapping[str, BlockTensor],
-    settings: Settings,
-    digests: bool,
-    shown: ByteProgress | None,
-) -> Iterator[TensorReport]:
-    done = shown.add if shown else (lambda nbytes: None)
-    return compare_tensors(ours, theirs, settings.thread_count(), digests, done)
 
 
 def _open(

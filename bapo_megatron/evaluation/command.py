@@ -39,6 +39,7 @@ from bapo_megatron.evaluation.statistics import (
     sign_flip_p_value,
     standard_deviation,
 )
+from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.types import Metrics
 
 
@@ -199,7 +200,8 @@ def results_text(results: Results) -> str:
     blocks = []
     for name, (folder, metrics) in results.items():
         lines = [f"{name}: {metrics['problems']} problems, {metrics['samples']} responses each"]
-        lines += [_with_interval(key, metrics) for key in metrics if f"{key}_low" in metrics]
+        shares = [_with_interval(key, metrics) for key in metrics if f"{key}_low" in metrics]
+        lines += text_table(shares, right=(1,))
         lines += _responses(metrics)
         lines += _certainty(metrics)
         blocks.append("\n  ".join([*lines, f"{folder / SUMMARY}"]))
@@ -210,11 +212,11 @@ def _points(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
-def _with_interval(key: str, metrics: Metrics) -> str:
+def _with_interval(key: str, metrics: Metrics) -> list[str]:
     low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
     tied = metrics.get(f"{key}_tied")
     ties = f"; ties in {_points(tied)} % of problems count by share" if tied else ""
-    return f"{key:8} {_points(metrics[key]):>6}  ({_points(low)} to {_points(high)}){ties}"
+    return [key, _points(metrics[key]), f"({_points(low)} to {_points(high)}){ties}"]
 
 
 def _responses(metrics: Metrics) -> list[str]:

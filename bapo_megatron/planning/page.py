@@ -32,6 +32,7 @@ from bapo_megatron.planning.summary import summary
 from bapo_megatron.planning.traffic import DISK_RATE
 from bapo_megatron.planning.verdict import needed, node_bytes, rehearsal_verdict, server_bytes
 from bapo_megatron.rollout.engines.timeouts import read_seconds
+from bapo_megatron.runtime.text_table import text_table
 
 _FEW_RESPONSES = 4
 """Responses below which a search often sees one sign alone: of four with probability 1/8."""
@@ -337,15 +338,9 @@ def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
         yield "No change of layout, recomputation or pack length within reach fits; use larger GPUs."
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
-    """Columns padded to their widest cell; the first ``left`` ones flush left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield ("  " + "  ".join(cells)).rstrip()
+def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table whose first ``left`` columns are flush left, the others flush right."""
+    return text_table(rows, right=range(left, len(rows[0])), indent=2) if rows else []
 
 
 def rehearsal_text(results: Sequence[RankResult], job: Job, notes: Sequence[str] = ()) -> str:
@@ -376,13 +371,12 @@ def _rank(result: RankResult, job: Job) -> list[str]:
 
 
 def _rank_memory(result: RankResult, job: Job) -> Iterator[str]:
-    header = "".join(f"{kind:>14}" for kind in _KINDS)
-    yield f"{'peak memory of the GPU, GB':28}{'total':>9}{'+ reserve':>11}{header}{'host':>9}"
+    rows = [["peak memory of the GPU, GB", "total", "+ reserve", *_KINDS, "host"]]
     for phase, peak in result.gpu.items():
-        kinds = "".join(f"{peak.kinds.get(kind, 0) / GB:14.2f}" for kind in _KINDS)
-        host = result.host[phase].size / GB
-        need = needed(result, phase, job) / GB
-        yield (f"  {phase:26}{peak.size / GB:9.2f}{need:11.2f}{kinds}{host:9.2f}")
+        kinds = [peak.kinds.get(kind, 0) for kind in _KINDS]
+        sizes = [peak.size, needed(result, phase, job), *kinds, result.host[phase].size]
+        rows.append([f"  {phase}", *(f"{size / GB:.2f}" for size in sizes)])
+    yield from text_table(rows, right=range(1, len(rows[0])))
     if SAMPLE in result.gpu:
         stage = result.place["stage"]
         kept, all_of_it = (server_bytes(job, stage, phase) / GB for phase in (UPDATE, SAMPLE))
@@ -396,25 +390,29 @@ def _rank_memory(result: RankResult, job: Job) -> Iterator[str]:
 
 def _largest(result: RankResult) -> Iterator[str]:
     yield f"the largest tensors at the peak, in {result.peak_phase}"
+    rows = []
     for one in result.largest:
         count = f"{one.count} x " if one.count > 1 else ""
         shape = f"{count}{list(one.shape)} {one.dtype}"
-        yield f"  {one.size / GB:8.2f} GB  {shape:42} {one.kind:14} {one.module or '-'}  {one.line}"
+        rows.append([f"{one.size / GB:.2f} GB", shape, one.kind, one.module or "-", one.line])
+    yield from text_table(rows, right=(0,), indent=2)
 
 
 def _flops(result: RankResult, job: Job) -> Iterator[str]:
     model = model_flops(result, job)
     yield f"FLOPs; 6 N D is {model / 1e12:.1f} TFLOP a GPU"
-    for phase, flops in result.flops.items():
-        yield f"  {phase:26}{flops / 1e12:9.1f} TFLOP  {flops / model:6.2f} of 6 N D"
+    phases = result.flops.items()
+    yield from _aligned([[p, f"{n / 1e12:.1f} TFLOP", f"{n / model:.2f} of 6 N D"] for p, n in phases])
 
 
 def _collectives(result: RankResult) -> Iterator[str]:
     yield "collectives by phase and group: calls, bytes of the whole message"
+    rows = []
     for row in collectives(result):
         if row["ranks"] > 1 and not row["phase"].endswith(" 1"):  # the second update is like the first
             group = f"{row['group']} of {row['ranks']}"
-            yield f"  {row['phase']:20}{group:16}{row['op']:16}{row['count']:8,}{row['gb']:12.3f} GB"
+            rows.append([row["phase"], group, row["op"], f"{row['count']:,}", f"{row['gb']:.3f} GB"])
+    yield from _aligned(rows, left=3)
 
 
 def _waits(result: RankResult) -> Iterator[str]:
@@ -422,8 +420,8 @@ def _waits(result: RankResult) -> Iterator[str]:
     for wait, count in result.update_waits().items():
         found[wait.line, wait.what] += count
     yield f"the host waits for the GPU {found.total():,} times in an update with its search"
-    for (line, what), count in found.most_common(_MOST_LINES):
-        yield f"  {count:8,}  {what:20}{line}"
+    shown = found.most_common(_MOST_LINES)
+    yield from text_table([[f"{count:,}", what, line] for (line, what), count in shown], right=(0,), indent=2)
     if len(found) > _MOST_LINES:
         yield f"  and {len(found) - _MOST_LINES} more lines (--json has them)"
 

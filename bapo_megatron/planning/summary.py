@@ -30,16 +30,16 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
         )
         beside = " beside it" if job.overlaps else ""
         yield (
-            f"Step:  {plan.step_seconds:,.0f} s: training {plan.train_seconds:,.0f} s, sampling "
+            f"Step: {plan.step_seconds:,.0f} s: training {plan.train_seconds:,.0f} s, sampling "
             f"{plan.sampling_seconds:,.0f} s{beside}, {sync}; {run.steps} steps take "
             f"{duration(plan.run_seconds)} (estimates)"
         )
         steps = min(run.steps, run.checkpoint.every)
         yield f"First checkpoint: step {steps}, after {duration(plan.checkpoint_seconds)}"
     else:
-        yield "Step:  no estimate, for no engine can sample"
+        yield "Step: no estimate, for no engine can sample"
         yield f"First checkpoint: step {min(run.steps, run.checkpoint.every)}"
-    yield f"Disk:  {plan.disk / GB:,.0f} GB for checkpoints and weights; rollouts and logs come on top"
+    yield f"Disk: {plan.disk / GB:,.0f} GB for checkpoints and weights; rollouts and logs come on top"
 
 
 def nodes_text(train: int, sample: int) -> str:

@@ -1,7 +1,8 @@
-"""Text tables: rows of texts as aligned columns, drawn by rich without colours or wrapping.
+"""Text tables: rows of texts as aligned columns, drawn by rich without colours, the same on every stream.
 
-Widths are cells of a terminal, so wide characters line up. Used by ``commands/cluster/status.py``,
-``commands/verify/comparison.py`` and ``trainer/records/rollouts.py``.
+Widths are cells of a terminal, so wide characters line up. rich is imported when a table is drawn, since
+commands must start without it. Used in ``commands/``, ``planning/page.py``, ``evaluation/command.py``,
+``trainer/records/rollouts.py`` and ``checkpoints_tools/``.
 """
 
 from __future__ import annotations
@@ -9,36 +10,50 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from io import StringIO
 
-from rich.box import Box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-_RULED = Box("\n".join(["    ", "    ", " -  ", *["    "] * 5]), ascii=True)
-"""Nothing but a rule below the heads."""
+_RULE = "\n".join(["    ", "    ", " -  ", *["    "] * 5])
+"""Box of rich: nothing but a rule below the heads."""
 _WIDEST = 10_000
 """Cells of a line: no table is as wide, so nothing is wrapped or cut."""
 
 
 def text_table(
-    rows: Sequence[Sequence[str]], right: Collection[int] = (), heads: Sequence[str] | None = None
+    rows: Sequence[Sequence[str]],
+    right: Collection[int] = (),
+    heads: Sequence[str] | None = None,
+    widths: Sequence[int] | None = None,
+    indent: int = 0,
 ) -> list[str]:
-    """The lines of a table; cells are plain texts, in which markup means nothing.
+    """The lines of a table, none for no rows; cells are plain texts, in which markup means nothing.
 
-    ``right``: the columns that are flush right. ``heads``: titles of the columns, above a rule.
+    ``right``: the columns that are flush right. ``heads``: titles of the columns, above a rule. ``widths``:
+    of the columns, in cells: longer texts are wrapped, between words, and a longer word widens its column;
+    without it columns are as wide as their texts. ``indent``: spaces before each line.
     """
+    if not rows and not heads:
+        return []
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(
-        box=_RULED if heads else None,
+        box=Box(_RULE, ascii=True) if heads else None,
         show_edge=False,
         pad_edge=False,
         padding=(0, 1 if heads else 2, 0, 0),
         show_header=heads is not None,
     )
     for column, head in enumerate(heads or rows[0]):
-        table.add_column(Text(head), justify="right" if column in right else "left", no_wrap=True)
+        words = [Text(word).cell_len for row in rows for word in row[column].split()]
+        table.add_column(
+            Text(head),
+            justify="right" if column in right else "left",
+            no_wrap=widths is None,
+            width=max([widths[column], *words]) if widths else None,
+        )
     for row in rows:
         table.add_row(*map(Text, row))
     console = Console(file=StringIO(), width=_WIDEST, color_system=None, legacy_windows=False)
     with console.capture() as drawn:
         console.print(table)
-    return [line.rstrip() for line in drawn.get().splitlines()]
+    return [" " * indent + line.rstrip() for line in drawn.get().splitlines()]

@@ -51,18 +51,13 @@ class TensorArchive:
 
 def tensor_archive(dtype: str, shape: Sequence[int], position: int) -> TensorArchive:
     """The archive of a contiguous tensor for byte ``position`` of a file, with its first element aligned."""
-    tensor = stored_tensor(dtype, shape, "0")
     elements = prod(shape)
-    return _archive(dumps(tensor), elements * ITEM_BYTES[dtype], position)
-
-
-def stored_tensor(dtype: str, shape: Sequence[int], key: str) -> Call:
-    """A contiguous tensor, for ``dumps``, whose elements are the entry ``data/key`` of the archive."""
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    storage = Persistent(("storage", Name("torch", _STORAGES[dtype]), key, "cpu", prod(shape)))
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    storage = Persistent(("storage", Name("torch", _STORAGES[dtype]), "0", "cpu", elements))
     empty = Call(Name("collections", "OrderedDict"), ())
     rebuild = Name("torch._utils", "_rebuild_tensor_v2")
-    return Call(rebuild, (storage, 0, tuple(shape), tuple(strides), False, empty))
+    tensor = Call(rebuild, (storage, 0, tuple(shape), strides, False, empty))
+    return _archive(dumps(tensor), elements * ITEM_BYTES[dtype], position)
 
 
 def object_archive(value: Any) -> bytes:

@@ -1,6 +1,6 @@
-"""Progress line of a copy on stderr: share done, rate, ETA.
+"""Progress of a copy on stderr, drawn by rich: share done, bytes, rate, time left, at the end time taken.
 
-Rewritten at most five times a second in a terminal, and each ten seconds a new line in a log. Used by
+A line that changes five times a second in a terminal, and each ten seconds a new line in a log. Used by
 ``checkpoints_tools/conversion.py``, ``checkpoints_tools/inspection.py`` and
 ``checkpoints_tools/verification.py``.
 """
@@ -10,54 +10,63 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
-_TERMINAL_S = 0.2
+_TERMINAL_HZ = 5
 _LOG_S = 10.0
-"""Seconds between two lines: rewritten in a terminal, one after the other in a log file."""
+"""Seconds between two lines of a log."""
+_LOG_WIDTH = 120
+"""Cells of a log's line, wider than any: rich would take a narrow COLUMNS for the log's."""
 
 
-class ByteProgress:
-    """A counter of copied bytes that prints progress; ``add`` from any thread, ``end`` once.
+@contextmanager
+def byte_progress(
+    total: int, is_shown: bool, stream: TextIO | None = None
+) -> Iterator[Callable[[int], None]]:
+    """The context of a copy of ``total`` bytes. Call its value, from any thread, with bytes that are done."""
+    if not is_shown:
+        yield lambda nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        DownloadColumn,
+        Progress,
+        TaskProgressColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    Made by ``convert`` and ``verify``.
-    """
+    stream = stream or sys.stderr
+    # Asked of the stream, not of rich: rich takes FORCE_COLOR, which CI sets, for a terminal.
+    terminal = stream.isatty()
+    console = Console(file=stream, force_terminal=terminal, width=None if terminal else _LOG_WIDTH)
+    progress = Progress(
+        TaskProgressColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        refresh_per_second=_TERMINAL_HZ,
+        get_time=time.monotonic,
+        disable=not terminal,
+    )
+    task = progress.add_task("", total=max(1, total))
+    lock, shown_s = threading.Lock(), time.monotonic()
 
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
-        self._total = max(1, total)
-        self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
-        self._lock = threading.Lock()
-        self._done = 0
-        self._began = self._shown = time.monotonic()
+    def add(nbytes: int) -> None:
+        nonlocal shown_s
+        progress.advance(task, nbytes)
+        with lock:
+            if not terminal and time.monotonic() - shown_s >= _LOG_S:
+                shown_s = time.monotonic()
+                console.print(progress.get_renderable())
 
-    def add(self, nbytes: int) -> None:
-        """Count ``nbytes`` as done."""
-        with self._lock:
-            self._done += nbytes
-            now = time.monotonic()
-            if now - self._shown >= (_TERMINAL_S if self._terminal else _LOG_S):
-                self._shown = now
-                self._show(now)
-
-    def end(self) -> None:
-        """Print the last line."""
-        with self._lock:
-            self._show(time.monotonic())
-            if self._terminal:
-                self._stream.write("\n")
-                self._stream.flush()
-
-    def _show(self, now: float) -> None:
-        took = max(now - self._began, 1e-9)
-        speed = self._done / took
-        left = (self._total - self._done) / speed if speed else 0.0
-        end = f"ETA {format_time(left)}" if left else f"took {format_time(took)}"
-        share = f"{100 * self._done / self._total:3.0f} %"
-        count = f"{format_bytes(self._done)} of {format_bytes(self._total)}"
-        text = f"{share}  {count}  {format_bytes(speed)}/s  {end}"
-        self._stream.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
-        self._stream.flush()
+    with progress:
+        yield add
+    if not terminal:
+        console.print(progress.get_renderable())
 
 
 def format_bytes(count: float) -> str:
@@ -67,12 +76,3 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} bytes"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def format_time(seconds: float) -> str:
-    """A duration: ``4 s``, ``3:05``, ``1:02:03``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, hours = whole // 60 % 60, whole // 3600
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

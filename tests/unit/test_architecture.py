@@ -32,7 +32,7 @@ SIBLINGS = {"rollout", "policy", "checkpoint"}
 """They never import each other: what one needs of another comes through ``interfaces``, from ``trainer``."""
 LARGEST_ROOM = 20
 TOOLS_MAY_USE = {
-    *("errors", "runtime.files", "runtime.run_paths", "runtime.written_folders"),
+    *("errors", "runtime.files", "runtime.run_paths", "runtime.text_table", "runtime.written_folders"),
     *("hf.config", "hf.fp8", "hf.parameter_map"),
 }
 

@@ -62,9 +62,10 @@ def status_command(arguments: Sequence[str]) -> None:
         if "--watch" not in switches:
             print(text, end="")
             return
-        # Clear the screen and begin at its top.
-        sys.stdout.write(f"\x1b[H\x1b[2J{text}" if sys.stdout.isatty() else f"{text}\n")
-        sys.stdout.flush()
+        from rich.console import Console
+
+        Console(force_terminal=sys.stdout.isatty()).clear()  # a terminal's screen; nothing in a pipe
+        print(text, flush=True)
         time.sleep(_WATCH_S)
 
 

@@ -1,20 +1,23 @@
 """Rows of the doctor's report, the common result of all its checks, and their text and JSON.
 
-The text comes line by line, while later checks still run, and words stay whole: addresses and commands are
-copied from it. rich is not used, as it is among what is checked, and folds long words. Used in this folder.
+The text comes row by row, while later checks still run, so columns have fixed widths. Words stay whole:
+addresses and commands are copied from it. Used in this folder.
 """
 
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from bapo_megatron.runtime.text_table import text_table
+
 State = Literal["ok", "optional", "problem"]
-_STATE, _NAME, _FOUND, _NEEDED = 10, 20, 44, 34
-"""Widths of the columns, in characters."""
+_STATE, _NAME, _FOUND, _NEEDED = 8, 20, 44, 34
+"""Widths of the columns, in characters; two more are between them."""
+_REST = _NAME + _FOUND + _NEEDED + 4
+"""Width of the columns after the first."""
 
 
 @dataclass(frozen=True)
@@ -80,32 +83,17 @@ def as_json(rows: Sequence[DoctorRow]) -> str:
 
 
 def _row(row: DoctorRow) -> Iterator[str]:
-    found, needed = _wrap(row.found, _FOUND), _wrap(row.needed, _NEEDED)
-    names = [row.name]
+    cells = [str(row.state), row.name, row.found, row.needed]
     if len(row.name) > _NAME:  # an address or a path: the rest goes below it
-        found, needed = ["", *found], ["", *needed]
-    for cells in _side_by_side([str(row.state)], names, found, needed):
-        padded = zip(cells, (_STATE, _NAME + 2, _FOUND + 2, _NEEDED + 2), strict=True)
-        yield ("  " + "".join(cell.ljust(width - 2) + "  " for cell, width in padded)).rstrip()
+        yield from _table(cells[:2], (_STATE, _REST))
+        cells[:2] = ["", ""]
+    yield from _table(cells, (_STATE, _NAME, _FOUND, _NEEDED))
     if row.fix:
-        yield from _wrap(f"fix: {row.fix}", _NAME + _FOUND + _NEEDED + 4, " " * (2 + _STATE))
+        yield from _table(["", f"fix: {row.fix}"], (_STATE, _REST))
 
 
-def _side_by_side(*columns: list[str]) -> Iterator[list[str]]:
-    for number in range(max(map(len, columns))):
-        yield [column[number] if number < len(column) else "" for column in columns]
-
-
-def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of at most ``width`` characters after the indent; words, and so addresses, stay whole."""
-    parts = []
-    for line in text.splitlines():
-        parts += textwrap.wrap(
-            line,
-            width + len(indent),
-            initial_indent=indent,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return parts or [""]
+def _table(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    try:
+        return text_table([cells], widths=widths, indent=2)
+    except Exception:  # rich is among what is checked: a broken one has a row, and must not cost the others
+        return [f"  {'  '.join(cells)}"]

@@ -52,6 +52,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import broadcast_from_main, gather, is_main
 from bapo_megatron.runtime.files import check_output_file
+from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.preflight import check_weights
@@ -311,8 +312,8 @@ def _provenance(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
 
 def _print_comparison(reference: LayoutReference, ours: LayoutReference, config: VerifyConfig) -> int:
     rows = compare_layouts(reference, ours.tokens, ours.totals, config.algorithm.bounds, _tolerances(config))
-    print(f"\nreference:   {_layout(reference)}\nthis layout: {_layout(ours)}\n\n{comparison_table(rows)}\n")
-    print(_verdict(rows, reference), flush=True)
+    layouts = text_table([("reference:", _layout(reference)), ("this layout:", _layout(ours))])
+    print("", *layouts, "", comparison_table(rows), "", _verdict(rows, reference), sep="\n", flush=True)
     return 0 if first_differing_row(rows) is None else 1
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
 from checkpoints_tools.core import progress
-from checkpoints_tools.core.progress import ByteProgress, format_bytes, format_time
+from checkpoints_tools.core.progress import byte_progress, format_bytes
 
 
 class Clock:
@@ -18,6 +19,11 @@ class Clock:
         return self.now
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
@@ -25,39 +31,47 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_log_gets_a_line_every_ten_seconds(clock: Clock) -> None:
+@pytest.mark.parametrize(("variable", "value"), [("FORCE_COLOR", "1"), ("COLUMNS", "10")])
+def test_a_log_gets_a_plain_line_every_ten_seconds(
+    variable: str, value: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and without codes, whatever the environment says of terminals."""
+    monkeypatch.setenv(variable, value)
     stream = io.StringIO()
-    shown = ByteProgress(4_000_000_000, stream)
-    for _ in range(3):
-        clock.now += 5
-        shown.add(1_000_000_000)
-    clock.now += 5
-    shown.add(1_000_000_000)
-    shown.end()
+    with byte_progress(4_000_000_000, True, stream) as done:
+        for _ in range(4):
+            clock.now += 5
+            done(1_000_000_000)
     assert stream.getvalue().splitlines() == [
-        " 50 %  2 GB of 4 GB  200 MB/s  ETA 10 s",
-        "100 %  4 GB of 4 GB  200 MB/s  took 20 s",
-        "100 %  4 GB of 4 GB  200 MB/s  took 20 s",
+        " 50% 2.0/4.0 GB 200.0 MB/s 0:00:10",
+        "100% 4.0/4.0 GB 200.0 MB/s 0:00:20",
+        "100% 4.0/4.0 GB 200.0 MB/s 0:00:20",
     ]
 
 
 def test_a_terminal_has_one_line_that_changes(clock: Clock) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     stream = Terminal()
-    shown = ByteProgress(2000, stream)
-    clock.now += 1
-    shown.add(500)
-    clock.now += 0.1
-    shown.add(500)  # too soon to show
-    clock.now += 0.9
-    shown.add(1000)
-    shown.end()
-    lines = stream.getvalue().split("\r\033[K")
-    assert lines[1] == " 25 %  500 bytes of 2 kB  500 bytes/s  ETA 3 s"
-    assert lines[2:] == ["100 %  2 kB of 2 kB  1 kB/s  took 2 s", "100 %  2 kB of 2 kB  1 kB/s  took 2 s\n"]
+    with byte_progress(2000, True, stream) as done:
+        for _ in range(4):
+            clock.now += 1
+            done(500)
+    plain = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", stream.getvalue())
+    assert plain.splitlines()[-1] == "100% 2.0/2.0 kB 500 bytes/s 0:00:04"
+    assert plain.count("\n") <= 2
+
+
+def test_a_copy_that_fails_gives_the_terminal_back(clock: Clock) -> None:
+    stream = Terminal()
+    with pytest.raises(OSError, match="full"), byte_progress(2000, True, stream):
+        raise OSError("full")
+    assert stream.getvalue().rpartition("\x1b[?25l")[2].count("\x1b[?25h") == 1  # the cursor is shown again
+
+
+def test_nothing_is_shown_unasked() -> None:
+    stream = Terminal()
+    with byte_progress(2000, False, stream) as done:
+        done(2000)
+    assert stream.getvalue() == ""
 
 
 def test_units() -> None:
@@ -67,4 +81,3 @@ def test_units() -> None:
         "3.55 GB",
         "65.5 TB",
     ]
-    assert [format_time(s) for s in (0.4, 59, 60, 185, 3723)] == ["0 s", "59 s", "1:00", "3:05", "1:02:03"]

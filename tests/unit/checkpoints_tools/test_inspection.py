@@ -52,7 +52,7 @@ def test_torch_dist(hf: Path, tmp_path: Path) -> None:
     extra = groups["decoder.layers.mlp.linear_fc1._extra_state/shard_*_3"]
     assert (extra.dtype, extra.count) == ("object", 3)
     text = as_text(padded)
-    assert "vocabulary   128 rows, 27 of padding" in text
+    assert "vocabulary  128 rows, 27 of padding" in text
     assert "  embedding.word_embeddings.weight  BF16 [128, 48], 8 chunks" in text
 
 
@@ -66,7 +66,7 @@ def test_what_the_writers_arguments_say(hf: Path, tmp_path: Path) -> None:
     torch.save({"args": arguments, "iteration": 300}, folder / "common.pt")
     found = inspect_checkpoint(folder)
     assert (found.iteration, found.written_at) == (300, {"tensor": 8, "pipeline": 4})
-    assert "written at   TP8 PP4\n" in as_text(found)
+    assert "written at  TP8 PP4\n" in as_text(found)
     folder.rename(tmp_path / "iter_0000250")
     assert inspect_checkpoint(tmp_path / "iter_0000250").iteration == 250
 
@@ -89,7 +89,7 @@ def test_what_the_trainer_says_of_its_layout(more: dict, text: str, hf: Path, tm
     torch.save({"written_at": written}, folder / "common.pt")
     found = inspect_checkpoint(folder)
     assert found.written_at == written
-    assert f"written at   {text}\n" in as_text(found)
+    assert f"written at  {text}\n" in as_text(found)
 
 
 def test_mp_rank_folders(hf: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_an_inspection_reads_no_weights(hf: Path, tmp_path: Path) -> None:
 def test_the_command(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["inspect", str(hf)]) == 0
     text = capsys.readouterr().out
-    assert "format       HF\n" in text
+    assert "format      HF\n" in text
     assert "Qwen3 dense: 3 layers, hidden 48, 8 heads of 24 on 4 KV groups, MLP 40, vocabulary 101" in text
     assert "    layers.*\n" in text
     assert cli.run(["inspect", str(hf), "--json"]) == 0

@@ -32,7 +32,7 @@ from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, ca
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import requirements
 from bapo_megatron.rollout.engines.sglang_launch import api_key
-from bapo_megatron.runtime import child_process, device, http, processes, run_paths
+from bapo_megatron.runtime import child_process, device, http, processes, run_paths, text_table
 from bapo_megatron.runtime.child_process import CommandResult, run_command, within
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +90,7 @@ def test_a_range(version: str, holds: bool) -> None:
     assert Permitted("<2.14,>=2.6").holds(version) is holds
 
 
-SHARED = (api_key, child_process, device, http, processes, requirements, run_paths)
+SHARED = (api_key, child_process, device, http, processes, requirements, run_paths, text_table)
 MODULES = [*sorted(Path(machine.__file__).parent.glob("*.py")), *(Path(str(m.__file__)) for m in SHARED)]
 
 
@@ -287,6 +287,30 @@ def test_the_table() -> None:
         "  problem   http://a-rather-long-name:30000",
         "                                  no answer                                     a server",
         "            fix: start it",
+    ]
+
+
+def test_words_of_the_table_stay_whole() -> None:
+    """Addresses and commands are copied from it."""
+    path = f"/{'folder/' * 8}file"
+    found, fix = f"may not be written to: {path}", f"chmod u+w {path} {path}"
+    assert list(lines([DoctorRow("one", "disk of runs/demo_cpu", "problem", found, "a folder", fix)])) == [
+        "one",
+        "  problem   disk of runs/demo_cpu",
+        f"                                  {'may not be written to:'.ljust(len(path))}  a folder",
+        f"                                  {path}",
+        f"            fix: chmod u+w {path}",
+        f"            {path}",
+    ]
+
+
+def test_the_table_where_rich_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is among what is checked."""
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert list(lines(ROWS[1:2])) == [
+        "one",
+        "  optional  wandb  not installed  for logging",
+        "    fix: pip install wandb",
     ]
 
 

@@ -623,8 +623,8 @@ def test_the_results_as_text() -> None:
     )
     lines = results_text({"small": (Path("out/small"), metrics)}).splitlines()
     assert lines[0] == "small: 2 problems, 2 responses each"
-    assert lines[1] == "  avg@2      75.0  (50.0 to 100.0)"
-    assert lines[2] == "  maj@2      75.0  (50.0 to 100.0); ties in 50.0 % of problems count by share"
+    assert lines[1] == "  avg@2  75.0  (50.0 to 100.0)"
+    assert lines[2] == "  maj@2  75.0  (50.0 to 100.0); ties in 50.0 % of problems count by share"
     assert lines[3] == "  0.0 % truncated, 0.0 % unanswered, 0.0 % unjudged"
     assert "another model must differ by 99.1 points" in lines[6]
     assert lines[-1] == "  out/small/summary.json"

@@ -16,7 +16,8 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.planning.job import Job, PlanOptions
-from bapo_megatron.planning.records import Call, Peak, RankRequest, RankResult
+from bapo_megatron.planning.page import rehearsal_text
+from bapo_megatron.planning.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
 from bapo_megatron.planning.rehearsal.match import collective_mismatches
 from bapo_megatron.planning.verdict import needed
 from tests.unit.planning.test_plan import SMALL
@@ -98,3 +99,36 @@ def test_gpu_memory_that_a_phase_needs() -> None:
     # Servers on the same GPU keep 2 GB of it, and in their turn have half of 80 GB besides.
     assert needed(found, "update 2", job(True)) == pytest.approx(56e9)
     assert needed(found, "sample", job(True)) == pytest.approx(1e9 + 3e9 + 2e9 + 40e9)
+
+
+def test_the_page_of_a_rehearsal() -> None:
+    """Tables of what was measured; a section without rows has its title alone."""
+    peak = Peak(50 * GB, {"weights": 8 * GB, "activations": 20 * GB})
+    large = LargeTensor(GB, 2, (4, 8), "float32", "activations", "", "a.py:1")
+    whole = result(
+        0,
+        call("all_reduce", 1000),
+        gpu={"update 2": peak, "save": replace(peak, size=12 * GB)},
+        host=dict.fromkeys(("update 2", "save"), Peak(GB, {})),
+        largest=[large, replace(large, size=12 * GB, count=1, module="head", line="b.py:20")],
+        flops={"update 2": 3 * 10**12, "bounds search 2": 10**12},
+        waits={Wait("update 2", "item", "a.py:3"): 12, Wait("update 2", "nonzero", "c.py:100"): 1},
+    )
+    blocks = rehearsal_text([whole], job(False)).split("\n\n")
+    assert [(line[:56], line[-15:]) for line in blocks[2].splitlines()] == [
+        ("peak memory of the GPU, GB  total  + reserve  weights  g", "  passing  host"),
+        ("  update 2                  50.00      55.10     8.00   ", "     0.00  1.00"),
+        ("  save                      12.00      15.00     8.00   ", "     0.00  1.00"),
+    ]
+    assert blocks[3].splitlines()[1:] == [
+        "   1.00 GB  2 x [4, 8] float32  activations  -     a.py:1",
+        "  12.00 GB  [4, 8] float32      activations  head  b.py:20",
+    ]
+    assert [line.split("TFLOP")[0] for line in blocks[4].splitlines()[1:]] == [
+        "  update 2         3.0 ",
+        "  bounds search 2  1.0 ",
+    ]
+    assert blocks[5].splitlines()[1:] == ["  update 2  TP of 2  all_reduce  1  0.000 GB"]
+    assert blocks[6].splitlines()[1:] == ["  12  item     a.py:3", "   1  nonzero  c.py:100"]
+    bare = rehearsal_text([replace(whole, largest=[], flops={}, calls=[], waits={})], job(False))
+    assert [len(block.splitlines()) for block in bare.split("\n\n")[3:7]] == [1, 1, 1, 1]

@@ -546,7 +546,7 @@ def test_nodes_time_and_disk_of_the_whole_run() -> None:
     assert lines[1].startswith("Nodes: 8 nodes train + 8 nodes sample = 16 nodes; servers need nodes")
     assert lines[2].endswith(f"; 500 steps take {plan.run_seconds / 86400:.1f} days (estimates)")
     assert lines[3] == f"First checkpoint: step 10, after {plan.checkpoint_seconds / 3600:.1f} h"
-    assert lines[4].startswith(f"Disk:  {plan.disk / 1e9:,.0f} GB")
+    assert lines[4].startswith(f"Disk: {plan.disk / 1e9:,.0f} GB")
     run = replace(planned().run, steps=4)
     short = make_plan(replace(planned(), run=run))
     assert short.checkpoint_seconds == short.run_seconds == 4 * short.step_seconds

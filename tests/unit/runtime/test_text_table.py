@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
+
 from bapo_megatron.runtime.text_table import text_table
 
 
@@ -21,6 +26,37 @@ def test_heads_stand_above_a_rule() -> None:
 def test_cells_are_neither_markup_nor_cut_nor_wrapped() -> None:
     text = "[bold]" + "word " * 200 + ":smile:"
     assert text_table([("a", text)]) == [f"a  {text}"]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("FORCE_COLOR", "1"), ("COLUMNS", "10")])
+def test_the_environment_changes_nothing(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    assert text_table([("log-probs", "word " * 20 + "end")]) == [f"log-probs  {'word ' * 20}end"]
+
+
+def test_columns_of_fixed_widths_wrap_between_words() -> None:
+    assert text_table([("ok", "one two three", "end"), ("", "/a/long/path", "")], widths=(4, 8, 3)) == [
+        "ok    one two       end",
+        "      three",
+        "      /a/long/path",
+    ]
+
+
+def test_an_indented_table() -> None:
+    assert text_table([("a", "1"), ("bc", "")], indent=2) == ["  a   1", "  bc"]
+
+
+def test_no_rows() -> None:
+    assert text_table([]) == []
+
+
+def test_rich_is_imported_when_a_table_is_drawn() -> None:
+    """It takes a tenth of a second, which most commands can do without."""
+    script = (
+        "import sys; from bapo_megatron.runtime.text_table import text_table; print('rich' in sys.modules)\n"
+        "text_table([('a',)]); print('rich' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == ["False", "True"]
 
 
 def test_wide_characters_take_two_cells() -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.child_process import ChildError
 
 if TYPE_CHECKING:
     from bapo_megatron.config import EnvironmentConfig, RunConfig
@@ -132,9 +131,12 @@ async def _try(tried: _Tried) -> EnvironmentTrial:
         traits = await asyncio.to_thread(read_traits, tried.config)
         start_s = time.monotonic() - began
         result = await _stepped(tried, traits)
-    except (ConfigError, ChildError, OSError) as error:
-        found = f"{tried.section}.function={tried.config.function}: its worker did not start: {error}"
-        return EnvironmentTrial("problem", found, f"mend {tried.section}, whose worker could not start")
+    except Exception as error:  # one that a run would end with, too; the recipe's other rows must not be lost
+        text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        found = f"{tried.section}.function={tried.config.function}, {tried.where}: no step: {text}"
+        return EnvironmentTrial(
+            "problem", found, f"mend {tried.section}, or the row; a run would end at this"
+        )
     if result.failure is not None:
         return _failed(tried, result)
     found = f"{tried.config.function}, {tried.where}: {_answer(traits, result)}; start {start_s:.1f} s"

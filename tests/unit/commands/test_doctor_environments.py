@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,20 @@ def test_a_step_that_ends_its_process(game: str) -> None:
 def test_an_interpreter_that_does_not_run(game: str) -> None:
     trial = tried(EnvironmentConfig(game, {"does": "end"}, python=Path("/bin/false")))
     assert trial.state == "problem"
-    assert f"environment.function={game}: its worker did not start: " in trial.found
+    begin = (
+        f"environment.function={game}, row 3: no step: environment.function={game}: its worker did not start"
+    )
+    assert trial.found.startswith(begin)
+    assert "environment.python=/bin/false" in trial.found
+
+
+def test_a_row_that_cannot_reach_a_worker(game: str) -> None:
+    """Parquet has values that JSON has not."""
+    row = replace(prompt(3), extra_info={"day": date(2026, 1, 1)})
+    config = replace(load_recipe(RECIPE, RunConfig), environment=EnvironmentConfig(game, {"does": "end"}))
+    [trial] = try_environments(config, [PromptSet((row,), 0, 1)])
+    assert trial.state == "problem"
+    assert re.search(r"row 3: no step: TypeError: .*date is not JSON serializable", trial.found)
 
 
 def test_each_source_has_its_own(game: str, tmp_path: Path) -> None:

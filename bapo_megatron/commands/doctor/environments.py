@@ -102,10 +102,10 @@ def _tried(config: RunConfig, source: str, environment: EnvironmentConfig, promp
     own = any(one.name == source and one.environment is not None for one in config.data.sources)
     limits = {"step_limit_s": environment.step_limit_s, "episode_limit_s": environment.episode_limit_s}
     limit_field = min(limits, key=lambda name: limits[name])
-    short = {"step_limit_s": min(MOST_WAIT_S, environment.step_limit_s), "workers": 1}
+    wait_s = min(MOST_WAIT_S, environment.step_limit_s)
     return _Tried(
         section=environment_field(source) if own else "environment",
-        config=replace(environment, **short),
+        config=replace(environment, step_limit_s=wait_s, workers=1),
         allowed_s=limits[limit_field],
         limit_field=limit_field,
         where=f"row {prompt.prompt_id}" + (f" of source {source}" if source else ""),
@@ -187,7 +187,7 @@ def _failed(tried: _Tried, result: StepResult) -> EnvironmentTrial:
     section, config = tried.section, tried.config
     limit = f"{section}.{tried.limit_field}"
     if result.failure == "time" and tried.allowed_s > MOST_WAIT_S:
-        found = f"{config.function}, {tried.where}: no answer within {MOST_WAIT_S:g} s; longer was not waited"
+        found = f"{config.function}, {tried.where}: {result.detail}; longer was not waited"
         return EnvironmentTrial(
             "optional", found, f"none if {limit}={tried.allowed_s:g} is meant; else lower it"
         )

@@ -170,10 +170,10 @@ def test_a_step_that_hangs(game: str, kind: str) -> None:
 def test_a_step_may_take_longer_than_the_doctor_waits(game: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "MOST_WAIT_S", 0.5)
     waiting = game.replace(":Game", ":Waiting")
-    trial = tried(EnvironmentConfig(waiting, {"does": "hang"}, step_limit_s=60, episode_limit_s=600))
+    trial = tried(EnvironmentConfig(waiting, {"does": "hang"}, step_limit_s=5, episode_limit_s=600))
     assert trial.state == "optional"
     assert trial.found == f"{waiting}, row 3: no answer within 0.5 s; longer was not waited"
-    assert trial.fix == "none if environment.step_limit_s=60 is meant; else lower it"
+    assert trial.fix == "none if environment.step_limit_s=5 is meant; else lower it"
 
 
 def test_a_step_that_ends_its_process(game: str) -> None:

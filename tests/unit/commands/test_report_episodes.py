@@ -49,8 +49,7 @@ def test_a_metric_that_stops_before_the_run_says_where() -> None:
         {"episode/found": 3.0, "episode/never": None},
         {"episode/found": None, "episode/back": 6.0},
     ]
-    steps = [{"step": float(n), "environment/turns_mean": 1.0} | one for n, one in enumerate(values, 11)]
-    run = run_of(*steps)
+    run = run_of(*({"step": n, "environment/turns_mean": 1.0, **one} for n, one in enumerate(values, 11)))
     assert episode_cells(run, 2)[1:] == [
         ("found", ["1.500", "2.500 (to step 13)"]),
         ("back", ["5.000", "5.000"]),

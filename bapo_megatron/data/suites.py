@@ -1,7 +1,7 @@
 """Evaluation suites: problem sets that ``bapo data prepare`` wrote, loaded by name, or files, by path.
 
 ConfigError for a suite that does not exist, or with a problem that cannot be asked or scored. Used in this
-folder, ``evaluation/``, ``rollout/sampler/`` and ``trainer/``.
+folder, ``commands/doctor/``, ``evaluation/``, ``rollout/sampler/`` and ``trainer/``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ place from the turns (``worker.py``). Failures are data. What a failure costs:
   (``workers/pool.py``), until who ends workers is alone, and fails. So a step may run twice; the name of the
   episode is the key by which an outer effect can be made once.
 
-Used by ``rollout/sampler/turns.py``.
+Used in ``commands/doctor/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StepResult:
 class EnvironmentPool:
     """Pool of ``environment.workers`` processes that hold episodes: ``start``, ``step``, ``close``.
 
-    Made in the sampler's process, and by `bapo eval`.
+    Made in the sampler's process, by `bapo eval` and by `bapo doctor`.
     """
 
     def __init__(self, config: EnvironmentConfig, traits: Traits) -> None:
@@ -132,8 +132,18 @@ class EnvironmentPool:
         """Release the object of an episode: there will be no more steps of it."""
         if episode in self._held:
             self._held.discard(episode)
-            self._closing.add(task := asyncio.create_task(self._close_one(episode)))
+            self._closing.add(task := asyncio.create_task(self.release(episode)))
             task.add_done_callback(self._closing.discard)
+
+    async def release(self, episode: str) -> None:
+        """Close the object of an episode, and wait until that is done or has failed."""
+        self._held.discard(episode)
+        try:
+            await self._workers.call(CallKind("close", CLOSE_S, repeatable=False), episode, episode)
+        except CallFailed:
+            pass  # its object is gone
+        finally:
+            self._workers.forget(episode)
 
     async def close(self) -> None:
         """Kill all workers; steps in flight are cancelled."""
@@ -170,14 +180,6 @@ class EnvironmentPool:
             kind = CallKind("resume", limit_s, repeatable=True, grace_s=self._grace_s)
             answer = await self._workers.call(kind, asked, name)
         return answer
-
-    async def _close_one(self, episode: str) -> None:
-        try:
-            await self._workers.call(CallKind("close", CLOSE_S, repeatable=False), episode, episode)
-        except CallFailed:
-            pass  # its object is gone
-        finally:
-            self._workers.forget(episode)
 
     def _left_s(self, question: Question) -> float:
         return self._config.episode_limit_s - question.seconds

@@ -1,6 +1,6 @@
 """Traits of an environment's class, read by a worker process: no code of a user runs in the run's own.
 
-Used by ``pool.py`` and ``rollout/sampler/turns.py``.
+Used in ``commands/doctor/``, ``rollout/sampler/`` and this folder.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 The child prints one JSON object on its standard output: `problems`; `facts` for the other sections, None if
 the recipe could not be loaded; `rewards`, for each source of data whether its reward scored a response, and
-the score or the error. A reward is tried as in a run, with one worker and one response to one row; one that
-fails is a result, no exception. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py`` and
-``servers.py``.
+the score or the error; `environments`, for each source that has one how it took a step (environments.py). A
+reward is tried as in a run, with one worker and one response to one row; one that fails is a result, no
+exception. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py`` and ``servers.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.commands.doctor.environments import EnvironmentTrial, trial_row, try_environments
 from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime.child_process import ChildError, run_module
@@ -87,7 +88,8 @@ def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], R
         return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
     facts = RecipeFacts(**answer["facts"]) if answer["facts"] else None
     rows = list(recipe_rows(str(recipe), answer["problems"]))
-    return rows + [reward_row(*found) for found in answer["rewards"]], facts
+    rows += [reward_row(*found) for found in answer["rewards"]]
+    return rows + [trial_row(EnvironmentTrial(**found)) for found in answer["environments"]], facts
 
 
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
@@ -111,7 +113,7 @@ def main(arguments: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # before the recipe is loaded: what it prints must not mix with the JSON
     problems: list[str] = []
-    facts, rewards = None, list[tuple[bool, str]]()
+    facts, rewards, environments = None, list[tuple[bool, str]](), list[EnvironmentTrial]()
     try:
         config = _load(Path(arguments[0]), arguments[1:])
         passed: list[object] = []
@@ -119,9 +121,11 @@ def main(arguments: Sequence[str]) -> None:
         facts = facts_of(config)
         tried = _try_rewards(config, passed)
         rewards = [one for one in tried if one[1] not in problems]  # the sandbox's problem is reported once
+        environments = try_environments(config, passed)
     except ConfigError as error:
         problems.append(str(error))
-    answers.write(json.dumps({"problems": problems, "facts": facts and asdict(facts), "rewards": rewards}))
+    found = {"problems": problems, "facts": facts and asdict(facts), "rewards": rewards}
+    answers.write(json.dumps(found | {"environments": [asdict(one) for one in environments]}))
     answers.flush()
 
 

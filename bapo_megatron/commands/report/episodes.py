@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from bapo_megatron.commands.report.data import RunRecord, mean
+from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.panels import AGES, NEGATIVE, NEUTRAL, POSITIVE, Curve, Panel
-from bapo_megatron.commands.report.text import number, percent, source_names
+from bapo_megatron.commands.report.text import ends, number, percent, source_names
 
 _ROWS = (
     ("turns of a response, mean", "turns_mean"),
@@ -88,7 +88,7 @@ def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:
 
 
 def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
-    """The rows of the table: a name, then the means of the first and of the last ``window`` steps.
+    """The rows of the table: a name, then the means of the first and of the last ``window`` steps (``ends``).
 
     None for a run without an environment. With several sources, rows of all episodes, then of each source.
     """
@@ -105,8 +105,7 @@ def _cells(run: RunRecord, window: int, of: str, prefix: str) -> list[tuple[str,
     rows += [(name.removeprefix("episode/"), name, False) for name in names if name.startswith("episode/")]
     cells = []
     for label, metric, is_share in rows:
-        values = run.steps.known(prefix + metric)
-        if len(values):
-            ends = mean(values[:window]), mean(values[-window:])
-            cells.append((of + label, [percent(one) if is_share else number(one) for one in ends]))
+        if len(run.steps.known(prefix + metric)):
+            form = percent if is_share else number
+            cells.append((of + label, [*ends(run.steps, prefix + metric, window, form)]))
     return cells

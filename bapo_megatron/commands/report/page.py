@@ -21,7 +21,6 @@ from bapo_megatron.commands.report.data import (
     RunRecord,
     headline,
     make_report_folder,
-    mean,
     read_run,
 )
 from bapo_megatron.commands.report.episodes import episode_cells, episode_panels
@@ -32,6 +31,7 @@ from bapo_megatron.commands.report.series import FEW_TOKENS, LOSS_EVENTS, event_
 from bapo_megatron.commands.report.text import (
     NO_VALUE,
     SOURCE_COLUMNS,
+    ends,
     event_cells,
     number,
     render,
@@ -91,7 +91,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """A row of the metrics table: mean of the first and last steps, and the final value, as text."""
+    """A row of the metrics table: mean of the first and last steps, and the final value, as text.
+
+    Made by ``_metric_rows``.
+    """
 
     name: str
     first: str
@@ -256,9 +259,7 @@ def setting_differences(configs: Sequence[dict[str, Any]]) -> list[Cells]:
 def _metric_rows(run: RunRecord, window: int) -> list[MetricRow]:
     rows = []
     for name in sorted(set(run.steps.names) - {"step"}):
-        values = run.steps.known(name)
-        first, last = mean(values[:window]), mean(values[-window:])
-        rows.append(MetricRow(name, number(first), number(last), number(run.steps.last.get(name))))
+        rows.append(MetricRow(name, *ends(run.steps, name, window), number(run.steps.last.get(name))))
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from bapo_megatron.commands.report.data import RunRecord, mean
+from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.series import staleness_table
 
 SOURCE_COLUMNS = (
@@ -90,6 +92,21 @@ def percent(share: float | None) -> str:
     return NO_VALUE if share is None else f"{100 * share:.3g}%"
 
 
+def ends(
+    steps: MetricTable, name: str, window: int, form: Callable[[float | None], str] = number
+) -> tuple[str, str]:
+    """Means of a metric over the first and over the last ``window`` steps that have it, as text.
+
+    Behind the second stands the last of these steps, where that is not the run's last.
+    """
+    values = steps.column(name)
+    known = np.flatnonzero(~np.isnan(values))
+    first, last = form(mean(values[known[:window]])), form(mean(values[known[-window:]]))
+    if not len(known) or known[-1] == len(values) - 1:
+        return first, last
+    return first, f"{last} (to step {steps.column('step')[known[-1]]:.0f})"
+
+
 def source_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
     """Table rows, one for each source of training data: ``SOURCE_COLUMNS``; none for a run of one file."""
     return [(name, _source_cells(run, f"source/{name}/", window)) for name in source_names(run)]
@@ -106,10 +123,10 @@ def _source_cells(run: RunRecord, prefix: str, window: int) -> list[str]:
     def values(name: str) -> np.ndarray:
         return run.steps.known(prefix + name)
 
-    rewards = values("reward/mean")
+    first, last = ends(run.steps, prefix + "reward/mean", window)
     return [
         *(f"{sum(values(f'rollout/{name}')):,.0f}" for name in ("groups_sampled", "groups")),
-        f"{number(mean(rewards[:window]))} → {number(mean(rewards[-window:]))}",
+        f"{first} → {last}",
         *(number(mean(values(name))) for name in ("rollout/length_mean", "policy/entropy")),
         *(percent(mean(values(name))) for name in ("token_share", "gradient_share")),
         *(percent(mean(values(f"bapo/contribution{end}"))) for end in ("", "_unclipped")),

@@ -1,0 +1,255 @@
+"""``bapo doctor``: one step of each source's environment, which gives an answer or a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.commands.doctor import environments
+from bapo_megatron.commands.doctor.environments import EnvironmentTrial, trial_row, try_environments
+from bapo_megatron.commands.doctor.recipe import check_recipe
+from bapo_megatron.config import EnvironmentConfig, RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.config.sources import SourceConfig
+from bapo_megatron.data.prompts import PromptSet
+from bapo_megatron.data.suites import Suite
+from bapo_megatron.types import Prompt
+
+RECIPE = Path(__file__).parents[3] / "recipes/demo_tools_cpu.py"
+LONG_S = 300.0
+pytestmark = pytest.mark.integration
+
+GAME = """
+import asyncio, json, os, time
+from bapo_megatron.environment import Environment, Reply
+
+
+class Game(Environment):
+    role = "user"
+
+    def __init__(self, task, settings):
+        super().__init__(task, settings)
+        self.does = settings["does"]
+        self.note("made")
+        if self.does == "refuse":
+            self.number = int(task.ground_truth)
+
+    def note(self, what):
+        if "log" in self.settings:
+            with open(self.settings["log"], "a") as log:
+                print(json.dumps([what, vars(self.task)]), file=log)
+
+    def step(self, turn):
+        self.note(turn)
+        if self.does == "raise":
+            raise ValueError("the door is shut")
+        if self.does == "hang":
+            time.sleep(1000)
+        if self.does == "text":
+            return "higher"
+        if self.does == "number":
+            return Reply(42)
+        if self.does == "nan":
+            return Reply("higher", reward=float("nan"))
+        if self.does == "die":
+            os._exit(9)
+        if self.does == "end":
+            return Reply(None, reward=1.5)
+        return Reply("Say a number.\\n", reward=0.25)
+
+    def close(self):
+        self.note("closed")
+
+
+class Waiting(Game):
+    role, resume = "tool", "never"
+    tools = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
+
+    async def step(self, turn):
+        if self.does == "hang":
+            await asyncio.sleep(1000)
+        return Reply("wait")
+"""
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> str:
+    file = tmp_path / "doctor_game.py"
+    file.write_text(GAME)
+    return f"{file}:Game"
+
+
+def tried(environment: EnvironmentConfig) -> EnvironmentTrial:
+    """The trial on row 3 of a dataset whose rows have no number."""
+    config = replace(load_recipe(RECIPE, RunConfig), environment=environment)
+    rows = [prompt(3), prompt(4)]
+    [trial] = try_environments(config, [PromptSet(tuple(rows), 0, 2)])
+    return trial
+
+
+def prompt(row: int, source: str = "") -> Prompt:
+    messages = [{"role": "user", "content": "hello"}]
+    return Prompt(row, np.zeros(1, np.int32), "many", "test", {"a": 1}, source=source, messages=messages)
+
+
+def test_an_object_takes_one_step_and_is_closed(game: str, tmp_path: Path) -> None:
+    """In the named interpreter, with the settings; the row has what came of it."""
+    log = tmp_path / "log"
+    settings = {"does": "answer", "log": str(log)}
+    trial = tried(EnvironmentConfig(game, settings, step_limit_s=LONG_S, python=Path(sys.executable)))
+    said = r"row 3: to 'I do not know\.' it gave a turn of role user, 14 characters \('Say a number\.\\n'\), "
+    said += r"reward 0\.25, not done, in \d+\.\d s; start \d+\.\d s; resume replay, tools: none"
+    assert re.fullmatch(f"{re.escape(game)}, {said}", trial.found)
+    row = trial_row(trial)
+    assert (row.section, row.name, row.state, row.fix) == ("recipe", "environment", "ok", "")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [what for what, _ in events] == ["made", "I do not know.", "closed"]
+    task = events[0][1]
+    assert task.pop("episode").startswith("doctor-")
+    messages = [{"role": "user", "content": "hello"}]
+    assert task == {
+        "messages": messages,
+        "ground_truth": "many",
+        "data_source": "test",
+        "extra_info": {"a": 1},
+    }
+
+
+def test_an_episode_may_end_at_once(game: str) -> None:
+    found = tried(EnvironmentConfig(game, {"does": "end"}, step_limit_s=LONG_S)).found
+    assert "it gave no turn, reward 1.5, done, in" in found
+
+
+def test_tools_and_a_missing_reward_are_told(game: str) -> None:
+    waiting = EnvironmentConfig(game.replace(":Game", ":Waiting"), {"does": "wait"}, step_limit_s=LONG_S)
+    found = tried(waiting).found
+    assert "a turn of role tool, 4 characters ('wait'), no reward, not done" in found
+    assert found.endswith("resume never, tools: look")
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        (
+            "refuse",
+            r"raised: ValueError\(.*invalid literal for int.*self\.number = int\(task\.ground_truth\)",
+        ),
+        ("raise", r"raised: ValueError\('the door is shut'\).*raise ValueError\("),
+        ("text", r"raised: TypeError\('step returned str: return a Reply'\)"),
+        ("number", r"raised: TypeError\('Reply\.observation is int: give a text or None'\)"),
+        ("nan", r"raised: ValueError\('Reply\.reward=nan is no finite number'\)"),
+    ],
+)
+def test_a_step_that_fails(game: str, does: str, says: str) -> None:
+    row = trial_row(tried(EnvironmentConfig(game, {"does": does}, step_limit_s=LONG_S)))
+    assert row.state == "problem"
+    begin = re.escape(f"environment.function={game} failed at row 3, to 'I do not know.': ")
+    assert re.match(begin + says, row.found, re.DOTALL)
+    assert row.fix.startswith("mend the class where the traceback ends, or the row")
+
+
+@pytest.mark.parametrize("kind", ["Game", "Waiting"])
+def test_a_step_that_hangs(game: str, kind: str) -> None:
+    hangs = EnvironmentConfig(game.replace(":Game", f":{kind}"), {"does": "hang"}, step_limit_s=0.5)
+    trial = tried(hangs)
+    assert trial.state == "problem"
+    assert trial.found.endswith("failed at row 3, to 'I do not know.': time: no answer within 0.5 s")
+    assert trial.fix == "let step() return within environment.step_limit_s=0.5 s, or raise that"
+    shorter = tried(replace(hangs, step_limit_s=LONG_S, episode_limit_s=0.5))
+    assert shorter.fix == "let step() return within environment.episode_limit_s=0.5 s, or raise that"
+
+
+def test_a_step_may_take_longer_than_the_doctor_waits(game: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "MOST_WAIT_S", 0.5)
+    waiting = game.replace(":Game", ":Waiting")
+    trial = tried(EnvironmentConfig(waiting, {"does": "hang"}, step_limit_s=5, episode_limit_s=600))
+    assert trial.state == "optional"
+    assert trial.found == f"{waiting}, row 3: no answer within 0.5 s; longer was not waited"
+    assert trial.fix == "none if environment.step_limit_s=5 is meant; else lower it"
+
+
+def test_a_step_that_ends_its_process(game: str) -> None:
+    trial = tried(EnvironmentConfig(game, {"does": "die"}, step_limit_s=LONG_S))
+    assert trial.state == "problem"
+    assert "to 'I do not know.': died: " in trial.found
+    assert "raise environment.memory_limit_mb=16384" in trial.fix
+
+
+def test_an_interpreter_that_does_not_run(game: str) -> None:
+    trial = tried(EnvironmentConfig(game, {"does": "end"}, python=Path("/bin/false")))
+    assert trial.state == "problem"
+    begin = (
+        f"environment.function={game}, row 3: no step: environment.function={game}: its worker did not start"
+    )
+    assert trial.found.startswith(begin)
+    assert "environment.python=/bin/false" in trial.found
+
+
+def test_a_row_that_cannot_reach_a_worker(game: str) -> None:
+    """Parquet has values that JSON has not."""
+    row = replace(prompt(3), extra_info={"day": date(2026, 1, 1)})
+    config = replace(load_recipe(RECIPE, RunConfig), environment=EnvironmentConfig(game, {"does": "end"}))
+    [trial] = try_environments(config, [PromptSet((row,), 0, 1)])
+    assert trial.state == "problem"
+    assert re.search(r"row 3: no step: TypeError: .*date is not JSON serializable", trial.found)
+
+
+def test_each_source_has_its_own(game: str, tmp_path: Path) -> None:
+    """A source without an environment is not tried; suites' alone is, on the first row of the first."""
+    own = EnvironmentConfig(game, {"does": "raise"}, step_limit_s=LONG_S)
+    config = load_recipe(RECIPE, RunConfig)
+    sources = (
+        SourceConfig(Path("sums.jsonl"), environment=EnvironmentConfig()),
+        SourceConfig(Path("games.jsonl"), environment=own),
+    )
+    config = replace(
+        config,
+        environment=EnvironmentConfig(game, {"does": "end"}, step_limit_s=LONG_S),
+        data=replace(config.data, path=None, sources=sources),
+        evaluation=replace(config.evaluation, every=1),
+    )
+    rows = (prompt(1, "sums"), prompt(2, "games"), prompt(3, "games"))
+    suites = tuple(Suite(name, Path(name), "", (prompt(row),)) for name, row in (("a", 7), ("b", 8)))
+    suite, games = try_environments(config, [None, PromptSet(rows, 0, 3), suites])
+    assert f"{game}, row 7: to 'I do not know.' it gave no turn" in suite.found
+    field = f"data.sources[games].environment.function={game} failed at row 2 of source games"
+    assert games.found.startswith(field)
+    assert try_environments(config, []) == []
+
+
+def test_the_doctor_steps_the_environments_of_a_recipe(game: str, tmp_path: Path) -> None:
+    data = tmp_path / "games.jsonl"
+    prompts = [[{"role": "user", "content": f"{n}+1="}] for n in range(2)]
+    rows = [{"prompt": one, "reward_model": {"ground_truth": "7"}, "data_source": "g"} for one in prompts]
+    data.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    source: dict[str, Any] = {
+        "path": str(data),
+        "environment": {"function": game, "settings": {"does": "text"}},
+    }
+    flags = [f"--run-dir={tmp_path / 'run'}", f"--data.sources={json.dumps([source])}", "--data.path=None"]
+    told, _ = check_recipe(RECIPE, flags)
+    suites, games = (row for row in told if row.name == "environment")
+    assert suites.state == "ok", "the recipe's own has the held-out suite"
+    assert (
+        "tools.calculator:Calculator, row 0: to 'I do not know.' it gave no turn, no reward (reward.function "
+        in (suites.found)
+    )
+    assert games.state == "problem"
+    assert "data.sources[games].environment.function=" in games.found
+    assert "step returned str: return a Reply" in games.found
+
+
+def test_a_missing_module_is_told_once(tmp_path: Path) -> None:
+    told, _ = check_recipe(RECIPE, [f"--run-dir={tmp_path / 'run'}", "--environment.function=absent:Game"])
+    problems = [row.found for row in told if row.state == "problem"]
+    assert len(problems) == 1
+    assert "environment.function=absent:Game" in problems[0]
+    assert not [row for row in told if row.name == "environment"]

@@ -41,6 +41,7 @@ setup(
         "annotated-types>=0.6,<1",
         "einops>=0.8,<1",
         "orjson>=3.10,<4",
+        "pybase64>=1.4,<2",
         "safetensors>=0.5,<1",
         "transformers>=5.0,<6",
         "tokenizers>=0.22,<1",

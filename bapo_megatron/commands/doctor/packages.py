@@ -61,6 +61,7 @@ PACKAGES = (
     Package("psutil", "psutil"),
     Package("einops", "einops"),
     Package("orjson", "orjson"),
+    Package("pybase64", "pybase64"),
     Package("jinja2", "jinja2"),
     Package("matplotlib", "matplotlib"),
     Package("rich", "rich"),

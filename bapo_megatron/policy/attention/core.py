@@ -3,10 +3,10 @@
 Context parallelism: an all-gather of keys and values over the CP ranks (small, with grouped-query heads);
 each rank's queries attend to the part of their document up to them. No mask tensor exists. Half precision on
 a GPU uses ``flash.py``; else whole documents use padded batches (``padded.py``), and chunks ``prefix.py``.
-``layers.py`` puts ``DocumentAttention`` into the layer spec.
+``policy/model.py`` puts ``DocumentAttention`` into the layer spec.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
-``_LKHD`` with keys and values in a dimension of 2. Used by ``policy/layers.py`` and ``policy/model.py``.
+``_LKHD`` with keys and values in a dimension of 2. Used by ``policy/model.py``.
 """
 
 from __future__ import annotations

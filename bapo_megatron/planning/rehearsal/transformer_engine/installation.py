@@ -22,8 +22,7 @@ import torch
 
 from bapo_megatron.planning.rehearsal.transformer_engine import (  # noqa: F401  each enters its kernels in the table
     attention,
-    experts,
-    linear,
+    layers,
     optimizer,
 )
 from bapo_megatron.planning.rehearsal.transformer_engine.extension import make_extension
@@ -164,7 +163,7 @@ def _import_common(folder: Path) -> types.ModuleType:
 def _replace_permutation() -> None:
     """Put the stand-ins for the triton kernels of the permutation into the place of their module."""
     module = types.ModuleType(_PERMUTATION)
-    vars(module).update(experts.PERMUTATION)
+    vars(module).update(layers.PERMUTATION)
     package, _, name = _PERMUTATION.rpartition(".")
     sys.modules[_PERMUTATION] = module
     setattr(sys.modules[package], name, module)  # ``import ... as`` takes the attribute

@@ -91,7 +91,7 @@ class RankRehearsal:
                 cpu_mode()
             kinds = stack.enter_context(fake_world(request.rank, request.world_size, self.config.parallel))
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            self.meter = Meter(fake, kinds, request.device == "cuda")
+            self.meter = Meter(kinds, request.device == "cuda")
             shape = read_model_shape(self.config.model.hf_path)
             self.meter.vocabulary = shape.vocab // self.config.parallel.tensor
             if shape.experts is not None:

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     _DISPATCH_META_HANDLERS,
     FakeTensor,
-    FakeTensorMode,
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +56,7 @@ class Meter(TorchDispatchMode):
     a GPU, and for an output layer whose product is not float32. Made by ``RankRehearsal``.
     """
 
-    def __init__(self, fake: FakeTensorMode, group_names: Mapping[str, str], cuda: bool) -> None:
+    def __init__(self, group_names: Mapping[str, str], cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self.flops, self.waits = Ledger(), FlopMeter(), HostWaits()
         self.collectives = Collectives(group_names, lambda tensor, op: self._book(tensor, op))
@@ -69,7 +68,7 @@ class Meter(TorchDispatchMode):
         """Classes of the modules whose forward pass is running."""
         self.vocabulary = 0
         """Columns of this rank's logits."""
-        self._fake, self._cuda = fake, cuda
+        self._cuda = cuda
         self.shapes = ShapesFromValues(self._read_shape)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""``bapo train RECIPE [flags]``: start or resume a run, and the entry points of its ranks.
+"""``bapo train RECIPE [flags]``: start or resume a run; the entry points of its ranks, and the run's end.
 
 ``train_command`` checks everything before a process group exists, then runs as one rank under a launcher, or
 starts the layout's processes. The same command continues a run. Preempted and RunStopped propagate to
@@ -12,14 +12,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import sleep
 from typing import TYPE_CHECKING
 
 from bapo_megatron.runtime.device import silence_libraries
+from bapo_megatron.runtime.run_paths import RunPaths
 
 if TYPE_CHECKING:
     from bapo_megatron.checkpoint.fork_record import ForkSource
     from bapo_megatron.config import RunConfig
     from bapo_megatron.runtime.preemption import PreemptionSignal
+    from bapo_megatron.trainer.build import Run
+
+_POLL_S = 1.0
 
 
 def train_command(arguments: Sequence[str]) -> int | None:
@@ -76,7 +81,6 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     ``fork``: the checkpoint of another run that a new run begins at.
     """
     from bapo_megatron.checkpoint.fork import make_fork
-    from bapo_megatron.commands.finish import finish
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run
@@ -97,6 +101,67 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
                 run.recorder.event(kept)
             train(run)
             finish(run)
+
+
+def finish(run: Run) -> None:
+    """End of a run: export the policy, print the summary, and wait for earlier exports.
+
+    It also waits for ``checkpoint.after_export``. Collective, after the last step. Preempted if the run is
+    asked to stop before the exports are done.
+    """
+    from bapo_megatron.hf.export import export_hf, keep_others
+    from bapo_megatron.runtime.distributed import is_main
+    from bapo_megatron.trainer.checkpointing import bring_policy_back
+
+    bring_policy_back(run)  # engines have the GPUs after the evaluation of the last step
+    output = RunPaths(run.config.directory).export
+    for kept in keep_others(output) if is_main() else ():
+        print(f"what was no export of this version, or held other files, is kept as {kept}", flush=True)
+    export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
+    if run.recorder:
+        run.recorder.export(run.config.steps, output)
+        print(_summary(run), flush=True)
+    # After the export: the user's command reads its folder.
+    if run.exports and run.exports.after:
+        run.exports.after.exported_last(is_new=run.has_work)
+    wait_for_exports(run)
+
+
+def wait_for_exports(run: Run) -> None:
+    """Wait until no export and no ``after_export`` command runs; then delete old checkpoints. Collective.
+
+    Preempted if the run is asked to stop meanwhile.
+    """
+    from bapo_megatron.runtime.distributed import broadcast_from_main
+    from bapo_megatron.trainer.flow_control import stop_if_preempted
+
+    if not broadcast_from_main(run.exports.is_busy() if run.exports else False):
+        return
+    if run.exports:
+        command = " and for checkpoint.after_export" if run.exports.after else ""
+        print(f"waiting for the exports of earlier steps{command}", flush=True)
+    while broadcast_from_main(run.exports.is_busy() if run.exports else False):
+        stop_if_preempted(run, run.config.steps)
+        sleep(_POLL_S)
+        if run.exports:
+            run.exports.poll()
+    if run.exports:
+        run.checkpoints.delete_old()  # only now: exports read their checkpoints
+
+
+def _summary(run: Run) -> str:
+    from bapo_megatron.commands.report.data import headline
+    from bapo_megatron.commands.report.metric_table import read_metrics
+
+    paths = RunPaths(run.config.directory)
+    figures = headline(read_metrics(paths.metrics))
+    first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
+    return (
+        f"reward {first} -> {last} in {figures['steps']} steps, "
+        f"{run.policy.version} updates\n"
+        f"Hugging Face model: {paths.export}\n"
+        f"plots: bapo report {paths.root}"
+    )
 
 
 def rollout_only_process(config: RunConfig) -> None:

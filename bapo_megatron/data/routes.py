@@ -31,15 +31,11 @@ _BLOCK = 1 << 16
 
 
 def unknown_expert(dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> int:
-    """The number that stands throughout the row of an unknown route: the dtype's largest."""
+    """The number that stands throughout the row of an unknown route: the dtype's largest.
+
+    A token's route is known in all layers or in none.
+    """
     return int(np.iinfo(np.dtype(dtype)).max)
-
-
-def known_rows(routes_R: np.ndarray) -> np.ndarray:
-    """Whether each token's route is known, bool [R]. A token's route is known in all layers or in none."""
-    first = routes_R[:, 0]
-    known_R: np.ndarray = (first != unknown_expert(first.dtype)).any(-1)
-    return known_R
 
 
 def route_problem(routes: np.ndarray, shape: RouteShape) -> str | None:

@@ -1,7 +1,7 @@
 """Hugging Face export: sharded safetensors of streamed weights, with a reference's config and tokenizer.
 
 ``export_hf`` is collective; rank 0 writes, and holds one shard in host memory. It writes the final policy of
-a run (``commands/finish.py``) and of SFT. Used by ``commands/finish.py``, ``trainer/preflight.py`` and
+a run (``commands/train.py``) and of SFT. Used by ``commands/train.py``, ``trainer/preflight.py`` and
 ``trainer/sft.py``.
 """
 

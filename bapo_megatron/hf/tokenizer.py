@@ -43,7 +43,7 @@ class TextDecoder:
     """A decoder of token ids for readers, with special tokens apart, out of a folder's tokenizer.json.
 
     Without transformers, whose import takes seconds and 0.4 GB. ConfigError for a folder without that file,
-    or with one that cannot be read. Made by ``commands/report/conversations.py``.
+    or with one that cannot be read. Made by ``commands/report/episodes.py``.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Activation memory of ``bapo plan``: bytes that autograd saves for the backward pass, per token and layer.
 
 Every entry is a tensor that autograd saves, once for each storage. ``torch`` is the spec of
-``policy/layers.py`` on a CPU, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et
+``policy/model.py`` on a CPU, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et
 al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4,
 adapted: no dropout and no score matrix (flash attention keeps one log-sum-exp for each head), grouped-query
 attention, a gated MLP, and the fused RoPE and SwiGLU that ``policy/model.py`` asks for on a GPU.

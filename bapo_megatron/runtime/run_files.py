@@ -17,13 +17,13 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.run_paths import RunPaths
 
 
-def open_plain(path: Path, flags: int, mode: int = 0o666) -> int:
+def open_plain(path: Path, flags: int) -> int:
     """Descriptor of a plain file, opened without following a link (O_NOFOLLOW) or waiting (O_NONBLOCK).
 
     ConfigError for a link or a special file; OSError of os.open otherwise.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
             _refuse_link(path)

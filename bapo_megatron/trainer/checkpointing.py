@@ -2,8 +2,8 @@
 
 Functions on a ``Run``, all collective. A save between steps is begun by one call and completed by a later one
 (``checkpoint.background=false``: by the same); a new one waits for the one before. DiskError, on the rank
-that meets it, for a full or failing disk. Used by
-``commands/finish.py``, ``train.py`` and ``flow_control.py``.
+that meets it, for a full or failing disk. Used by ``commands/train.py``, ``train.py`` and
+``flow_control.py``.
 """
 
 from __future__ import annotations

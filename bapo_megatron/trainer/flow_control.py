@@ -3,7 +3,7 @@
 Functions on a ``Run``, all collective: all ranks take the same path, and while rank 0 waits for its sampler
 they meet every few seconds. An error that ends the run (Preempted, RunStopped, the sampler's ConfigError) is
 raised on every rank, after a checkpoint where one can be made and something was trained. Used by
-``commands/finish.py``, ``train.py`` and ``evaluation.py``.
+``commands/train.py``, ``train.py`` and ``evaluation.py``.
 """
 
 from __future__ import annotations

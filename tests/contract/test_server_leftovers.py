@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.server_folder import shared_files
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
     server_command,
     server_environment,
     sglang_python,
+    shared_files,
 )
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.processes import descendants

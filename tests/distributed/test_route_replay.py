@@ -13,7 +13,6 @@ import torch
 
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import pack_samples
-from bapo_megatron.data.routes import known_rows
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.routes import check_route_mismatch, route_metrics
@@ -21,6 +20,7 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics
 from tests.distributed.test_layouts import BOUNDS, Answer, answers, check_agreement
 from tests.support.models import EXPERTS, random_samples, save_tiny_model, tiny_model
+from tests.support.routed_engine import known_rows
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 

@@ -30,7 +30,8 @@ _IMPORTED = (
     *("bapo_megatron.train", "bapo_megatron.trainer.build", "bapo_megatron.trainer.preflight"),
     *(
         "torch.utils.tensorboard",
-        "bapo_megatron.commands.finish",
+        "bapo_megatron.commands.report.data",
+        "bapo_megatron.trainer.flow_control",
         "bapo_megatron.rollout.engines.local.backend",
     ),
 )

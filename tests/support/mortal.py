@@ -48,7 +48,7 @@ class Disk:
         """Bytes of each file that survive a power failure, by inode."""
         patch.setattr(os, "fsync", self._sync)
         patch.setattr(WriteAheadLog, "write", lambda log, records: self._log(log, list(records)))
-        patch.setattr("bapo_megatron.rollout.sampler.batch_builder.write_step", self._step)
+        patch.setattr("bapo_megatron.rollout.sampler.group_sampler.write_step", self._step)
 
     def live(self, deadly: int | None, way: str = "before") -> None:
         """Another process begins; it dies at its write number ``deadly``, if ever."""

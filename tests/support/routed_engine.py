@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from bapo_megatron.data.routes import unknown_expert
 from bapo_megatron.types import GenerateRequest, Generation
 from tests.support.sampling import ScriptedEngine
 
@@ -18,6 +19,13 @@ def routes_of(prompt: int, sample: int, places: range | np.ndarray) -> np.ndarra
     place = np.asarray(places)[:, None]
     first = (place + 3 * np.arange(LAYERS) + 5 * sample + prompt) % EXPERTS
     return np.stack([first, (first + 1 + place % 7) % EXPERTS], -1).astype(np.uint8)
+
+
+def known_rows(routes_R: np.ndarray) -> np.ndarray:
+    """Whether each token's route is known, bool [R]: in all layers or in none."""
+    first = routes_R[:, 0]
+    known_R: np.ndarray = (first != unknown_expert(first.dtype)).any(-1)
+    return known_R
 
 
 class RoutedEngine(ScriptedEngine):

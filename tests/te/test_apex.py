@@ -70,7 +70,7 @@ def test_apex_gives_adam_and_list_kernels_only(apex: TransformerEngineProcess, t
     assert found["optimizer"] == "apex's FusedAdam"
     assert found["step in the groups"]
     assert found["norm of gradients"].endswith("transformer_engine.optimizer")  # where amp_C has it from
-    assert found["norms"] == {"bapo_megatron.policy.layers.RMSNorm"}
+    assert found["norms"] == {"bapo_megatron.policy.model.RMSNorm"}
     [without] = apex.run(what_is_taken, ONE, folder, choices=TORCH)
     assert without["optimizer"] == "torch's AdamW"
     assert not without["step in the groups"]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.packing import Sample
 from bapo_megatron.planning.rehearsal.layers import VERSIONS
-from bapo_megatron.planning.rehearsal.transformer_engine import experts
+from bapo_megatron.planning.rehearsal.transformer_engine import layers
 from checkpoints_tools import to_hf, to_megatron
 from tests.distributed.test_expert_checkpoints import load_and_look, train_and_save
 from tests.distributed.test_layouts import Answer, check_agreement
@@ -31,7 +31,7 @@ LAYOUTS = [
 ]
 QUICK = ("one selective", "dp2-ep2 full", "tp2-sp-etp2")
 _MERGING = "unpermute_with_mask_map_bwd_with_merging_probs"
-KERNELS = {"te_general_grouped_gemm", *experts.PERMUTATION} - {_MERGING}
+KERNELS = {"te_general_grouped_gemm", *layers.PERMUTATION} - {_MERGING}
 """Megatron multiplies with the router's weights within the experts, so nothing is merged with them."""
 
 

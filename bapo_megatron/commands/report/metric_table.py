@@ -1,7 +1,7 @@
 """Tables of metrics: a log of flat JSON rows (metrics.jsonl, updates.jsonl) as float64 columns.
 
 A value takes 8 bytes, and the log is read line by line: 40,000 updates of 170 metrics take 55 MB, where their
-rows as dicts take 1 GB. Used by ``commands/finish.py`` and in this folder.
+rows as dicts take 1 GB. Used by ``commands/train.py`` and in this folder.
 """
 
 from __future__ import annotations

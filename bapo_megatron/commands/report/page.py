@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import NOT_SETTINGS
-from bapo_megatron.commands.report.conversations import conversations
 from bapo_megatron.commands.report.data import (
     PAGE,
     RunRecord,
@@ -23,7 +22,7 @@ from bapo_megatron.commands.report.data import (
     make_report_folder,
     read_run,
 )
-from bapo_megatron.commands.report.episodes import episode_cells, episode_panels
+from bapo_megatron.commands.report.episodes import conversations, episode_cells, episode_panels
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
 from bapo_megatron.commands.report.lines import smoothing_window
 from bapo_megatron.commands.report.panels import PANELS, Panel, expert_panels

@@ -1,14 +1,17 @@
 """Rehearsal of one rank: set-up of the fake backend and the meter, then the rank's program under them.
 
-The rank's process must do nothing else: torch stays patched in it. The meter's records become a
-``RankResult``; an error of the program is its error, one of the set-up is raised. Used by ``layers.py`` and
-``processes.py``.
+The rank's process must do nothing else: torch stays patched in it. A block of the ledger is one allocated
+storage. Weights, gradients, optimizer state and the frozen reference are labelled by ``label_model_state``,
+after the build and after each update, the host copies of an offloaded policy by ``label_offloaded_state``.
+Saved activations and module names are recorded by hooks. The meter's records become a ``RankResult``; an
+error of the program is its error, one of the set-up is raised. Used by ``layers.py`` and ``processes.py``.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 import traceback
 from collections import Counter
@@ -19,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
-from bapo_megatron.planning.records import LargeTensor, Peak, RankRequest, RankResult
+from bapo_megatron.planning.records import OFFLOADED, REFERENCE, LargeTensor, Peak, RankRequest, RankResult
 from bapo_megatron.planning.rehearsal.checkpoints import rehearse_load, rehearse_save
 from bapo_megatron.planning.rehearsal.expert_routes import spread_copies
 from bapo_megatron.planning.rehearsal.fake.cuda_device import install
@@ -32,16 +36,11 @@ from bapo_megatron.planning.rehearsal.fake.ledger import Block, Ledger, kind_of,
 from bapo_megatron.planning.rehearsal.fake.meter import Meter, answer_reads, watch_sizes
 from bapo_megatron.planning.rehearsal.fake.process_group import ListsOfTensors, fake_world, repair_torch
 from bapo_megatron.planning.rehearsal.fake.waits import is_of_program, short_path
-from bapo_megatron.planning.rehearsal.kinds import (
-    ModuleNames,
-    label_model_state,
-    label_offloaded_state,
-    marking_saved_activations,
-)
 from bapo_megatron.planning.rehearsal.program import RankProgram, message_shape
 from bapo_megatron.planning.rehearsal.transformer_engine import kernel
 from bapo_megatron.policy.attention.context_parallel import document_chunks
 from bapo_megatron.policy.device import cpu_mode
+from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.tensor_types import MicroBatch
 
 _LARGEST = 10
@@ -92,7 +91,7 @@ class RankRehearsal:
                 cpu_mode()
             kinds = stack.enter_context(fake_world(request.rank, request.world_size, self.config.parallel))
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            self.meter = Meter(fake, kinds, request.device == "cuda")
+            self.meter = Meter(kinds, request.device == "cuda")
             shape = read_model_shape(self.config.model.hf_path)
             self.meter.vocabulary = shape.vocab // self.config.parallel.tensor
             if shape.experts is not None:
@@ -232,3 +231,81 @@ def _largest(blocks: list[Block]) -> list[LargeTensor]:
         sizes[key] += block.size
         counts[key] += 1
     return [LargeTensor(size, counts[key], *key) for key, size in sizes.most_common(_LARGEST)]
+
+
+def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
+    """Label the blocks of weights, gradients, optimizer states, and of the frozen reference on the host."""
+    for block in policy._reference.host.blocks if policy._reference is not None else ():
+        _mark(ledger, block, REFERENCE)
+    for chunk in policy._model:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            _mark(ledger, buffer.grad_data, "gradients")
+            if buffer.param_data is not None:
+                _mark(ledger, buffer.param_data, "weights")
+        for parameter in chunk.parameters():
+            _mark(ledger, parameter, "weights")
+    for part in policy._optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                _mark(ledger, parameter, "optimizer")
+                for value in part.optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, Tensor):
+                        _mark(ledger, value, "optimizer")
+
+
+def label_offloaded_state(ledger: Ledger, policy: MegatronPolicy) -> None:
+    """Label the host copies of an offloaded policy."""
+    for block in policy._offload.host.blocks:
+        _mark(ledger, block, OFFLOADED)
+
+
+def _mark(ledger: Ledger, tensor: Tensor, kind: str) -> None:
+    block = ledger.block(tensor)
+    if block is not None and not block.kind:
+        block.kind = kind
+
+
+class ModuleNames:
+    """Stack of the modules in their forward pass, innermost last, such as ``decoder.layers.*.mlp``.
+
+    ``watch`` registers hooks for all modules of the process; ``learn`` gives the names, once the model is
+    built.
+    """
+
+    def __init__(self, running: list[str]) -> None:
+        self._running = running
+        self._names: dict[int, str] = {}
+
+    def learn(self, chunks: list[Any]) -> None:
+        """Read the module names of the model's chunks. Until then a module is named by its class."""
+        for chunk in chunks:
+            while hasattr(chunk, "module"):
+                chunk = chunk.module
+            for name, one in chunk.named_modules():
+                self._names[id(one)] = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+    def watch(self) -> None:
+        """Register forward hooks for all modules of this process."""
+        torch_module.register_module_forward_pre_hook(self._enter)
+        torch_module.register_module_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, one: torch.nn.Module, _inputs: Any) -> None:
+        self._running.append(self._names.get(id(one)) or type(one).__name__)
+
+    def _leave(self, _one: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._running:
+            self._running.pop()
+
+
+@contextmanager
+def marking_saved_activations(ledger: Ledger) -> Iterator[None]:
+    """Context manager that labels the tensors which autograd saves for a backward pass."""
+
+    def keep(tensor: Tensor) -> Tensor:
+        block = ledger.block(tensor) if tensor.layout is torch.strided else None
+        if block is not None:
+            block.saved = True
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield

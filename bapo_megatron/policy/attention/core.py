@@ -2,11 +2,21 @@
 
 Context parallelism: an all-gather of keys and values over the CP ranks (small, with grouped-query heads);
 each rank's queries attend to the part of their document up to them. No mask tensor exists. Half precision on
-a GPU uses ``flash.py``; else whole documents use padded batches (``padded.py``), and chunks ``prefix.py``.
-``layers.py`` puts ``DocumentAttention`` into the layer spec.
+a GPU uses ``flash.py``; else whole documents use padded batches, and chunks ``prefix_attention``.
+``policy/model.py`` puts ``DocumentAttention`` into the layer spec.
+
+Padded batches: documents of similar length, right-padded, through SDPA. Under a causal mask no real query
+sees the padding behind it, so no mask tensor is needed, and SDPA can use its fast kernels.
+
+Prefix attention: causal attention of n queries that are the last of m keys, m >= n. On a CPU two flash calls
+compute the prefix, which every query sees, and the last n keys, causally; their outputs are merged by their
+log-sum-exps (Milakov & Gimelshein 2018, arXiv 1805.02867). With the merged output and log-sum-exp each part's
+backward gives its exact share of the gradient, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
+Where m = n, and on a GPU (float32), it is one SDPA call.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
-``_LKHD`` with keys and values in a dimension of 2. Used by ``policy/layers.py`` and ``policy/model.py``.
+``_LKHD`` with keys and values in a dimension of 2, ``_PHD`` [rows of all padded batches, heads, head_dim].
+Used by ``policy/model.py``.
 """
 
 from __future__ import annotations
@@ -14,22 +24,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from bapo_megatron.policy.attention.context_parallel import document_chunks, gathered_rows
 from bapo_megatron.policy.attention.flash import flash_attention
-from bapo_megatron.policy.attention.padded import padded_attention
-from bapo_megatron.policy.attention.prefix import prefix_attention
 from bapo_megatron.policy.attention.rope import RotaryTable, rotate
 from bapo_megatron.policy.expert_load import PackLoad
 from bapo_megatron.policy.route_replay import PackRoutes
+
+# Padding limit: a padded batch has at most this many times the tokens of its documents.
+_MAX_PADDING = 1.5
+
+# torch's flash kernels for the CPU: the public function does not return the log-sum-exp.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass
@@ -180,3 +198,153 @@ class _Reorder(torch.autograd.Function):
         (row_T,) = ctx.saved_tensors
         back_T = torch.empty_like(row_T).scatter_(0, row_T, torch.arange(row_T.numel(), device=row_T.device))
         return grad_THD.index_select(0, back_T), None
+
+
+def padded_attention(
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, bounds: tuple[int, ...], scale: float
+) -> Tensor:
+    """Causal attention [tokens, heads, head_dim] within each document ``bounds[d]:bounds[d + 1]``."""
+    plan = padding_plan(bounds, query_THD.device)
+    q_PHD, k_PHD, v_PHD = (
+        _Pad.apply(x_THD, plan)  # type: ignore[no-untyped-call]
+        for x_THD in (query_THD, key_THD, value_THD)
+    )
+    outputs = [
+        _attend([x_PHD[start:end].unflatten(0, (documents, -1)) for x_PHD in (q_PHD, k_PHD, v_PHD)], scale)
+        for start, end, documents in plan.batches
+    ]
+    out_THD: Tensor = _Unpad.apply(torch.cat(outputs), plan)  # type: ignore[no-untyped-call]
+    return out_THD
+
+
+def _attend(inputs: list[Tensor], scale: float) -> Tensor:
+    """Attention of a right-padded batch: q, k, v [documents, length, heads, head_dim] to [rows, heads, d]."""
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    return prefix_attention(q, k, v, scale).transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class PaddingPlan:
+    """The index maps between a pack's tokens and the rows of its padded batches, cached for all layers.
+
+    Made by ``padding_plan``, read by ``padded_attention`` in every layer.
+    """
+
+    batches: tuple[tuple[int, int, int], ...]
+    """First row, end row and number of documents of each batch."""
+    token_of_row_P: Tensor
+    """Index of a row's token in the pack; a padding row repeats its document's last token."""
+    real_P: Tensor
+    """1 for a token, 0 for padding."""
+    row_of_token_T: Tensor
+    """Index of a token's row."""
+
+
+@lru_cache(maxsize=16)  # every layer of a micro-batch needs the same plan
+def padding_plan(bounds: tuple[int, ...], device: torch.device) -> PaddingPlan:
+    """The padding plan of a pack with documents ``bounds[d]:bounds[d + 1]``."""
+    lengths = [end - start for start, end in pairwise(bounds)]
+    batches: list[tuple[int, int, int]] = []
+    tokens, real = [], []
+    row = 0
+    for group in groups_of_like_length(lengths):
+        length = torch.tensor([lengths[d] for d in group])[:, None]
+        start = torch.tensor([bounds[d] for d in group])[:, None]
+        step = torch.arange(int(length.max()))
+        tokens.append((start + torch.minimum(step, length - 1)).flatten())
+        real.append((step < length).flatten())
+        batches.append((row, row + tokens[-1].numel(), len(group)))
+        row += tokens[-1].numel()
+    token_of_row_P, real_P = torch.cat(tokens), torch.cat(real)
+    row_of_token_T = torch.empty(bounds[-1], dtype=torch.int64)
+    row_of_token_T[token_of_row_P[real_P]] = torch.arange(row)[real_P]
+    maps = (x.to(device, non_blocking=True) for x in (token_of_row_P, real_P, row_of_token_T))
+    return PaddingPlan(tuple(batches), *maps)
+
+
+def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
+    """Batches of non-empty documents, by index, longest first, with padding within ``_MAX_PADDING``."""
+    groups: list[list[int]] = []
+    tokens = longest = 0
+    for document in sorted((d for d, n in enumerate(lengths) if n), key=lambda d: -lengths[d]):
+        padded = longest * (len(groups[-1]) + 1) if groups else 0
+        if not groups or padded > _MAX_PADDING * (tokens + lengths[document]):
+            groups.append([])
+            tokens, longest = 0, lengths[document]
+        groups[-1].append(document)
+        tokens += lengths[document]
+    return groups
+
+
+class _Pad(torch.autograd.Function):
+    """Pad: tokens to padded rows. A gather both ways: torch's own backward would scatter-add rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, plan: PaddingPlan) -> Tensor:
+        ctx.plan = plan
+        return x_THD.index_select(0, plan.token_of_row_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PHD: Tensor) -> tuple[Tensor, None]:
+        """The gradient of the tokens' rows. That of padding rows is zero: no kept output depends on them."""
+        return grad_PHD.index_select(0, ctx.plan.row_of_token_T), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Unpad: padded rows to tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PHD: Tensor, plan: PaddingPlan) -> Tensor:
+        ctx.plan = plan
+        return x_PHD.index_select(0, plan.row_of_token_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None]:
+        grad_PHD = grad_THD.index_select(0, ctx.plan.token_of_row_P)
+        return grad_PHD * ctx.plan.real_P[:, None, None], None
+
+
+def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k^T) v, where query i of n sees the keys up to ``m - n + i``.
+
+    q [batch, heads, n, head_dim]; k, v [batch, kv_heads, m, head_dim], m >= n.
+    """
+    queries, keys = q.size(2), k.size(2)
+    if q.is_cuda:
+        # Float32 on a GPU: its memory-efficient kernel has no grouped queries. Half precision uses flash.py.
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    if queries == keys:
+        gqa = q.size(1) != k.size(1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    if q.is_cuda:
+        mask: Any = causal_lower_right(queries, keys)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    out: Tensor = _PrefixAttention.apply(q, k, v, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _PrefixAttention(torch.autograd.Function):
+    """Prefix attention on a CPU as an autograd function: two flash calls forward, two backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        prefix = k.size(2) - q.size(2)
+        seen, seen_lse = _flash(q, k[:, :, :prefix], v[:, :, :prefix], 0.0, False, scale=scale)
+        own, own_lse = _flash(q, k[:, :, prefix:], v[:, :, prefix:], 0.0, True, scale=scale)
+        lse = torch.logaddexp(seen_lse, own_lse)
+        out: Tensor = seen * (seen_lse - lse).exp()[..., None] + own * (own_lse - lse).exp()[..., None]
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.prefix, ctx.scale = prefix, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        parts = (slice(0, ctx.prefix), False), (slice(ctx.prefix, None), True)
+        grads = [
+            _flash_backward(grad_out, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, causal, scale=ctx.scale)
+            for keys, causal in parts
+        ]
+        (seen_q, seen_k, seen_v), (own_q, own_k, own_v) = grads
+        return seen_q + own_q, torch.cat([seen_k, own_k], 2), torch.cat([seen_v, own_v], 2), None

@@ -1,13 +1,14 @@
 """The group sampler: prompts to durable step batches; it wires state, journal, loop and dispatcher.
 
-The journal, a write-ahead log of all that was sampled, is the state that outlives the process.
+The journal, a write-ahead log of all that was sampled, is the state that outlives the process. The batch
+builder selects the finished groups of a step, and writes the step's file.
 Used by ``process.py`` and ``benchmarks/sampler_scale.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,21 @@ from bapo_megatron.data.mixture import data_order
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.admission import AdmissionController
-from bapo_megatron.rollout.sampler.batch_builder import BatchBuilder
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
-from bapo_megatron.rollout.sampler.event_log.events import steps_rewound, weights_loaded
+from bapo_megatron.rollout.sampler.event_log.events import batch_served, steps_rewound, weights_loaded
 from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
 from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.journal_start import OUTSTANDING, journal_start
 from bapo_megatron.rollout.sampler.loop import SamplerLoop
+from bapo_megatron.rollout.sampler.sampling_metrics import sampler_metrics
 from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
-from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path
+from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path, write_step
 from bapo_megatron.rollout.sampler.stepper import Stepper
 from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher
 from bapo_megatron.rollout.sampler.turns import Environments
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.types import StepBatch
 
 
 class GroupSampler:
@@ -185,3 +187,50 @@ class GroupSampler:
 
     def _choose(self, step: int) -> list[FinishedGroup] | None:
         return self._batches.choose(step, self._loop.is_exhausted)
+
+
+class BatchBuilder:
+    """The builder of a step's batch: the finished groups that were opened first, but for those to be dropped.
+
+    Made by ``GroupSampler``: ``choose``, then ``write``, between two commits of the sampler's loop.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sampler_state: SamplerState,
+        admission: AdmissionController,
+        pool: EnginePool,
+        folder: Path,
+        rounds: bool,
+    ) -> None:
+        """``folder``: of the step files. ``rounds``: see ``GroupSampler``."""
+        self._config, self._state, self._admission, self._pool = config, sampler_state, admission, pool
+        self._folder, self._rounds = folder, rounds
+
+    def choose(self, step: int, is_last: bool) -> list[FinishedGroup] | None:
+        """Select the groups of ``step``; None if there are too few and more may come.
+
+        ``is_last``: no more can come, so the step takes what there is, even nothing.
+        """
+        count = self._config.rollout.prompts_per_step
+        if not is_last and (self._rounds or len(self._state.finished) < count):
+            return None
+        groups = (group for _, group in sorted(self._state.finished.items()))
+        fresh = [group for group in groups if not self._admission.must_drop(group, step)]
+        return fresh[:count] if is_last or len(fresh) >= count else None
+
+    async def write(self, step: int, groups: Sequence[FinishedGroup]) -> Record:
+        """Write the step's file, and return the event that records it.
+
+        The file comes before the event: from then on the groups belong to the step, and after a kill in
+        between the next start makes the event from the file (``StepFiles.missing_records``).
+        """
+        numbers = [group.number for group in groups]
+        stale = sum(self._admission.is_stale(group, step) for group in groups)
+        config = self._config
+        metrics = sampler_metrics(self._state, groups, stale, config.reward, config.data.source_names)
+        metrics["sampler/engines"] = float(self._pool.up)
+        batch = StepBatch(tuple(group.group for group in groups), metrics)
+        await asyncio.to_thread(write_step, self._folder, step, batch, numbers)
+        return batch_served(step, numbers)

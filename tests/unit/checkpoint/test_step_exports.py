@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from bapo_megatron.checkpoint.step_exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.commands.finish import wait_for_exports
+from bapo_megatron.commands.train import wait_for_exports
 from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
 from bapo_megatron.errors import Preempted
 from bapo_megatron.interfaces import Saving
@@ -414,7 +414,7 @@ def test_the_end_of_a_run_waits_and_then_deletes_what_was_held(
             halted.resume()
         time.sleep(seconds / 100)
 
-    monkeypatch.setattr("bapo_megatron.commands.finish.sleep", wake)
+    monkeypatch.setattr("bapo_megatron.commands.train.sleep", wake)
     wait_for_exports(run_with(owner))
     done = [step for kind, step in owner.kinds() if kind == "export_done"]
     assert done == [10, 20]

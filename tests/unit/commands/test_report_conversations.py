@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from bapo_megatron.commands.report.conversations import MOST_TOKENS, conversations
 from bapo_megatron.commands.report.data import RunRecord, read_run
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
+from bapo_megatron.commands.report.episodes import MOST_TOKENS, conversations
 from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.page import write_report
 from bapo_megatron.commands.report.panels import PANELS

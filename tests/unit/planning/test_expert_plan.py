@@ -15,13 +15,12 @@ from bapo_megatron.hf.config import ExpertShape, read_model_shape
 from bapo_megatron.planning import experts
 from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import Change, smallest_changes
-from bapo_megatron.planning.engines import engines
 from bapo_megatron.planning.experts import expert_load, measured_imbalance, rank_imbalance
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.json_summary import model_flops
 from bapo_megatron.planning.memory import host_bytes, server_weights, stage_memory
 from bapo_megatron.planning.page import plan_text
-from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.plan import engines, make_plan
 from bapo_megatron.planning.records import RankResult
 from bapo_megatron.planning.sizes import (
     active_parameters,

@@ -46,7 +46,7 @@ def test_a_view_keeps_its_storage_alive() -> None:
 
 def test_values_computed_from_host_data_are_known() -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    meter = Meter(fake, {}, cuda=False)
+    meter = Meter({}, cuda=False)
     data = torch.tensor([3, 0, 5])
     with fake, meter:
         doubled = data * 2 + torch.arange(3)
@@ -63,7 +63,7 @@ def test_values_computed_from_host_data_are_known() -> None:
 
 def test_writing_an_unknown_value_makes_every_view_unknown() -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, Meter(fake, {}, cuda=False):
+    with fake, Meter({}, cuda=False):
         total = torch.zeros(4)
         part = total[:2]
         part += 1

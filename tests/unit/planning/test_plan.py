@@ -35,7 +35,6 @@ from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.planning import memory as plan_memory
 from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
-from bapo_megatron.planning.engines import cache_bytes_per_token, engines
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.planning.memory import (
     host_bytes,
@@ -45,7 +44,7 @@ from bapo_megatron.planning.memory import (
     stage_memory,
 )
 from bapo_megatron.planning.page import plan_text
-from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.plan import cache_bytes_per_token, engines, make_plan
 from bapo_megatron.planning.sizes import (
     largest_parameter,
     run_folder_bytes,

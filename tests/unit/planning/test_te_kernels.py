@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bapo_megatron.planning.rehearsal.transformer_engine import installation  # noqa: F401  it fills the table
 from bapo_megatron.planning.rehearsal.transformer_engine.extension import MaskType, make_extension
 from bapo_megatron.planning.rehearsal.transformer_engine.kernel import KERNELS, calls, observers
-from bapo_megatron.planning.rehearsal.transformer_engine.linear import positions_of
+from bapo_megatron.planning.rehearsal.transformer_engine.layers import positions_of
 
 BOUNDS = (0, 3, 8)
 """Two documents."""

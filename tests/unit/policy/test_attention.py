@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from bapo_megatron.policy.attention import core as attention
 from bapo_megatron.policy.attention.context_parallel import positions
-from bapo_megatron.policy.attention.core import DocumentAttention, DocumentPack
+from bapo_megatron.policy.attention.core import (
+    DocumentAttention,
+    DocumentPack,
+    groups_of_like_length,
+    prefix_attention,
+)
 from bapo_megatron.policy.attention.flash import flash_attention
-from bapo_megatron.policy.attention.padded import groups_of_like_length
-from bapo_megatron.policy.attention.prefix import prefix_attention
 
 CONFIG = types.SimpleNamespace(attention_dropout=0.0, kv_channels=8, context_parallel_size=1)
 

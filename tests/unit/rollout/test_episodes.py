@@ -17,9 +17,7 @@ from bapo_megatron.environment import Reply
 from bapo_megatron.environment.pool import Question, StepResult
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler import turns
-from bapo_megatron.rollout.sampler.batch_builder import rollout_metrics
 from bapo_megatron.rollout.sampler.episode import Answer, Episode
-from bapo_megatron.rollout.sampler.episode_metrics import episode_metrics
 from bapo_megatron.rollout.sampler.event_log.events import (
     Given,
     answers_given,
@@ -41,6 +39,7 @@ from bapo_megatron.rollout.sampler.response import (
     next_request,
     restarted,
 )
+from bapo_megatron.rollout.sampler.sampling_metrics import episode_metrics, rollout_metrics
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.stepper import Restart
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bapo_megatron.config import ModelConfig
-from bapo_megatron.data.routes import known_rows, read_routes, route_problem, write_routes
+from bapo_megatron.data.routes import read_routes, route_problem, write_routes
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.rollout.engines.local.model import LocalModel
 from bapo_megatron.rollout.engines.sglang.route_wire import decoded_routes
@@ -38,7 +38,7 @@ from bapo_megatron.types import (
 )
 from tests.support.models import EXPERTS as FAMILY
 from tests.support.models import save_tiny_model, tiny_model
-from tests.support.routed_engine import LAYERS, RoutedEngine, routes_of
+from tests.support.routed_engine import LAYERS, RoutedEngine, known_rows, routes_of
 from tests.support.sampling import ScriptedEngine, World, until
 from tests.unit.rollout.test_step_batches import batch, rollout
 

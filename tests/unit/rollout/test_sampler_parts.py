@@ -15,7 +15,6 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.admission import AdmissionController
-from bapo_megatron.rollout.sampler.batch_builder import BatchBuilder, rollout_metrics
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
 from bapo_megatron.rollout.sampler.event_log.events import (
     Segment,
@@ -26,6 +25,8 @@ from bapo_megatron.rollout.sampler.event_log.events import (
     weights_loaded,
 )
 from bapo_megatron.rollout.sampler.event_log.state import GroupSummary, SamplerState
+from bapo_megatron.rollout.sampler.group_sampler import BatchBuilder
+from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
 from bapo_megatron.rollout.sampler.scoring import GroupScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.types import GenerateRequest, Generation, Prompt

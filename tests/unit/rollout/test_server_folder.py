@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.rollout.engines.sglang import server_folder
-from bapo_megatron.rollout.engines.sglang.server_folder import ServerFolder
+from bapo_megatron.rollout.engines.sglang import server_process
+from bapo_megatron.rollout.engines.sglang.server_process import ServerFolder
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def old(path: str) -> None:
 def test_a_folder_of_another_machine_is_left_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock of another machine may not be visible here."""
     with monkeypatch.context() as patch:
-        patch.setattr(server_folder.socket, "gethostname", lambda: "another")
-        assert server_folder._host() != server_folder._PREFIX.split("-")[1]
-        patch.setattr(server_folder, "_PREFIX", f"bapo-{server_folder._host()}-")
+        patch.setattr(server_process.socket, "gethostname", lambda: "another")
+        assert server_process._host() != server_process._PREFIX.split("-")[1]
+        patch.setattr(server_process, "_PREFIX", f"bapo-{server_process._host()}-")
         theirs = ServerFolder(str(base))
     fcntl.flock(theirs._lock, fcntl.LOCK_UN)
     old(theirs.path)
@@ -95,7 +95,7 @@ def test_folders_without_locks_are_never_swept(base: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOLCK, "no locks")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server_folder.fcntl, "flock", no_locks)
+        patch.setattr(server_process.fcntl, "flock", no_locks)
         made = ServerFolder(str(base))
         old(made.path)
         ServerFolder(str(base)).remove()
@@ -109,7 +109,7 @@ def test_folders_without_locks_are_never_swept(base: Path, monkeypatch: pytest.M
 def test_stale_folders_are_swept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next folder sweeps those that killed servers have left."""
     program = (
-        "import os, sys; from bapo_megatron.rollout.engines.sglang.server_folder import ServerFolder;"
+        "import os, sys; from bapo_megatron.rollout.engines.sglang.server_process import ServerFolder;"
         "print(ServerFolder(sys.argv[1]).path, flush=True); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", program, str(base)], capture_output=True, text=True)
@@ -117,7 +117,7 @@ def test_stale_folders_are_swept(base: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert left.parent == base
     ServerFolder(str(base)).remove()
     assert left.is_dir()  # so young that its owner may not hold it yet
-    monkeypatch.setattr(server_folder, "_YOUNG_S", 0.0)
+    monkeypatch.setattr(server_process, "_YOUNG_S", 0.0)
     held = ServerFolder(str(base))
     assert not left.exists()
     ServerFolder(str(base)).remove()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.rollout.engines.sglang import tensor_hash
-from bapo_megatron.rollout.engines.sglang.tensor_hash import HASHES, CpuHash, GpuHash
+from bapo_megatron.rollout.engines.sglang import fused_weights
+from bapo_megatron.rollout.engines.sglang.fused_weights import HASHES, CpuHash, GpuHash
 
 # What `gpu_tensor_hash` of SGLang 0.5.23 returns for `pattern`, by triton 3.9.0 with TRITON_INTERPRET=1.
 BY_TRITON = {
@@ -78,7 +78,7 @@ def test_the_gpu_hash_equals_sglangs_kernel(case: tuple[int, str], expected: str
 
 @pytest.mark.parametrize("device", HASHES)
 def test_the_hash_does_not_depend_on_the_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_hash, "_CHUNK", 40_000)  # more than a tile, and not whole tiles
+    monkeypatch.setattr(fused_weights, "_CHUNK", 40_000)  # more than a tile, and not whole tiles
     whole = torch.randn(301, 203, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     left = whole[:, :101]  # not contiguous
     reference = literal if device == "cuda" else lambda data: hashlib.sha256(data).hexdigest()[:16]
@@ -110,7 +110,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = GpuHash()
     found.add(torch.zeros(5 * 2**20))
     assert sum(mixed) == 5 * 2**20
-    assert max(mixed) <= 257 * tensor_hash.TILE_WORDS
+    assert max(mixed) <= 257 * fused_weights.TILE_WORDS
 
 
 @pytest.mark.parametrize("device", HASHES)

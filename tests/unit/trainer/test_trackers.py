@@ -18,9 +18,9 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
 from bapo_megatron.trainer.records.observer import trackers
-from bapo_megatron.trainer.records.observer.tracker import TrackedRun
 from bapo_megatron.trainer.records.observer.trackers import (
     MlflowTracker,
+    TrackedRun,
     TrackioTracker,
     WandbTracker,
     _records,

@@ -1,8 +1,7 @@
 """Allocation ledger: every allocation and release of a rank's memory in order, and the peak of each phase.
 
 A block is one storage; all views of it are one block. It is released with its storage, as in CUDA's caching
-allocator, or when that is resized to 0. Used by ``meter.py``, ``planning/rehearsal/kinds.py`` and
-``planning/rehearsal/rank.py``.
+allocator, or when that is resized to 0. Used by ``meter.py`` and ``planning/rehearsal/rank.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SMALLEST = 512
 class Block:
     """One allocated storage (block): its size in bytes, its origin in the program, and its kind of memory.
 
-    Made by ``Ledger.add``, labelled by the meter and ``kinds.py``.
+    Made by ``Ledger.add``, labelled by the meter and ``planning/rehearsal/rank.py``.
     """
 
     size: int

@@ -1,8 +1,12 @@
-"""Fake process groups of a rank: a world of the recipe's size in which only this rank exists.
+"""Fake process groups of a rank and their collectives: in a world of the recipe's size only this rank exists.
 
-Object collectives give results as if every peer were like this rank; `Collectives` answers those of tensors.
+Each collective is recorded, for the deadlock check (``match.py``) and the page of results, and returns at
+once. Buffers keep their shape, so most need no result: their values are unknown from then on. Values that a
+rank decides by are answered as if every peer were like this one, and so are objects and the message shapes
+that pipeline stages announce.
+
 torch's object collectives stay patched in this process, and so does what ``repair_torch`` patches for fake
-tensors of any device. Used by ``planning/rehearsal/rank.py``.
+tensors of any device. Used by ``meter.py`` and ``planning/rehearsal/rank.py``.
 """
 
 from __future__ import annotations
@@ -16,12 +20,38 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._C._distributed_c10d import FakeWork, ProcessGroup  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.planning.records import Call
+from bapo_megatron.planning.rehearsal.fake.values import forget, know
+from bapo_megatron.planning.rehearsal.fake.waits import program_line
 from bapo_megatron.policy.layout import initialize_groups
+
+_ALL_TO_SOME = (
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    *("gather_", "scatter_", "alltoall_", "alltoall_base_"),
+)
+_GROUP_AT = dict.fromkeys(_ALL_TO_SOME, 2)
+"""Position of the group among a kernel's arguments, where it is not 1."""
+_WHOLE_IS_INPUT = {"_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_"}
+_WORK_ONLY = {
+    *("send", "recv_", "recv_any_source_", "reduce_", "gather_", "barrier", "monitored_barrier_"),
+    *("allreduce_coalesced_", "reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("allgather_coalesced_", "alltoall_base_"),
+}
+"""Kernels that return the work alone; the others return their outputs, too."""
+_POINT_TO_POINT = {"send", "recv_"}
+_SHAPE_ANNOUNCEMENT = 3
+"""Entries of the int64 message in which a stage announces the shape of its next one."""
+_NAMES = {"_allgather_base_": "all_gather", "allgather_": "all_gather", "allreduce_": "all_reduce"}
+_NAMES |= {"allgather_into_tensor_coalesced_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+_NAMES |= {"reduce_scatter_tensor_coalesced_": "reduce_scatter", "recv_": "recv", "broadcast_": "broadcast"}
 
 
 @contextmanager
@@ -124,3 +154,93 @@ def _numbers(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_numbers(part) for part in data]
     return data.item() if isinstance(data, Tensor) else data
+
+
+class Collectives:
+    """Recorder of one rank's collectives, in order; it also gives their results to the meter, its maker.
+
+    RuntimeError or ValueError where NCCL would refuse a call.
+    """
+
+    def __init__(self, names: Mapping[str, str], book: Callable[[Tensor, str], None]) -> None:
+        """``names``: kinds of groups by torch's names; ``book`` records a buffer that NCCL allocates."""
+        self.calls: list[Call] = []
+        self.message_shape: tuple[int, ...] = ()
+        """Shape of a message between pipeline stages."""
+        self._names, self._book = names, book
+
+    def answer(self, func: Any, args: Sequence[Any], phase: str) -> Any:
+        """Record a collective and return what torch's kernel would."""
+        call, tensors = self.note(func, args, phase)
+        name = _kernel(func)
+        if name in ("allgather_", "reduce_scatter_") and call.device == "cuda" and len(call.ranks) > 1:
+            # NCCL takes one flat tensor: ProcessGroupNCCL copies a list of tensors into one of its own.
+            flat = torch.empty((call.size,), dtype=torch.uint8, device=tensors[0].device)
+            self._book(flat, f"{call.op} of a list")
+        self._receive(name, tensors, args)
+        work = FakeWork().boxed()
+        return work if name in _WORK_ONLY else (args[0], work)
+
+    def note(self, func: Any, args: Sequence[Any], phase: str) -> tuple[Call, list[Tensor]]:
+        """Record a collective; the call, and its tensors."""
+        name = _kernel(func)
+        group = ProcessGroup.unbox(args[_GROUP_AT.get(name, 1)])
+        tensors = _tensors(args[:2]) if name != "barrier" else []
+        whole = _tensors(args[name in _WHOLE_IS_INPUT]) if tensors else []
+        self._check(name, tensors, args, group.size())
+        ranks = tuple(dist.get_process_group_ranks(group))
+        call = Call(
+            op=_NAMES.get(name, name.strip("_")),
+            group=self._names.get(group.group_name, "other"),
+            ranks=ranks,
+            size=sum(one.nbytes for one in whole),
+            dtype=str(tensors[0].dtype)[6:] if tensors else "",
+            device=tensors[0].device.type if tensors else "",
+            peer=ranks[args[2]] if name in (*_POINT_TO_POINT, "broadcast_") else None,
+            line=program_line(),
+            phase=phase,
+        )
+        self.calls.append(call)
+        return call, tensors
+
+    @staticmethod
+    def _check(name: str, tensors: list[Tensor], args: Sequence[Any], ranks: int) -> None:
+        """NCCL's own checks: mixed devices, non-contiguous tensors, sizes that do not fit the group."""
+        devices = {one.device.type for one in tensors}
+        if len(devices) > 1:
+            raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(devices))}")
+        for one in tensors:
+            if not one.is_contiguous():
+                raise ValueError(f"{name}: a tensor of shape {list(one.shape)} is not contiguous")
+        if name not in ("allgather_", "_allgather_base_", "_reduce_scatter_base_"):
+            return
+        whole, part = (args[1], args[0]) if name == "_reduce_scatter_base_" else (args[0], args[1])
+        pieces, (own, *_) = _tensors(whole), _tensors(part)
+        if sum(piece.numel() for piece in pieces) != ranks * own.numel():
+            raise ValueError(
+                f"{name}: {[list(piece.shape) for piece in pieces]} does not hold {list(own.shape)} of "
+                f"each of {ranks} ranks"
+            )
+
+    def _receive(self, name: str, tensors: list[Tensor], args: Sequence[Any]) -> None:
+        """Mark the values of received tensors as unknown, unless peers like this rank would send the same."""
+        if name == "recv_" and tensors[0].dtype == torch.int64 and tensors[0].numel() == _SHAPE_ANNOUNCEMENT:
+            with unset_fake_temporarily():
+                know(tensors[0], torch.tensor(self.message_shape))
+            return
+        if name in ("send", "barrier", "broadcast_"):
+            return
+        if name == "allreduce_" and args[2].op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            return
+        for one in _tensors(args[0]):
+            forget(one)
+
+
+def _kernel(func: Any) -> str:
+    name: str = func.name().removeprefix("c10d::")
+    return name.split(".")[0]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    leaves = tree_leaves(list(value) if isinstance(value, tuple) else value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,9 +1,9 @@
 """Counters of host waits in a rehearsal, by phase and line of the program; and the finder of that line.
 
 At a host wait the CPU blocks until the GPU has finished: at a read of a value, a shape that depends on
-values, a copy without ``non_blocking``, a ``synchronize``. ``Meter`` counts them here. ``collectives.py`` and
-``planning/rehearsal/rank.py`` take only the functions that name a line of the program. Used by
-``collectives.py``, ``meter.py`` and ``planning/rehearsal/rank.py``.
+values, a copy without ``non_blocking``, a ``synchronize``. ``Meter`` counts them here. ``process_group.py``
+and ``planning/rehearsal/rank.py`` take only the functions that name a line of the program. Used by
+``process_group.py``, ``meter.py`` and ``planning/rehearsal/rank.py``.
 """
 
 from __future__ import annotations

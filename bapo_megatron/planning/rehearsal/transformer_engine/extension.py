@@ -1,7 +1,7 @@
 """Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine.
 
 A function without a stand-in raises NotImplementedError when it is called. Used by
-``planning/rehearsal/fake/flops.py``, ``attention.py`` and ``installation.py``.
+``planning/rehearsal/fake/meter.py``, ``attention.py`` and ``installation.py``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,16 @@ import torch
 
 from bapo_megatron.planning.rehearsal.transformer_engine import (  # noqa: F401  each enters its kernels in the table
     attention,
-    experts,
-    linear,
+    layers,
     optimizer,
 )
 from bapo_megatron.planning.rehearsal.transformer_engine.extension import make_extension
 from bapo_megatron.planning.rehearsal.transformer_engine.kernel import KERNELS
 
 
-def answer_queries(architecture: tuple[int, int]) -> None:
-    """Patch torch.cuda for Transformer Engine's modules: a GPU of ``architecture``, a compute capability."""
-    answer_architecture(architecture)
+def answer_queries() -> None:
+    """Patch torch.cuda for Transformer Engine's modules: there is a GPU, of compute capability 9.0."""
+    answer_architecture((9, 0))
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.Stream = torch.cuda.Event = _SynchronousStream  # type: ignore[misc,assignment]
     torch.cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
@@ -101,23 +99,16 @@ _NOT_IMPORTABLE = (
 _PERMUTATION = "transformer_engine.pytorch.triton.permutation"
 
 
-def install(
-    folder: Path,
-    *,
-    architecture: tuple[int, int] = (9, 0),
-    kernels: Mapping[str, Callable[..., Any]] = KERNELS,
-    answer_cuda: bool = True,
-) -> types.ModuleType:
+def install(folder: Path, *, answer_cuda: bool = True) -> types.ModuleType:
     """Import Transformer Engine from ``folder``; returns the stand-in for its compiled part.
 
-    It must come before megatron is imported, once in a process. ``architecture`` is the compute capability
-    of the GPU that Transformer Engine sees. With ``answer_cuda`` its modules hear of a GPU while tensors
-    are on the CPU; a caller that makes fake CUDA tensors leaves it out and answers torch.cuda's questions
-    itself.
+    It must come before megatron is imported, once in a process. With ``answer_cuda`` its modules hear of a
+    GPU while tensors are on the CPU; a caller that makes fake CUDA tensors leaves it out and answers
+    torch.cuda's questions itself.
     """
     if "megatron.core.extensions.transformer_engine" in sys.modules:
         raise RuntimeError("megatron is imported already, and has found no Transformer Engine")
-    extension = make_extension(kernels)
+    extension = make_extension(KERNELS)
     sys.path.insert(0, str(folder))
     sys.modules["transformer_engine_torch"] = extension
     for name in _NOT_IMPORTABLE:
@@ -125,7 +116,7 @@ def install(
         sys.modules[full_name] = _Placeholder(full_name)
     _replace_permutation()
     if answer_cuda:
-        answer_queries(architecture)
+        answer_queries()
     common = _import_common(folder)
     package = importlib.import_module("transformer_engine")
     package.common = common  # type: ignore[attr-defined]
@@ -164,7 +155,7 @@ def _import_common(folder: Path) -> types.ModuleType:
 def _replace_permutation() -> None:
     """Put the stand-ins for the triton kernels of the permutation into the place of their module."""
     module = types.ModuleType(_PERMUTATION)
-    vars(module).update(experts.PERMUTATION)
+    vars(module).update(layers.PERMUTATION)
     package, _, name = _PERMUTATION.rpartition(".")
     sys.modules[_PERMUTATION] = module
     setattr(sys.modules[package], name, module)  # ``import ... as`` takes the attribute

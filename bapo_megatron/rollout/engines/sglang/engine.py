@@ -2,13 +2,15 @@
 
 Weights come from a folder, by broadcast or by memory handles. A request at its deadline is aborted and
 returns its tokens so far; one on a dropped kept-alive connection is sent once more. The engine adds what the
-server does not promise: unsent requests wait during a pause and obey an abort, and weights change between two
-tokens while requests are in flight. Used by ``backend.py`` and ``benchmarks/sampler_scale.py``.
+server does not promise: unsent requests wait at a gate (``InflightRequests``) during a pause or a load and
+obey an abort, and weights change between two tokens while requests are in flight. Used by ``backend.py`` and
+``benchmarks/sampler_scale.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +24,6 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     ServerError,
     SglangServer,
 )
-from bapo_megatron.rollout.engines.sglang.inflight import InflightRequest, InflightRequests
 from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
 from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightParts
@@ -368,3 +369,69 @@ def _without_old_routes(found: Generation) -> Generation:
 def _truncated_after(found: Generation, newest: int | None) -> Generation:
     """The generation, truncated before the first token of a weight version newer than ``newest``."""
     return found if newest is None else found.first(int((found.versions_R <= newest).sum()))
+
+
+class InflightRequest:
+    """One request in flight: its server-side id, and whether it was sent or aborted.
+
+    Made by ``SglangEngine.generate``.
+    """
+
+    def __init__(self, routes: bool = False) -> None:
+        """``routes``: whether its answer must have routes."""
+        self.rid = uuid.uuid4().hex
+        self.routes = routes
+        self.sent = False
+        self.aborted = False
+        self.newest: int | None = None
+        """The newest weight version that its tokens may have, if it was aborted during a pause; else None."""
+
+    def renew(self) -> None:
+        """Reset it for a retry, with a new id: the server may still know the old one."""
+        self.rid, self.sent = uuid.uuid4().hex, False
+
+
+class InflightRequests:
+    """The requests in flight at a server, and the gate before it. Lives in one event loop.
+
+    Made by ``SglangEngine``.
+    """
+
+    def __init__(self) -> None:
+        self.all: set[InflightRequest] = set()
+        self._changed = asyncio.Condition()
+        self._open = True
+
+    async def may_send(self, pending: InflightRequest) -> bool:
+        """Wait until the gate is open; False if ``pending`` is aborted before."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._open or pending.aborted)
+        return not pending.aborted
+
+    @property
+    def are_held(self) -> bool:
+        """Whether the gate is closed: the server is paused, or about to be."""
+        return not self._open
+
+    async def until_open(self) -> None:
+        """Wait until the gate is open."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._open)
+
+    async def abort(self) -> list[InflightRequest]:
+        """Mark the current requests as aborted; returns them. Those that wait at the gate are not sent."""
+        for pending in self.all:
+            pending.aborted = True
+        async with self._changed:
+            self._changed.notify_all()
+        return list(self.all)
+
+    def close_gate(self) -> None:
+        """Close the gate: new requests wait."""
+        self._open = False
+
+    async def open_gate(self) -> None:
+        """Open the gate: waiting requests are sent."""
+        self._open = True
+        async with self._changed:
+            self._changed.notify_all()

@@ -81,12 +81,10 @@ else:
 """A program that prints NCCL's version: of the wheel that torch loads, else of torch's own build."""
 
 
-def check_nccl(servers: Path, trainer: Path | None = None) -> None:
-    """Check that two environments have one version of NCCL. ConfigError if not, or if one is unknown.
-
-    ``servers``, ``trainer``: their interpreters; None: this one.
-    """
-    trainer = trainer or Path(sys.executable)
+def check_nccl(servers: Path) -> None:
+    """Check that the servers' environment has this one's version of NCCL; else ConfigError, as if one is
+    unknown. ``servers``: their interpreter."""
+    trainer = Path(sys.executable)
     ours, theirs = _nccl_of(trainer), _nccl_of(servers)
     if ours != theirs:
         raise ConfigError(

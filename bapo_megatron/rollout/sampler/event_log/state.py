@@ -37,7 +37,7 @@ TEACHER_LOG_PROBS = "teacher_log_probs"
 class GroupSummary(NamedTuple):
     """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data.
 
-    Made when a group's scores are applied; ``batch_builder.py`` and ``episode_metrics.py`` read it.
+    Made when a group's scores are applied; ``sampling_metrics.py`` reads it.
     """
 
     number: int

@@ -17,8 +17,14 @@ from typing import TextIO, cast
 
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.trainer.records.observer.following import Inbox, Observer
-from bapo_megatron.trainer.records.observer.tracker import RedactingStream, TrackedRun, Tracker
-from bapo_megatron.trainer.records.observer.trackers import MlflowTracker, TrackioTracker, WandbTracker
+from bapo_megatron.trainer.records.observer.trackers import (
+    MlflowTracker,
+    RedactingStream,
+    TrackedRun,
+    Tracker,
+    TrackioTracker,
+    WandbTracker,
+)
 
 _TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "wandb": WandbTracker,

@@ -19,7 +19,7 @@ from pathlib import Path
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK, TrackedRows
 from bapo_megatron.trainer.records.observer.state import TrackerState, read_state, write_state
-from bapo_megatron.trainer.records.observer.tracker import TrackedRun, Tracker, redacted, tracked_run
+from bapo_megatron.trainer.records.observer.trackers import TrackedRun, Tracker, redacted, tracked_run
 
 NEWS, END = b"n", b"e"
 """Messages from the run to an observer: new rows; end after the rows that are there."""

@@ -1,12 +1,16 @@
-"""Trackers of W&B, trackio and MLflow: one run of a board for all starts of a run directory.
+"""Experiment trackers: their protocol, and those of W&B, trackio and MLflow; the redaction of secrets.
 
-They run in an observer's process, and import the trackers' packages when they are made. Errors of a package
-or its server are raised, and the observer tries again.
+A tracker shows one run of a board for all starts of a run directory. It runs in an observer's process, and
+imports its package when it is made. Errors of a package or its server are raised, and the observer tries
+again. A new tracker is a class with the methods of ``Tracker``, an entry in ``__main__.py`` and one in
+``TrackerName`` (config/outputs.py). Secrets (API keys, passwords in URLs) are taken out of what a tracker's
+package prints or raises, and of the configuration that it gets.
 
 ``steps_with`` reads, at a restart, which steps W&B's offline files hold: after a kill fewer than were logged.
 A file has LevelDB's log format (github.com/google/leveldb, doc/log_format.md) after a header of seven bytes:
 blocks of 32 KiB with records of checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last
-part) and data, here a Record of W&B's protocol. A torn end is left out. Used by ``__main__.py``.
+part) and data, here a Record of W&B's protocol. A torn end is left out. Used by ``__main__.py`` and
+``following.py``.
 """
 
 from __future__ import annotations
@@ -16,14 +20,105 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TextIO
 
 from bapo_megatron.runtime.run_files import read_plain
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK
 from bapo_megatron.trainer.records.observer.state import NOTHING
-from bapo_megatron.trainer.records.observer.tracker import TrackedRun
+
+_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+_LEAST_CHARACTERS = 6
+_IN_ADDRESSES = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=write_token=)[^&\s'\"]+")
+_HIDDEN = "***"
+
+
+def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """``text`` with *** for values of variables whose names say KEY or TOKEN, and for passwords in URLs."""
+    for name, value in environment.items():
+        if _NAMES.search(name) and len(value) >= _LEAST_CHARACTERS:
+            text = text.replace(value, _HIDDEN)
+    return _IN_ADDRESSES.sub(_HIDDEN, text)
+
+
+class RedactingStream:
+    """Text stream that redacts secrets before it writes; all other methods are the stream's.
+
+    ``__main__.py`` puts it in place of an observer's standard output and error.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redacted(text))
+        self._stream.flush()
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+_PROJECT = "bapo-megatron"
+"""Project of a run whose stored configuration is older than ``logging.project``: that field's default."""
+
+
+_PRIVATE = ("logging.on_event", "checkpoint.after_export")
+"""Fields that trackers never get: the user's commands and URLs may hold a key (a webhook's URL is one)."""
+
+_QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
+"""What stands behind the question mark of an address, which may be the key of a judge."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Description of a run for a tracker, as plain data without secrets: id, name, project, configuration.
+
+    Made by ``tracked_run`` from the configuration on disk, for the ``Tracker``.
+    """
+
+    id: str
+    """Unique to the run directory, and the same for all of its starts."""
+    name: str
+    project: str
+    config: dict[str, str]
+    """The configuration by dotted names, redacted."""
+    folder: Path
+    """RUN/trackers, where a tracker without a server keeps its data."""
+
+
+class Tracker(Protocol):
+    """Protocol of an experiment tracker of one run: W&B, trackio or MLflow. Used in its observer's process.
+
+    Made from a ``TrackedRun``; it resumes the tracked run of the same id. Calls may block, and may raise
+    anything: the observer closes it and makes a new one.
+    """
+
+    def last_step(self, metric: str) -> int | None:
+        """The last step whose ``metric`` is durably stored; -1 if none, None if the tracker cannot tell."""
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Add metrics of ``step``, which never falls."""
+
+    def close(self) -> None:
+        """Flush, and mark the tracked run as not running."""
+
+
+def tracked_run(root: Path) -> TrackedRun:
+    """Description of the run in the run directory ``root``, read from its files."""
+    paths = RunPaths(root)
+    with read_plain(paths.config) as file:
+        config = json.load(file)["config"]
+    with read_plain(paths.wandb_id) as file:
+        run_id = file.read().decode().strip()
+    project = config.get("logging.wandb_project") or config.get("logging.project", _PROJECT)
+    shown = {name: redacted(str(value)) for name, value in config.items() if name not in _PRIVATE}
+    texts = {name: _QUERY.sub(r"\1***", text) for name, text in shown.items()}
+    return TrackedRun(run_id, config["name"], project, texts, paths.trackers.absolute())
+
 
 _HEADER, _BLOCK, _RECORD_HEADER = 7, 1 << 15, 7
 _WHOLE, _FIRST, _LAST = 1, 2, 4

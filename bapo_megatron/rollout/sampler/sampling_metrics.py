@@ -1,0 +1,149 @@
+"""Metrics of the sampling of a step: rewards, lengths, truncation, episodes, and an account of all tokens.
+
+Episodes are those of environments: turns, given tokens, failures, and what the environments reported. Used by
+``group_sampler.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+import numpy as np
+
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, GroupSummary, SamplerState
+from bapo_megatron.types import FinishReason, Metrics
+
+REPORTED = "episode/"
+"""Prefix of the metrics of a user's environment."""
+
+
+def sampler_metrics(
+    sampler_state: SamplerState,
+    chosen: Sequence[FinishedGroup],
+    stale: int,
+    reward: RewardConfig,
+    sources: Sequence[str] = (),
+) -> Metrics:
+    """The metrics of a step that trains on the groups ``chosen``, of which ``stale`` are too old.
+
+    Counts from the start of the run: sampled = trained + dropped + kept (``sampler/tokens_*``). ``sources``:
+    names of the run's sources; each has its own ``rollout_metrics`` and ``episode_metrics`` under
+    ``source/NAME/``.
+    """
+    trained = sum(group.tokens for group in chosen)
+    dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
+    return {
+        **rollout_metrics(sampler_state.scored, len(chosen), reward),
+        **_by_source(sampler_state.scored, chosen, reward, sources),
+        **episode_metrics(sampler_state.scored),
+        "rollout/groups_dropped": float(sampler_state.dropped["uniform"]),
+        "rollout/groups_stale": float(sampler_state.dropped["stale"] + stale),
+        "sampler/groups_kept": float(sampler_state.outstanding - len(chosen)),
+        "sampler/tokens_sampled": float(sampler_state.tokens["sampled"]),
+        "sampler/tokens_trained": float(sampler_state.tokens["trained"] + trained),
+        "sampler/tokens_dropped": float(dropped),
+        "sampler/tokens_kept": float(sampler_state.outstanding_tokens - trained),
+    }
+
+
+def _by_source(
+    scored: Sequence[GroupSummary],
+    chosen: Sequence[FinishedGroup],
+    reward: RewardConfig,
+    sources: Sequence[str],
+) -> Metrics:
+    found: Metrics = {}
+    for source in sources:
+        kept = sum(one.group.prompt.source == source for one in chosen)
+        own = [one for one in scored if one.source == source]
+        metrics = {**rollout_metrics(own, kept, reward), **episode_metrics(own)}
+        # Times have one name, which whoever compares two runs leaves out.
+        named = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        found |= {f"source/{source}/{name}": value for name, value in named.items()}
+    return found
+
+
+def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardConfig) -> Metrics:
+    """Statistics of all responses scored for the step, before uniform groups are dropped.
+
+    So the filter does not bias them. A response is correct if its reward is nearer to ``reward.correct`` than
+    to ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
+    """
+    groups = sorted(scored)
+    rewards = np.array([value for group in groups for value in group.rewards])
+    lengths = np.array([length for group in groups for length in group.lengths])
+    correct = np.abs(rewards - reward.correct) < np.abs(rewards - reward.wrong)
+    truncated = np.array([reason == "length" for group in groups for reason in group.reasons])
+    failures = sum(len(group.failures) for group in groups)
+    correct_by_group = np.split(correct, np.cumsum([len(group.rewards) for group in groups])[:-1])
+    return {
+        "reward/mean": _array_mean(rewards),
+        "reward/correct_fraction": _array_mean(correct),
+        "reward/solved_none": _array_mean(np.array([not one.any() for one in correct_by_group])),
+        "reward/solved_all": _array_mean(np.array([one.all() for one in correct_by_group])),
+        "reward/failures": float(failures),
+        "reward/failed_fraction": failures / len(rewards) if len(rewards) else None,
+        "reward/timeouts": float(sum(group.failures.count("time") for group in groups)),
+        "rollout/groups_sampled": float(len(groups)),
+        "rollout/groups": float(kept),
+        "rollout/length_mean": _array_mean(lengths),
+        "rollout/length_max": float(lengths.max()) if len(lengths) else None,
+        "rollout/length_positive_mean": _array_mean(lengths[correct]),
+        "rollout/length_negative_mean": _array_mean(lengths[~correct]),
+        "rollout/truncated_fraction": _array_mean(truncated),
+        "rollout/tokens": float(lengths.sum()),
+    }
+
+
+def _array_mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
+    """Statistics of all episodes scored for the step; empty where no prompt has an environment.
+
+    Groups without episodes, of a source without an environment, count nowhere.
+
+    - ``environment/turns_mean``, ``.../turns_max``: turns of the model in a response
+    - ``.../steps_mean``: answers of the environment in a response; ``time/environment_s``: the time of its
+      steps together, mean over responses
+    - ``.../given_share``: share of all tokens that were given
+    - ``.../failures``: responses whose environment failed; ``.../restarts``: times that responses began again
+    - ``.../finish_REASON``: share of responses that ended so, for each ``FinishReason`` of a response
+    - ``.../reward_turn_N``: mean reward of the environment's N-th answer, over those with one
+    - ``episode/NAME``: a metric of the environment's own, mean over the episodes that report it
+    """
+    scored = [group for group in scored if group.episodes]
+    episodes = [one for group in scored for one in group.episodes]
+    if not episodes:
+        return {}
+    sampled = sum(length for group in scored for length in group.lengths)
+    reasons = [reason for group in scored for reason in group.reasons]
+    given = sum(one["given"] for one in episodes)
+    found: Metrics = {
+        "environment/turns_mean": _mean(one["turns"] for one in episodes),
+        "environment/turns_max": float(max(one["turns"] for one in episodes)),
+        "environment/steps_mean": _mean(len(one["rewards"]) for one in episodes),
+        "time/environment_s": _mean(one["seconds"] for one in episodes),
+        "environment/given_share": given / max(1, given + sampled),
+        "environment/failures": float(sum(one["failure"] is not None for one in episodes)),
+        "environment/restarts": float(sum(one["restarts"] for one in episodes)),
+    }
+    for reason in get_args(FinishReason):
+        if reason != "abort":  # of a request, never of a response
+            found[f"environment/finish_{reason}"] = reasons.count(reason) / len(reasons)
+    for turn in range(max(len(one["rewards"]) for one in episodes)):
+        rewards = [one["rewards"][turn] for one in episodes if turn < len(one["rewards"])]
+        if values := [reward for reward in rewards if reward is not None]:
+            found[f"environment/reward_turn_{turn + 1}"] = _mean(values)
+    for name in sorted({name for one in episodes for name in one["metrics"]}):
+        values = [one["metrics"][name] for one in episodes if name in one["metrics"]]
+        found[REPORTED + name] = _mean(values)
+    return found
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return float(sum(found) / len(found))

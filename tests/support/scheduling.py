@@ -22,6 +22,8 @@ WAITING_WORKERS = 2
 SHARES_SERVERS = (
     "tests/contract/test_engine_contract.py",
     "tests/contract/test_broadcast.py",
+    "tests/contract/test_released_memory.py",
+    "tests/contract/test_sent_digests.py",
     "tests/contract/test_server_limits.py::test_the_next_segment_hits_the_prefix_cache",
 )
 """The tests of these names that take an SGLang server take the same ones."""

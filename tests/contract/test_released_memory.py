@@ -36,6 +36,14 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def shared(servers: Servers, make_model: MakeModel, family: str) -> Iterator[BlockingEngine]:
+    """A server that other tests use, too: it is awake again at the end."""
+    engine = servers.engine(make_model(family))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
 def own(servers: Servers, make_model: MakeModel, family: str, tmp_path: Path) -> Iterator[BlockingEngine]:
     """A dedicated server, which the test crashes."""
     model = make_model(family)
@@ -50,47 +58,47 @@ def own(servers: Servers, make_model: MakeModel, family: str, tmp_path: Path) ->
     process.stop(seconds=1)
 
 
-def test_a_server_sleeps_and_wakes_with_new_weights(own: BlockingEngine, make_model: MakeModel) -> None:
+def test_a_server_sleeps_and_wakes_with_new_weights(shared: BlockingEngine, make_model: MakeModel) -> None:
     """Released while requests run: their tokens come back, and nothing of them is left after the wake."""
-    assert isinstance(own.engine, ReleasesMemory)
+    assert isinstance(shared.engine, ReleasesMemory)
     for version in (1, 2):
         new = make_model("qwen2", seed=version)
-        running = own.begin([request(n, [n + 2, 3], new=FOREVER, seed=n) for n in range(6)])
-        while not own.generate([request("probe", new=2)])[0].token_ids_R.size:
+        running = shared.begin([request(n, [n + 2, 3], new=FOREVER, seed=n) for n in range(6)])
+        while not shared.generate([request("probe", new=2)])[0].token_ids_R.size:
             time.sleep(0.01)
-        own.release_memory()
+        shared.release_memory()
         answers = running.result(timeout=60)
         assert {answer.finish_reason for answer in answers} == {"abort"}
         assert sum(len(answer.token_ids_R) for answer in answers) > 0
-        assert own.is_alive(), "a server that sleeps answers all the same"
-        later = own.begin([request("later", new=4)])
+        assert shared.is_alive(), "a server that sleeps answers all the same"
+        later = shared.begin([request("later", new=4)])
         time.sleep(0.3)
         assert not later.done(), "a request was answered without weights"
-        own.wake(tensors(new), version)
-        assert own.weight_version == version
+        shared.wake(tensors(new), version)
+        assert shared.weight_version == version
         assert later.result(timeout=60)[0].versions_R.tolist() == [version] * 4
         asked = mixed_requests(8)
-        assert_from_model(new, asked, own.generate(asked))
-    assert own.digests[0] != own.digests[1]
+        assert_from_model(new, asked, shared.generate(asked))
+    assert shared.digests[-2] != shared.digests[-1]
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen2", "qwen3_moe"], "qwen2"), indirect=True)
 def test_a_server_wakes_with_weights_from_the_memory_of_this_process(
-    own: BlockingEngine, make_model: MakeModel, family: str
+    shared: BlockingEngine, make_model: MakeModel, family: str
 ) -> None:
     """Several buckets, the largest tensor one of its own; both ways give the same digest."""
-    new = make_model(family, seed=1)
-    own.release_memory()
-    own.wake(tensors(new), 1)
+    new, before = make_model(family, seed=1), len(shared.digests)
+    shared.release_memory()
+    shared.wake(tensors(new), 1)
     for version in (2, 3):
-        own.release_memory()
-        later = own.begin([request("later", new=4)])
-        own.wake_by_handles(iter(tensors(new)), version)
+        shared.release_memory()
+        later = shared.begin([request("later", new=4)])
+        shared.wake_by_handles(iter(tensors(new)), version)
         assert later.result(timeout=60)[0].versions_R.tolist() == [version] * 4
         asked = mixed_requests(8)
-        assert_from_model(new, asked, own.generate(asked))
-    assert len(set(own.digests)) == 1
-    assert len(own.digests) == 3
+        assert_from_model(new, asked, shared.generate(asked))
+    assert len(shared.digests) == before + 3
+    assert len(set(shared.digests[before:])) == 1
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,19 @@ def load(
     return digests, norms, {name: tensor.clone() for name, tensor in policy.hf_weights()}
 
 
+@pytest.fixture(scope="module")
+def written(
+    qwen2: Path, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str, str], tuple[list[Digests], Path]]:
+    """The digests of each rank and the checkpoint of a layout, a type and a device, each written once."""
+
+    def write(text: str, dtype: str, device: str) -> tuple[list[Digests], Path]:
+        path = tmp_path_factory.mktemp("written") / "checkpoint"
+        return run_layout(save, layout(text).parallel, qwen2, samples, text, dtype, device, path), path
+
+    return cache(write)
+
+
 @pytest.mark.parametrize(
     ("dtype", "wrote", "reads"),
     slow_but(
@@ -193,12 +208,11 @@ def test_checkpoints_move_between_host_and_device(
     reads: tuple[str, str],
     qwen2: Path,
     samples: list[Sample],
-    tmp_path: Path,
+    written: Callable[[str, str, str], tuple[list[Digests], Path]],
 ) -> None:
     """Every bit of weights, masters and moments comes back, at other layouts; training went on meanwhile."""
-    path = tmp_path / "checkpoint"
     (text, device), (other, onto) = wrote, reads
-    saved = run_layout(save, layout(text).parallel, qwen2, samples, text, dtype, device, path)
+    saved, path = written(text, dtype, device)
     found = run_layout(load, layout(other).parallel, qwen2, samples, other, dtype, onto, path)
     assert all(digests == saved[0] for digests in saved)
     assert all(digests == saved[0] for digests, _, _ in found)

@@ -3,6 +3,8 @@ policy's state has the same bits after each swap."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -118,6 +120,16 @@ def as_policy(models: Path, family: str, text: str, dtype: str) -> tuple[list[np
     return [one.old_log_probs_R for one in found], policy.state_digest()["weights"]  # type: ignore[misc]
 
 
+@pytest.fixture(scope="module")
+def using(models: Path) -> Callable[..., list[Outcome]]:
+    """The outcome of each rank of a case with the reference in use, each case once."""
+
+    def use(text: str, family: str, dtype: str, device: Device) -> list[Outcome]:
+        return run_layout(outcome, layout(text).parallel, models, family, text, dtype, device, True)
+
+    return cache(use)
+
+
 CASES = [
     ("one", "qwen2", "float32", "model"),
     ("dp2", "qwen2", "bfloat16", "model"),
@@ -134,12 +146,11 @@ CASES = [
     ("text", "family", "dtype", "device"), slow_but(CASES, CASES[0], CASES[3], CASES[5], CASES[6]), ids=str
 )
 def test_log_probs_are_those_of_a_policy_that_is_the_reference(
-    text: str, family: str, dtype: str, device: Device, models: Path
+    text: str, family: str, dtype: str, device: Device, models: Path, using: Callable[..., list[Outcome]]
 ) -> None:
     """Bit for bit at the same layout, at the rollout temperature, before and after updates of the policy."""
-    parallel = layout(text).parallel
-    ranks = run_layout(outcome, parallel, models, family, text, dtype, device, True)
-    expected = run_layout(as_policy, parallel, models, family, text, dtype)
+    ranks = using(text, family, dtype, device)
+    expected = run_layout(as_policy, layout(text).parallel, models, family, text, dtype)
     for ours, (log_probs, digest) in zip(ranks, expected, strict=True):
         assert len(ours.reference) == 3
         for found in ours.reference:
@@ -155,12 +166,11 @@ def test_log_probs_are_those_of_a_policy_that_is_the_reference(
     ("text", "family", "dtype", "device"), slow_but(CASES, CASES[0], CASES[3], CASES[5], CASES[6]), ids=str
 )
 def test_the_policy_is_the_same_bit_for_bit(
-    text: str, family: str, dtype: str, device: Device, models: Path
+    text: str, family: str, dtype: str, device: Device, models: Path, using: Callable[..., list[Outcome]]
 ) -> None:
     """Weights, master weights, moments: after each use, and after updates that follow, as without it."""
-    parallel = layout(text).parallel
-    without = run_layout(outcome, parallel, models, family, text, dtype, device, False)
-    ranks = run_layout(outcome, parallel, models, family, text, dtype, device, True)
+    without = run_layout(outcome, layout(text).parallel, models, family, text, dtype, device, False)
+    ranks = using(text, family, dtype, device)
     for ours, plain in zip(ranks, without, strict=True):
         assert ours.states[::2] == ours.states[1::2] == plain.states
         assert len(plain.states[0]["weights"]) == 1  # all copies agree

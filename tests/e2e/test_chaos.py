@@ -15,6 +15,9 @@ from tests.support.chaos import COLOCATED, harm_and_check, with_tools
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
+LIGHT = "--reward.workers=1"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _installed() -> None:
     try:
@@ -27,7 +30,7 @@ def _installed() -> None:
 def test_a_harmed_run_loses_nothing(tmp_path: Path, sync: str) -> None:
     """The sampler first: it is there again in seconds, and a server is not."""
     harms = ("kill the sampler", "kill a server")
-    found = harm_and_check(tmp_path, harms, random.Random(3), [f"--rollout.sglang.sync={sync}"])
+    found = harm_and_check(tmp_path, harms, random.Random(3), [LIGHT, f"--rollout.sglang.sync={sync}"])
     assert all(found[kind] == 1 for kind in harms), found
     assert found["trained"] > 0
 
@@ -35,24 +38,34 @@ def test_a_harmed_run_loses_nothing(tmp_path: Path, sync: str) -> None:
 def test_a_run_with_colocated_servers_loses_nothing(tmp_path: Path) -> None:
     """Killed while a server releases its memory, and while one takes it back with new weights."""
     harms, arrows = ("kill the sampler", "kill a server"), ("release_memory_occupation", "weights_checker")
-    found = harm_and_check(tmp_path, harms, random.Random(5), COLOCATED, arrows)
+    found = harm_and_check(tmp_path, harms, random.Random(5), [LIGHT, *COLOCATED], arrows)
     assert all(found[kind] == 1 for kind in harms), found
     assert sum(found["at " + arrow] for arrow in arrows) == 2, found
     assert found["trained"] > 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "harms"),
+    ("kind", "flag", "harms"),
     [
-        ("async", ("kill an environment worker", "kill the sampler", "kill everything")),
-        ("plain", ("kill an environment worker", "kill the sampler")),
+        (
+            "async",
+            "--rollout.sglang.servers=1",
+            ("kill an environment worker", "kill the sampler", "kill everything"),
+        ),
+        ("plain", "--rollout.engine=local", ("kill an environment worker", "kill the sampler")),
     ],
 )
-def test_a_run_with_faulty_tools_loses_nothing(tmp_path: Path, kind: str, harms: tuple[str, ...]) -> None:
-    """Killed while tools work. They hang, die, raise, print; what they say agrees with the journal."""
+def test_a_run_with_faulty_tools_loses_nothing(
+    tmp_path: Path, kind: str, flag: str, harms: tuple[str, ...]
+) -> None:
+    """Killed while tools work. They hang, die, raise, print; what they say agrees with the journal.
+
+    The engine is none of a tool's business: one kind of steps is asked by a real server, the other by ours.
+    """
     arrows = ("a slow tool is asked", "a tool has answered")
-    servers = ("--rollout.sglang.servers=1",)
-    found = harm_and_check(tmp_path, harms, random.Random(7), servers, arrows, with_tools(tmp_path, kind))
+    found = harm_and_check(
+        tmp_path, harms, random.Random(7), [LIGHT, flag], arrows, with_tools(tmp_path, kind)
+    )
     assert all(found[kind] == 1 for kind in harms), found
     assert found["trained"] > 0
     assert found["fault slow"] > 0

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TEACHER = ROOT / "recipes/demo/policy"
 SHORT = ["--steps=2", "--rollout.prompts-per-step=4", "--rollout.group-size=4", "--evaluation.every=0"]
+SHORT += ["--reward.workers=1"]
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.e2e
 POLICY = ROOT / "recipes/demo/policy"
 PROBLEMS, SAMPLES = 30, 4
 SHORT = ["--samples", str(SAMPLES), "--max-response-tokens", "48", "--temperature", "1", "--dtype", "float32"]
+SHORT += ["--judges", "1"]
 
 
 def finish(process: ForkedCommand, code: int = 0) -> str:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.rollout.sampler.step_batches import read_step
+from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.types import StepBatch
 from tests.support.metrics import results
@@ -28,8 +28,8 @@ SELDOM = "--checkpoint.every=20"  # steps take a tenth of a second, and the audi
 NO_POLICY = "--parallel.tensor=64"  # of heads that cannot be split so: no policy could be built
 
 
-def sample(run_dir: Path, *flags: str, launcher: tuple[str, ...] = ()) -> Command:
-    return start(run_dir, "--rollout-only", *flags, launcher=launcher)
+def sample(run_dir: Path, *flags: str) -> Command:
+    return start(run_dir, "--rollout-only", *flags)
 
 
 def wait_for_rows(process: Command, run_dir: Path, rows: int) -> None:
@@ -201,11 +201,22 @@ def test_partial_rollouts_are_finished_at_the_same_weights(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_other_processes_of_a_launcher_wait_for_rank_0(sampled: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "torchrun"
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    output = finish(sample(run_dir, "--steps=2", launcher=launcher))
-    assert output.count("step 1/2") == output.count("\n2 steps") == 1
+def test_other_processes_of_a_launcher_wait_for_rank_0(
+    sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes with the variables of torchrun, which test_runs.py starts."""
+    run_dir = tmp_path / "launched"
+    places = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**places, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    processes = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        processes.append(sample(run_dir, "--steps=2"))
+    first, second = (finish(process) for process in processes)
+    assert first.count("step 1/2") == first.count("\n2 steps") == 1
+    assert "step" not in second
     for ours, theirs in zip(batches(run_dir, 1, 2), batches(sampled, 1, 2), strict=True):
         assert_same_groups(ours, theirs, rounding=1e-5)  # the engine has the threads of both processes
 

@@ -24,6 +24,7 @@ from tests.support.processes import servers_of
 pytestmark = pytest.mark.e2e
 
 SHORT = ["--steps=3", "--rollout.prompts-per-step=6", "--rollout.group-size=4", "--checkpoint.every=1"]
+SHORT += ["--reward.workers=1"]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 FLAGS = (
     *("train", "recipes/demo_cpu.py", "--parallel.data=2", "--checkpoint.every=2"),
     *(f"--model.hf-path={ROOT / 'recipes/demo/policy'}", "--rollout.max-response-tokens=64"),
-    "--evaluation.every=0",
+    *("--evaluation.every=0", "--reward.workers=1"),
     *("--rollout.prompts-per-step=4", "--rollout.group-size=4", "--optimizer.lr=2e-4"),
     *("--algorithm.bounds.target=0.65", "--algorithm.reuse-epochs=2"),
 )

@@ -330,16 +330,13 @@ def check_replay(folder: Path, target: Target) -> None:
     run_dir, replay = folder / "run", folder / "replay"
     updates = read_jsonl(run_dir / "updates.jsonl")
     steps = read_jsonl(run_dir / "metrics.jsonl")[-1]["step"]
-    command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(target.recipe), *FLAGS, *target.flags]
     more = (f"--steps={steps}", f"--rollout.replay={run_dir}", "--checkpoint.every=100000")
     if replay.exists():  # of an earlier session
         shutil.rmtree(replay)
-    subprocess.run(
-        [*command, *more, f"--run-dir={replay}"],
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    flags = (*FLAGS, *target.flags, *more, f"--run-dir={replay}")
+    command = start_bapo("train", target.recipe, *flags)
+    output = command.communicate()[0].decode(errors="replace")
+    assert command.returncode == 0, output[-3000:]
     again = read_jsonl(replay / "updates.jsonl")
     names = ("step", "version", "policy/loss", "policy/grad_norm", "bapo/clip_low", "bapo/clip_high")
     ours = [[row[name] for name in names] for row in updates if row["step"] <= steps]

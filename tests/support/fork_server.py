@@ -1,11 +1,13 @@
 """The fork server: ``bapo`` commands in processes forked from one that has imported everything.
 
 To import torch, Megatron and transformers takes ten seconds of a core, and a test starts several commands.
-``python -m tests.support.fork_server FD`` serves a test process (forked_commands.py) through the socket FD.
+``python -m tests.support.fork_server FD shared`` listens at the socket FD, and forks a server for each test
+process that connects (forked_commands.py): the workers of a session share its imports. It ends with the
+session, by the guardian; ``own`` instead of ``shared``: with the process that has started it.
 A request is a message of JSON with the arguments, the directory, the environment and the source (the folder
 of another copy of the project, or empty), and two descriptors: the command's output, and a socket that is
 told its process id and, when it has ended, its exit code. Commands have sessions of their own, and end with
-the server, which ends with the test process.
+their server, which ends with the test process.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 from contextlib import suppress
 
@@ -40,7 +43,7 @@ _OURS = {"bapo_megatron", "benchmarks", "checkpoints_tools", "recipes", "slurm",
 
 
 class ForkServer:
-    """Forks a process for each request, and tells how it has ended."""
+    """Forks a process for each request of a test process, and tells how it has ended."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
@@ -126,11 +129,27 @@ def import_from(source: str) -> None:
     importlib.import_module("benchmarks.study.forked_sampler").fork_first_sampler()
 
 
+def next_test_process(listener: socket.socket) -> socket.socket:
+    """In each forked process the connection of one test process; the first process forks on."""
+    own = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to wait for them
+    while True:
+        connection, _ = listener.accept()
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user == os.getuid() and os.fork() == 0:  # the name has no permissions: whoever knows it connects
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            die_with_parent(parent=own)
+            listener.close()
+            return connection
+        connection.close()
+
+
 def main() -> int:
     """See the top of the file. In a forked process: its command."""
-    die_with_parent()
-    server = ForkServer(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[2] == "own":
+        die_with_parent()
     import_all()
+    server = ForkServer(next_test_process(socket.socket(fileno=int(sys.argv[1]))))
     arguments = server.next_command()
     if arguments is None:
         server.kill_all()

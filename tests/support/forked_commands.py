@@ -6,18 +6,25 @@ For tests that do not ask how an interpreter starts. What ``start_bapo("train", 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from tests.support.guardian import VARIABLE
+
 ROOT = Path(__file__).parents[2]
+_ENVIRONMENT = dict(os.environ)
+"""As it is before any test changes it."""
 
 
 class ForkedCommand:
@@ -113,9 +120,37 @@ def forward(descriptor: int, source: str, arguments: list[str]) -> int:
 
 @cache
 def server() -> socket.socket:
-    """The socket of this process's fork server, which ends when the socket closes."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.fork_server", str(theirs.fileno())]
-    subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    theirs.close()
-    return ours
+    """The connection of this process to the fork server, which ends its commands when the socket closes.
+
+    The processes of a test session share what one server imports; whoever asks first starts it.
+    """
+    session = os.environ.get(VARIABLE)
+    name, kind = f"\0bapo-fork-server-{session or secrets.token_hex(8)}", "shared" if session else "own"
+    ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            if _listens(listener, name):
+                words = ("-m", "tests.support.fork_server", str(listener.fileno()), kind)
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", *words],
+                    cwd=ROOT,
+                    env=_ENVIRONMENT | ({VARIABLE: session} if session else {}),
+                    pass_fds=[listener.fileno()],
+                    stdin=subprocess.DEVNULL,
+                )
+        with suppress(ConnectionRefusedError):  # it does not listen yet, or has just ended
+            ours.connect(name)
+            return ours
+        time.sleep(0.01)
+
+
+def _listens(listener: socket.socket, name: str) -> bool:
+    """Let it listen under the name; False if another process has the name."""
+    try:
+        listener.bind(name)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    listener.listen()
+    return True

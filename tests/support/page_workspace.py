@@ -53,9 +53,17 @@ def run_commands(commands: str, expected: str, workspace: Path, environment: dic
         assert line in output, f"{commands}\ndid not print {line!r}:\n{output[-4000:]}"
 
 
+_SMALL = "--rollout.prompts-per-step 4 --rollout.group-size 4 --evaluation.every 0 --reward.workers 1"
+
+
 def shortened(commands: str) -> str:
-    """The commands with one step for each run that says no number of steps."""
+    """The commands with one step for each run that says no number of steps; of the demo, a small one."""
+
+    def short(found: re.Match[str]) -> str:
+        small = f" {_SMALL}" if found[0].endswith("recipes/demo_cpu.py") else ""
+        return f"{found[0]} --steps 1{small}"
+
     lines = commands.replace("\\\n", " ").splitlines()
     return "\n".join(
-        line if " --steps " in line else re.sub(r"(bapo train \S+)", r"\1 --steps 1", line) for line in lines
+        line if " --steps " in line else re.sub(r"bapo train \S+", short, line) for line in lines
     )

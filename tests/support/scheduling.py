@@ -22,6 +22,8 @@ WAITING_WORKERS = 2
 SHARES_SERVERS = (
     "tests/contract/test_engine_contract.py",
     "tests/contract/test_broadcast.py",
+    "tests/contract/test_released_memory.py",
+    "tests/contract/test_sent_digests.py",
     "tests/contract/test_server_limits.py::test_the_next_segment_hits_the_prefix_cache",
 )
 """The tests of these names that take an SGLang server take the same ones."""
@@ -38,7 +40,7 @@ FIRST = (
     *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "study", "interrupts")),
     *("tests/te/", "tests/contract/", "tests/distributed/test_rehearsal"),
     *("tests/distributed/test_layouts.py", "tests/distributed/test_expert_layouts.py"),
-    *(f"tests/e2e/test_{name}.py" for name in ("real_model", "gpu_check", "verify")),
+    *(f"tests/e2e/test_{name}.py" for name in ("real_model", "gpu_study", "gpu_check", "verify")),
     *("tests/e2e/", "tests/distributed/"),
 )
 """The files and folders whose scopes take longest, in the order in which they begin; all others follow.

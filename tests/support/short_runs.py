@@ -27,6 +27,7 @@ SHORT = [
     "--steps=5",
     "--checkpoint.every=2",
     "--evaluation.every=0",
+    "--reward.workers=1",  # each takes a second of a core to start
     "--rollout.prompts-per-step=6",
     "--rollout.group-size=4",
     "--optimizer.warmup-updates=20",  # the schedule's place must come back, too

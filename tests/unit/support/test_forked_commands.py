@@ -49,8 +49,15 @@ def test_a_signal_reaches_it_and_its_end_is_told(tmp_path: Path) -> None:
     assert command.wait(DEADLINE_S) == -signal.SIGKILL
 
 
+def imported_by(command: psutil.Process) -> int:
+    """The process that has imported what the command's own server is a fork of."""
+    return int(command.parents()[1].pid)
+
+
 @pytest.mark.slow
-def test_it_ends_with_the_test_process(tmp_path: Path) -> None:
+def test_it_ends_with_its_test_process_and_no_other(tmp_path: Path) -> None:
+    """All of a session are forks of one process."""
+    ours = endless(tmp_path / "ours")
     code = (
         "import sys; from tests.support.forked_commands import start_bapo\n"
         f"flags = ('train', 'recipes/demo_cpu.py', '--steps=9999', '--run-dir={tmp_path / 'run'}')\n"
@@ -60,8 +67,12 @@ def test_it_ends_with_the_test_process(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes) as test:
         assert test.stdout is not None
         command = psutil.Process(int(test.stdout.readline()))
+        assert imported_by(command) == imported_by(psutil.Process(ours.pid))
+        assert command.ppid() != psutil.Process(ours.pid).ppid()
         os.kill(test.pid, signal.SIGKILL)
     deadline = time.monotonic() + DEADLINE_S
     while command.is_running() and command.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert ours.poll() is None
+    os.killpg(ours.pid, signal.SIGKILL)

@@ -19,6 +19,8 @@ FILES = [f"tests/unit/test_{number}.py::test_a" for number in range(8)]
         ("tests/unit/algo/test_bapo_loss.py::test_a[1]", "tests/unit/algo/test_bapo_loss.py"),
         ("tests/contract/test_engine_contract.py::test_a[sglang-0.6]", "servers"),
         ("tests/contract/test_broadcast.py::test_a[qwen2]", "servers"),
+        ("tests/contract/test_sent_digests.py::test_a[qwen3]", "servers"),
+        ("tests/contract/test_released_memory.py::test_a", "servers"),
         ("tests/contract/test_engine_contract.py::test_a[local]", "tests/contract/test_engine_contract.py"),
         ("tests/contract/test_router.py::test_a", "tests/contract/test_router.py"),
         ("tests/e2e/test_runs.py::test_a[1]", "tests/e2e/test_runs.py::test_a[1]"),

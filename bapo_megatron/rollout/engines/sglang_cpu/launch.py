@@ -2,9 +2,10 @@
 
 Run by path, in SGLang's environment. The key is in the file that BAPO_SGLANG_API_KEY_FILE names, if any.
 SGLang's worker processes are forked, not spawned: imports, most of a start, are shared. (CUDA would not
-survive a fork.)
+survive a fork.) Of SGLang's models the served one's module is imported alone.
 """
 
+import argparse
 import multiprocessing
 import os
 import sys
@@ -22,6 +23,10 @@ access.install()
 if __name__ == "__main__":
     set_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: set_method("fork", force=True)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", type=Path)
+    if model := parser.parse_known_args()[0].model_path:
+        stand_ins.import_one_model(model)
     stand_ins.unpin()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args

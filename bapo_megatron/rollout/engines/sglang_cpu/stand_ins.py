@@ -4,7 +4,10 @@
 """
 
 import importlib.util
+import json
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +15,15 @@ from typing import Any
 import torch
 
 _library: Any = None
+_MODULES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""The modules of ``sglang.srt.models`` with the architectures that this project trains."""
+_DISABLED = "SGLANG_DISABLED_MODEL_ARCHS"
+"""Names the modules that SGLang does not import; it is read when the first of them would be."""
 
 
 def install() -> None:
@@ -21,6 +33,21 @@ def install() -> None:
         _library = _torchvision_operators()
         if importlib.util.find_spec("triton") is None:
             _triton(_platform_stubs())
+
+
+def import_one_model(model: Path) -> None:
+    """Have SGLang import the module of this model alone, and not all 255: 4 s of a core, of a start's 12.
+
+    All are imported for a model that this project does not train or that cannot be read, which SGLang then
+    says itself, and where the variable is set.
+    """
+    architectures: list[str] = []
+    with suppress(OSError, ValueError, AttributeError):
+        architectures = json.loads((model / "config.json").read_text()).get("architectures") or []
+    if architectures and all(name in _MODULES for name in architectures):
+        served = {_MODULES[name] for name in architectures}
+        models = _package().joinpath("srt/models").glob("*.py")
+        os.environ.setdefault(_DISABLED, ",".join(sorted({path.stem for path in models} - served)))
 
 
 def unpin() -> None:
@@ -41,12 +68,17 @@ def _torchvision_operators() -> Any:
     return library
 
 
-def _platform_stubs() -> ModuleType:
-    """SGLang's own stand-in for triton, made for a Mac."""
+def _package() -> Path:
+    """The folder of SGLang, which is not imported."""
     found = importlib.util.find_spec("sglang")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("sglang is not installed in this environment")
-    path = Path(found.origin).with_name("_platform_stubs.py")
+    return Path(found.origin).parent
+
+
+def _platform_stubs() -> ModuleType:
+    """SGLang's own stand-in for triton, made for a Mac."""
+    path = _package() / "_platform_stubs.py"
     spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", path)
     assert spec is not None
     assert spec.loader is not None

@@ -21,7 +21,7 @@ COMMANDS = {
     "train": "commands.train:train_command",
     "sft": "commands.sft:sft_command",
     "report": "commands.report.page:report_command",
-    "submit": "commands.cluster.commands:submit_command",
+    "submit": "commands.cluster.submit:submit_command",
     "status": "commands.cluster.commands:status_command",
     "logs": "commands.cluster.commands:logs_command",
     "cancel": "commands.cluster.commands:cancel_command",

@@ -5,7 +5,7 @@
 
 ``check_fork`` is the preflight, before process groups exist; ``make_fork`` is called by every rank, before
 the new run looks for its checkpoint. The other run may be training, and is only read. Used by
-``commands/cluster/commands.py``, ``commands/train.py`` and ``trainer/preflight.py``.
+``commands/cluster/submit.py``, ``commands/train.py`` and ``trainer/preflight.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 - ``--train-only [RUN]`` trains on stored rollouts, without engines.
 - ``--fork RUN[:STEP]`` begins at a checkpoint of another run.
 
-Used by ``commands/cluster/commands.py`` and ``train.py``.
+Used by ``commands/cluster/submit.py`` and ``train.py``.
 """
 
 from __future__ import annotations

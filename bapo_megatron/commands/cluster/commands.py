@@ -1,4 +1,4 @@
-"""The Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``: arguments in, printed text out.
+"""The commands ``bapo status``, ``logs`` and ``cancel`` of a run: arguments in, printed text out.
 
 ConfigError for wrong arguments. ``status`` reads in a child process with a deadline, as file systems may
 hang.
@@ -6,7 +6,6 @@ hang.
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -18,32 +17,6 @@ _WATCH_S = 5.0
 
 _STATUS_DEADLINE_S = 30.0
 """Deadline, in seconds, for reading a run's status from its file system; longer than Slurm's own deadline."""
-
-
-def submit_command(arguments: Sequence[str]) -> None:
-    """``bapo submit RECIPE --cluster FILE``: submit a run as a Slurm job, or print its script."""
-    from bapo_megatron.commands.cluster.submit import USAGE, SubmitCommand, submit
-    from bapo_megatron.commands.train_flags import train_flags
-
-    if {"-h", "--help"} & set(arguments):
-        print(f"{USAGE}\n\n`bapo train RECIPE --help` lists the flags; docs/slurm.md the file's keys.")
-        return
-    command = SubmitCommand.of(arguments)
-    config, _, fork = train_flags("submit", [str(command.recipe), *command.flags])
-    from bapo_megatron.checkpoint.fork import check_fork  # with torch, which the usage and the flags need not
-
-    check_fork(config, fork)
-    print(found := submit(command, config), end="", flush=True)
-    # The job id alone goes to stdout, so that a script can read it; the hints for a person go to stderr.
-    if not command.dry_run:
-        run = shlex.quote(str(Path.cwd() / config.directory))
-        print(
-            f"job {found.strip()} is submitted; run directory {run}\n"
-            f"bapo status {run}    # state, step, last error\n"
-            f"bapo logs {run}      # once it runs; --follow\n"
-            f"bapo cancel {run}    # save, stop, do not come back",
-            file=sys.stderr,
-        )
 
 
 def status_command(arguments: Sequence[str]) -> None:
@@ -79,7 +52,7 @@ def logs_command(arguments: Sequence[str]) -> None:
 
 def cancel_command(arguments: Sequence[str]) -> None:
     """``bapo cancel RUN [--now]``: stop a run after it has saved, or at once."""
-    from bapo_megatron.commands.cluster.status import cancel
+    from bapo_megatron.commands.cluster.run_job import cancel
 
     run, switches = _run_and_switches("cancel", arguments, "--now")
     print(cancel(run, "--now" in switches))

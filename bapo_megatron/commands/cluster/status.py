@@ -1,15 +1,14 @@
-"""Status of a run, read from its directory and from Slurm's queue; its logs, and its cancellation.
+"""Status of a run, read from its directory and from Slurm's queue; and its logs.
 
 ``read_status`` changes and locks nothing. A file system that hangs blocks it: ``bapo status`` calls it in a
 child process with a deadline. Logs are those of the newest start, RUN/logs/JOB/RESTART/*.log of a Slurm job;
-ConfigError if there is none, or nothing to cancel. Used by ``commands.py``.
+ConfigError if there is none. Used by ``commands.py``.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,17 +18,10 @@ from typing import Any, TextIO
 
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
-from bapo_megatron.commands.cluster.slurm_client import (
-    JobState,
-    SlurmError,
-    call,
-    queue_state,
-    read_job_state,
-)
+from bapo_megatron.commands.cluster.run_job import JobState, lock_holder, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.events.kinds import BEGINNINGS, event_text, is_trouble
 from bapo_megatron.runtime.events.progress import Patience, read_progress
-from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
@@ -135,24 +127,6 @@ def newest_checkpoint(run: Path) -> tuple[int, float] | None:
         return None
     (step, _), time_s = max(saved)
     return step, time_s
-
-
-def lock_holder(run: Path, locks: Path = Path("/proc/locks")) -> int | None:
-    """Process id of the lock holder: the process on this machine that trains the run; None if there is none.
-
-    The lock is looked up in /proc/locks, not tried: a run that starts in the same moment would be refused.
-    """
-    try:
-        inode = RunPaths(run).lock.stat().st_ino
-        lines = locks.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
-        words = line.split()
-        if len(words) > 5 and words[1] == "FLOCK" and words[5].split(":")[-1] == str(inode):
-            return int(words[4])
-    return None
 
 
 def _state(run: Path, job: JobState | None) -> str:
@@ -317,35 +291,6 @@ def follow_logs(
                 last = path
             out.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
             out.flush()
-
-
-def cancel(run: Path, at_once: bool = False) -> str:
-    """Cancel the run: it saves first, unless ``at_once``. Returns a sentence that says what was done.
-
-    By Slurm if its job is in the queue, else by a signal to the process here that holds the run's lock.
-    ConfigError if there is neither, or Slurm refuses.
-    """
-    if not run.is_dir():
-        raise ConfigError(f"run directory {run} does not exist")
-    job = read_job_state(run)
-    queued = queue_state(job.job) if job else None
-    state = queued[0] if queued else ""
-    if job is not None and state:
-        try:
-            if at_once or state != "RUNNING":
-                call("scancel", job.job)
-                return f"job {job.job} is cancelled"
-            # Before the signal: the job's script looks for this file once its ranks have saved, and a job
-            # that does not find it would requeue itself.
-            write_atomically(RunPaths(run).stop, "bapo cancel\n")
-            call("scancel", "--batch", "--signal=USR1", job.job)
-        except SlurmError as error:
-            raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None
-        return f"job {job.job} is told to save and stop; `bapo status {run}` shows when it has"
-    if (pid := lock_holder(run)) is not None:
-        os.kill(pid, signal.SIGKILL if at_once else signal.SIGTERM)
-        return f"process {pid} is told to {'end' if at_once else 'stop'}"
-    raise ConfigError(f"{run} is not running here, and no job of it is in the queue")
 
 
 def _is_shown(name: str) -> bool:

@@ -2,13 +2,14 @@
 
 ``slurm/launch.py`` submits with NeMo-Run, in a process of its own, under a Python that has NeMo-Run.
 ConfigError if a check fails or nothing could be submitted. With ``--dry-run`` the script is printed and no
-file is written. Used by ``commands.py``.
+file is written.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from bapo_megatron.commands.cluster.cluster_file import load_cluster
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
 from bapo_megatron.commands.recipe_flags import check_names
+from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -33,7 +35,7 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 class SubmitCommand:
     """The parsed command line of ``bapo submit``, with the flags that it leaves to ``bapo train``.
 
-    ``commands.py`` passes it to ``submit``.
+    ``submit_command`` passes it to ``submit``.
     """
 
     recipe: Path
@@ -72,6 +74,29 @@ class SubmitCommand:
             force="--force" in switches,
             flags=tuple(flags),
             rehearse="--rehearse" in switches,
+        )
+
+
+def submit_command(arguments: Sequence[str]) -> None:
+    """``bapo submit RECIPE --cluster FILE``: submit a run as a Slurm job, or print its script."""
+    if {"-h", "--help"} & set(arguments):
+        print(f"{USAGE}\n\n`bapo train RECIPE --help` lists the flags; docs/slurm.md the file's keys.")
+        return
+    command = SubmitCommand.of(arguments)
+    config, _, fork = train_flags("submit", [str(command.recipe), *command.flags])
+    from bapo_megatron.checkpoint.fork import check_fork  # with torch, which the usage and the flags need not
+
+    check_fork(config, fork)
+    print(found := submit(command, config), end="", flush=True)
+    # The job id alone goes to stdout, so that a script can read it; the hints for a person go to stderr.
+    if not command.dry_run:
+        run = shlex.quote(str(Path.cwd() / config.directory))
+        print(
+            f"job {found.strip()} is submitted; run directory {run}\n"
+            f"bapo status {run}    # state, step, last error\n"
+            f"bapo logs {run}      # once it runs; --follow\n"
+            f"bapo cancel {run}    # save, stop, do not come back",
+            file=sys.stderr,
         )
 
 

@@ -13,12 +13,10 @@ import pytest
 
 from bapo_megatron.checkpoint.run_directory import FORMAT
 from bapo_megatron.commands.cluster.commands import status_command
-from bapo_megatron.commands.cluster.slurm_client import read_job_state
+from bapo_megatron.commands.cluster.run_job import cancel, lock_holder, read_job_state
 from bapo_megatron.commands.cluster.status import (
     ago,
-    cancel,
     follow_logs,
-    lock_holder,
     newest_logs,
     read_status,
     show_logs,

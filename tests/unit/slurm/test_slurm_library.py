@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.commands.cluster.slurm_client import read_job_state
+from bapo_megatron.commands.cluster.run_job import read_job_state
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.unit.slurm.conftest import NO_PAUSES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.commands.cluster.slurm_client import read_job_state
+from bapo_megatron.commands.cluster.run_job import read_job_state
 from tests.unit.slurm.conftest import NO_PAUSES
 
 pytestmark = pytest.mark.integration

@@ -1,0 +1,140 @@
+"""The job of a run: a Slurm job or a process of this machine, its state, and its cancellation.
+
+Slurm's commands are called with a deadline. ConfigError if there is nothing to cancel. Used by
+``commands.py`` and ``status.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths
+
+_DEADLINE_S = 15.0
+_COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State of a Slurm job, as plain data from RUN/slurm.state, which slurm/lib/state.sh writes.
+
+    A number that the file lacks is 0, a text "". Made by ``read_job_state`` for `bapo status` and `bapo
+    cancel`.
+    """
+
+    job: str
+    restart: int
+    status: str
+    """`running`, `requeued`, `done`, `stopped` or `cancelled`."""
+    end: int
+    """End of the job's time limit, in seconds since 1970; 0 if it has none."""
+    nodes: str
+    excluded: str
+    requeues: dict[str, int]
+
+
+def read_job_state(run: Path) -> JobState | None:
+    """The state file of the run's job; None if no job was ever started for it."""
+    try:
+        lines = RunPaths(run).slurm_state.read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    found = dict(line.partition("=")[::2] for line in lines)
+    return JobState(
+        job=found.get("job", ""),
+        restart=_number(found.get("restart")),
+        status=found.get("status", ""),
+        end=_number(found.get("end")),
+        nodes=found.get("nodes", ""),
+        excluded=found.get("excluded", ""),
+        requeues={name: _number(found.get(name)) for name in _COUNTERS},
+    )
+
+
+def queue_state(job: str) -> tuple[str, str] | None:
+    """Queue state and reason of a job; ("", "") if squeue does not list it, None if Slurm does not answer."""
+    try:
+        found = _call("squeue", "-h", "-j", job, "-o", "%T|%r")
+    except SlurmError as error:
+        return ("", "") if "Invalid job id" in str(error) else None
+    lines = found.splitlines()
+    if not lines:
+        return ("", "")
+    state, _, reason = lines[0].partition("|")
+    return (state, "" if reason == "None" else reason)
+
+
+class SlurmError(Exception):
+    """Error of a Slurm command that failed, gave no answer in time, or is not installed.
+
+    Raised by ``_call``.
+    """
+
+
+def _call(*command: str) -> str:
+    """The standard output of a Slurm command. SlurmError if it fails, hangs or is not installed."""
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmError(f"{command[0]}: {error}") from None
+    if found.returncode:
+        raise SlurmError(f"{command[0]}: {found.stderr.strip()}")
+    return found.stdout
+
+
+def lock_holder(run: Path) -> int | None:
+    """Process id of the lock holder: the process on this machine that trains the run; None if there is none.
+
+    The lock is looked up in /proc/locks, not tried: a run that starts in the same moment would be refused.
+    """
+    try:
+        inode = RunPaths(run).lock.stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
+        words = line.split()
+        if len(words) > 5 and words[1] == "FLOCK" and words[5].split(":")[-1] == str(inode):
+            return int(words[4])
+    return None
+
+
+def cancel(run: Path, at_once: bool = False) -> str:
+    """Cancel the run: it saves first, unless ``at_once``. Returns a sentence that says what was done.
+
+    By Slurm if its job is in the queue, else by a signal to the process here that holds the run's lock.
+    ConfigError if there is neither, or Slurm refuses.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"run directory {run} does not exist")
+    job = read_job_state(run)
+    queued = queue_state(job.job) if job else None
+    state = queued[0] if queued else ""
+    if job is not None and state:
+        try:
+            if at_once or state != "RUNNING":
+                _call("scancel", job.job)
+                return f"job {job.job} is cancelled"
+            # Before the signal: the job's script looks for this file once its ranks have saved, and a job
+            # that does not find it would requeue itself.
+            write_atomically(RunPaths(run).stop, "bapo cancel\n")
+            _call("scancel", "--batch", "--signal=USR1", job.job)
+        except SlurmError as error:
+            raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None
+        return f"job {job.job} is told to save and stop; `bapo status {run}` shows when it has"
+    if (pid := lock_holder(run)) is not None:
+        os.kill(pid, signal.SIGKILL if at_once else signal.SIGTERM)
+        return f"process {pid} is told to {'end' if at_once else 'stop'}"
+    raise ConfigError(f"{run} is not running here, and no job of it is in the queue")
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and re.fullmatch(r"-?[0-9]{1,15}", text) else 0

@@ -103,10 +103,10 @@ def test_a_run_keeps_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.M
     assert all(torch.equal(tensor, exported(whole)[name]) for name, tensor in exported(kept).items())
 
     two = (*LONG_PACKS, "--threads=2")
-    refused = start(changed, *two, launcher=(sys.executable,))
+    refused = start(changed, *two)
     assert "threads: 1 in the run, 2 now" in output_of(refused)
     assert refused.returncode == 2
-    finish(start(changed, *two, "--allow-change=threads", launcher=(sys.executable,)))
+    finish(start(changed, *two, "--allow-change=threads"))
     [event] = [row for row in read_jsonl(changed / "events.jsonl") if row["kind"] == "config_changed"]
     assert event["fields"]["threads"] == 2
     assert read_config(changed)["threads"] == 2

@@ -26,8 +26,8 @@ SPIKE_WINDOW = 10
 SPIKE_HISTORY = 4
 """Steps that must lie before one that can have a spike."""
 COLLAPSE_SHARE = 0.5
-_FIT_STEPS = 4
-"""Least steps of both arms for a fit of three numbers."""
+_FIT_STEPS = 2
+"""Least steps of each arm in a fit of the entropy."""
 
 _UPDATE_CURVES = {
     "clip_low": "bapo/clip_low_negative",
@@ -99,16 +99,16 @@ def entropy_offset(one: ArmRecord, other: ArmRecord) -> float:
 
     The coefficient c of the least-squares fit entropy = a + b reward + c [step of ``one``] (analysis of
     covariance). It uses every step, where ``entropies_at_equal_reward`` reads one of each arm: on the second
-    study's calibration its spread over seeds is half as large. NaN of fewer than four steps that have both.
+    study's calibration its spread over seeds is half as large. NaN unless each has two steps with both.
     """
     rows, entropies = [], []
     for arm, mark in ((one, 1.0), (other, 0.0)):
         reward, entropy = arm.curves["reward"], arm.curves["entropy"]
         exists = np.isfinite(reward) & np.isfinite(entropy)
+        if exists.sum() < _FIT_STEPS:
+            return np.nan
         rows += [[1.0, value, mark] for value in reward[exists]]
         entropies += entropy[exists].tolist()
-    if len(rows) < _FIT_STEPS:
-        return np.nan
     return float(np.linalg.lstsq(np.array(rows), np.array(entropies))[0][2])
 
 

@@ -10,8 +10,11 @@ null is NaN.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +58,30 @@ def store_results(plan: StudyPlan) -> list[ArmRecord]:
 
     An arm with a run directory is read from it, though the file may have it, too. Arms of other plans stay.
     """
-    arms = stored_arms(plan)
-    arms |= {arm.name: _line(arm, read_arm(arm)) for arm in plan.arms if arm.is_done()}
-    if arms:
-        described = plan.describe()
-        base = {name: place_in_checkout(value) for name, value in described["base"].items()}
-        head = {"design": described["design"], "steps": described["steps"], "base": base}
-        lines = [head, *(arms[name] for name in sorted(arms, key=lambda name: _order(arms[name])))]
-        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        write_atomically(plan.options.results, text)
+    done = {arm.name: _line(arm, read_arm(arm)) for arm in plan.arms if arm.is_done()}
+    with _one_at_a_time(
+        plan.options.results.parent
+    ):  # a study at work and --analyse, say: neither loses lines
+        arms = stored_arms(plan) | done
+        if arms:
+            described = plan.describe()
+            base = {name: place_in_checkout(value) for name, value in described["base"].items()}
+            head = {"design": described["design"], "steps": described["steps"], "base": base}
+            lines = [head, *(arms[name] for name in sorted(arms, key=lambda name: _order(arms[name])))]
+            text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+            write_atomically(plan.options.results, text)
     return read_results(plan)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with the process that has it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def read_results(plan: StudyPlan) -> list[ArmRecord]:

@@ -18,19 +18,25 @@ from benchmarks.study.methods import METHODS, Method, work
 from benchmarks.study.plan import Arm, StudyPlan, save_flags
 
 DESIGN = "controller-2"
-"""Name of the design; folders and results of another one are refused."""
+"""Name of the arms' design; folders and results of another one are refused."""
 UPDATES = {1: (1, 1), 4: (2, 2), 8: (2, 4)}
 """Passes and mini-batches of each staleness."""
 STALE = 8
 """Staleness at which all variants run."""
 WARM_STEPS = 4
 """Steps of warm-up, at every staleness."""
-RATES = (1.0, 0.7, 0.5)
+RATES = (1.0, 0.7, 0.5, 0.35)
 """Shares of the recipe's learning rate."""
-VARIANTS = {**METHODS, "grpo_sequence": Method("GRPO, sequence mean", grpo(), loss_mean="sequence")}
-"""All methods: those of the first study, and GRPO with the mean by response."""
-CLAIMED = ("paper", "grpo", "grpo_sequence", "fixed_0.9_1.2", "gspo", "vespo")
-"""Methods about which something is claimed: each runs at its best rate, too."""
+VARIANTS = {
+    **METHODS,
+    "grpo_sequence": Method("GRPO, sequence mean", grpo(), loss_mean="sequence"),
+    "paper_sequence": Method("BAPO, sequence mean", METHODS["paper"].bounds, loss_mean="sequence"),
+}
+"""All methods: those of the first study, and GRPO and BAPO with the mean by response."""
+TUNED = ("paper", "paper_sequence", "grpo", "grpo_sequence", "fixed_0.9_1.2", "gspo", "vespo")
+"""Methods that also run at the best of ``RATES``."""
+RIVALS = ("grpo", "grpo_sequence", "fixed_0.9_1.2")
+"""Methods that BAPO is compared with."""
 START = "fixed_0.6_1.2"
 """The bounds at which BAPO's search begins: what the search adds to them, both at the recipe's rate."""
 CALIBRATION_SEEDS, RATE_SEEDS = range(100, 112), range(200, 204)
@@ -64,25 +70,34 @@ def calibration_arms(options: ControllerOptions, base: RunConfig) -> list[Arm]:
 
 
 def rate_arms(options: ControllerOptions, base: RunConfig) -> list[Arm]:
-    """Each claimed method at each rate, at seeds of their own."""
-    names = [Variant(method, rate).name for method in CLAIMED for rate in RATES]
+    """Each tuned method at each rate, at seeds of their own."""
+    names = [Variant(method, rate).name for method in TUNED for rate in RATES]
     return [arm_of(options, base, name, STALE, seed) for seed in RATE_SEEDS for name in names]
 
 
+def pairs_at_recipe_rate() -> list[tuple[str, str]]:
+    """What claims compare at the recipe's rate. The last pair differs in nothing but the bounds."""
+    return [*(("paper", other) for other in (*RIVALS, START)), ("paper_sequence", "grpo_sequence")]
+
+
+def tuned_pairs(chosen: dict[str, float]) -> list[tuple[str, str]]:
+    """The same but for the start, each method at its best rate; without what the recipe's rate compares."""
+    best = {method: Variant(method, rate).name for method, rate in chosen.items()}
+    pairs = [(best[one], best[other]) for one, other in pairs_at_recipe_rate() if other != START]
+    return [pair for pair in pairs if pair not in pairs_at_recipe_rate()]
+
+
 def judged_cells(chosen: dict[str, float]) -> list[tuple[str, int]]:
-    """Variants and staleness that gates and claims need. ``chosen``: the best rate of each claimed method."""
-    best = [Variant(method, rate).name for method, rate in chosen.items()]
-    return [
-        ("grpo", 1),
-        ("grpo", 4),
-        *((name, STALE) for name in dict.fromkeys([*best, "paper", "grpo", START])),
-    ]
+    """Variants and staleness that gates and claims need. ``chosen``: the best rate of each tuned method."""
+    names = dict.fromkeys(name for pair in [*pairs_at_recipe_rate(), *tuned_pairs(chosen)] for name in pair)
+    return [("grpo", 1), ("grpo", 4), *((name, STALE) for name in names)]
 
 
 def main_cells(chosen: dict[str, float]) -> list[tuple[str, int]]:
     """All variants and staleness of the study itself, what is judged first."""
+    best = [Variant(method, rate).name for method, rate in chosen.items()]
     controls = [Variant("grpo", rate).name for rate in RATES]
-    others = ((name, STALE) for name in [*controls, *VARIANTS])
+    others = ((name, STALE) for name in [*best, *controls, *VARIANTS])
     return list(dict.fromkeys([*judged_cells(chosen), *others]))
 
 

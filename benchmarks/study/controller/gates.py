@@ -128,9 +128,9 @@ class Calibration:
         return not self.narrow and self.chance >= CHANCE
 
 
-def results_of(records: Sequence[ArmRecord]) -> list[GateResult]:
+def results_of(records: Sequence[ArmRecord], gates: Sequence[Gate] = GATES) -> list[GateResult]:
     """The result of each gate; that of the entropy is the upper end of the interval of the difference."""
-    return [_entropy_result(records) if one.gate is ENTROPY else one for one in gate_results(records, GATES)]
+    return [_entropy_result(records) if one.gate is ENTROPY else one for one in gate_results(records, gates)]
 
 
 def _entropy_result(records: Sequence[ArmRecord]) -> GateResult:

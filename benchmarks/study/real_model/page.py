@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.study.contrasts import contrast
-from benchmarks.study.controller.arms import STALE, VARIANTS, WARM_STEPS
+from benchmarks.study.controller.arms import STALE, START, VARIANTS, WARM_STEPS
 from benchmarks.study.controller.gates import CONTROLLER
 from benchmarks.study.gates import gate_results
 from benchmarks.study.measures import ArmRecord
@@ -56,7 +56,7 @@ def _design(plan: StudyPlan) -> Iterator[str]:
         f"{plan.options.seeds - 1}, shared by all arms."
     )
     yield (
-        f"**What it may say.** That `paper` differs from `fixed_0.6_1.2`, where its search begins, only if a "
+        f"**What it may say.** How `paper` differs from `{START}`, where its search begins, only if a "
         f"bound moves in at least {CONTROLLER.low:g} of its stale updates. Differences are shown with 95 % "
         "intervals (Student's t, paired by seed), uncorrected: few seeds show large differences alone, and "
         "no method is called better or worse. It says nothing of larger models or longer responses."
@@ -90,4 +90,9 @@ def _contrasts(records: Sequence[ArmRecord]) -> str:
         (f"`{name}`", *(effect_text(contrast(records, name, BASELINE, STALE, key)) for key in _OUTCOMES))
         for name in names
     ]
-    return table(["minus `grpo`", *_OUTCOMES.values()], rows)
+    shown = table(["minus `grpo`", *_OUTCOMES.values()], rows)
+    [acts] = gate_results(records, (CONTROLLER,))
+    if not acts.passed:
+        return shown
+    search = [effect_text(contrast(records, "paper", START, STALE, key)) for key in _OUTCOMES]
+    return f"{shown}\n\n{table([f'minus `{START}`', *_OUTCOMES.values()], [('`paper`', *search)])}"

@@ -39,7 +39,7 @@ GOOD = {
     "raised_probability": 0.3,
     "moved": 0.7,
 }
-CHOSEN = dict.fromkeys(arms.CLAIMED, 1.0)
+CHOSEN = dict.fromkeys(arms.TUNED, 1.0)
 
 
 def record(
@@ -74,15 +74,15 @@ def configured(arm: Arm) -> RunConfig:
 
 
 def test_the_arms_and_their_seeds() -> None:
-    """19 methods and the sequence mean at 8, GRPO at two more rates there, and at 1 and 4."""
+    """19 methods and two sequence means at 8, GRPO at three more rates there, and at 1 and 4."""
     cells = arms.main_cells(CHOSEN)
-    assert len(arms.VARIANTS) == 20
-    assert Counter(staleness for _, staleness in cells) == {1: 1, 4: 1, 8: 22}
+    assert len(arms.VARIANTS) == 21
+    assert Counter(staleness for _, staleness in cells) == {1: 1, 4: 1, 8: 24}
     assert {"grpo", "grpo@0.7", "grpo@0.5", "grpo_sequence", "paper"} <= {name for name, _ in cells}
     with_rates = arms.main_cells(CHOSEN | {"paper": 0.5, "grpo": 0.7})
     assert set(with_rates) - set(cells) == {("paper@0.5", 8)}  # GRPO has that rate as a control
     calibration, rates = arms.calibration_arms(OPTIONS, BASE), arms.rate_arms(OPTIONS, BASE)
-    assert (len(calibration), len(rates)) == (12 * 4, 4 * 6 * 3)
+    assert (len(calibration), len(rates)) == (12 * 4, 4 * 7 * 4)
     seeds = [
         {arm.seed for arm in found} for found in (calibration, rates, arms.main_arms(OPTIONS, BASE, CHOSEN))
     ]
@@ -151,7 +151,8 @@ def test_all_gates_hold_by_hand() -> None:
 def test_one_failed_gate_leaves_no_verdict(changed: dict[str, float], says: str) -> None:
     """BAPO is 0.1 ahead in every seed, and still no word says that it is better."""
     records = study(**changed)
-    lines = list(verdicts.verdicts(results_of(records), verdicts.claims(records, CHOSEN)))
+    tuned = verdicts.tuned_gates(records, CHOSEN)
+    lines = list(verdicts.verdicts(results_of(records), tuned, verdicts.claims(records, CHOSEN)))
     assert len(lines) == 1
     assert lines[0].startswith("Not judged: ")
     assert says in lines[0]
@@ -222,7 +223,7 @@ def test_the_study_begins_only_with_its_chance() -> None:
 
 def rate_records(best: dict[str, float], missing: str = "") -> Iterator[ArmRecord]:
     for seed in arms.RATE_SEEDS:
-        for method in arms.CLAIMED:
+        for method in arms.TUNED:
             for rate in arms.RATES:
                 name = arms.Variant(method, rate).name
                 if name != missing:
@@ -238,20 +239,66 @@ def test_rates_are_chosen_on_seeds_of_their_own() -> None:
     assert verdicts.chosen_rates([*rate_records(best), *own]) == best
 
 
-def test_claims_compare_the_best_rates_and_the_search_with_its_start() -> None:
+def test_claims_compare_at_the_recipes_rate_and_tuned() -> None:
+    """BAPO with three rivals and with its start, and the two sequence means; tuned without the start."""
     chosen = CHOSEN | {"paper": 0.7, "grpo": 0.5}
-    records = [*study(), *(record("paper@0.7", 8, seed, 0.6 + 0.001 * seed, 0.4) for seed in range(6))]
-    found = verdicts.claims(records, chosen)
-    assert [(one.method, one.other) for one in found] == [
+    found = verdicts.claims(tuned_study(), chosen)
+    assert [(one.method, one.other) for one in found.at_recipe_rate] == [
+        ("paper", "grpo"),
+        ("paper", "grpo_sequence"),
+        ("paper", "fixed_0.9_1.2"),
+        ("paper", "fixed_0.6_1.2"),
+        ("paper_sequence", "grpo_sequence"),
+    ]
+    assert [(one.method, one.other) for one in found.tuned] == [
         ("paper@0.7", "grpo@0.5"),
         ("paper@0.7", "grpo_sequence"),
         ("paper@0.7", "fixed_0.9_1.2"),
-        ("paper@0.7", "grpo"),
-        ("paper", "fixed_0.6_1.2"),
     ]
-    lines = list(verdicts.verdicts(results_of(records), found))
-    assert len(lines) == 5
-    assert all(line.endswith(": better") for line in lines)
+
+
+def tuned_study(**changed: float) -> list[ArmRecord]:
+    """The study with BAPO and GRPO at their best rates, whose figures are ``changed``."""
+    best = [("paper@0.7", 0.6), ("grpo@0.5", 0.45)]
+    figures = GOOD | changed
+    return [
+        *(one for one in study() if one.method != "grpo@0.5"),
+        *(
+            record(name, 8, seed, reward + 0.001 * seed, 0.4, **figures)
+            for name, reward in best
+            for seed in range(6)
+        ),
+    ]
+
+
+def test_tuned_claims_need_gates_that_hold_at_their_rates() -> None:
+    """At the recipe's rate, where they hold, all is judged the same."""
+    chosen = CHOSEN | {"paper": 0.7, "grpo": 0.5}
+
+    def lines(records: list[ArmRecord]) -> list[str]:
+        tuned = verdicts.tuned_gates(records, chosen)
+        return list(verdicts.verdicts(results_of(records), tuned, verdicts.claims(records, chosen)))
+
+    whole, narrow = lines(tuned_study()), lines(tuned_study(clipped=0.012))
+    assert len(whole) == 8
+    assert [line for line in whole if line.startswith("`paper@0.7`")] == whole[5:]
+    assert all(line.endswith(": better") for line in whole if line.startswith("`paper`") or "@" in line)
+    assert narrow[:5] == whole[:5]
+    assert len(narrow) == 6
+    assert (
+        "At the best rates nothing is judged: gates fail there (clipped tokens of `grpo@0.5`: 0.012"
+        in narrow[5]
+    )
+
+
+def test_the_page_shows_each_rate_and_where_the_best_is_at_the_edge() -> None:
+    best = CHOSEN | {"paper": 0.35, "gspo": 0.5}
+    text = page(OPTIONS_OF_SIX, BASE, progress([*study(), *rate_records(best)], best))
+    rates = text.partition("## The rates")[2].partition("## The gates")[0]
+    assert f"| `gspo` | {' | '.join(f'{2.515 - abs(rate - 0.5):.3f}' for rate in arms.RATES)} |" in rates
+    assert "Of `paper` the lowest is the best: a lower one may be better." in rates
+    some = [one for one in rate_records(best) if not one.method.endswith("@0.35")]
+    assert "Not chosen yet." in page(OPTIONS_OF_SIX, BASE, progress(some, None))
 
 
 OPTIONS_OF_SIX = replace(OPTIONS, seeds=6)
@@ -285,8 +332,9 @@ def test_what_is_judged_runs_first_and_needs_no_other_arm() -> None:
     """The arms of gates and claims with all seeds, then the others; without these the page judges as well."""
     chosen = CHOSEN | {"paper": 0.5}
     judged = arms.judged_cells(chosen)
-    assert judged[:3] == [("grpo", 1), ("grpo", 4), ("paper@0.5", 8)]
-    assert {("paper", 8), ("grpo", 8), ("fixed_0.6_1.2", 8), ("fixed_0.9_1.2", 8)} < set(judged)
+    assert judged[:3] == [("grpo", 1), ("grpo", 4), ("paper", 8)]
+    assert {("paper@0.5", 8), ("fixed_0.6_1.2", 8), ("fixed_0.9_1.2", 8)} < set(judged)
+    assert not {"gspo", "vespo"} & {name for name, _ in judged}  # tuned, and shown
     found = [(arm.method, arm.passes, arm.seed) for arm in arms.main_arms(OPTIONS, BASE, chosen)]
     assert found[: 12 * len(judged)] == [(*cell, seed) for seed in range(12) for cell in judged]
     assert len(found) == len(set(found)) == 12 * len(arms.main_cells(chosen))
@@ -308,7 +356,7 @@ def test_the_design_is_written_before_anything_runs(
     flags = ["--analyse", f"--write={where}", f"--folder={tmp_path / 'runs'}"]
     assert controller_command(flags, _not_run) == 0
     text = where.read_text()
-    assert "0 of the 120 arms that are known are done. None has run." in text
+    assert "0 of the 160 arms that are known are done. None has run." in text
     assert "Not run: `bapo study controller --calibrate`" in text
     assert all(gate.text in text and gate.says in text for gate in GATES)
     assert not (tmp_path / "runs").exists()
@@ -333,6 +381,6 @@ def test_wrong_flags_are_named(flags: list[str], message: str) -> None:
 
 
 def test_contrasts_of_few_seeds_say_so() -> None:
-    [first, *_] = verdicts.claims(study(range(2)), CHOSEN)
+    [first, *_] = verdicts.claims(study(range(2)), CHOSEN).at_recipe_rate
     assert isinstance(first, Contrast)
     assert first.words == "too few seeds to say"

@@ -96,7 +96,7 @@ def test_the_entropy_offset_by_hand() -> None:
     assert entropy_offset(other, one) == pytest.approx(0.05)
     high, low = arm_with([0.1, 0.2], [0.9, 0.5]), arm_with([0.1, 0.2], [0.3, 0.5])
     assert entropy_offset(high, low) == pytest.approx(0.3)
-    assert math.isnan(entropy_offset(arm_with([0.2], [0.8]), arm_with([0.2, 0.3], [0.8, 0.7])))
+    assert math.isnan(entropy_offset(arm_with([0.2], [0.8]), arm_with([0.2, 0.3, 0.4], [0.8, 0.7, 0.6])))
 
 
 def test_entropy_at_equal_reward_by_hand() -> None:

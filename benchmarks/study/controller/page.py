@@ -200,7 +200,7 @@ def _rates(progress: Progress) -> str:
     if not means:
         return "Not run."
     rows = [
-        (f"`{method}`", *(f"{found.get(rate, math.nan):.3f}" for rate in RATES))
+        (f"`{method}`", *(f"{found[rate]:.3f}" if rate in found else "-" for rate in RATES))
         for method, found in means.items()
     ]
     shown = table(["mean reward at a share of the rate", *(f"{rate:g}" for rate in RATES)], rows)

@@ -36,6 +36,8 @@ class BlockingEngine:
         """Tensor-parallel ranks of its server."""
         self.digests: list[str] = []
         """Of all weights that it took over."""
+        self.awake = True
+        """False from a release of memory until a wake has succeeded."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Answer every request, in order."""
@@ -63,12 +65,14 @@ class BlockingEngine:
         self.weight_version = self._wait(self.engine.weight_version())
 
     def release_memory(self) -> None:
+        self.awake = False
         self._wait(self._releasing.release_memory())
 
     def wake(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """With weights from a folder, as in a run."""
         folder = self._staging.write(weights, version)
         self._wait(self._releasing.wake(folder, version, self._confirm))
+        self.awake = True
         self.weight_version = self._wait(self.engine.weight_version())
 
     def wake_by_handles(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -82,6 +86,7 @@ class BlockingEngine:
                 bucket.payload_B.fill_(255)  # it was read
 
         self._wait(self._receiving.wake(parts(), version, self._confirm))
+        self.awake = True
         self.weight_version = self._wait(self.engine.weight_version())
 
     def is_alive(self) -> bool:

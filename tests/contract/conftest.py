@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,19 @@ class Servers:
             self._running[model] = self.start(model)
             self._running[model].wait_ready()
         return self._running[model]
+
+    @contextmanager
+    def awake_afterwards(self, model: Path) -> Iterator[BlockingEngine]:
+        """``engine``, for a test that has it sleep. If the test fails before the wake, the server is ended:
+        whoever asks next gets a new one."""
+        engine = self.engine(model)
+        try:
+            yield engine
+        finally:
+            if engine.awake:
+                engine.close()
+            else:  # it is asked nothing: a server that sleeps may never answer
+                self._running.pop(model).stop(seconds=1)
 
     def stop(self) -> None:
         """End them all."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,10 +38,9 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def shared(servers: Servers, make_model: MakeModel, family: str) -> Iterator[BlockingEngine]:
-    """A server that other tests use, too: it is awake again at the end."""
-    engine = servers.engine(make_model(family))
-    yield engine
-    engine.close()
+    """A server that other tests use, too."""
+    with servers.awake_afterwards(make_model(family)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -56,6 +56,39 @@ def own(servers: Servers, make_model: MakeModel, family: str, tmp_path: Path) ->
     engine = BlockingEngine(make, model, tmp_path / "weights")
     yield engine
     process.stop(seconds=1)
+
+
+class FailingEngine(SglangEngine):
+    """Of a server that fails while it releases its memory."""
+
+    async def weight_version(self) -> int:
+        return 0
+
+    async def abort(self) -> None:
+        pass
+
+    async def release_memory(self) -> None:
+        raise ServerError("it has failed")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_that_a_test_leaves_asleep_is_ended(fails: bool, tmp_path: Path, model: Path) -> None:
+    """No other test shares it then; one that is awake stays."""
+
+    async def make() -> SglangEngine:
+        return FailingEngine(SglangServer("http://127.0.0.1:1", HttpSessions()), limits_of(model))
+
+    class FailingServers(Servers):
+        def engine(self, model: Path) -> BlockingEngine:
+            return BlockingEngine(make, model, tmp_path / "weights")
+
+    servers, stopped = FailingServers(tmp_path), []
+    servers._running[model] = SimpleNamespace(stop=lambda seconds: stopped.append(seconds))
+    with servers.awake_afterwards(model) as engine:
+        if fails:
+            with pytest.raises(ServerError, match="it has failed"):
+                engine.release_memory()
+    assert (len(stopped), model in servers._running) == ((1, False) if fails else (0, True))
 
 
 def test_a_server_sleeps_and_wakes_with_new_weights(shared: BlockingEngine, make_model: MakeModel) -> None:

@@ -44,8 +44,6 @@ def test_a_killed_server_leaves_nothing_and_its_sockets_are_private(
     server = ServerProcess(command, server_environment(cuda=False, threads=1), url, tmp_path / "log")
     try:
         server.wait_ready()
-        log = (tmp_path / "log").read_text()
-        assert "when loading sglang.srt.models" not in log, "it has imported other models than its own"
         processes = descendants(server.pid)
         (folder,) = {
             value

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.once import made_once
-from tests.support.short_runs import TWO, audited, finish, start
+from tests.support.short_runs import TWO, TWO_JUDGES, audited, finish, start
 
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was never stopped, of an interpreter of its own: forked ones must make the same bits."""
+    """A run that was never stopped, of an interpreter of its own: forked ones must make the same bits.
+
+    With two reward workers, as by default: most runs that are compared with it have one.
+    """
 
     def make(folder: Path) -> None:
         with audited(folder / "run"):
-            output = finish(start(folder / "run", launcher=(sys.executable,)))
+            output = finish(start(folder / "run", *TWO_JUDGES, launcher=(sys.executable,)))
         assert "step 5/5" in output
         assert "reward 0." in output
 

@@ -16,7 +16,16 @@ from bapo_megatron.commands.report.data import read_run
 from bapo_megatron.commands.report.header import facts
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.metrics import results
-from tests.support.short_runs import LIMIT_S, TWO, exported, finish, output_of, start, wait_for_steps
+from tests.support.short_runs import (
+    LIMIT_S,
+    TWO,
+    TWO_JUDGES,
+    exported,
+    finish,
+    output_of,
+    start,
+    wait_for_steps,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +43,8 @@ def times(run: Path) -> dict[str, int]:
 def test_with_the_same_settings_it_equals_the_other_run_bit_for_bit(whole: Path, tmp_path: Path) -> None:
     """Prompts of the other run's unfinished groups are among them. Nothing is written to the other run."""
     before, run_dir = times(whole), tmp_path / "forked"
-    output = finish(start(run_dir, f"--fork={whole}:4"))
+    flags = (*TWO_JUDGES, f"--fork={whole}:4")
+    output = finish(start(run_dir, *flags))
     assert f"{run_dir}: forked from {whole} at step 4" in output
     assert "unfinished groups are sampled again, first" in output
     assert "journal missing" not in output
@@ -50,9 +60,7 @@ def test_with_the_same_settings_it_equals_the_other_run_bit_for_bit(whole: Path,
     assert told["forked from"] == f"{whole} at step 4"
     assert told["baseline"].startswith("the policy after step 4, reward ")
     assert read_run(run_dir).step_numbers.tolist() == [5.0]
-    assert "already" not in finish(
-        start(run_dir, f"--fork={whole}:4")
-    )  # as a queued job does: nothing is left
+    assert "already" not in finish(start(run_dir, *flags))  # as a queued job does: nothing is left
 
 
 @pytest.mark.slow

@@ -19,7 +19,16 @@ from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
 from tests.support.processes import sampler_of
-from tests.support.short_runs import audited, check_like, exported, finish, output_of, start, wait_for_steps
+from tests.support.short_runs import (
+    TWO_JUDGES,
+    audited,
+    check_like,
+    exported,
+    finish,
+    output_of,
+    start,
+    wait_for_steps,
+)
 from tests.support.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
@@ -114,15 +123,18 @@ def test_a_run_keeps_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_kill_9_and_restart_end_bitwise_equal(whole: Path, tmp_path: Path) -> None:
+    """Both have two reward workers: what is journalled or packed as scores come would differ here."""
     run_dir = tmp_path / "killed"
     with audited(run_dir):
-        process = start(run_dir)
+        process = start(run_dir, *TWO_JUDGES)
         wait_for_steps(process, run_dir, 3)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        finish(start(run_dir))
+        finish(start(run_dir, *TWO_JUDGES))
     assert results(run_dir) == results(whole)
     assert results(run_dir, "updates.jsonl") == results(whole, "updates.jsonl")
+    for one in (run_dir, whole):
+        assert read_config(one)["reward.workers"] == 2
     ours, theirs = exported(run_dir), exported(whole)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     kinds = [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]

@@ -7,6 +7,7 @@ For tests that do not ask how an interpreter starts. What ``start_bapo("train", 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -125,7 +126,7 @@ def server() -> socket.socket:
     The processes of a test session share what one server imports; whoever asks first starts it.
     """
     session = os.environ.get(VARIABLE)
-    name, kind = f"\0bapo-fork-server-{session or secrets.token_hex(8)}", "shared" if session else "own"
+    name, kind = _name(session or secrets.token_hex(8), ROOT), "shared" if session else "own"
     ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -142,6 +143,11 @@ def server() -> socket.socket:
             ours.connect(name)
             return ours
         time.sleep(0.01)
+
+
+def _name(session: str, root: Path) -> str:
+    """Of the server's socket. A test of another copy of the project may have the session's variable, too."""
+    return f"\0bapo-fork-server-{session}-{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}"
 
 
 def _listens(listener: socket.socket, name: str) -> bool:

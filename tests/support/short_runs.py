@@ -21,6 +21,8 @@ from tests.support.raw_journal import keeping_logs
 Command = ForkedCommand | subprocess.Popen[bytes]
 LIMIT_S = 900
 TWO = ("--parallel.data=2",)
+TWO_JUDGES = ("--reward.workers=2",)
+"""Scores come in another order than they were asked for, which one worker never does."""
 SHORT = [
     f"--model.hf-path={ROOT / 'recipes/demo/policy'}",  # bounds end inside their ranges at this target
     "--rollout.max-response-tokens=64",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import forked_commands
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 
 pytestmark = pytest.mark.integration
@@ -47,6 +49,15 @@ def test_a_signal_reaches_it_and_its_end_is_told(tmp_path: Path) -> None:
     assert os.getpgid(command.pid) == os.getsid(command.pid) == command.pid
     os.killpg(command.pid, signal.SIGKILL)
     assert command.wait(DEADLINE_S) == -signal.SIGKILL
+
+
+def test_another_copy_of_the_project_has_its_own_server(tmp_path: Path) -> None:
+    """One that inherits the session's variable would run this copy's code."""
+    ours, theirs = (forked_commands._name("session", root) for root in (ROOT, tmp_path))
+    assert ours != theirs
+    assert ours == forked_commands._name("session", ROOT) != forked_commands._name("another", ROOT)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        assert forked_commands._listens(listener, theirs)
 
 
 def imported_by(command: psutil.Process) -> int:

@@ -104,7 +104,8 @@ def convert(
     if settings.dry_run:
         return result
     total = sum(tensor.nbytes for tensor in plan.tensors.values())
-    with atomic_output(output), byte_progress(total, settings.progress) as done:
+    # The last line comes after the output is in its place.
+    with byte_progress(total, settings.progress) as done, atomic_output(output):
         plan.create()  # files of zeros first: the copy skips the source's holes
         copy_tensors(tensors, plan.tensors, settings.thread_count(), done)
         plan.complete()

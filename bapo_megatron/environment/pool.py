@@ -81,8 +81,9 @@ class EnvironmentPool:
     Made in the sampler's process, by `bapo eval` and by `bapo doctor`.
     """
 
-    def __init__(self, config: EnvironmentConfig, traits: Traits) -> None:
-        self._config = config
+    def __init__(self, config: EnvironmentConfig, traits: Traits, repeats: bool = True) -> None:
+        """``repeats``: whether a step whose worker ended is asked again, as a run must: others shared it."""
+        self._config, self._repeats = config, repeats
         places = 1 if traits.own_random else ASYNC_STEPS if traits.is_async else THREADS
         self._grace_s = _ASYNC_GRACE_S if traits.is_async else _PLAIN_GRACE_S
         self._workers = WorkerPool(worker_program(config), config.workers, places)
@@ -174,7 +175,7 @@ class EnvironmentPool:
             kind = CallKind("resume", limit_s, repeatable=False, grace_s=self._grace_s)
             answer: dict[str, Any] = await self._workers.call(kind, asked, name)
         except CallFailed as failed:
-            if not _may_be_anothers(failed):
+            if not (self._repeats and _may_be_anothers(failed)):
                 raise
             # Now as a suspect, who is asked again beside fewer others.
             kind = CallKind("resume", limit_s, repeatable=True, grace_s=self._grace_s)

@@ -50,8 +50,8 @@ def worker_program(config: EnvironmentConfig) -> WorkerProgram:
     return WorkerProgram((str(config.python), own_interpreter.__file__), settings, os.environ)
 
 
-def read_traits(config: EnvironmentConfig) -> Traits:
-    """Start a worker, and read the traits of the class. Blocking, for as long as its imports take.
+def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Traits:
+    """Start a worker, and read the traits of the class. Blocking, while it imports, for at most ``limit_s``.
 
     ConfigError if there is no such class, it contradicts itself, or the interpreter does not run.
     """
@@ -62,7 +62,7 @@ def read_traits(config: EnvironmentConfig) -> Traits:
     except OSError as error:
         raise ConfigError(f"environment.python={config.python} cannot be started: {error}") from error
     try:
-        answer = child.ask(program.settings, START_LIMIT_S)
+        answer = child.ask(program.settings, limit_s)
     except ChildError as error:
         of = "" if config.python is None else f" in environment.python={config.python}"
         raise ConfigError(

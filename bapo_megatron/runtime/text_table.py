@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from io import StringIO
+from itertools import zip_longest
+
+from bapo_megatron.errors import printable
 
 _RULE = "\n".join(["    ", "    ", " -  ", *["    "] * 5])
 """Box of rich: nothing but a rule below the heads."""
-_WIDEST = 10_000
-"""Cells of a line: no table is as wide, so nothing is wrapped or cut."""
+_SPARE = 100
+"""Cells that the console is wider than the texts: they are never wrapped or cut for its sake."""
 
 
 def text_table(
@@ -27,7 +30,8 @@ def text_table(
 
     ``right``: the columns that are flush right. ``heads``: titles of the columns, above a rule. ``widths``:
     of the columns, in cells: longer texts are wrapped, between words, and a longer word widens its column;
-    without it columns are as wide as their texts. ``indent``: spaces before each line.
+    without it columns are as wide as their texts. ``indent``: spaces before each line. No character is lost:
+    tabs become spaces, and other control characters are escaped, since rich would drop or miscount them.
     """
     if not rows and not heads:
         return []
@@ -36,6 +40,7 @@ def text_table(
     from rich.table import Table
     from rich.text import Text
 
+    rows = [[_clean(cell) for cell in row] for row in rows]
     table = Table(
         box=Box(_RULE, ascii=True) if heads else None,
         show_edge=False,
@@ -46,14 +51,22 @@ def text_table(
     for column, head in enumerate(heads or rows[0]):
         words = [Text(word).cell_len for row in rows for word in row[column].split()]
         table.add_column(
-            Text(head),
+            Text(_clean(head)),
             justify="right" if column in right else "left",
             no_wrap=widths is None,
+            overflow="fold",  # the others put an ellipsis where a line and its last space are too wide
             width=max([widths[column], *words]) if widths else None,
         )
     for row in rows:
         table.add_row(*map(Text, row))
-    console = Console(file=StringIO(), width=_WIDEST, color_system=None, legacy_windows=False)
+    columns = zip_longest(*([heads] if heads else []), *rows, fillvalue="")
+    width = _SPARE + sum(widths or ()) + sum(max(Text(cell).cell_len + 2 for cell in one) for one in columns)
+    console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     with console.capture() as drawn:
         console.print(table)
     return [" " * indent + line.rstrip() for line in drawn.get().splitlines()]
+
+
+def _clean(cell: str) -> str:
+    """``cell`` in characters whose widths rich knows, and in lines that end with a line feed alone."""
+    return printable(cell.expandtabs())

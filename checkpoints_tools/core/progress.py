@@ -1,6 +1,7 @@
-"""Progress of a copy on stderr, drawn by rich: share done, bytes, rate, time left, at the end time taken.
+"""Progress of a copy on stderr, drawn by rich: share done, bytes, rate of the last seconds, time left.
 
-A line that changes five times a second in a terminal, and each ten seconds a new line in a log. Used by
+A line that changes five times a second in a terminal, and each ten seconds a new line in a log; at the end of
+the whole work one with bytes, time and mean rate. A stderr that fails costs the lines, not the work. Used by
 ``checkpoints_tools/conversion.py``, ``checkpoints_tools/inspection.py`` and
 ``checkpoints_tools/verification.py``.
 """
@@ -11,8 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TextIO, cast
 
 _TERMINAL_HZ = 5
 _LOG_S = 10.0
@@ -25,7 +27,10 @@ _LOG_WIDTH = 120
 def byte_progress(
     total: int, is_shown: bool, stream: TextIO | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """The context of a copy of ``total`` bytes. Call its value, from any thread, with bytes that are done."""
+    """The context of a copy of ``total`` bytes. Call its value, from any thread, with bytes that are done.
+
+    Its end is the end of the work that the last line times: a caller publishes the copy within.
+    """
     if not is_shown:
         yield lambda nbytes: None
         return
@@ -38,7 +43,8 @@ def byte_progress(
         TransferSpeedColumn,
     )
 
-    stream = stream or sys.stderr
+    began = time.monotonic()
+    stream = cast(TextIO, _Lossy(stream or sys.stderr))
     # Asked of the stream, not of rich: rich takes FORCE_COLOR, which CI sets, for a terminal.
     terminal = stream.isatty()
     console = Console(file=stream, force_terminal=terminal, width=None if terminal else _LOG_WIDTH)
@@ -46,11 +52,14 @@ def byte_progress(
         TaskProgressColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
+        TimeRemainingColumn(),
         console=console,
         refresh_per_second=_TERMINAL_HZ,
         get_time=time.monotonic,
         disable=not terminal,
+        transient=True,
+        redirect_stdout=False,  # else what the process prints meanwhile goes to stderr
+        redirect_stderr=False,
     )
     task = progress.add_task("", total=max(1, total))
     lock, shown_s = threading.Lock(), time.monotonic()
@@ -65,8 +74,33 @@ def byte_progress(
 
     with progress:
         yield add
-    if not terminal:
-        console.print(progress.get_renderable())
+    taken_s = time.monotonic() - began
+    rate = format_bytes(total / max(taken_s, 1e-3))
+    print(f"{format_bytes(total)} in {timedelta(seconds=round(taken_s))}, {rate}/s", file=stream, flush=True)
+
+
+class _Lossy:
+    """Stream that drops what cannot be written: rich would end the process, or the copy, at a closed pipe.
+
+    Made by ``byte_progress``.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write ``text`` if that is possible."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush if that is possible."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def format_bytes(count: float) -> str:

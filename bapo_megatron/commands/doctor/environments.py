@@ -2,12 +2,16 @@
 
 It runs in the child process of ``recipe.py``, as in a run: in a worker of the pool, with the interpreter,
 settings and limits of the recipe, an object for the first row of the source. The turn is ``TURN``, which
-calls no tool. A step that fails is a result, no exception. Used by ``recipe.py``.
+calls no tool. It is asked once, also where a run would ask again, since it may act outside. A step that fails
+is a result, no exception. Used by ``recipe.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import stat
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -27,10 +31,15 @@ TURN = "I do not know."
 """The model's turn: any environment may meet it, and it asks for nothing."""
 MOST_WAIT_S = 120.0
 """Seconds that the doctor gives to a step whose own limit is longer."""
+BUDGET_S = 300.0
+"""Seconds for all trials together, the imports of their workers included."""
 AT_A_TIME = 4
 """Environments that are tried at a time."""
+GOES_ON = "a run goes on, and this response fails (reward.failed)"
 _SHOWN = 60
 """Most characters of an observation in the report."""
+_LAST_LINES, _LAST_BYTES = 5, 4000
+"""Most of the stderr of an environment in the report."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,8 @@ class EnvironmentTrial:
     """
 
     state: State
-    """`optional`: no answer in ``MOST_WAIT_S``, where the step may take longer."""
+    """`problem`: no object or no valid ``Reply``, which no turn can change. `optional`: the step failed on a
+    turn that no model has said, or had no answer in the doctor's time."""
     found: str
     fix: str = ""
 
@@ -69,8 +79,10 @@ def trial_row(trial: EnvironmentTrial) -> DoctorRow:
     )
 
 
-def try_environments(config: RunConfig, passed: Sequence[object]) -> list[EnvironmentTrial]:
-    """A step of each source's environment on its first row, in the sources' order.
+def try_environments(
+    config: RunConfig, passed: Sequence[object], budget_s: float = BUDGET_S
+) -> list[EnvironmentTrial]:
+    """A step of each source's environment on its first row, in the sources' order, within ``budget_s``.
 
     ``passed``: what the checks of the recipe returned; no data among it, no trial. An environment that only
     evaluation suites have is tried on the first row of the first of them.
@@ -78,7 +90,7 @@ def try_environments(config: RunConfig, passed: Sequence[object]) -> list[Enviro
     rows = _first_rows(config, passed)
     environments = {name: one for name, one in config.environments.items() if one.function is not None}
     tried = [_tried(config, name, one, rows[name]) for name, one in environments.items() if name in rows]
-    return asyncio.run(_try_all(tried))
+    return asyncio.run(_try_all(tried, budget_s))
 
 
 def _first_rows(config: RunConfig, passed: Sequence[object]) -> Mapping[str, Prompt]:
@@ -113,32 +125,40 @@ def _tried(config: RunConfig, source: str, environment: EnvironmentConfig, promp
     )
 
 
-async def _try_all(tried: Sequence[_Tried]) -> list[EnvironmentTrial]:
-    places = asyncio.Semaphore(AT_A_TIME)
+async def _try_all(tried: Sequence[_Tried], budget_s: float) -> list[EnvironmentTrial]:
+    places, deadline = asyncio.Semaphore(AT_A_TIME), time.monotonic() + budget_s
 
     async def in_turn(one: _Tried) -> EnvironmentTrial:
-        async with places:
-            return await _try(one)
+        try:
+            async with asyncio.timeout(budget_s), places:
+                return await _try(one, deadline)
+        except TimeoutError:
+            found = f"{one.config.function}, {one.where}: no answer within the {budget_s:g} s of all trials"
+            return EnvironmentTrial(
+                "optional", found, f"try it by hand ({one.section}; docs/environments.md)"
+            )
 
     return await asyncio.gather(*(in_turn(one) for one in tried))
 
 
-async def _try(tried: _Tried) -> EnvironmentTrial:
+async def _try(tried: _Tried, deadline: float) -> EnvironmentTrial:
     from bapo_megatron.environment.traits import read_traits
 
-    began = time.monotonic()
+    began, errors = time.monotonic(), _stderr_bytes()
     try:
-        traits = await asyncio.to_thread(read_traits, tried.config)
+        # A thread cannot be cancelled: it must end by itself when the time of all trials is over.
+        traits = await asyncio.to_thread(read_traits, tried.config, max(0.0, deadline - began))
         start_s = time.monotonic() - began
         result = await _stepped(tried, traits)
     except Exception as error:  # one that a run would end with, too; the recipe's other rows must not be lost
         text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         found = f"{tried.section}.function={tried.config.function}, {tried.where}: no step: {text}"
+        found += _last_lines(errors)
         return EnvironmentTrial(
             "problem", found, f"mend {tried.section}, or the row; a run would end at this"
         )
     if result.failure is not None:
-        return _failed(tried, result)
+        return _failed(tried, result, _last_lines(errors) if result.failure == "died" else "")
     found = f"{tried.config.function}, {tried.where}: {_answer(traits, result)}; start {start_s:.1f} s"
     return EnvironmentTrial("ok", f"{found}; {_described(traits)}")
 
@@ -152,7 +172,7 @@ async def _stepped(tried: _Tried, traits: Traits) -> StepResult:
     # A name that no run and no earlier trial has had: it may be the key of an effect outside.
     episode = f"doctor-{uuid.uuid4().hex}"
     task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
-    pool = EnvironmentPool(tried.config, traits)
+    pool = EnvironmentPool(tried.config, traits, repeats=False)
     await pool.start()
     try:
         result = await pool.step(Question(task, TURN, 0, lambda: [Turn("sampled", TURN)]))
@@ -182,7 +202,7 @@ def _described(traits: Traits) -> str:
     return f"resume {traits.resume}, tools: {', '.join(tools) or 'none'}"
 
 
-def _failed(tried: _Tried, result: StepResult) -> EnvironmentTrial:
+def _failed(tried: _Tried, result: StepResult, errors: str) -> EnvironmentTrial:
     """The trial of a step that failed: the field, its value, what went wrong, the fix."""
     section, config = tried.section, tried.config
     limit = f"{section}.{tried.limit_field}"
@@ -198,5 +218,42 @@ def _failed(tried: _Tried, result: StepResult) -> EnvironmentTrial:
         f"{config.memory_limit_mb}, or mend the library that crashes",
     }
     mend = "mend the class where the traceback ends, or the row that it cannot take (docs/environments.md)"
-    found = f"{what}: {result.detail}\n{result.traceback}".strip()
-    return EnvironmentTrial("problem", found, fixes.get(result.failure, mend))
+    found = f"{what}: {result.detail}\n{result.traceback}".strip() + errors
+    if _fails_on_any_turn(result):
+        return EnvironmentTrial("problem", found, mend)
+    return EnvironmentTrial(
+        "optional", found, f"{GOES_ON}; if it should not, {fixes.get(result.failure, mend)}"
+    )
+
+
+def _fails_on_any_turn(result: StepResult) -> bool:
+    """Whether the object could not be made, or its answer was no valid ``Reply``.
+
+    Known by the traceback, which begins in the class: at ``__init__``, or nowhere if the worker has refused
+    the answer, but in `json` for a note that is none.
+    """
+    if result.failure != "raised" or not result.place:  # the pool has found it, and there is no traceback
+        return False
+    if " at " not in result.place:
+        return True
+    # The last one: the causes of an error are printed above it.
+    begins = re.findall(
+        r"Traceback \(most recent call last\):\n +File \".*\", line \d+, in (\S+)", result.traceback
+    )
+    return bool(begins) and begins[-1] in ("__init__", "__new__", "dumps")
+
+
+def _stderr_bytes() -> int | None:
+    """Bytes on stderr so far if that is a file, as under ``check_recipe``; else None."""
+    found = os.fstat(2)
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _last_lines(begin: int | None) -> str:
+    """The last lines of stderr since it had ``begin`` bytes, those of trials beside this one, too."""
+    if begin is None:
+        return ""
+    with open("/proc/self/fd/2", "rb") as file:
+        file.seek(max(begin, os.fstat(2).st_size - _LAST_BYTES))
+        text = file.read(_LAST_BYTES).decode(errors="replace").strip()
+    return "\n".join(["", "last lines of stderr:", *text.splitlines()[-_LAST_LINES:]]) if text else ""

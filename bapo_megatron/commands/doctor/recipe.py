@@ -2,11 +2,13 @@
 
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
-The child prints one JSON object on its standard output: `problems`; `facts` for the other sections, None if
-the recipe could not be loaded; `rewards`, for each source of data whether its reward scored a response, and
-the score or the error; `environments`, for each source that has one how it took a step (environments.py). A
-reward is tried as in a run, with one worker and one response to one row; one that fails is a result, no
-exception. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py`` and ``servers.py``.
+The child prints JSON objects on its standard output, one a line, of which the last counts: so a user's code
+that hangs or crashes costs its own rows alone. `problems`; `facts` for the other sections, None if the recipe
+could not be loaded; `rewards`, for each source of data whether its reward scored a response, and the score or
+the error; `environments`, for each source that has one how it took a step (environments.py); `next`, what is
+tried after this line. A reward is tried as in a run, with one worker and one response to one row; one that
+fails is a result, no exception. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py`` and
+``servers.py``.
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ import asyncio
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.commands.doctor.environments import EnvironmentTrial, trial_row, try_environments
+from bapo_megatron.commands.doctor.environments import (
+    BUDGET_S,
+    EnvironmentTrial,
+    trial_row,
+    try_environments,
+)
 from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
 from bapo_megatron.errors import ConfigError, RunStopped
-from bapo_megatron.runtime.child_process import ChildError, run_module
+from bapo_megatron.runtime.child_process import ChildError, CommandResult, run_module
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RewardConfig, RunConfig
@@ -36,6 +44,8 @@ DEADLINE_S = 600.0
 """Seconds for the check, in which the dataset is read and its answers are parsed."""
 ENDPOINT_DEADLINE_S = 20.0
 """Seconds within which a reward endpoint must answer."""
+_REPORT_S = 30.0
+"""Seconds before the deadline at which the trials of environments must be over, to be told."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +86,10 @@ def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], R
     if not recipe.is_file():
         raise ConfigError(f"recipe {recipe} does not exist")
     child = run_module("bapo_megatron.commands.doctor.recipe", [str(recipe), *flags], DEADLINE_S)
-    if child.code == 2:
+    answer = _last_answer(child.output)
+    if child.code == 2 and answer is None:
         raise ConfigError((child.errors or child.ended).strip())
-    try:
-        answer = json.loads(child.output)
-    except ValueError:
+    if answer is None:
         found = one_line(child.reason() or "its check printed nothing")
         fix = (
             f"bapo train {recipe} shows the whole error; most often a package of the first section is broken"
@@ -89,7 +98,29 @@ def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], R
     facts = RecipeFacts(**answer["facts"]) if answer["facts"] else None
     rows = list(recipe_rows(str(recipe), answer["problems"]))
     rows += [reward_row(*found) for found in answer["rewards"]]
-    return rows + [trial_row(EnvironmentTrial(**found)) for found in answer["environments"]], facts
+    rows += [trial_row(EnvironmentTrial(**found)) for found in answer["environments"]]
+    if answer["next"]:
+        rows.append(unfinished_row(answer["next"], child))
+    return rows, facts
+
+
+def _last_answer(output: str) -> dict[str, Any] | None:
+    """The last whole line of the child's output, read as JSON; None if there is none."""
+    for line in reversed(output.split("\n")[:-1]):
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(answer, dict):
+            return answer
+    return None
+
+
+def unfinished_row(tried: str, child: CommandResult) -> DoctorRow:
+    """Row of a child that ended while it ``tried`` a user's code."""
+    found = f"its trial did not end: {one_line(child.reason() or 'its process told nothing')}"
+    fix = "try it by hand (docs/rewards.md, docs/environments.md): a run may end as its trial did"
+    return DoctorRow(SECTION, tried, "optional", found, "an answer", fix)
 
 
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
@@ -109,24 +140,42 @@ def reward_row(works: bool, found: str) -> DoctorRow:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The child process: print problems and facts of the recipe as one JSON object."""
+    """The child process: print what is known of the recipe, before each trial and at the end."""
+    latest = time.monotonic() + DEADLINE_S - _REPORT_S
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # before the recipe is loaded: what it prints must not mix with the JSON
     problems: list[str] = []
-    facts, rewards, environments = None, list[tuple[bool, str]](), list[EnvironmentTrial]()
+    found: dict[str, Any] = {"problems": problems, "facts": None, "rewards": [], "environments": []}
+
+    def tell(what_next: str) -> None:
+        answers.write(json.dumps(found | {"next": what_next}) + "\n")
+        answers.flush()
+
     try:
         config = _load(Path(arguments[0]), arguments[1:])
         passed: list[object] = []
-        problems = list(problems_of(config, passed))
-        facts = facts_of(config)
+        problems += problems_of(config, passed)
+        found["facts"] = asdict(facts_of(config))
+        tell("reward")
         tried = _try_rewards(config, passed)
-        rewards = [one for one in tried if one[1] not in problems]  # the sandbox's problem is reported once
-        environments = try_environments(config, passed)
+        # The sandbox's problem is reported once.
+        found["rewards"] = [one for one in tried if one[1] not in problems]
+        tell("environment")
+        found["environments"] = [asdict(one) for one in _try_environments(config, passed, latest)]
     except ConfigError as error:
         problems.append(str(error))
-    found = {"problems": problems, "facts": facts and asdict(facts), "rewards": rewards}
-    answers.write(json.dumps(found | {"environments": [asdict(one) for one in environments]}))
-    answers.flush()
+    tell("")
+
+
+def _try_environments(config: RunConfig, passed: Sequence[object], latest: float) -> list[EnvironmentTrial]:
+    """The trials of the environments, over at ``latest`` of the monotonic clock; one for an error of ours."""
+    try:
+        return try_environments(config, passed, max(0.0, min(BUDGET_S, latest - time.monotonic())))
+    except ConfigError:
+        raise
+    except Exception as error:
+        found = f"could not be tried: {type(error).__name__}: {one_line(error)}"
+        return [EnvironmentTrial("optional", found, "try it by hand: the doctor itself has an error here")]
 
 
 def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[tuple[bool, str]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from bapo_megatron.errors import printable
 from bapo_megatron.runtime.text_table import text_table
 
 State = Literal["ok", "optional", "problem"]
@@ -83,17 +84,19 @@ def as_json(rows: Sequence[DoctorRow]) -> str:
 
 
 def _row(row: DoctorRow) -> Iterator[str]:
-    cells = [str(row.state), row.name, row.found, row.needed]
-    if len(row.name) > _NAME:  # an address or a path: the rest goes below it
+    # A path or an answer may hold a lone surrogate, which cannot be printed, or codes of the terminal.
+    name, fix = printable(row.name), printable(row.fix)
+    cells = [str(row.state), name, printable(row.found), printable(row.needed)]
+    if len(name) > _NAME:  # an address or a path: the rest goes below it
         yield from _table(cells[:2], (_STATE, _REST))
         cells[:2] = ["", ""]
     yield from _table(cells, (_STATE, _NAME, _FOUND, _NEEDED))
-    if row.fix:
-        yield from _table(["", f"fix: {row.fix}"], (_STATE, _REST))
+    if fix:
+        yield from _table(["", f"fix: {fix}"], (_STATE, _REST))
 
 
 def _table(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
     try:
         return text_table([cells], widths=widths, indent=2)
-    except Exception:  # rich is among what is checked: a broken one has a row, and must not cost the others
+    except (ImportError, AttributeError):  # rich is checked, too: a broken one must not cost other rows
         return [f"  {'  '.join(cells)}"]

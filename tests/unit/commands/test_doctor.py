@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bapo_megatron.commands.doctor import machine, packages
+from bapo_megatron.commands.doctor import machine, packages, rows
 from bapo_megatron.commands.doctor.doctor import DoctorArguments, guarded, run_doctor
 from bapo_megatron.commands.doctor.packages import (
     PACKAGES,
@@ -302,6 +302,27 @@ def test_words_of_the_table_stay_whole() -> None:
         f"            fix: chmod u+w {path}",
         f"            {path}",
     ]
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_no_code_of_a_terminal_is_printed(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a lone surrogate, at which print would raise."""
+    if is_broken:
+        monkeypatch.setitem(sys.modules, "rich.table", None)
+    row = DoctorRow("one", "a\x1b]0;x\x07", "problem", "b\udcff", "c\x1b[2J", "d\x1b[1m\ud800")
+    text = "\n".join(lines([row]))
+    text.encode()
+    assert "\x1b" not in text
+    assert all(shown in text for shown in ("a\\x1b]0;x\\x07", "b\\udcff", "c\\x1b[2J", "d\\x1b[1m\\ud800"))
+
+
+def test_an_error_of_the_table_is_no_broken_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_cells: object, **_widths: object) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(rows, "text_table", wrong)
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        list(lines(ROWS[1:2]))
 
 
 def test_the_table_where_rich_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.doctor import environments
+from bapo_megatron.commands.doctor import environments, recipe
 from bapo_megatron.commands.doctor.environments import EnvironmentTrial, trial_row, try_environments
 from bapo_megatron.commands.doctor.recipe import check_recipe
 from bapo_megatron.config import EnvironmentConfig, RunConfig
@@ -21,6 +23,7 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.sources import SourceConfig
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.suites import Suite
+from bapo_megatron.runtime.child_process import CommandResult, run_command
 from bapo_megatron.types import Prompt
 
 RECIPE = Path(__file__).parents[3] / "recipes/demo_tools_cpu.py"
@@ -28,7 +31,7 @@ LONG_S = 300.0
 pytestmark = pytest.mark.integration
 
 GAME = """
-import asyncio, json, os, time
+import asyncio, json, os, sys, time
 from bapo_megatron.environment import Environment, Reply
 
 
@@ -40,7 +43,13 @@ class Game(Environment):
         self.does = settings["does"]
         self.note("made")
         if self.does == "refuse":
-            self.number = int(task.ground_truth)
+            try:
+                self.number = self.read(task.ground_truth)
+            except ValueError as error:
+                raise LookupError("no number") from error
+
+    def read(self, text):
+        return int(text)
 
     def note(self, what):
         if "log" in self.settings:
@@ -59,7 +68,10 @@ class Game(Environment):
             return Reply(42)
         if self.does == "nan":
             return Reply("higher", reward=float("nan"))
+        if self.does == "note":
+            return Reply("higher", note={1})
         if self.does == "die":
+            print("\\x1b[2Jno license for the game", file=sys.stderr)
             os._exit(9)
         if self.does == "end":
             return Reply(None, reward=1.5)
@@ -138,17 +150,14 @@ def test_tools_and_a_missing_reward_are_told(game: str) -> None:
 @pytest.mark.parametrize(
     ("does", "says"),
     [
-        (
-            "refuse",
-            r"raised: ValueError\(.*invalid literal for int.*self\.number = int\(task\.ground_truth\)",
-        ),
-        ("raise", r"raised: ValueError\('the door is shut'\).*raise ValueError\("),
+        ("refuse", r"raised: LookupError\('no number'\).*return int\(text\).*raise LookupError\("),
         ("text", r"raised: TypeError\('step returned str: return a Reply'\)"),
         ("number", r"raised: TypeError\('Reply\.observation is int: give a text or None'\)"),
         ("nan", r"raised: ValueError\('Reply\.reward=nan is no finite number'\)"),
+        ("note", r"raised: TypeError\('Object of type set is not JSON serializable'\)"),
     ],
 )
-def test_a_step_that_fails(game: str, does: str, says: str) -> None:
+def test_what_no_turn_can_change_is_a_problem(game: str, does: str, says: str) -> None:
     row = trial_row(tried(EnvironmentConfig(game, {"does": does}, step_limit_s=LONG_S)))
     assert row.state == "problem"
     begin = re.escape(f"environment.function={game} failed at row 3, to 'I do not know.': ")
@@ -156,15 +165,27 @@ def test_a_step_that_fails(game: str, does: str, says: str) -> None:
     assert row.fix.startswith("mend the class where the traceback ends, or the row")
 
 
+def test_a_step_that_raises_at_the_invented_turn_ends_no_run(game: str) -> None:
+    row = trial_row(tried(EnvironmentConfig(game, {"does": "raise"}, step_limit_s=LONG_S)))
+    assert row.state == "optional"
+    says = r"to 'I do not know\.': raised: ValueError\('the door is shut'\).*raise ValueError\("
+    assert re.search(says, row.found, re.DOTALL)
+    goes_on = "a run goes on, and this response fails (reward.failed); if it should not, mend the class where"
+    assert row.fix.startswith(goes_on)
+
+
 @pytest.mark.parametrize("kind", ["Game", "Waiting"])
 def test_a_step_that_hangs(game: str, kind: str) -> None:
     hangs = EnvironmentConfig(game.replace(":Game", f":{kind}"), {"does": "hang"}, step_limit_s=0.5)
     trial = tried(hangs)
-    assert trial.state == "problem"
+    assert trial.state == "optional"
     assert trial.found.endswith("failed at row 3, to 'I do not know.': time: no answer within 0.5 s")
-    assert trial.fix == "let step() return within environment.step_limit_s=0.5 s, or raise that"
+    goes_on = f"{environments.GOES_ON}; if it should not, "
+    assert trial.fix == f"{goes_on}let step() return within environment.step_limit_s=0.5 s, or raise that"
     shorter = tried(replace(hangs, step_limit_s=LONG_S, episode_limit_s=0.5))
-    assert shorter.fix == "let step() return within environment.episode_limit_s=0.5 s, or raise that"
+    assert (
+        shorter.fix == f"{goes_on}let step() return within environment.episode_limit_s=0.5 s, or raise that"
+    )
 
 
 def test_a_step_may_take_longer_than_the_doctor_waits(game: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +197,102 @@ def test_a_step_may_take_longer_than_the_doctor_waits(game: str, monkeypatch: py
     assert trial.fix == "none if environment.step_limit_s=5 is meant; else lower it"
 
 
-def test_a_step_that_ends_its_process(game: str) -> None:
-    trial = tried(EnvironmentConfig(game, {"does": "die"}, step_limit_s=LONG_S))
-    assert trial.state == "problem"
+@pytest.fixture
+def stderr_file(tmp_path: Path) -> Iterator[None]:
+    """A stderr as the doctor's child has it, with lines of its own."""
+    with (tmp_path / "stderr").open("wb") as file:
+        kept = os.dup(2)
+        file.write(b"of the tokenizer\n")
+        file.flush()
+        os.dup2(file.fileno(), 2)
+        yield
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+@pytest.mark.usefixtures("stderr_file")
+def test_a_step_that_ends_its_process(game: str, tmp_path: Path) -> None:
+    """It is asked once, for it may act outside, and its last words are kept."""
+    settings = {"does": "die", "log": str(tmp_path / "log")}
+    trial = tried(EnvironmentConfig(game, settings, step_limit_s=LONG_S))
+    assert trial.state == "optional"
     assert "to 'I do not know.': died: " in trial.found
+    assert trial.found.endswith("last lines of stderr:\n\x1b[2Jno license for the game")
+    assert "of the tokenizer" not in trial.found
+    assert trial.fix.startswith(f"{environments.GOES_ON}; if it should not, its process ended: ")
     assert "raise environment.memory_limit_mb=16384" in trial.fix
+    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [what for what, _ in events] == ["made", "I do not know."]
+
+
+def test_the_time_of_all_trials_is_limited(game: str) -> None:
+    config = load_recipe(RECIPE, RunConfig)
+    config = replace(config, environment=EnvironmentConfig(game, {"does": "hang"}, step_limit_s=LONG_S))
+    [trial] = try_environments(config, [PromptSet((prompt(3),), 0, 1)], budget_s=1.5)
+    assert trial.state == "optional"
+    assert trial.found == f"{game}, row 3: no answer within the 1.5 s of all trials"
+
+
+CHILD = """
+import os, sys
+from bapo_megatron.commands.doctor import recipe
+from bapo_megatron.errors import ConfigError
+
+def ends(*_):
+    print("no license", file=sys.stderr)
+    os._exit(7)
+
+def refuses(*_):
+    raise ConfigError("no such suite")
+
+recipe._load = lambda *_: None
+recipe.problems_of = lambda *_: iter(["a problem"])
+recipe.facts_of = lambda _: recipe.RecipeFacts("n", "d", "e", False, [], None, "", 1, "bfloat16", False)
+recipe._try_rewards = lambda *_: [(True, "score 1")]
+recipe.try_environments = lambda *_: []
+CHANGE
+recipe.main(["r"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "last"),
+    [
+        ("", ("reward", "ok", "score 1")),
+        (
+            "recipe.try_environments = ends",
+            ("environment", "optional", "its trial did not end: exit code 7: no license"),
+        ),
+        (
+            "recipe._try_rewards = ends",
+            ("reward", "optional", "its trial did not end: exit code 7: no license"),
+        ),
+        (
+            "recipe.try_environments = lambda *_: 1 / 0",
+            ("environment", "optional", "could not be tried: ZeroDivisionError: division by zero"),
+        ),
+        ("recipe.try_environments = refuses", ("reward", "ok", "score 1")),
+    ],
+)
+def test_a_trial_that_breaks_the_check_costs_no_other_row(
+    change: str, last: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_module: str, _arguments: list[str], deadline_s: float) -> CommandResult:
+        return run_command([sys.executable, "-c", CHILD.replace("CHANGE", change)], deadline_s)
+
+    monkeypatch.setattr(recipe, "run_module", run)
+    rows, facts = check_recipe(RECIPE, [])
+    assert facts is not None
+    refused = [("recipe", "problem", "no such suite")] if "refuses" in change else []
+    found = [(row.name.replace(str(RECIPE), "recipe"), row.state, row.found) for row in rows]
+    assert found[: 1 + len(refused)] == [("recipe", "problem", "a problem"), *refused]
+    assert found[-1] == last
+    assert (("reward", "ok", "score 1") in found) is ("_rewards = ends" not in change)
+
+
+def test_a_torn_line_is_no_answer() -> None:
+    assert recipe._last_answer('{"next": "reward"}\n{"next": "environm') == {"next": "reward"}
+    assert recipe._last_answer('{"next": "rew') is None
 
 
 def test_an_interpreter_that_does_not_run(game: str) -> None:

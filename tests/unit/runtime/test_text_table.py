@@ -42,6 +42,28 @@ def test_columns_of_fixed_widths_wrap_between_words() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "text", ["\u4e2d\u6587" * 30 + " END", "x" * 70 + " \u4e2d " + "y" * 70], ids=["wide", "mixed"]
+)
+def test_wrapped_texts_keep_every_character(text: str) -> None:
+    """Of wide characters, too: a word with the space after it is wider than its column."""
+    table = text_table([("a", text), ("", "b")], widths=(4, 8))
+    assert "".join(table).replace(" ", "") == f"a{text}b".replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb" * 5 + "END", "a       ba      ba      ba      ba      bEND"),
+        ("a\u2028b\u0085c\x1b[2Jd\re", "a\\u2028b\\x85c\\x1b[2Jd\\re"),
+        ("a\ud800b", "a\\ud800b"),
+        ("x" * 20_000 + "END", "x" * 20_000 + "END"),
+    ],
+)
+def test_no_character_of_a_cell_is_lost(text: str, shown: str) -> None:
+    assert text_table([(text, "1")]) == [f"{shown}  1"]
+
+
 def test_an_indented_table() -> None:
     assert text_table([("a", "1"), ("bc", "")], indent=2) == ["  a   1", "  bc"]
 

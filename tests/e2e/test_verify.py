@@ -199,7 +199,7 @@ def test_a_layout_reference_is_checked_at_another_layout(
     assert verify(model, "--parallel.pipeline=2", f"--certificate={path}") == 0
     printed = output(capfd)
     assert "reference:    TP 2, PP 1" in printed
-    assert "this layout: TP 1, PP 2" in printed
+    assert "this layout:  TP 1, PP 2" in printed
     stored = read_layout_reference(path)
     stored.tokens.entropies[1][3] += 0.5
     write_layout_reference(path, stored)

@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 
 from bapo_megatron.cli import run
+from benchmarks.study.controller.arms import RATE_SEEDS
 from benchmarks.study.paired import paired_effect
 from tests.support.pages import PAGES, ROOT
 from tests.support.tiers import slow_but
@@ -137,10 +138,10 @@ def test_every_figure_names_its_command() -> None:
             assert written or re.search(r"`(python|make|bapo) ", after), f"{page.name}: {found[0]}"
 
 
-def _study_rewards() -> dict[tuple[str, int], dict[int, float]]:
-    """Mean reward of each arm of docs/study.jsonl: by method and passes, then by seed."""
+def _study_rewards(results: str = "docs/study.jsonl") -> dict[tuple[str, int], dict[int, float]]:
+    """Mean reward of each arm of a study's results: by method and passes, then by seed."""
     found: dict[tuple[str, int], dict[int, float]] = {}
-    for line in (ROOT / "docs/study.jsonl").read_text().splitlines()[1:]:
+    for line in (ROOT / results).read_text().splitlines()[1:]:
         arm = json.loads(line)
         found.setdefault((arm["method"], arm["passes"]), {})[arm["seed"]] = arm["figures"]["mean_reward"]
     return found
@@ -161,6 +162,21 @@ def test_what_results_open_with_is_in_the_results_file() -> None:
     assert f"{_gain(rewards, ('fixed_0.9_1.2', 8), ('grpo', 8))} over GRPO at 8 passes" in first
     assert f"{_gain(rewards, ('fixed_0.9_1.2', 4), ('grpo', 4))} at 4" in first
     assert f"GRPO at 2 on the same prompts: {_gain(rewards, ('gspo', 8), ('grpo', 2))}" in page
+
+
+def test_what_results_say_of_rate_and_mean_is_in_the_next_studys_results() -> None:
+    """Means over the seeds that choose its rates, and the difference of both from GRPO, paired by seed."""
+    found = _study_rewards("benchmarks/results/controller_study.jsonl")
+    rewards = {
+        (name, level): {seed: value for seed, value in by_seed.items() if seed in RATE_SEEDS}
+        for (name, level), by_seed in found.items()
+    }
+    names = ("grpo", "grpo@0.5", "grpo_sequence", "grpo_sequence@0.5", "fixed_0.9_1.2", "paper")
+    plain, half, sequence, both, fixed, bapo = (f"{fmean(rewards[name, 8].values()):.3f}" for name in names)
+    second = " ".join((ROOT / "docs/results.md").read_text().split("2. **")[1].split("3. **")[0].split())
+    assert f"GRPO had {plain}, with half of the rate {half}, with the sequence mean {sequence}" in second
+    assert f"with both {both}: {_gain(rewards, ('grpo_sequence@0.5', 8), ('grpo', 8))}." in second
+    assert f"`fixed(0.9, 1.2)` had {fixed} there, and BAPO {bapo}" in second
 
 
 def _gain(

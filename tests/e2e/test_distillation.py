@@ -36,7 +36,9 @@ def teacher(tmp_path: Path) -> Iterator[ServerProcess]:
     except ConfigError as error:
         pytest.skip(str(error))
     port = free_port()
-    command = server_command(python, TEACHER, "127.0.0.1", port, cuda=False, flags=["--dtype", "float32"])
+    # Without a limit SGLang's cache takes a share of the machine's memory: 11 of 24 GB, beside other tests.
+    flags = ["--dtype", "float32", "--max-total-tokens", "40000"]
+    command = server_command(python, TEACHER, "127.0.0.1", port, cuda=False, flags=flags)
     command.remove("--skip-tokenizer-init")
     url = f"http://127.0.0.1:{port}"
     server = ServerProcess(command, server_environment(cuda=False, threads=1), url, tmp_path / "teacher.log")

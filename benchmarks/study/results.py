@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_files import open_lock
 from benchmarks.study.measures import ArmRecord, read_arm
 from benchmarks.study.plan import Arm, StudyPlan, check_same_settings, place_in_checkout
 
@@ -59,9 +59,7 @@ def store_results(plan: StudyPlan) -> list[ArmRecord]:
     An arm with a run directory is read from it, though the file may have it, too. Arms of other plans stay.
     """
     done = {arm.name: _line(arm, read_arm(arm)) for arm in plan.arms if arm.is_done()}
-    with _one_at_a_time(
-        plan.options.results.parent
-    ):  # a study at work and --analyse, say: neither loses lines
+    with _one_at_a_time(plan.options.folder):
         arms = stored_arms(plan) | done
         if arms:
             described = plan.describe()
@@ -75,13 +73,16 @@ def store_results(plan: StudyPlan) -> list[ArmRecord]:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which ends with the process that has it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    """The lock of a study's results: one at work and its ``--analyse`` write in turns, and lose no line.
+
+    None where there is no folder, and so no study at work.
+    """
+    if not folder.is_dir():
         yield
-    finally:
-        os.close(handle)
+        return
+    with open_lock(folder / ".results.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def read_results(plan: StudyPlan) -> list[ArmRecord]:

@@ -9,7 +9,7 @@ A batch is 8 prompts of 8 responses. Groups of equal rewards are dropped, in eve
 steps: each arm multiplies it by its updates a step.
 
 Task and steps were chosen on GRPO's gates with the seeds 300 to 303, which nothing else uses, the learning
-rate on the calibration's seeds. The demo's own task failed there: its entropy falls to 0.27 of its start by
+rate on the calibration's seeds. The demo's own task fails at them: its entropy falls to 0.27 of its start by
 learning alone, and too few tokens are clipped. docs/results.md has the commands that made the policy.
 """
 

@@ -14,6 +14,7 @@ from bapo_megatron.algo.bounds import fixed, grpo
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.trainer.update_loss import checked_loss
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.pages.document import COLUMNS
 from benchmarks.study.plan import Arm
@@ -55,6 +56,7 @@ def test_the_arms() -> None:
         run.check()
         assert (run.algorithm.reuse_epochs, run.algorithm.updates_per_epoch) == (2, 4)
         assert (run.optimizer.lr, run.optimizer.warmup_updates) == (1.5e-5, 32)
+        checked_loss(run)  # it refuses what no check of the fields sees
     assert runs["fixed_0.6_1.2"].algorithm.bounds == fixed(0.6, 1.2)
     assert runs["grpo"].algorithm.bounds == runs["grpo_sequence"].algorithm.bounds == grpo()
     assert [name for name, run in runs.items() if run.algorithm.loss_mean == "sequence"] == [
@@ -95,14 +97,17 @@ def test_the_page_shows_differences_and_calls_nothing_better() -> None:
     records = [
         *(record("grpo", 8, seed, 0.4) for seed in range(3)),
         *(record("paper", 8, seed, 0.5 + 0.1 * seed, moved=0.75) for seed in range(3)),
+        *(record("fixed_0.6_1.2", 8, seed, 0.3 + 0.1 * seed) for seed in range(3)),
     ]
     text = page(plan, records, ["gspo-8-seed0: out of memory"])
-    assert "6 of 21 arms are done. All numbers are computed from [study.jsonl](study.jsonl)." in text
+    assert "9 of 21 arms are done. All numbers are computed from [study.jsonl](study.jsonl)." in text
     assert "| `paper` | +0.200 (-0.048 to +0.448), 3 seeds | +0.000 (+0.000 to +0.000), 3 seeds |" in text
     assert "Yes: a bound moved in 0.75 ± 0 of the stale updates of `paper`." in text
     assert "- gspo-8-seed0: out of memory" in text
+    with_start = text.partition("| minus `fixed_0.6_1.2` |")[2]
+    assert "| `paper` | +0.200 (+0.200 to +0.200), 3 seeds |" in with_start
     idle = [replace(one, figures={**one.figures, "moved": 0.25}) for one in records]
-    assert "**No**: a bound moved in 0.25 ± 0 of the stale updates of `paper`. In the other updates" in page(
-        plan, idle, ()
-    )
+    text = page(plan, idle, ())
+    assert "**No**: a bound moved in 0.25 ± 0 of the stale updates of `paper`. In the other updates" in text
+    assert "minus `fixed_0.6_1.2`" not in text
     assert "None has run." in page(plan, (), ())

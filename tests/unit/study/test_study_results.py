@@ -7,11 +7,13 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from benchmarks.study import command
+from bapo_megatron.runtime.files import write_atomically
+from benchmarks.study import command, results
 from benchmarks.study.command import study_command
 from benchmarks.study.options import StudyOptions
 from benchmarks.study.pages.document import document
@@ -60,6 +62,24 @@ def test_what_is_read_back_is_what_was_stored(plan: StudyPlan) -> None:
         assert one.curves["reward"].tolist() == [0.0, 0.66667]
         assert math.isnan(one.curves["entropy"][0])
     assert len(lines_of(plan)) == 1 + 3
+
+
+def test_two_that_store_at_once_lose_no_line(plan: StudyPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while the first is about to write what it has read, and waits for it."""
+    finish(plan.arms[3], 0.5)
+    one, other = (replace(plan, arms=arms) for arms in (plan.arms[:2], plan.arms[2:]))
+    second = Thread(target=store_results, args=(other,))
+
+    def write(path: Path, text: str) -> None:
+        if second.ident is None:
+            second.start()
+            second.join(0.5)  # without a lock it has written by now, and its lines are lost
+        write_atomically(path, text)
+
+    monkeypatch.setattr(results, "write_atomically", write)
+    store_results(one)
+    second.join()
+    assert len(read_results(plan)) == 4
 
 
 def test_it_names_no_place(plan: StudyPlan, tmp_path: Path) -> None:

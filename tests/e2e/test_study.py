@@ -140,7 +140,7 @@ def test_the_second_study_makes_its_quick_arms_once(tmp_path: Path) -> None:
 
 
 def test_the_third_study_makes_its_quick_arms(tmp_path: Path) -> None:
-    """With a small policy: the pretrained model takes ten minutes of a core for an arm."""
+    """With a small policy: the pretrained model takes 25 minutes of a core for an arm."""
     recipe = small_recipe(tmp_path, CONTROLLER)
     words = ["study", "real-model", "--quick", "--steps=1", f"--recipe={recipe}", f"--folder={tmp_path}"]
     output = start_bapo(*words).communicate(timeout=900)[0].decode()

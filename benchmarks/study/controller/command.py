@@ -22,7 +22,7 @@ from benchmarks.study.controller.arms import (
 )
 from benchmarks.study.controller.gates import CHANCE, MARGIN, Calibration, calibrated
 from benchmarks.study.controller.options import ControllerOptions
-from benchmarks.study.controller.page import Progress, page
+from benchmarks.study.controller.page import Progress, page, picture_of
 from benchmarks.study.controller.verdicts import chosen_rates
 from benchmarks.study.lives import Main
 from benchmarks.study.measures import ArmRecord
@@ -102,7 +102,16 @@ class _Study:
             self._chosen(),
         )
         write_atomically(self._options.document, page(self._options, self._base, progress))
+        self._draw(progress)
         print(f"{len(progress.records)} of {progress.arms} known arms: {self._options.document}", flush=True)
+
+    def _draw(self, progress: Progress) -> None:
+        """The picture beside the page, once the study has arms of its own."""
+        if progress.chosen is None or not progress.own:
+            return
+        from benchmarks.study.controller.picture import draw
+
+        draw(progress.own, progress.chosen, picture_of(self._options))
 
     def _stage(self, name: str, arms: list[Arm]) -> int:
         plan = make_plan(self._options, arms)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bapo_megatron.config import RunConfig
 from benchmarks.study.contrasts import MATTERS
@@ -50,10 +51,15 @@ class Progress:
     chosen: dict[str, float] | None
     """The best rate of each claimed method; None until the rates' arms are done."""
 
+    @property
+    def own(self) -> list[ArmRecord]:
+        """The arms of the study itself, without those that calibrate and choose."""
+        return [one for one in self.records if one.seed < min(CALIBRATION_SEEDS)]
+
 
 def page(options: ControllerOptions, base: RunConfig, progress: Progress) -> str:
     """The whole document."""
-    own = [one for one in progress.records if one.seed < min(CALIBRATION_SEEDS)]
+    own = progress.own
     results = options.results.name
     parts = [
         "# Does BAPO help where its controller acts?",
@@ -70,11 +76,19 @@ def page(options: ControllerOptions, base: RunConfig, progress: Progress) -> str
         if progress.chosen:
             parts += ["At the best rates of `grpo` and `paper`:", _gates(tuned_gates(own, progress.chosen))]
         parts += ["## The contrasts", _contrasts(progress, own)]
-        parts += ["## All arms", _arms(own)]
+        parts += ["## All arms"]
+        if progress.chosen:
+            parts += [f"![Each arm at staleness {STALE} minus GRPO]({picture_of(options).name})"]
+        parts += [_arms(own)]
     if progress.failures:
         named = "\n".join(f"- `{one.arm.name}`: {one.reason}" for one in progress.failures)
         parts += ["## Arms that failed", named]
     return "\n\n".join(parts) + "\n"
+
+
+def picture_of(options: ControllerOptions) -> Path:
+    """The picture that lies beside the document."""
+    return options.document.with_suffix(".png")
 
 
 def _answer(options: ControllerOptions, progress: Progress, own: list[ArmRecord]) -> Iterator[str]:

@@ -1,9 +1,13 @@
-"""Figures of a study: one for each figure of the paper, in its order, and all methods side by side."""
+"""Figures of the studies: one for each figure of the paper, in its order, and all methods side by side.
+
+Used by ``../command.py`` and ``../controller/command.py``.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from benchmarks.study.contrasts import OUTCOME, by_seed, contrast
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.methods import BAPO, BASELINE, COMPARED, METHODS, PASSES, PRIMARY
 from benchmarks.study.pages import paper_figures
+from benchmarks.study.paired import Effect
 
 Arm = tuple[str, int]
 """A method and its passes."""
@@ -46,6 +51,17 @@ _FIG_9 = {(BAPO, PRIMARY): "BAPO", (BASELINE, PRIMARY): "baseline"}
 """Our arms and the names of the paper's curves that they stand beside."""
 
 
+@dataclass(frozen=True)
+class Panel:
+    """A set of arms, each minus the same one. Made by both studies' pages."""
+
+    title: str
+    baseline: str
+    passes: int
+    arms: Mapping[str, str]
+    """Labels of the arms that are compared, from above; those that have not run are left out."""
+
+
 def draw_study(records: Sequence[ArmRecord], folder: Path, prefix: str) -> dict[str, str]:
     """Write all pictures as ``folder``/``prefix``_NAME.png; returns the title of each by its file name."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,11 +79,57 @@ def draw_study(records: Sequence[ArmRecord], folder: Path, prefix: str) -> dict[
                 _beside(records, "fig9", _FIG_9, ("reward", "entropy", "positive_share", "grad_norm")),
             ),
             "fig10": ("Fig. 10: probability of tokens by ratio", _fig_10(records)),
-            "methods": ("All methods: mean reward of the run minus GRPO's", _all_methods(records)),
+            "methods": (
+                "All methods: mean reward of the run minus GRPO's",
+                differences(records, _compared()),
+            ),
         }
         return {
             _save(figure, folder, f"{prefix}_{name}"): title for name, (title, figure) in pictures.items()
         }
+
+
+def draw_differences(records: Sequence[ArmRecord], panels: Sequence[Panel], file: Path) -> None:
+    """Write the picture of all ``differences``."""
+    with matplotlib.rc_context(STYLE):
+        _save(differences(records, panels), file.parent, file.stem)
+
+
+def differences(records: Sequence[ArmRecord], panels: Sequence[Panel]) -> Figure:
+    """Differences in mean reward with 95 % intervals, not corrected for their number: a panel a set."""
+    figure, [grid] = _panels(len(panels), 1)
+    shown = [[arm for arm in one.arms if by_seed(records, arm, one.passes, OUTCOME)] for one in panels]
+    rows = max(3, *map(len, shown))
+    figure.set_size_inches(10, 1.4 + 0.3 * rows)
+    for axes, panel, arms in zip(grid, panels, shown, strict=True):
+        drawn = [
+            _draw_difference(axes, place, contrast(records, arm, panel.baseline, panel.passes).effect)
+            for place, arm in enumerate(reversed(arms))
+        ]
+        axes.axvline(0, color=PAPER, linewidth=1)
+        axes.set_yticks(range(len(arms)), [panel.arms[arm] for arm in reversed(arms)])
+        axes.set_ylim(len(arms) - rows - 0.5, len(arms) - 0.5)  # rows are equally high in all panels
+        axes.set_title(panel.title, **TITLE)
+        if not any(drawn):
+            nothing_measured(axes)
+        elif own := by_seed(records, panel.baseline, panel.passes, OUTCOME):
+            axes.set_xlabel(f"mean reward minus GRPO's {np.mean(list(own.values())):.3f}")
+    return figure
+
+
+def _draw_difference(axes: Any, place: int, effect: Effect | None) -> bool:
+    """A point with its interval in a row; whether there is one."""
+    if effect is None:
+        return False
+    bar = [[effect.mean - effect.low], [effect.high - effect.mean]] if effect.pairs > 1 else None
+    axes.errorbar([effect.mean], [place], xerr=bar, marker="o", capsize=2, color=COLOURS[0])
+    return True
+
+
+def _compared() -> list[Panel]:
+    """All methods but GRPO at 4 and at 8 passes."""
+    arms = {name: one.label for name, one in METHODS.items() if name != BASELINE}
+    return [Panel(f"{passes} passes", BASELINE, passes, arms) for passes in COMPARED]
 
 
 def spread(curves: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -200,30 +262,6 @@ def _fig_10(records: Sequence[ArmRecord]) -> Figure:
         axes.set_xlim(0.4, 2.2)
         axes.set_ylim(0, 1)
     ours.set_ylabel("mean probability")
-    return figure
-
-
-def _all_methods(records: Sequence[ArmRecord]) -> Figure:
-    """Differences from GRPO's mean reward with 95 % intervals, not corrected for their number."""
-    figure, [grid] = _panels(len(COMPARED), 1)
-    shown = [name for name in METHODS if name != BASELINE and any(one.method == name for one in records)]
-    figure.set_size_inches(10, 1.4 + 0.3 * max(len(shown), 3))
-    for axes, passes in zip(grid, COMPARED, strict=True):
-        drawn = False
-        for place, name in enumerate(reversed(shown)):
-            effect = contrast(records, name, BASELINE, passes).effect
-            if effect is None:
-                continue
-            bar = [[effect.mean - effect.low], [effect.high - effect.mean]] if effect.pairs > 1 else None
-            axes.errorbar([effect.mean], [place], xerr=bar, marker="o", capsize=2, color=COLOURS[0])
-            drawn = True
-        axes.axvline(0, color="#4d4d4d", linewidth=1)
-        axes.set_yticks(range(len(shown)), reversed([METHODS[name].label for name in shown]))
-        axes.set_title(f"{passes} passes", **TITLE)
-        if not drawn:
-            nothing_measured(axes)
-        elif own := by_seed(records, BASELINE, passes, OUTCOME):
-            axes.set_xlabel(f"mean reward minus GRPO's {np.mean(list(own.values())):.3f}")
     return figure
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tyro
+from matplotlib.axes import Axes
 
 from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.metric_table import MetricTable
@@ -23,10 +24,12 @@ from benchmarks.study.controller import arms, gates, verdicts
 from benchmarks.study.controller.command import _check_sound, controller_command
 from benchmarks.study.controller.gates import CHANCE, GATES, calibrated, chance_of, margin_of, results_of
 from benchmarks.study.controller.options import ControllerOptions
-from benchmarks.study.controller.page import Progress, page
+from benchmarks.study.controller.page import Progress, page, picture_of
+from benchmarks.study.controller.picture import draw, panels
 from benchmarks.study.gates import GateResult
 from benchmarks.study.measures import ArmRecord, first_entropy, stale_updates
 from benchmarks.study.pages.document import COLUMNS
+from benchmarks.study.pages.figures import differences
 from benchmarks.study.plan import Arm
 
 OPTIONS = ControllerOptions()
@@ -299,6 +302,29 @@ def test_the_page_shows_each_rate_and_where_the_best_is_at_the_edge() -> None:
     assert "Of `paper` the lowest is the best: a lower one may be better." in rates
     some = [one for one in rate_records(best) if not one.method.endswith("@0.35")]
     assert "Not chosen yet." in page(OPTIONS_OF_SIX, BASE, progress(some, None))
+
+
+def test_the_picture_has_each_arm_beside_grpo_at_the_same_rate(tmp_path: Path) -> None:
+    """Made-up rewards: BAPO 0.1 above GRPO at the recipe's rate, and 0.15 where both have their best."""
+    chosen = CHOSEN | {"paper": 0.7, "grpo": 0.5}
+    runs = tuned_study()
+    at_rate, best = differences(runs, panels(chosen)).axes
+    points = _points(at_rate)
+    assert len(points) == len(arms.VARIANTS) - 1 + len(arms.RATES[1:])  # all but GRPO, and its lower rates
+    assert points["BAPO, micro-batches"] == pytest.approx(0.1, abs=0.01)
+    assert len(_points(best)) == len(arms.TUNED) - 1
+    assert _points(best)["BAPO, micro-batches, 0.7 of the rate"] == pytest.approx(0.15)
+    options = replace(OPTIONS_OF_SIX, write=tmp_path / "found.md")
+    draw(runs, chosen, picture_of(options))
+    assert (tmp_path / "found.png").is_file()
+    assert "![Each arm at staleness 8 minus GRPO](found.png)" in page(options, BASE, progress(runs, chosen))
+    assert ".png" not in page(options, BASE, progress(runs, None))
+
+
+def _points(axes: Axes) -> dict[str, float]:
+    """Where the points of a panel are, by the labels of their rows."""
+    at = {line.get_ydata()[0]: line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"}
+    return {label.get_text(): at[place] for place, label in enumerate(axes.get_yticklabels())}
 
 
 OPTIONS_OF_SIX = replace(OPTIONS, seeds=6)

@@ -25,7 +25,7 @@ from benchmarks.study.contrasts import OUTCOME, by_seed, contrast
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.methods import BAPO, BASELINE, COMPARED, METHODS, PASSES, PRIMARY
 from benchmarks.study.pages import paper_figures
-from benchmarks.study.paired import Effect
+from benchmarks.study.paired import LEAST_PAIRS, Effect
 
 Arm = tuple[str, int]
 """A method and its passes."""
@@ -59,7 +59,7 @@ class Panel:
     baseline: str
     passes: int
     arms: Mapping[str, str]
-    """Labels of the arms that are compared, from above; those that have not run are left out."""
+    """Labels of the arms that are compared, from above; those that have not run have no row."""
 
 
 def draw_study(records: Sequence[ArmRecord], folder: Path, prefix: str) -> dict[str, str]:
@@ -96,34 +96,37 @@ def draw_differences(records: Sequence[ArmRecord], panels: Sequence[Panel], file
 
 
 def differences(records: Sequence[ArmRecord], panels: Sequence[Panel]) -> Figure:
-    """Differences in mean reward with 95 % intervals, not corrected for their number: a panel a set."""
+    """Differences in mean reward with 95 % intervals, not corrected for their number: a panel a set.
+
+    An arm that shares fewer than ``LEAST_PAIRS`` seeds with its baseline has no row.
+    """
     figure, [grid] = _panels(len(panels), 1)
-    shown = [[arm for arm in one.arms if by_seed(records, arm, one.passes, OUTCOME)] for one in panels]
-    rows = max(3, *map(len, shown))
+    found = [_effects(records, panel) for panel in panels]
+    rows = max(3, *map(len, found))
     figure.set_size_inches(10, 1.4 + 0.3 * rows)
-    for axes, panel, arms in zip(grid, panels, shown, strict=True):
-        drawn = [
-            _draw_difference(axes, place, contrast(records, arm, panel.baseline, panel.passes).effect)
-            for place, arm in enumerate(reversed(arms))
-        ]
+    for axes, panel, effects in zip(grid, panels, found, strict=True):
+        for place, one in enumerate(reversed(effects.values())):
+            bar = [[one.mean - one.low], [one.high - one.mean]]
+            axes.errorbar([one.mean], [place], xerr=bar, marker="o", capsize=2, color=COLOURS[0])
         axes.axvline(0, color=PAPER, linewidth=1)
-        axes.set_yticks(range(len(arms)), [panel.arms[arm] for arm in reversed(arms)])
-        axes.set_ylim(len(arms) - rows - 0.5, len(arms) - 0.5)  # rows are equally high in all panels
+        axes.set_yticks(range(len(effects)), reversed(effects))
+        axes.set_ylim(len(effects) - rows - 0.5, len(effects) - 0.5)  # rows are equally high in all panels
         axes.set_title(panel.title, **TITLE)
-        if not any(drawn):
+        if not effects:
             nothing_measured(axes)
-        elif own := by_seed(records, panel.baseline, panel.passes, OUTCOME):
+        else:
+            own = by_seed(records, panel.baseline, panel.passes, OUTCOME)
             axes.set_xlabel(f"mean reward minus GRPO's {np.mean(list(own.values())):.3f}")
     return figure
 
 
-def _draw_difference(axes: Any, place: int, effect: Effect | None) -> bool:
-    """A point with its interval in a row; whether there is one."""
-    if effect is None:
-        return False
-    bar = [[effect.mean - effect.low], [effect.high - effect.mean]] if effect.pairs > 1 else None
-    axes.errorbar([effect.mean], [place], xerr=bar, marker="o", capsize=2, color=COLOURS[0])
-    return True
+def _effects(records: Sequence[ArmRecord], panel: Panel) -> dict[str, Effect]:
+    """The differences of a panel by the labels of their arms."""
+    found = {
+        label: contrast(records, arm, panel.baseline, panel.passes).effect
+        for arm, label in panel.arms.items()
+    }
+    return {label: one for label, one in found.items() if one is not None and one.pairs >= LEAST_PAIRS}
 
 
 def _compared() -> list[Panel]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import proxy_bypass_environment
 
 import pytest
 
@@ -255,6 +256,39 @@ def test_a_server_inherits_no_launcher_variables(
     assert process.server_environment(cuda=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:256")
     assert process.server_environment(cuda=True)["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:256"
+
+
+@pytest.mark.parametrize("given", [{}, {"NO_PROXY": ".corp"}, {"no_proxy": ".corp", "NO_PROXY": "other"}])
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_a_server_reaches_itself_without_the_proxy(
+    monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, str]
+) -> None:
+    """Its first requests go to its own address by ``requests``; it ends if they do not arrive."""
+    for one in ("http_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(one, raising=False)
+        monkeypatch.delenv(one.upper(), raising=False)
+    assert not {"no_proxy", "NO_PROXY"} & process.server_environment(cuda=True).keys()
+    for one, value in {**given, name: "http://proxy.corp:3128"}.items():
+        monkeypatch.setenv(one, value)
+    found = process.server_environment(cuda=True, host="node1.corp2")
+    assert found[name] == "http://proxy.corp:3128", "downloads need it"
+    monkeypatch.setattr(os, "environ", found)
+    for host in ("127.0.0.1", "localhost", "::1", "node1.corp2"):
+        assert proxy_bypass_environment(host), host
+        assert host in found["no_proxy"].split(","), "requests compares an address with whole items"
+    assert bool(proxy_bypass_environment("hub.corp")) == bool(given)
+    assert not proxy_bypass_environment("huggingface.co")
+    assert found["NO_PROXY"] == found["no_proxy"]
+
+
+def test_the_command_names_its_own_host_to_the_server(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.corp:3128")
+    ran: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execvpe", lambda _file, _line, environment: ran.append(environment))
+    process.serve(process.ServeCommand(config, host="node7", port=1), cuda=True)
+    assert "node7" in ran[0]["no_proxy"].split(",")
 
 
 def test_colocated_servers_release_cuda_graph_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,10 @@ _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """Lets a server start whose context is longer than the model's (by ``RESERVED_TOKENS``): no request is."""
 
 
+_NO_PROXY = ("no_proxy", "NO_PROXY")
+"""Names of the variable with the hosts that are reached without a proxy; the first takes precedence."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
 _RELEASED_GRAPHS = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
 """Makes a release of the tag ``cuda_graph`` free the graphs' memory, with a copy on the host; without it
 SGLang accepts the tag and frees nothing."""
@@ -161,7 +165,7 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
     line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
     key_file = servers_key_file(run)
     print(f"the server asks for the API key in {key_file}", flush=True)
-    environment = server_environment(cuda, None, key_file, run.rollout.sglang.colocated, python)
+    environment = server_environment(cuda, None, key_file, run.rollout.sglang.colocated, python, command.host)
     folder = ServerFolder(environment.get("TMPDIR"))
     folder.hand_on()
     os.execvpe(line[0], line, environment | {"TMPDIR": folder.path})
@@ -173,13 +177,15 @@ def server_environment(
     key_file: Path | None = None,
     colocated: bool = False,
     python: Path | None = None,
+    host: str | None = None,
 ) -> dict[str, str]:
     """The environment of a server's process: this one's without the trainer's own variables.
 
     With those that a CPU or a colocated server needs. ``key_file``: of the API key; None: no authentication.
-    ``python``: SGLang's interpreter; None: that of ``sglang_python``, if there is one.
+    ``python``: SGLang's interpreter; None: that of ``sglang_python``, if there is one. ``host``: the address
+    that it listens on, if that is no loopback address.
     """
-    environment = os.environ | _VARIABLES
+    environment = os.environ | _VARIABLES | _without_proxy(host)
     for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
         environment.pop(name, None)
     if key_file is not None:
@@ -202,6 +208,19 @@ def server_environment(
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
     return environment
+
+
+def _without_proxy(host: str | None) -> dict[str, str]:
+    """NO_PROXY with the server's own addresses; empty where no proxy is set.
+
+    A server ends unless its first requests reach itself (``_execute_server_warmup`` in http_server.py). It
+    sends them with ``requests``, which asks the proxy of HTTP_PROXY even for 127.0.0.1.
+    """
+    if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
+        return {}
+    given = next((value for name in _NO_PROXY if (value := os.environ.get(name))), "")
+    hosts = dict.fromkeys([*filter(None, given.split(",")), *_LOOPBACK, *filter(None, [host])])
+    return dict.fromkeys(_NO_PROXY, ",".join(hosts))
 
 
 def _is_of_launcher(name: str) -> bool:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.data.routes import unknown_expert
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
 from bapo_megatron.rollout.engines.sglang.http_client import (
@@ -25,6 +24,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     SglangServer,
 )
 from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
+from bapo_megatron.rollout.engines.sglang.route_wire import without_old_routes
 from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightParts
 
@@ -112,7 +112,7 @@ class SglangEngine:
             ):
                 raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
             if self._on_update == "retract":
-                answer = _without_old_routes(answer)
+                answer = without_old_routes(answer)
             return _truncated_after(answer, pending.newest)
         finally:
             self._inflight.all.discard(pending)
@@ -355,15 +355,6 @@ class SglangEngine:
             await self.server.pause()
         elif reopen:
             await self._inflight.open_gate()
-
-
-def _without_old_routes(found: Generation) -> Generation:
-    """The generation without the routes of older weights' tokens: a retraction has replaced them."""
-    if found.routes_R is None or (found.versions_R == found.versions_R[-1:]).all():
-        return found
-    routes_R = found.routes_R.copy()
-    routes_R[found.versions_R != found.versions_R[-1]] = unknown_expert(routes_R.dtype)
-    return replace(found, routes_R=routes_R)
 
 
 def _truncated_after(found: Generation, newest: int | None) -> Generation:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
+import uvloop
 from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Engine
@@ -159,6 +163,31 @@ def test_a_closed_new_connection_is_a_server_failure(server: FakeServer, engine:
     with pytest.raises(ServerError, match="isconnected"):
         engine.generate([REQUEST])
     assert len(server.connections) == 2, "once over the connection that it had, once over a new one"
+
+
+def test_a_connection_without_traffic_is_kept_open(server: FakeServer) -> None:
+    """An answer may take an hour, without a byte before it: gateways forget idle connections in minutes."""
+
+    async def options() -> list[int]:
+        sessions = HttpSessions()
+        try:
+            await SglangServer(server.url, sessions).generate(REQUEST, "r1")
+            connector = sessions.kept.connector
+            assert isinstance(connector, aiohttp.TCPConnector)
+            [[(protocol, _)]] = connector._conns.values()
+            assert protocol.transport is not None
+            used = protocol.transport.get_extra_info("socket")
+            of_tcp = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            found = [used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
+            return [*found, *(used.getsockopt(socket.IPPROTO_TCP, option) for option in of_tcp)]
+        finally:
+            await sessions.close()
+
+    for run in (asyncio.run, uvloop.run):
+        is_on, idle_s, interval_s, count = run(options())
+        assert is_on == 1
+        assert idle_s <= 120, "Azure's balancers forget a connection after 240 s, AWS's after 350 s"
+        assert idle_s + count * interval_s < 300
 
 
 def test_a_sound_server(server: FakeServer, engine: BlockingEngine, model: Path) -> None:

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.request import proxy_bypass_environment
 
 import pytest
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.engines import timeouts
 from bapo_megatron.rollout.engines.sglang import server_process as process
 from bapo_megatron.rollout.engines.sglang import supervisor as servers
 from bapo_megatron.rollout.engines.sglang.supervisor import RunServers, ServerSupervisor, servers_of
@@ -318,3 +319,25 @@ def test_prefill_cuda_graphs_are_off_unless_the_recipe_sets_them(config: RunConf
 def test_the_device_flag_is_always_given(tmp_path: Path) -> None:
     on_gpu = process.server_command(Path("python"), tmp_path, "127.0.0.1", 1, cuda=True)
     assert on_gpu[on_gpu.index("--device") + 1] == "cuda"
+
+
+def test_a_server_that_waits_in_place_outlives_the_longest_load(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that waits in place counts as one that hangs: SGLang ends the server after 300 s."""
+    monkeypatch.setattr(timeouts, "LEAST_BYTES_PER_S", 1.0)
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    name = "--watchdog-timeout"
+
+    def limit(on_update: Literal["retract", "in_place"], *own: str) -> list[str]:
+        sglang = SglangConfig(on_update=on_update, update_minutes=5.0, flags=own)
+        rollout = RolloutConfig(engine="sglang", sglang=sglang)
+        found = process.server_flags(
+            dataclasses.replace(config, model=ModelConfig(tmp_path), rollout=rollout)
+        )
+        return [value for flag, value in zip(found, [*found[1:], ""], strict=True) if flag == name]
+
+    assert limit("retract") == []
+    (longest,) = limit("in_place")
+    assert float(longest) > timeouts.load_seconds(tmp_path, 5 * 60.0) > 1000
+    assert limit("in_place", name, "900") == ["900"]

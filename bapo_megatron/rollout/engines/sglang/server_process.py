@@ -43,6 +43,7 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
 )
 from bapo_megatron.rollout.engines.sglang.route_wire import FLAG as ROUTES_FLAG
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
+from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import (
     ALLOCATOR_VARIABLE,
@@ -75,6 +76,8 @@ _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """Lets a server start whose context is longer than the model's (by ``RESERVED_TOKENS``): no request is."""
 
 
+_WATCHDOG = "--watchdog-timeout"
+
 _NO_PROXY = ("no_proxy", "NO_PROXY")
 """Names of the variable with the hosts that are reached without a proxy; the first takes precedence."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -105,8 +108,22 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
         *(NO_PREFILL_GRAPH if cuda and not _names(sglang.flags, NO_PREFILL_GRAPH[0]) else ()),
         *((ROUTES_FLAG,) if config.rollout.route_replay != "off" else ()),
+        *(_patience(config) if not _names(sglang.flags, _WATCHDOG) else ()),
         *more_flags(sglang),
     ]
+
+
+def _patience(config: RunConfig) -> list[str]:
+    """The watchdog's flag of servers that wait in place, longer than the longest load of weights; else none.
+
+    SGLang ends a server that has a batch and computes nothing for 300 s, and a batch that waits in place is
+    one (``create_scheduler_watchdog`` in invariant_checker.py).
+    """
+    sglang = config.rollout.sglang
+    if sglang.on_update != "in_place":
+        return []
+    longest_s = load_seconds(config.model.hf_path, 60 * sglang.update_minutes)
+    return [_WATCHDOG, str(max(300, int(longest_s) + 60))]
 
 
 def _names(flags: Sequence[str], name: str) -> bool:

@@ -10,7 +10,7 @@ third-party package is imported, because `bapo doctor` runs on a bare machine. U
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,18 @@ def check_nccl(servers: Path) -> None:
             f"{ours}, {servers} has {theirs}: `make cluster` installs one version in both environments "
             f"(cluster/nccl.txt), or set --rollout.sglang.sync disk"
         )
+
+
+def nccl_settings(flags: Collection[str]) -> dict[str, str]:
+    """NCCL's environment variables that a server with ``flags`` sets for itself, where they are not set.
+
+    A group whose ranks differ in them fails when it is formed: one rank offers memory of cuMem, another opens
+    it as CUDA IPC (NeMo-RL pull request 3612, SkyRL pull request 143). As ``_set_envs_and_config`` in
+    SGLang's engine.py.
+    """
+    symmetric = "--enable-symm-mem" in flags
+    multicast = symmetric or "--enable-nccl-nvls" in flags
+    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
 
 def _nccl_of(python: Path) -> str:

@@ -335,6 +335,25 @@ def test_in_place_updates_need_servers_with_the_right_flags(
         engine.close()
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hicache_storage_backend", "file"), ("enable_lmcache", True), ("enable_flexkv", True)],
+)
+def test_a_server_whose_cache_outlives_new_weights_takes_none(
+    field: str, value: Any, server: FakeServer, engine: BlockingEngine, model: Path
+) -> None:
+    """A flush leaves what lies outside of the server: keys and values of old weights, found by token ids."""
+    settings = {"hicache_storage_backend": None, "enable_lmcache": False, "enable_flexkv": False}
+    server.answers["server_info"] = (200, {**settings, field: value})
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(ServerError, match=f"{server.url}: start it without {flag}: .* of earlier weights"):
+        engine.update_weights(weights(model), 5)
+    assert server.version == "0"
+    server.answers["server_info"] = (200, settings)
+    engine.update_weights(weights(model), 5)
+    assert server.version == "5"
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_an_update_aborts_what_asks_for_routes(
     server: FakeServer, engine: BlockingEngine, model: Path, asks: bool

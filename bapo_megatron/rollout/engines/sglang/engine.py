@@ -23,7 +23,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     ServerError,
     SglangServer,
 )
-from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
+from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, flag
 from bapo_megatron.rollout.engines.sglang.route_wire import without_old_routes
 from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightParts
@@ -253,18 +253,23 @@ class SglangEngine:
         await confirm(await self.server.checksum(timeout))
 
     async def _check_settings(self) -> None:
-        """Check the server's flags for ``on_update=in_place``. ServerError names a missing one.
+        """Check the server's settings before it takes new weights. ServerError names a flag that is wrong.
 
         A server that the run has not started may have other flags than ``server_process.server_flags``, and
         so may the next one at its address.
         """
+        settings = await self.server.settings()
+        for field in OUTLIVING:
+            if settings.get(field):
+                why = "it keeps keys and values of earlier weights"
+                raise ServerError(f"{self.name}: start it without {flag(field)}: {why}")
         if self._on_update != "in_place":
             return
-        settings = await self.server.settings()
         for field in IN_PLACE:
             if settings.get(field) is False:
-                flag = "--" + field.replace("_", "-")
-                raise ServerError(f"{self.name}: start it with {flag} for rollout.sglang.on_update=in_place")
+                raise ServerError(
+                    f"{self.name}: start it with {flag(field)} for rollout.sglang.on_update=in_place"
+                )
 
     async def _send(
         self, request: GenerateRequest, pending: InflightRequest, again: bool = False

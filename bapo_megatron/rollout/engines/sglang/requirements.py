@@ -38,6 +38,14 @@ records the number of a request's tokens when the weights change (``record_weigh
 that retracts reads the results first.
 """
 
+OUTLIVING = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
+"""The settings of caches that a server must not have: stores outside of its own memory.
+
+A flush after new weights empties the server's own cache, the tier in host memory too, and leaves these
+(``_reset_full`` in unified_radix_cache.py). They find keys and values by token ids, whatever weights made
+them, so new requests would be served from those of earlier weights.
+"""
+
 RESERVED_TOKENS = 8
 """Reserved tokens of a server's context, which no sequence may fill.
 

@@ -245,6 +245,7 @@ def test_a_server_inherits_no_launcher_variables(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "PYTHONPATH": "/trainer",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
     own = {"NCCL_IB_HCA": "mlx5", "CUDA_VISIBLE_DEVICES": "0,1", "SGLANG_PORT": "1"}

@@ -62,8 +62,9 @@ _CPU_FLAGS = (
 )
 _CPU_CACHE_TOKENS = 65_536
 """Size of the KV cache on a CPU in tokens, unless one sequence is longer: other programs need memory, too."""
-_OTHER_ENVIRONMENT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_GRPC_PORT")
-"""Variables that a server must not inherit: the trainer's environment, and a port without authentication."""
+_OTHER_ENVIRONMENT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_GRPC_PORT", "SGLANG_RETURN_ORIGINAL_LOGPROB")
+"""Variables that a server must not inherit: the trainer's environment, a port without authentication, and
+log-probs that are not divided by the temperature."""
 _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),

@@ -74,8 +74,9 @@ def test_every_rank_has_them_before_its_first_group(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("bapo_megatron.runtime.device.should_have_gpu", lambda: True)
     rollout = RolloutConfig(engine="sglang", sglang=SglangConfig(sync="broadcast"))
     config = RunConfig("x", ModelConfig(Path("m")), DataConfig(Path("d")), rollout=rollout, run_dir=tmp_path)
-    for one in (config, replace(config, rollout=replace(rollout, sglang=SglangConfig()))):
+    by_disk, replayed = replace(rollout, sglang=SglangConfig()), replace(rollout, replay=tmp_path)
+    for one in (config, *(replace(config, rollout=other) for other in (by_disk, replayed))):
         os.environ.pop(MEMORY, None)
         with pytest.raises(Stopped):
             train.train_process(one)
-    assert seen == ["0", None]
+    assert seen == ["0", None, None]

@@ -82,10 +82,14 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     """
     from bapo_megatron.checkpoint.fork import make_fork
     from bapo_megatron.policy.layout import parallel_processes
+    from bapo_megatron.rollout.engines.registry import engine_backend
+    from bapo_megatron.runtime.device import should_have_gpu
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run
     from bapo_megatron.trainer.threads import pin_threads
 
+    if config.rollout.replay is None:  # which has no engines
+        engine_backend(config.rollout.engine).prepare_process(config.rollout, should_have_gpu())
     # Stop signals first: one that comes while process groups are made must not kill a single rank. The lock
     # after them: the process group says which rank holds it.
     with (

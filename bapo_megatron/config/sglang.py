@@ -18,6 +18,9 @@ from bapo_megatron.config.engine import EngineConfig
 _WITHOUT_KEY = ("--grpc", "--smg-grpc", "--encoder-only", "--tokenizer-worker")
 """Prefixes of SGLang's flags that open a port without a check of the API key."""
 
+_OUTLIVING = ("--hicache-storage-backend", "--enable-lmcache", "--enable-flexkv")
+"""SGLang's flags of caches that no flush empties (``OUTLIVING`` in requirements.py)."""
+
 
 @dataclass(frozen=True)
 class SglangConfig(EngineConfig):
@@ -59,6 +62,8 @@ class SglangConfig(EngineConfig):
         yield from super().problems(longest_request)
         if other := [flag for flag in self.flags if flag.startswith(_WITHOUT_KEY)]:
             yield f"flags: {other[0].split('=')[0]} does not go with an API key: leave it out"
+        if other := [flag.split("=")[0] for flag in self.flags if flag.split("=")[0] in _OUTLIVING]:
+            yield f"flags: {other[0]} keeps keys and values of earlier weights: leave it out"
         keys = [flag for flag in self.flags if flag.startswith(("--api-k", "--admin-api-k"))]
         if keys:
             yield (

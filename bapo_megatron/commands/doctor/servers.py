@@ -22,6 +22,7 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
     FP32_HEAD,
     IN_PLACE,
     NO_PREFILL_GRAPH,
+    OUTLIVING,
     RESERVED_TOKENS,
     flag,
     install_command,
@@ -247,6 +248,11 @@ def _setting_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Itera
         needed = "no graphs of the prefill: SGLang's default may sample wrong tokens"
         fix = f"start it with {' '.join(NO_PREFILL_GRAPH)}"
         yield DoctorRow(SECTION, url, "optional", "breakable prefill graphs", needed, fix)
+    for field in OUTLIVING:
+        if server.get(field):
+            needed = "no cache that outlives new weights: it would serve keys and values of earlier ones"
+            fix = f"start it without {flag(field)}"
+            yield DoctorRow(SECTION, url, "problem", f"has {flag(field)}", needed, fix)
     if facts.on_update == "in_place":
         for field in IN_PLACE:
             if server.get(field) is False:

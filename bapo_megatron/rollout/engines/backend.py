@@ -83,6 +83,13 @@ class EngineBackend(ABC):
         the first GPUs.
         """
 
+    def prepare_process(self, rollout: RolloutConfig, cuda: bool) -> None:  # noqa: B027 (most share no group)
+        """Set the environment variables that a training process must share with engines' processes.
+
+        Called on every rank before its first process group, because NCCL reads its settings once.
+        ``cuda``: whether it trains on a GPU.
+        """
+
     def check_weights(self, hf_path: Path) -> None:  # noqa: B027 (most engines load what transformers loads)
         """Raise ConfigError if the engines cannot load the model's folder as it is stored."""
 

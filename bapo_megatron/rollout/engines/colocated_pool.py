@@ -75,10 +75,10 @@ class ColocatedPool(EnginePool):
         self._ipc_weights = version, DigestQuorum(self._timeouts.silent_s)
         self._without_weights.clear()
 
-    def resumed(self, _version: int, slots: Collection[EngineSlot]) -> None:
+    def resumed(self, version: int, slots: Collection[EngineSlot]) -> None:
         """Mark engines that got the weights by handles ready; the others are held until ``admit``."""
         for slot in slots:
-            self._resume_sampling(slot)
+            self._resume_sampling(slot, version)
 
     async def admit(self) -> None:
         """End the hold of all engines: each takes requests after a health check and a load of the weights."""
@@ -132,14 +132,15 @@ class ColocatedPool(EnginePool):
         finally:
             await self._end_load(slot, weights)
         if woken:
-            self._resume_sampling(slot)
+            self._resume_sampling(slot, weights.version)
         return woken
 
-    def _resume_sampling(self, slot: EngineSlot) -> None:
+    def _resume_sampling(self, slot: EngineSlot, version: int) -> None:
         slot.is_up, slot.is_held, self.down_since = True, False, None
         self._restart_timeouts(slot)
         slot.ready_since = self._clock.now()
         slot.loads += 1
+        slot.version = version
         self.changed.set()
 
     def quorum(self, version: int, sent: SentDigests | None) -> DigestQuorum:

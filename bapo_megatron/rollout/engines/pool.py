@@ -131,20 +131,23 @@ class EnginePool:
     async def generate(self, slot: EngineSlot, request: GenerateRequest) -> Generation:
         """Send a request to its reserved engine; returns the answer.
 
-        EngineLost if the engine fails, in this or another request; ValueError if the request is malformed.
+        EngineLost if the engine fails, in this or another request, or has older weights than it was given;
+        ValueError if the request is malformed.
         """
+        version = slot.version
         request_task = asyncio.ensure_future(slot.engine.generate(request))
         slot.inflight.add(request_task)
         try:
             answer = await request_task
             self._worked_at = slot.last_answer_at = self._clock.now()
+            self._check_versions(slot, answer, version)
             return answer
         except asyncio.CancelledError:
             this = asyncio.current_task()
             if request_task.cancelled() and not (this and this.cancelling()):
                 raise EngineLost(f"{slot.engine.name}: {slot.reason}") from None
             raise
-        except ValueError:
+        except (ValueError, EngineLost):
             raise
         except Exception as error:  # a failing engine may raise anything; the run goes on without it
             self.quarantine(slot, str(error) or repr(error))
@@ -152,6 +155,20 @@ class EnginePool:
         finally:
             request_task.cancel()
             slot.inflight.discard(request_task)
+
+    def _check_versions(self, slot: EngineSlot, answer: Generation, version: int) -> None:
+        """EngineLost, and quarantine, if an answer has tokens of older weights than ``version``.
+
+        A server that was restarted between two health checks samples from the weights of its start, which
+        the run knows; so does one into which another run has loaded its weights.
+        """
+        if len(answer.token_ids_R) and (oldest := int(answer.versions_R.min())) < version:
+            reason = (
+                f"answers with tokens of weights {oldest} after a load of {version}: its server was "
+                "restarted, or another run uses it"
+            )
+            self.quarantine(slot, reason)
+            raise EngineLost(f"{slot.engine.name}: {reason}")
 
     def quarantine(self, slot: EngineSlot, reason: str) -> None:
         """Put an engine in quarantine. Its requests end with EngineLost."""
@@ -254,6 +271,7 @@ class EnginePool:
     def _mark_ready(self, slot: EngineSlot, version: int) -> None:
         """Let an engine that has the current weights take requests."""
         slot.loads += 1  # also if it was up: its prefix cache is of the old weights
+        slot.version = version
         if not slot.is_up:
             slot.is_up, self.down_since = True, None
             slot.last_answer_at = slot.ready_since = self._clock.now()

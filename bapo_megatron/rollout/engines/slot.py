@@ -56,6 +56,8 @@ class EngineSlot:
     """Extra wait before its next health check in quarantine: it is in a crash loop."""
     loads: int = 0
     """Number of weight loads; each empties the prefix cache."""
+    version: int = 0
+    """The weight version of its last load. Later requests have tokens of this version or newer ones."""
     reason: str = "it has no weights yet"
     """Why it is in quarantine."""
 

@@ -171,6 +171,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
         "optional",
         "breakable prefill graphs",
     ),
+    "storage": (
+        "/server_info",
+        {"hicache_storage_backend": "file"},
+        {},
+        "problem",
+        "--hicache-storage-backend",
+    ),
     "cache": (
         "/server_info",
         {"disable_overlap_schedule": True},

@@ -202,6 +202,23 @@ def test_what_does_not_go_with_colocated_servers(settings: dict, message: str) -
         dataclasses.replace(GOOD, rollout=wrong).check()
 
 
+@pytest.mark.parametrize(
+    "flags", [("--hicache-storage-backend", "file"), ("--enable-lmcache",), ("--enable-flexkv",)]
+)
+def test_a_cache_that_outlives_new_weights_is_refused(flags: tuple[str, ...]) -> None:
+    def check(*given: str) -> None:
+        rollout = dataclasses.replace(GOOD.rollout, engine="sglang", sglang=SglangConfig(flags=given))
+        dataclasses.replace(GOOD, rollout=rollout).check()
+
+    check("--enable-hierarchical-cache")  # in the server's own memory, which a flush empties
+    message = rf"rollout\.sglang\.flags: {flags[0]} keeps keys and values of earlier weights: leave it out"
+    with pytest.raises(ConfigError, match=message):
+        check(*flags)
+    if len(flags) > 1:
+        with pytest.raises(ConfigError, match=message):
+            check("=".join(flags))
+
+
 def test_only_colocated_servers_read_the_trainers_memory() -> None:
     def with_servers(**settings: Any) -> RunConfig:
         rollout = dataclasses.replace(GOOD.rollout, engine="sglang", sglang=SglangConfig(**settings))

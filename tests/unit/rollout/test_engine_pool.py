@@ -176,6 +176,30 @@ def test_an_engine_with_a_wrong_weight_version_goes_into_quarantine(tmp_path: Pa
     run(check())
 
 
+def test_a_server_that_was_restarted_unnoticed_is_lost_at_its_first_tokens(tmp_path: Path) -> None:
+    """It answers health checks and has weights that the run knows: those that it started with."""
+
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [bad, good], on_stale="train")
+        async with world.sampling():
+            for step in (1, 2):
+                await world.batch(step)
+                await world.weights(step)
+            assert (bad.version, good.version) == (2, 2)
+            bad.version = bad.told_version = 0
+            batch = await world.batch(3)
+            assert {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R} == {2}
+            (lost,) = [event for event in world.events if event["kind"] == "engine_lost"]
+            assert lost["engine"] == "bad"
+            assert "tokens of weights 0 after a load of 2: its server was restarted" in lost["reason"]
+            bad.told_version = None
+            await until(lambda: world.pool.up == 2)
+            assert bad.version == 2
+
+    run(check())
+
+
 def test_without_engines_the_run_waits_then_fails(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(mixed)

@@ -125,6 +125,34 @@ def test_an_answers_routes_are_packed(indent: int | None) -> None:
     assert generation_of(replace(REQUEST, routes=None), reply(THREE)).routes_R is None
 
 
+def test_an_abort_out_of_the_queue_keeps_its_tokens_with_unknown_routes() -> None:
+    """A request that waits with tokens, because the cache was full, is aborted without its routes."""
+    body = reply(None, finish_reason={"type": "abort"})
+    found = generation_of(REQUEST, body)
+    assert found.token_ids_R.tolist() == [5, 6, 7]
+    assert found.routes_R is not None
+    assert found.routes_R.shape == (3, 2, 2)
+    assert found.routes_R.dtype.name == "uint8"
+    assert not known_rows(found.routes_R).any()
+    assert generation_of(replace(REQUEST, routes=None), body).routes_R is None
+    assert generation_of(REQUEST, reply(None, 0, finish_reason={"type": "abort"})).routes_R is None
+
+
+def test_after_a_retraction_older_weights_routes_are_unknown() -> None:
+    """A server whose cache is full computes a prefix again, also where requests keep it in place."""
+    spans = [{"version": "0", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 3}]
+
+    def known(**about: Any) -> list[bool]:
+        found = generation_of(REQUEST, reply(THREE, version="1", **about)).routes_R
+        assert found is not None
+        return [bool(row) for row in known_rows(found)]
+
+    assert known(weight_versions=spans, num_retractions=1) == [False, False, True]
+    assert known(weight_versions=spans, num_retractions=0) == [True] * 3
+    assert known(weight_versions=spans) == [True] * 3
+    assert known(num_retractions=2) == [True] * 3
+
+
 PAIR = [[3, 3], [2, 3]]
 BAD: dict[str, tuple[Any, str]] = {
     "a token less": (THREE[:2], "8 experts are no routes of 3 tokens through 2 layers with 2 experts each"),

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.request import proxy_bypass
 
 import pytest
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.engines import timeouts
 from bapo_megatron.rollout.engines.sglang import server_process as process
 from bapo_megatron.rollout.engines.sglang import supervisor as servers
 from bapo_megatron.rollout.engines.sglang.supervisor import RunServers, ServerSupervisor, servers_of
@@ -243,6 +245,7 @@ def test_a_server_inherits_no_launcher_variables(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "PYTHONPATH": "/trainer",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
     own = {"NCCL_IB_HCA": "mlx5", "CUDA_VISIBLE_DEVICES": "0,1", "SGLANG_PORT": "1"}
@@ -255,6 +258,39 @@ def test_a_server_inherits_no_launcher_variables(
     assert process.server_environment(cuda=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:256")
     assert process.server_environment(cuda=True)["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:256"
+
+
+@pytest.mark.parametrize("given", [{}, {"NO_PROXY": ".corp"}, {"no_proxy": ".corp", "NO_PROXY": "other"}])
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_a_server_reaches_itself_without_the_proxy(
+    monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, str]
+) -> None:
+    """Its first requests go to its own address by ``requests``; it ends if they do not arrive."""
+    for one in ("http_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(one, raising=False)
+        monkeypatch.delenv(one.upper(), raising=False)
+    assert not {"no_proxy", "NO_PROXY"} & process.server_environment(cuda=True).keys()
+    for one, value in {**given, name: "http://proxy.corp:3128"}.items():
+        monkeypatch.setenv(one, value)
+    found = process.server_environment(cuda=True, host="node1.corp2")
+    assert found[name] == "http://proxy.corp:3128", "downloads need it"
+    monkeypatch.setattr(os, "environ", found)
+    for host in ("127.0.0.1", "localhost", "::1", "node1.corp2"):
+        assert proxy_bypass(host), host
+        assert host in found["no_proxy"].split(","), "requests compares an address with whole items"
+    assert bool(proxy_bypass("hub.corp")) == bool(given)
+    assert not proxy_bypass("huggingface.co")
+    assert found["NO_PROXY"] == found["no_proxy"]
+
+
+def test_the_command_names_its_own_host_to_the_server(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.corp:3128")
+    ran: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execvpe", lambda _file, _line, environment: ran.append(environment))
+    process.serve(process.ServeCommand(config, host="node7", port=1), cuda=True)
+    assert "node7" in ran[0]["no_proxy"].split(",")
 
 
 def test_colocated_servers_release_cuda_graph_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,3 +320,25 @@ def test_prefill_cuda_graphs_are_off_unless_the_recipe_sets_them(config: RunConf
 def test_the_device_flag_is_always_given(tmp_path: Path) -> None:
     on_gpu = process.server_command(Path("python"), tmp_path, "127.0.0.1", 1, cuda=True)
     assert on_gpu[on_gpu.index("--device") + 1] == "cuda"
+
+
+def test_a_server_that_waits_in_place_outlives_the_longest_load(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that waits in place counts as one that hangs: SGLang ends the server after 300 s."""
+    monkeypatch.setattr(timeouts, "LEAST_BYTES_PER_S", 1.0)
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    name = "--watchdog-timeout"
+
+    def limit(on_update: Literal["retract", "in_place"], *own: str) -> list[str]:
+        sglang = SglangConfig(on_update=on_update, update_minutes=5.0, flags=own)
+        rollout = RolloutConfig(engine="sglang", sglang=sglang)
+        found = process.server_flags(
+            dataclasses.replace(config, model=ModelConfig(tmp_path), rollout=rollout)
+        )
+        return [value for flag, value in zip(found, [*found[1:], ""], strict=True) if flag == name]
+
+    assert limit("retract") == []
+    (longest,) = limit("in_place")
+    assert float(longest) > timeouts.load_seconds(tmp_path, 5 * 60.0) > 1000
+    assert limit("in_place", name, "900") == ["900"]

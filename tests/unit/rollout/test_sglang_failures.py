@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
+import uvloop
 from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Engine
@@ -161,6 +165,31 @@ def test_a_closed_new_connection_is_a_server_failure(server: FakeServer, engine:
     assert len(server.connections) == 2, "once over the connection that it had, once over a new one"
 
 
+def test_a_connection_without_traffic_is_kept_open(server: FakeServer) -> None:
+    """An answer may take an hour, without a byte before it: gateways forget idle connections in minutes."""
+
+    async def options() -> list[int]:
+        sessions = HttpSessions()
+        try:
+            await SglangServer(server.url, sessions).generate(REQUEST, "r1")
+            connector = sessions.kept.connector
+            assert isinstance(connector, aiohttp.TCPConnector)
+            [[(protocol, _)]] = connector._conns.values()
+            assert protocol.transport is not None
+            used = protocol.transport.get_extra_info("socket")
+            of_tcp = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            found = [used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
+            return [*found, *(used.getsockopt(socket.IPPROTO_TCP, option) for option in of_tcp)]
+        finally:
+            await sessions.close()
+
+    for run in (asyncio.run, uvloop.run):
+        is_on, idle_s, interval_s, count = run(options())
+        assert is_on == 1
+        assert idle_s <= 120, "Azure's balancers forget a connection after 240 s, AWS's after 350 s"
+        assert idle_s + count * interval_s < 300
+
+
 def test_a_sound_server(server: FakeServer, engine: BlockingEngine, model: Path) -> None:
     (answer,) = engine.generate([REQUEST])
     assert answer.token_ids_R.tolist() == [3, 4]
@@ -304,6 +333,25 @@ def test_in_place_updates_need_servers_with_the_right_flags(
         assert server.version == "5"
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hicache_storage_backend", "file"), ("enable_lmcache", True), ("enable_flexkv", True)],
+)
+def test_a_server_whose_cache_outlives_new_weights_takes_none(
+    field: str, value: Any, server: FakeServer, engine: BlockingEngine, model: Path
+) -> None:
+    """A flush leaves what lies outside of the server: keys and values of old weights, found by token ids."""
+    settings = {"hicache_storage_backend": None, "enable_lmcache": False, "enable_flexkv": False}
+    server.answers["server_info"] = (200, {**settings, field: value})
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(ServerError, match=f"{server.url}: start it without {flag}: .* of earlier weights"):
+        engine.update_weights(weights(model), 5)
+    assert server.version == "0"
+    server.answers["server_info"] = (200, settings)
+    engine.update_weights(weights(model), 5)
+    assert server.version == "5"
 
 
 @pytest.mark.parametrize("asks", [True, False])

@@ -35,6 +35,11 @@ REPLY: dict[str, Any] = {
 }
 
 
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0}
+NEUTRAL |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""SGLang's defaults, which change no distribution."""
+
+
 def test_the_body_of_a_request() -> None:
     sent = json.loads(generate_payload(REQUEST, "x1"))
     assert sent["rid"] == "x1"
@@ -46,7 +51,16 @@ def test_the_body_of_a_request() -> None:
         "stop_token_ids": [9],
         "ignore_eos": False,
         "skip_special_tokens": False,
+        **NEUTRAL,
     }
+
+
+def test_a_servers_preferred_sampling_parameters_change_nothing() -> None:
+    """As SGLang merges them (``_create_tokenized_object``, tokenizer_manager.py): the request's come last."""
+    preferred = {"top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "min_new_tokens": 5}
+    preferred |= {"presence_penalty": 1.5, "frequency_penalty": 0.5, "temperature": 0.1}
+    sent = json.loads(generate_payload(REQUEST, "x"))["sampling_params"]
+    assert {name: ({**preferred, **sent})[name] for name in preferred} == {**NEUTRAL, "temperature": 0.7}
 
 
 def test_ignore_eos_without_stop_tokens() -> None:

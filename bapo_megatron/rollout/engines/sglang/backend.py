@@ -6,6 +6,7 @@ answer at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
@@ -25,7 +26,7 @@ from bapo_megatron.rollout.engines.sglang.authorization import (
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
-from bapo_megatron.rollout.engines.sglang.requirements import check_nccl
+from bapo_megatron.rollout.engines.sglang.requirements import check_nccl, nccl_settings
 from bapo_megatron.rollout.engines.sglang.server_process import more_flags, sglang_python
 from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
 
@@ -50,6 +51,12 @@ class SglangBackend(EngineBackend):
             check_nccl(python)
         if gpus and (problem := placement_problem(rollout, gpus, training)):
             raise ConfigError(problem)
+
+    def prepare_process(self, rollout: RolloutConfig, cuda: bool) -> None:
+        """For sync=broadcast on GPUs: NCCL's settings of the servers, which are in one group with rank 0."""
+        if cuda and rollout.sglang.sync == "broadcast":
+            for name, value in nccl_settings(rollout.sglang.flags).items():
+                os.environ.setdefault(name, value)
 
     def check_weights(self, hf_path: Path) -> None:
         """Refuse fused experts and quantized folders, with ConfigError.

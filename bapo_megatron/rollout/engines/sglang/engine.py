@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.data.routes import unknown_expert
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
 from bapo_megatron.rollout.engines.sglang.http_client import (
@@ -24,7 +23,8 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     ServerError,
     SglangServer,
 )
-from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
+from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, flag
+from bapo_megatron.rollout.engines.sglang.route_wire import without_old_routes
 from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightParts
 
@@ -112,7 +112,7 @@ class SglangEngine:
             ):
                 raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
             if self._on_update == "retract":
-                answer = _without_old_routes(answer)
+                answer = without_old_routes(answer)
             return _truncated_after(answer, pending.newest)
         finally:
             self._inflight.all.discard(pending)
@@ -253,18 +253,23 @@ class SglangEngine:
         await confirm(await self.server.checksum(timeout))
 
     async def _check_settings(self) -> None:
-        """Check the server's flags for ``on_update=in_place``. ServerError names a missing one.
+        """Check the server's settings before it takes new weights. ServerError names a flag that is wrong.
 
         A server that the run has not started may have other flags than ``server_process.server_flags``, and
         so may the next one at its address.
         """
+        settings = await self.server.settings()
+        for field in OUTLIVING:
+            if settings.get(field):
+                why = "it keeps keys and values of earlier weights"
+                raise ServerError(f"{self.name}: start it without {flag(field)}: {why}")
         if self._on_update != "in_place":
             return
-        settings = await self.server.settings()
         for field in IN_PLACE:
             if settings.get(field) is False:
-                flag = "--" + field.replace("_", "-")
-                raise ServerError(f"{self.name}: start it with {flag} for rollout.sglang.on_update=in_place")
+                raise ServerError(
+                    f"{self.name}: start it with {flag(field)} for rollout.sglang.on_update=in_place"
+                )
 
     async def _send(
         self, request: GenerateRequest, pending: InflightRequest, again: bool = False
@@ -355,15 +360,6 @@ class SglangEngine:
             await self.server.pause()
         elif reopen:
             await self._inflight.open_gate()
-
-
-def _without_old_routes(found: Generation) -> Generation:
-    """The generation without the routes of older weights' tokens: a retraction has replaced them."""
-    if found.routes_R is None or (found.versions_R == found.versions_R[-1:]).all():
-        return found
-    routes_R = found.routes_R.copy()
-    routes_R[found.versions_R != found.versions_R[-1]] = unknown_expert(routes_R.dtype)
-    return replace(found, routes_R=routes_R)
 
 
 def _truncated_after(found: Generation, newest: int | None) -> Generation:

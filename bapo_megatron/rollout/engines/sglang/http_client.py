@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +41,11 @@ replies of megabytes, with routes, would stop at every second packet."""
 _CONNECT_S = 60.0
 """Deadline of connecting. The pool's health checks notice a lost machine earlier (``pool.py``)."""
 
+_PROBES = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 6))
+"""TCP keep-alive of a connection without traffic: seconds until the first probe, between probes, and their
+number. A request may take an hour without a byte either way, and gateways between clouds or clusters forget
+such a connection after minutes: its answer would never come."""
+
 
 class HttpSessions:
     """The HTTP connections to servers: kept-alive ones for requests, and a new one for every control call.
@@ -52,16 +58,26 @@ class HttpSessions:
 
     def __init__(self) -> None:
         """Make them within an event loop. There is no limit: one connection per request in flight."""
-        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
+        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S, socket_factory=_probed_socket)
         self.kept = aiohttp.ClientSession(
             connector=kept, trace_configs=[_reuse_trace()], read_bufsize=_READ_BYTES
         )
-        self.new = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        new = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_probed_socket)
+        self.new = aiohttp.ClientSession(connector=new)
 
     async def close(self) -> None:
         """Close all connections."""
         await self.kept.close()
         await self.new.close()
+
+
+def _probed_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket for ``address`` whose connection the kernel probes while it is idle."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _PROBES:
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 def _reuse_trace() -> aiohttp.TraceConfig:

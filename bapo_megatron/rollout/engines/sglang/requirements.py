@@ -10,7 +10,7 @@ third-party package is imported, because `bapo doctor` runs on a bare machine. U
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ pause in place leaves the results of the last step unread (``event_loop_overlap`
 scheduler.py): its tokens come from the old weights, but are counted to the new ones, because the server
 records the number of a request's tokens when the weights change (``record_weight_version_events``). A pause
 that retracts reads the results first.
+"""
+
+OUTLIVING = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
+"""The settings of caches that a server must not have: stores outside of its own memory.
+
+A flush after new weights empties the server's own cache, the tier in host memory too, and leaves these
+(``_reset_full`` in unified_radix_cache.py). They find keys and values by token ids, whatever weights made
+them, so new requests would be served from those of earlier weights.
 """
 
 RESERVED_TOKENS = 8
@@ -92,6 +100,18 @@ def check_nccl(servers: Path) -> None:
             f"{ours}, {servers} has {theirs}: `make cluster` installs one version in both environments "
             f"(cluster/nccl.txt), or set --rollout.sglang.sync disk"
         )
+
+
+def nccl_settings(flags: Collection[str]) -> dict[str, str]:
+    """NCCL's environment variables that a server with ``flags`` sets for itself, where they are not set.
+
+    A group whose ranks differ in them fails when it is formed: one rank offers memory of cuMem, another opens
+    it as CUDA IPC (NeMo-RL pull request 3612, SkyRL pull request 143). As ``_set_envs_and_config`` in
+    SGLang's engine.py.
+    """
+    symmetric = "--enable-symm-mem" in flags
+    multicast = symmetric or "--enable-nccl-nvls" in flags
+    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
 
 def _nccl_of(python: Path) -> str:

@@ -3,20 +3,21 @@
 A request asks with ``return_routed_experts`` from the position that predicts its first token on
 (``routed_experts_start_len``), so the rows are those of the answer's tokens. They are all but a hundredth of
 an answer: 2,048 characters a token of Qwen3-30B-A3B. So they are cut out before JSON is parsed, and packed at
-once; ``pybase64`` decodes them in a fiftieth of the standard library's time. Used by ``server_process.py``
-and ``wire.py``.
+once; ``pybase64`` decodes them in a fiftieth of the standard library's time. Used by ``engine.py``,
+``server_process.py`` and ``wire.py``.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pybase64
 
-from bapo_megatron.data.routes import route_problem
-from bapo_megatron.types import GenerateRequest, RouteShape
+from bapo_megatron.data.routes import route_problem, unknown_expert
+from bapo_megatron.types import GenerateRequest, Generation, RouteShape
 
 FLAG = "--enable-return-routed-experts"
 """The flag of a server that returns routes."""
@@ -53,6 +54,25 @@ def decoded_routes(text: memoryview, tokens: int, shape: RouteShape) -> np.ndarr
     if problem := route_problem(routes, shape):
         raise ValueError(problem)
     return routes
+
+
+def unknown_routes(tokens: int, shape: RouteShape) -> np.ndarray:
+    """Unknown routes of so many ``tokens``, packed."""
+    return np.full(
+        (tokens, shape.layers, shape.per_token), unknown_expert(shape.dtype), np.dtype(shape.dtype)
+    )
+
+
+def without_old_routes(found: Generation) -> Generation:
+    """The generation without the routes of older weights' tokens: a retraction has replaced them.
+
+    The server has computed the prefix again, under the newest weights.
+    """
+    if found.routes_R is None or (found.versions_R == found.versions_R[-1:]).all():
+        return found
+    routes_R = found.routes_R.copy()
+    routes_R[found.versions_R != found.versions_R[-1]] = unknown_expert(routes_R.dtype)
+    return replace(found, routes_R=routes_R)
 
 
 def _packed(wide: np.ndarray, shape: RouteShape) -> np.ndarray:

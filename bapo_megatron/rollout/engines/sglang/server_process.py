@@ -43,6 +43,7 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
 )
 from bapo_megatron.rollout.engines.sglang.route_wire import FLAG as ROUTES_FLAG
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
+from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import (
     ALLOCATOR_VARIABLE,
@@ -61,8 +62,9 @@ _CPU_FLAGS = (
 )
 _CPU_CACHE_TOKENS = 65_536
 """Size of the KV cache on a CPU in tokens, unless one sequence is longer: other programs need memory, too."""
-_OTHER_ENVIRONMENT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_GRPC_PORT")
-"""Variables that a server must not inherit: the trainer's environment, and a port without authentication."""
+_OTHER_ENVIRONMENT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_GRPC_PORT", "SGLANG_RETURN_ORIGINAL_LOGPROB")
+"""Variables that a server must not inherit: the trainer's environment, a port without authentication, and
+log-probs that are not divided by the temperature."""
 _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -74,6 +76,12 @@ _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """Lets a server start whose context is longer than the model's (by ``RESERVED_TOKENS``): no request is."""
 
+
+_WATCHDOG = "--watchdog-timeout"
+
+_NO_PROXY = ("no_proxy", "NO_PROXY")
+"""Names of the variable with the hosts that are reached without a proxy; the first takes precedence."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _RELEASED_GRAPHS = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
 """Makes a release of the tag ``cuda_graph`` free the graphs' memory, with a copy on the host; without it
@@ -101,8 +109,22 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
         *(NO_PREFILL_GRAPH if cuda and not _names(sglang.flags, NO_PREFILL_GRAPH[0]) else ()),
         *((ROUTES_FLAG,) if config.rollout.route_replay != "off" else ()),
+        *(_patience(config) if not _names(sglang.flags, _WATCHDOG) else ()),
         *more_flags(sglang),
     ]
+
+
+def _patience(config: RunConfig) -> list[str]:
+    """The watchdog's flag of servers that wait in place, longer than the longest load of weights; else none.
+
+    SGLang ends a server that has a batch and computes nothing for 300 s, and a batch that waits in place is
+    one (``create_scheduler_watchdog`` in invariant_checker.py).
+    """
+    sglang = config.rollout.sglang
+    if sglang.on_update != "in_place":
+        return []
+    longest_s = load_seconds(config.model.hf_path, 60 * sglang.update_minutes)
+    return [_WATCHDOG, str(max(300, int(longest_s) + 60))]
 
 
 def _names(flags: Sequence[str], name: str) -> bool:
@@ -161,7 +183,7 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
     line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
     key_file = servers_key_file(run)
     print(f"the server asks for the API key in {key_file}", flush=True)
-    environment = server_environment(cuda, None, key_file, run.rollout.sglang.colocated, python)
+    environment = server_environment(cuda, None, key_file, run.rollout.sglang.colocated, python, command.host)
     folder = ServerFolder(environment.get("TMPDIR"))
     folder.hand_on()
     os.execvpe(line[0], line, environment | {"TMPDIR": folder.path})
@@ -173,13 +195,15 @@ def server_environment(
     key_file: Path | None = None,
     colocated: bool = False,
     python: Path | None = None,
+    host: str | None = None,
 ) -> dict[str, str]:
     """The environment of a server's process: this one's without the trainer's own variables.
 
     With those that a CPU or a colocated server needs. ``key_file``: of the API key; None: no authentication.
-    ``python``: SGLang's interpreter; None: that of ``sglang_python``, if there is one.
+    ``python``: SGLang's interpreter; None: that of ``sglang_python``, if there is one. ``host``: the address
+    that it listens on, if that is no loopback address.
     """
-    environment = os.environ | _VARIABLES
+    environment = os.environ | _VARIABLES | _without_proxy(host)
     for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
         environment.pop(name, None)
     if key_file is not None:
@@ -202,6 +226,19 @@ def server_environment(
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
     return environment
+
+
+def _without_proxy(host: str | None) -> dict[str, str]:
+    """NO_PROXY with the server's own addresses; empty where no proxy is set.
+
+    A server ends unless its first requests reach itself (``_execute_server_warmup`` in http_server.py). It
+    sends them with ``requests``, which asks the proxy of HTTP_PROXY even for 127.0.0.1.
+    """
+    if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
+        return {}
+    given = next((value for name in _NO_PROXY if (value := os.environ.get(name))), "")
+    hosts = dict.fromkeys([*filter(None, given.split(",")), *_LOOPBACK, *filter(None, [host])])
+    return dict.fromkeys(_NO_PROXY, ",".join(hosts))
 
 
 def _is_of_launcher(name: str) -> bool:

@@ -1,6 +1,6 @@
 """The wire format of SGLang 0.5.23's ``POST /generate``: encoding of requests, validated decoding of answers.
 
-Log-probs are those of softmax(logits / temperature). Top-p and top-k are never asked for, because SGLang's
+Log-probs are those of softmax(logits / temperature). Top-p and top-k are always off, because SGLang's
 log-probs would not be those of the truncated distribution. Used by ``http_client.py``.
 """
 
@@ -14,10 +14,29 @@ import numpy as np
 import orjson
 
 from bapo_megatron.rollout.engines.sglang.requirements import RESERVED_TOKENS
-from bapo_megatron.rollout.engines.sglang.route_wire import asked_fields, decoded_routes, without_routes
+from bapo_megatron.rollout.engines.sglang.route_wire import (
+    asked_fields,
+    decoded_routes,
+    unknown_routes,
+    without_old_routes,
+    without_routes,
+)
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+_NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""SGLang's defaults. Sent all the same: a server's ``--preferred-sampling-params`` replace what is left out,
+and would truncate or shift the distribution without a word, and without a trace in the log-probs."""
 
 
 class BadReply(Exception):
@@ -36,6 +55,7 @@ def generate_payload(request: GenerateRequest, rid: str) -> bytes:
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": not params.stop_token_ids,  # which would ignore stop_token_ids as well
             "skip_special_tokens": False,
+            **_NEUTRAL,
         },
     }
     body = {**about, **asked_fields(request), "input_ids": np.ascontiguousarray(request.input_ids)}
@@ -56,9 +76,11 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
             token_ids_R=tokens,
             log_probs_R=log_probs,
             versions_R=_versions(about, len(tokens)),
-            finish_reason=_FINISH[about["finish_reason"]["type"]],
-            routes_R=_routes(request, routes, len(tokens)),
+            finish_reason=(reason := _FINISH[about["finish_reason"]["type"]]),
+            routes_R=_routes(request, routes, len(tokens), reason),
         )
+        if about.get("num_retractions"):
+            generation = without_old_routes(generation)
         listed = reply.get("output_ids")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadReply(f"no generation: {error!r} in {body[:300]!r}") from error
@@ -67,10 +89,18 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
     return generation
 
 
-def _routes(request: GenerateRequest, text: memoryview | None, tokens: int) -> np.ndarray | None:
-    """The routes of an answer; None if it has none. BadReply if they are none of the model."""
-    if text is None or request.routes is None:
+def _routes(
+    request: GenerateRequest, text: memoryview | None, tokens: int, reason: FinishReason
+) -> np.ndarray | None:
+    """The routes of an answer; None if it has none. BadReply if they are none of the model.
+
+    Unknown ones for the tokens of an abort without routes: the request waited in the server's queue, because
+    its cache was full (``_handle_abort_req`` in tokenizer_manager.py).
+    """
+    if request.routes is None:
         return None
+    if text is None:
+        return unknown_routes(tokens, request.routes) if tokens and reason == "abort" else None
     try:
         return decoded_routes(text, tokens, request.routes)
     except ValueError as error:

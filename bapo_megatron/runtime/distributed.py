@@ -37,7 +37,7 @@ from bapo_megatron.runtime.exit_codes import (
     skips_teardown,
 )
 from bapo_megatron.runtime.out_of_memory import death
-from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
 from bapo_megatron.runtime.stop_signals import SIGNALS, handling
 
 T = TypeVar("T")
@@ -190,6 +190,9 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
     After an error of this rank alone NCCL's groups are not destroyed: the process reports the error and exits
     at once, and the launcher ends the other ranks.
     """
+    # gloo connects every two members of every group that is made later, megatron's included: 600 descriptors
+    # of a rank among 128, before NCCL opens its own.
+    allow_open_files()
     if interface := gloo_interface():
         os.environ.setdefault(_GLOO_INTERFACE, interface)
     timeout = timedelta(minutes=timeout_minutes)

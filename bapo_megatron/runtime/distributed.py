@@ -29,6 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
+from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.exit_codes import (
     exit_process,
     is_raised_on_all_ranks,
@@ -154,6 +155,7 @@ def _entry(
     rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
     die_with_parent()  # torch asks for SIGINT, which a command started by nohup ignores
+    silence_libraries()  # a forked rank inherits it, a spawned one does not
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:

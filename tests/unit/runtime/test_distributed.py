@@ -146,6 +146,36 @@ def test_ranks_end_with_the_command_also_where_ctrl_c_is_ignored() -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+SPAWNED = """
+import os
+from bapo_megatron.runtime import distributed
+from bapo_megatron.runtime.device import silence_libraries
+
+def worker():
+    import megatron.core.optimizer  # which warns of what a CPU machine lacks
+    os.write(1, f"rank {os.environ['RANK']}\\n".encode())
+
+if __name__ == "__main__":
+    silence_libraries()  # as every command does
+    start = distributed.start_processes
+    distributed.start_processes = lambda *given, start_method, **named: start(
+        *given, start_method="spawn", **named
+    )
+    distributed.run_processes(worker, (), 2)
+"""
+
+
+@pytest.mark.integration
+def test_spawned_ranks_are_as_silent_as_forked_ones(tmp_path: Path) -> None:
+    """On GPUs ranks are spawned: they inherit no filter of warnings."""
+    program = tmp_path / "spawned.py"
+    program.write_text(SPAWNED)
+    command, environment = [sys.executable, str(program)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]
+
+
 WHY = """
 import os, time
 from bapo_megatron.errors import ConfigError

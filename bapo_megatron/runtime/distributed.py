@@ -29,6 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
+from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.exit_codes import (
     exit_process,
     is_raised_on_all_ranks,
@@ -37,7 +38,7 @@ from bapo_megatron.runtime.exit_codes import (
     skips_teardown,
 )
 from bapo_megatron.runtime.out_of_memory import death
-from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
 from bapo_megatron.runtime.stop_signals import SIGNALS, handling
 
 T = TypeVar("T")
@@ -154,6 +155,7 @@ def _entry(
     rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
     die_with_parent()  # torch asks for SIGINT, which a command started by nohup ignores
+    silence_libraries()  # a forked rank inherits it, a spawned one does not
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:
@@ -190,6 +192,9 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
     After an error of this rank alone NCCL's groups are not destroyed: the process reports the error and exits
     at once, and the launcher ends the other ranks.
     """
+    # gloo connects every two members of every group that is made later, megatron's included: 600 descriptors
+    # of a rank among 128, before NCCL opens its own.
+    allow_open_files()
     if interface := gloo_interface():
         os.environ.setdefault(_GLOO_INTERFACE, interface)
     timeout = timedelta(minutes=timeout_minutes)

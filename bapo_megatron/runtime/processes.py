@@ -26,6 +26,21 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _UNKILLABLE_S = 10.0
 """Limit of the wait for killed processes; one in an uninterruptible call (disk, driver) is left behind."""
 
+_MOST_FILES = 1 << 20
+"""Largest soft limit on open files that is set: where there is no limit, some programs loop up to it."""
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit on open files to the hard one, for this process and its children.
+
+    Login shells, and the jobs that they submit, have a soft limit of 1024. A sampler needs a connection for
+    each request in flight, a rank one to each peer of each process group.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
 
 def die_with_parent(
     lifeline: int | None = None, parent: int | None = None, number: signal.Signals = signal.SIGKILL

@@ -17,6 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.policy import background_save
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.runtime.out_of_memory import OutOfMemoryError
 from tests.support.workers import run_layout
@@ -79,13 +80,18 @@ def _waits_for(path: Path, _staged: Any, _more: Any) -> None:
 def _lifetimes(path: Path) -> tuple[bool, bool]:
     """Whether the copies on the host are alive while they are written, and afterwards."""
     copies: list[weakref.ref[torch.Tensor]] = []
+    stage = background_save.staged
 
-    def stage() -> list[torch.Tensor]:
-        staged = torch.zeros(3)
-        copies.append(weakref.ref(staged))
-        return [staged]
+    def noted(buckets: list[Any]) -> list[Any]:
+        found = stage(buckets)
+        [(_, _, (_, [(_, copy)]))] = found
+        copies.append(weakref.ref(copy))
+        return found
 
-    saving = BackgroundSave(AsyncRequest(_waits_for, (path, None, None), [], preload_fn=stage))
+    background_save.staged = noted
+    background_save.is_on_host = lambda tensor: False
+    buckets = [("file", "key", ([], [("item", torch.zeros(3))]))]
+    saving = BackgroundSave(AsyncRequest(_waits_for, (path, buckets, None), [], preload_fn=list))
     gc.collect()
     assert not saving.is_written()
     during = copies[0]() is not None

@@ -18,6 +18,7 @@ from bapo_megatron.checkpoint.writer import digest
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.policy import background_save
 from bapo_megatron.policy.megatron import MegatronPolicy
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_tiny_model
@@ -87,6 +88,26 @@ def test_a_checkpoint_continues_bitwise(
     [again, same], *_ = run_layout(save_and_go_on, written, qwen2, dtype, samples, written, path, True)
     assert again == steps
     assert all(torch.equal(same[name], tensor) for name, tensor in weights.items())
+
+
+def save_through_blocks(*arguments: Any) -> list:
+    """``save_and_go_on`` where every tensor is taken for a GPU's, which is copied before the fork."""
+    background_save.is_on_host = lambda _: False
+    return save_and_go_on(*arguments)
+
+
+def test_the_copies_of_a_gpus_tensors_are_what_is_written(
+    qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    path, written = tmp_path / "policy", ParallelConfig(data=2)
+    [steps, weights], *_ = run_layout(
+        save_through_blocks, written, qwen2, "bfloat16", samples, written, path, False
+    )
+    [again, same], *_ = run_layout(save_and_go_on, written, qwen2, "bfloat16", samples, written, path, True)
+    assert again == steps
+    assert all(torch.equal(same[name], tensor) for name, tensor in weights.items())
+    weights_bytes = sum(tensor.nbytes for tensor in weights.values())
+    assert sum(file.stat().st_size for file in path.iterdir()) < 2 * 7 * weights_bytes, "blocks were written"
 
 
 @pytest.mark.slow

@@ -121,6 +121,31 @@ def test_all_packs_share_one_rope_table(
     assert tables == 1
 
 
+def rows_of_rope(folder: Path, samples: list[Sample]) -> tuple[list[int], list[int]]:
+    """The longest document of each pack, and the rows of RoPE's tables that the kernel gets, in order."""
+    from bapo_megatron.planning.rehearsal.transformer_engine import kernel
+    from bapo_megatron.policy.megatron import MegatronPolicy
+
+    rows: list[int] = []
+    kernel.observers.append(
+        lambda name, given, _: rows.append(len(given[1])) if "fused_rope" in name else None
+    )
+    batch = BatchConfig(pack_tokens=96)
+    policy = MegatronPolicy(ModelConfig(folder, "bfloat16"), ONE, batch, OptimizerConfig(), 1)
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    policy.log_probs(packs)
+    return [pack.max_seqlen for pack in packs], list(dict.fromkeys(rows))
+
+
+def test_the_rope_kernel_gets_the_rows_that_a_pack_needs(
+    te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
+) -> None:
+    """It starts a block of threads for each row and each document, whatever their lengths."""
+    [(longest, rows)] = te.run(rows_of_rope, ONE, qwen2, samples)
+    assert rows == list(dict.fromkeys(longest))
+    assert max(rows) < 96
+
+
 def test_attention_compares_no_tensors_on_the_gpu(
     te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
 ) -> None:

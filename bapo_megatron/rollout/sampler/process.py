@@ -13,7 +13,6 @@ import asyncio
 import ctypes
 import gc
 import os
-import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Collection
@@ -46,7 +45,7 @@ from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import open_environments
-from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
 from bapo_megatron.runtime.stop_signals import SIGNALS
 
 
@@ -197,8 +196,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each request in flight
+    allow_open_files()  # a connection for each request in flight
     pipe = Connection(int(sys.argv[1]))
     try:
         setup: Setup | None = pipe.recv()

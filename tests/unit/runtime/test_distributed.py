@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime import distributed
 from bapo_megatron.runtime.distributed import free_port, gloo_interface, launched_world_size
+from bapo_megatron.runtime.processes import allow_open_files
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -144,6 +146,36 @@ def test_ranks_end_with_the_command_also_where_ctrl_c_is_ignored() -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+SPAWNED = """
+import os
+from bapo_megatron.runtime import distributed
+from bapo_megatron.runtime.device import silence_libraries
+
+def worker():
+    import megatron.core.optimizer  # which warns of what a CPU machine lacks
+    os.write(1, f"rank {os.environ['RANK']}\\n".encode())
+
+if __name__ == "__main__":
+    silence_libraries()  # as every command does
+    start = distributed.start_processes
+    distributed.start_processes = lambda *given, start_method, **named: start(
+        *given, start_method="spawn", **named
+    )
+    distributed.run_processes(worker, (), 2)
+"""
+
+
+@pytest.mark.integration
+def test_spawned_ranks_are_as_silent_as_forked_ones(tmp_path: Path) -> None:
+    """On GPUs ranks are spawned: they inherit no filter of warnings."""
+    program = tmp_path / "spawned.py"
+    program.write_text(SPAWNED)
+    command, environment = [sys.executable, str(program)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]
+
+
 WHY = """
 import os, time
 from bapo_megatron.errors import ConfigError
@@ -247,6 +279,50 @@ def test_groups_of_nccl_are_left_when_one_rank_fails(
         if error is not None:
             raise error
     assert done == ["at once" if at_once else "destroyed"]
+
+
+MANY_GROUPS = """
+import resource
+import torch.distributed as dist
+from bapo_megatron.runtime.distributed import process_group, run_processes
+
+def worker():
+    with process_group("gloo", 1):
+        for _ in range(30):
+            dist.new_group([0, 1])
+        dist.barrier()
+
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (120, hard))
+run_processes(worker, (), 2)
+"""
+
+
+@pytest.mark.integration
+def test_ranks_may_open_more_files_than_a_login_shell() -> None:
+    """Thirty groups of two take gloo 150 descriptors; the groups of a rank among 128 take 600."""
+    command = [sys.executable, "-c", MANY_GROUPS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((1024, 524288), (524288, 524288)),
+        ((1024, resource.RLIM_INFINITY), (1 << 20, resource.RLIM_INFINITY)),
+        ((4096, 4096), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_the_soft_limit_on_open_files_becomes_the_hard_one(
+    limits: tuple[int, int], expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: found.append(pair))
+    allow_open_files()
+    assert found == ([] if expected is None else [expected])
 
 
 FAILING_RANK = """

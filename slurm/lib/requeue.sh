@@ -88,7 +88,7 @@ bapo_requeue() {
     local excluded=${1:-} id
     trap '' TERM USR1
     (
-        scontrol requeue "$SLURM_JOB_ID" || exit 1
+        bapo_ask scontrol requeue "$SLURM_JOB_ID" || exit 1
         [[ -n $excluded ]] || exit 0
         for id in $(bapo_components); do
             for _ in 1 2 3 4 5; do  # the job must be pending first
@@ -100,7 +100,8 @@ bapo_requeue() {
     while :; do sleep 5 & builtin wait $!; done
 }
 
-bapo_job_state() { squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null | head -n 1; }
+# RUNNING, too, if Slurm does not answer: this shell lives, so that its job is not over.
+bapo_job_state() { { bapo_ask squeue -h -j "$SLURM_JOB_ID" -o %T || echo RUNNING; } | head -n 1; }
 
 # End the job after the trainer has ended with CODE: requeue or stop. Does not return for a requeued job.
 bapo_finish() {

@@ -177,6 +177,48 @@ def test_a_node_failure_is_found_in_the_job_log(shell: Shell, tmp_path: Path, sa
     assert found.stdout.strip() == kind, found.stderr
 
 
+BUSY = """
+    sleep() { :; }
+    %s() { echo x >>"$BAPO_RUN/tries"; (($(wc -l <"$BAPO_RUN/tries") < 3)) || { %s; return; }
+           echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; return 1; }
+"""
+"""A Slurm command that a busy controller refuses twice; then it does what follows its name."""
+
+
+def test_a_job_asks_for_its_end_until_slurm_answers(shell: Shell) -> None:
+    """No answer is no end: `date -d ""` is the last midnight, at which every rank would have to stop."""
+    assert shell(BUSY % ("squeue", "echo 2001-09-09T01:46:40") + "bapo_end_time", TZ="UTC").stdout == (
+        "1000000000\n"
+    )
+    silent, none = "squeue() { return 1; }; bapo_end_time", "squeue() { echo N/A; }; bapo_end_time"
+    assert shell(silent, BAPO_SLURM_WAIT_S="0").stdout == "0\n"
+    assert shell(silent, BAPO_SLURM_WAIT_S="0", SLURM_JOB_END_TIME="1700000000").stdout == "1700000000\n"
+    assert shell(none, SLURM_JOB_END_TIME="1700000000").stdout == "0\n"
+
+
+def test_the_users_format_of_times_does_not_change_a_jobs_end(shell: Shell) -> None:
+    script = """
+        squeue() { [[ ${SLURM_TIME_FORMAT:-} = standard ]] && echo 2001-09-09T01:46:40 || echo 01:46; }
+        bapo_end_time
+    """
+    assert shell(script, TZ="UTC", SLURM_TIME_FORMAT="%H:%M").stdout == "1000000000\n"
+
+
+def test_a_busy_controller_does_not_keep_a_job_from_its_requeue(shell: Shell, tmp_path: Path) -> None:
+    """Neither its question after the job's state, nor after lost nodes, nor the requeue itself."""
+    silent = shell("squeue() { return 1; }; bapo_kind_of_end 85", BAPO_SLURM_WAIT_S="0")
+    assert silent.stdout == "preemption\n"
+    late = shell(BUSY % ("squeue", "echo CANCELLED") + "bapo_kind_of_end 85")
+    assert late.stdout == "slurm\n"
+    (tmp_path / "tries").unlink()
+    assert shell(BUSY % ("sinfo", "echo n1") + "bapo_kind_of_end 1").stdout == "node\n"
+    (tmp_path / "tries").unlink()
+    requeued = "builtin() { echo killed by Slurm; exit; }\nbapo_requeue '' || echo stopped"
+    assert shell(BUSY % ("scontrol", "true") + requeued).stdout.strip() == "killed by Slurm"
+    refused = shell("bapo_requeue '' || echo stopped", BAPO_SLURM_WAIT_S="0")
+    assert refused.stdout == "stopped\n"
+
+
 def test_job_events_have_the_trainers_format(shell: Shell, tmp_path: Path) -> None:
     odd = 'say "x\\y"\n\ttab\x01 end'
     (tmp_path / "events.jsonl").write_text('{"kind": "start"}\n{"kind": "torn')

@@ -43,7 +43,7 @@ def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
     role = group["role"]
     where = ("--container-workdir=" if job["container"] else "--chdir=") + job["root"]
     ending = ["--wait=0", "--no-kill"] if role == "rollout" else ['--wait="$BAPO_WAIT_S"']
-    common = ["--kill-on-bad-exit=0", "--open-mode=append", "--cpu-bind=none"]
+    common = ["--kill-on-bad-exit=0", "--open-mode=append", "--cpu-bind=none", "--export=ALL"]
     if job["container"]:
         common.append('--container-name="$BAPO_CONTAINER_NAME"')  # the probe has unpacked it
     more = [*common, f'--output="$BAPO_LOGS/{role}-%N-%t.log"', *ending]

@@ -70,7 +70,8 @@ bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none, or Slur
 bapo_srun_flags() {  # group, role
     bapo_flags=(--kill-on-bad-exit=0 --open-mode=append "--output=$BAPO_LOGS/$2-%N-%t.log")
     # Slurm would bind each task to as few cores as it can; sampler and reward workers need the others.
-    bapo_flags+=("--chdir=$BAPO_ROOT" --cpu-bind=none)
+    # Tasks need this shell's variables, also where jobs begin without the user's (SLURM_EXPORT_ENV=NONE).
+    bapo_flags+=("--chdir=$BAPO_ROOT" --cpu-bind=none --export=ALL)
     ((${SLURM_HET_SIZE:-1} > 1)) && bapo_flags+=("--het-group=$1")
     if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi
     [[ -n $BAPO_CONTAINER ]] || return 0

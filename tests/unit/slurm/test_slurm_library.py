@@ -177,6 +177,33 @@ def test_a_node_failure_is_found_in_the_job_log(shell: Shell, tmp_path: Path, sa
     assert found.stdout.strip() == kind, found.stderr
 
 
+UNENDED = "srun: error: Timed out waiting for job step to complete"
+
+
+@pytest.mark.parametrize(
+    ("said", "before", "kind"),
+    [
+        (UNENDED, "", "node"),
+        (UNENDED, "DOWN_AFTER=400", "crash"),  # the node lives: its processes only hang
+        (UNENDED, "BAPO_END=$(($(date +%s) + 30))", "crash"),  # the last minute is for the requeue
+        ("srun: error: n1: task 0: Exited with exit code 1", "", "crash"),
+    ],
+)
+def test_a_dead_node_is_waited_for_until_slurm_reports_it(
+    shell: Shell, tmp_path: Path, said: str, before: str, kind: str
+) -> None:
+    """After its SlurmdTimeout: minutes after the other ranks have failed, and srun has given up on it."""
+    (tmp_path / "job.log").write_text(f"{said}\n")
+    (tmp_path / "slept").write_text("0\n")
+    slurm = """
+        DOWN_AFTER=300
+        sleep() { echo $(($(<"$BAPO_RUN/slept") + $1)) >"$BAPO_RUN/slept"; }
+        sinfo() { (($(<"$BAPO_RUN/slept") < DOWN_AFTER)) || echo n1; }
+        scontrol() { [[ $* = "show config" ]] && echo "SlurmdTimeout           = 300 sec"; }
+    """
+    assert shell(f"{slurm}{before}\nbapo_kind_of_end 1").stdout.strip() == kind
+
+
 BUSY = """
     sleep() { :; }
     %s() { echo x >>"$BAPO_RUN/tries"; (($(wc -l <"$BAPO_RUN/tries") < 3)) || { %s; return; }
@@ -217,6 +244,22 @@ def test_a_busy_controller_does_not_keep_a_job_from_its_requeue(shell: Shell, tm
     assert shell(BUSY % ("scontrol", "true") + requeued).stdout.strip() == "killed by Slurm"
     refused = shell("bapo_requeue '' || echo stopped", BAPO_SLURM_WAIT_S="0")
     assert refused.stdout == "stopped\n"
+
+
+def test_a_signal_during_the_decision_does_not_stop_a_job_that_slurm_takes_back(
+    shell: Shell, tmp_path: Path
+) -> None:
+    """Slurm signals every process of the job, also the subshell that finds out what has become of it."""
+    script = """
+        trap 'bapo_told TERM' TERM
+        squeue() { kill -TERM "$BASHPID" $$; echo COMPLETING; }
+        bapo_read_state
+        bapo_finish 137
+    """
+    found = shell(script)
+    assert "the job is COMPLETING for Slurm, which decides what comes now" in found.stdout, found.stderr
+    assert found.returncode == 137
+    assert not (tmp_path / "events.jsonl").exists()
 
 
 def test_job_events_have_the_trainers_format(shell: Shell, tmp_path: Path) -> None:
@@ -405,6 +448,78 @@ def test_the_steps_of_a_start_share_one_container(shell: Shell) -> None:
     assert found.stdout.count("--container-image=/images/a.sqsh") == 2
     assert "container-name" not in shell(alone, BAPO_CONTAINER="/images/a.sqsh").stdout
     assert "container" not in shell(named).stdout
+
+
+def test_tasks_get_the_jobs_variables_where_jobs_begin_without_the_users(shell: Shell) -> None:
+    """`sbatch --export=NONE`, the rule of some sites, leaves SLURM_EXPORT_ENV=NONE for every srun."""
+    for role in ("probe", "trainer", "rollout"):
+        assert "--export=ALL" in shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"').stdout.split()
+
+
+PROBE = """
+    bapo_nodes() { printf '%s\\n' $NODES; }
+    srun() {
+        printf '%s\\n' "$@" >>"$BAPO_RUN/calls"
+        [[ $ANSWER = no ]] || echo {} >"$BAPO_RUN/health/0/n1.json"
+    }
+    timeout() { shift 3; "$@"; }
+    bapo_event() { echo "$1"; }
+    bapo_headline() { echo "$1"; }
+    bapo_requeue() { echo "without $1"; exit; }
+    bapo_read_state
+    bapo_health
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "answer", "told"),
+    [
+        ("n1 n2 n3", "yes", "without n2,n3"),
+        ("n1 n2 n3", "no", "STOPPED: health: no bad node could be identified\ncause: * no node answered"),
+        ("n1", "no", "without n1"),
+    ],
+)
+def test_a_probe_that_could_not_run_does_not_exclude_every_node(
+    shell: Shell, tmp_path: Path, nodes: str, answer: str, told: str
+) -> None:
+    """A wrong interpreter or image: without all nodes of a partition the job would wait for ever."""
+    found = shell(PROBE, NODES=nodes, ANSWER=answer)
+    assert told in found.stdout, found.stderr
+
+
+@pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])
+def test_the_probe_gets_the_number_of_gpus_of_any_type(
+    shell: Shell, tmp_path: Path, gpus: str, count: str
+) -> None:
+    shell(PROBE, NODES="n1", ANSWER="no", SLURM_GPUS_PER_NODE=gpus)
+    assert f"--gpus={count}" in (tmp_path / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("other", "state", "code"), [(3, "RUNNING", 2), (3, "COMPLETED", 0), (7, "RUNNING", 0)]
+)
+def test_a_second_job_leaves_the_state_of_the_first_alone(
+    shell: Shell, tmp_path: Path, other: int, state: str, code: int
+) -> None:
+    """`bapo cancel` finds the running job there."""
+    (tmp_path / "recipe.py").touch()
+    (tmp_path / "slurm.state").write_text(f"job={other}\nstatus=running\n")
+    script = f"""
+        squeue() {{ [[ $3 != {other} ]] || echo {state}; }}
+        scontrol() {{ echo n1; }}
+        bapo_health() {{ exit 0; }}
+        bapo_begin recipe.py --run-dir {tmp_path}
+    """
+    found = shell(script)
+    assert found.returncode == code, found.stderr
+    now = read_job_state(tmp_path)
+    assert now is not None
+    assert now.job == ("3" if code else "7")
+    if code:
+        log = (tmp_path / "logs/7/0/job.log").read_text()
+        assert log.startswith(
+            f"error: job 3 of the run {tmp_path} is RUNNING: `bapo cancel {tmp_path}` lets it"
+        )
 
 
 def test_the_container_is_removed_unless_the_job_is_about_to_end(shell: Shell, tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ bapo_budget() {  # of a kind of end
 
 bapo_near_the_end() {
     # Slurm moves the end of a job that it preempts, so this compares with the planned end.
-    ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S - 90))
+    ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S - 90)) && return 0
+    # Ranks whose updates and saves are long stop earlier by themselves. As preemptions, of which fewer are
+    # allowed, a run on a queue of short jobs would stop within the month.
+    grep -qs "^stopped: the job's time would end" "$BAPO_LOGS"/trainer-*-0.log
 }
 
 bapo_lacks_engines() { ((BAPO_EXPECTED > 0 && $(bapo_engines_alive | wc -l) < BAPO_EXPECTED)); }

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.commands.cluster.cluster_file import ClusterFile
 from bapo_megatron.commands.cluster.run_job import read_job_state
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.preemption import LATE
 from tests.unit.slurm.conftest import NO_PAUSES
 
 pytestmark = pytest.mark.integration
@@ -150,6 +152,8 @@ def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
         (138, "BAPO_SIGNAL=USR1", "preemption"),
         (85, "BAPO_END=$(($(date +%s) + 500))", "time_limit"),
         (85, "BAPO_END=$(($(date +%s) + 5000))", "preemption"),
+        (85, f'echo "stopped: {LATE}; saved after step 3" >"$BAPO_LOGS/trainer-n1-0.log"', "time_limit"),
+        (85, 'echo "stopped: told to stop by SIGUSR1" >"$BAPO_LOGS/trainer-n1-0.log"', "preemption"),
         (1, 'touch "$BAPO_RUN/stop"', "cancelled"),
         (85, "squeue() { echo CANCELLED; }", "slurm"),
         (1, "sinfo() { echo n1; }", "node"),
@@ -407,6 +411,14 @@ def test_ports_of_jobs_and_restarts_differ(shell: Shell) -> None:
     assert shell(script, SLURM_RESTART_COUNT="1").stdout.split() == ["n1", "25007", "10056"]
     assert shell(script, SLURM_RESTART_COUNT="2").stdout.split() == ["n1", "20007", "10056"]
     assert shell(script, SLURM_JOB_ID="8").stdout.split() == ["n1", "20008", "10064"]
+
+
+def test_a_save_that_is_given_up_leaves_time_for_the_requeue(shell: Shell) -> None:
+    """srun waits for ranks that cannot be killed at once for Slurm's KillWait, 30 s, and two more. Then Slurm
+    must not have ended the job: it would not be requeued."""
+    margin = ClusterFile(account="a", partition="p", time="1", gpus_per_node=8).margin_s
+    assert shell('echo "$BAPO_MARGIN_S"').stdout == f"{margin}\n"
+    assert 30 + 2 + 20 <= margin <= 90
 
 
 @pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])

@@ -438,6 +438,24 @@ def test_servers_are_alive_while_they_renew_their_entries(shell: Shell, tmp_path
     assert not list((tmp_path / "engines").iterdir())
 
 
+def test_servers_that_start_late_join_a_run_that_has_begun(shell: Shell, tmp_path: Path) -> None:
+    """Else a day of sixteen nodes would sample with the one server that was ready in time."""
+    (tmp_path / "engines").mkdir()
+    for name, state, job in (("a", "ready", 7), ("b", "starting", 7), ("c", "down", 7), ("d", "starting", 5)):
+        text = f'{{"url": "http://{name}:1", "node": "{name}", "job": {job}, "state": "{state}"}}\n'
+        (tmp_path / f"engines/{name}.json").write_text(text)
+        os.utime(tmp_path / f"engines/{name}.json", (1e9, 1e9) if state != "ready" else None)
+    (tmp_path / "logs").mkdir()
+    begin = "BAPO_LOGS=$BAPO_RUN/logs BAPO_EXPECTED=3 BAPO_TRAINER=$$; "
+    script = f'{begin}bapo_await_engines; cat "$BAPO_LOGS/engines"'
+    found = shell(script, BAPO_ENGINES_WAIT_S="0")
+    assert found.stdout.split() == ["http://a:1", "http://b:1", "http://c:1"]
+    kinds = [row["kind"] for row in read_jsonl(tmp_path / "events.jsonl")]
+    assert kinds == ["engines_missing", "engines_ready"]
+    enough = shell(script.replace("=3", "=1"), BAPO_ENGINES_WAIT_S="0")
+    assert enough.stdout.split() == ["http://a:1"]
+
+
 def test_an_array_task_of_an_evaluation_has_one_step_and_suite(shell: Shell) -> None:
     lines = "\n".join(f"bapo_pick_evaluation 100,200 aime24,aime25,math500 {n} || true" for n in range(7))
     assert shell(lines).stdout.splitlines() == [

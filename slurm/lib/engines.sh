@@ -1,12 +1,17 @@
 # shellcheck shell=bash
 # Registry of rollout servers: RUN/engines/HOST-PORT.json, which each server's task renews while it is alive.
 
+bapo_file_time() {  # now, by the clock that stamps files: that of a file server may be minutes off
+    touch "$BAPO_LOGS/.now.tmp" 2>/dev/null && stat -c %Y "$BAPO_LOGS/.now.tmp" 2>/dev/null || date +%s
+}
+
 bapo_engines_alive() {  # addresses of the live servers, one a line
-    local file
+    local file now
+    now=$(bapo_file_time)
     for file in "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json; do
         [[ -f $file && ! -L $file && -O $file ]] || continue  # of this user, and no link
         grep -q '"state": "ready"' "$file" 2>/dev/null || continue
-        (($(date +%s) - $(stat -c %Y "$file" 2>/dev/null || echo 0) < BAPO_FRESH_S)) || continue
+        ((now - $(stat -c %Y "$file" 2>/dev/null || echo 0) < BAPO_FRESH_S)) || continue
         bapo_engine_of "$file"
     done
 }

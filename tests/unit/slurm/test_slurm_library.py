@@ -438,6 +438,17 @@ def test_servers_are_alive_while_they_renew_their_entries(shell: Shell, tmp_path
     assert not list((tmp_path / "engines").iterdir())
 
 
+def test_the_clock_of_a_file_server_may_be_off(shell: Shell, tmp_path: Path) -> None:
+    """It stamps the entries: by the node's clock an hour ahead all servers would be silent for an hour."""
+    (tmp_path / "engines").mkdir()
+    for name, age in (("a", 3600), ("b", 3700)):
+        path = tmp_path / f"engines/{name}.json"
+        path.write_text(json.dumps({"url": f"http://{name}:1", "job": 7, "state": "ready"}))
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    script = 'touch() { command touch -d "1 hour ago" "$1"; }; bapo_engines_alive'
+    assert shell(script).stdout.split() == ["http://a:1"]
+
+
 def test_servers_that_start_late_join_a_run_that_has_begun(shell: Shell, tmp_path: Path) -> None:
     """Else a day of sixteen nodes would sample with the one server that was ready in time."""
     (tmp_path / "engines").mkdir()

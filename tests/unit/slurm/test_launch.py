@@ -20,9 +20,9 @@ PATH = Path(__file__).parents[3] / "slurm/launch.py"
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """slurm/launch.py, which runs where NeMo-Run is and is no part of the package."""
     for name in ("nemo_run", "nemo_run.core", "nemo_run.core.execution", "nemo_run.core.execution.slurm"):
-        module: Any = ModuleType(name)
-        module.SlurmBatchRequest = module.SlurmExecutor = module.SlurmJobDetails = object
-        monkeypatch.setitem(sys.modules, name, module)
+        part: Any = ModuleType(name)
+        part.SlurmBatchRequest = part.SlurmExecutor = part.SlurmJobDetails = object
+        monkeypatch.setitem(sys.modules, name, part)
     spec = importlib.util.spec_from_file_location("slurm_launch", PATH)
     assert spec is not None
     assert spec.loader is not None

@@ -33,8 +33,8 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit code: 0 done, 1 verify found a difference, 2 bad input, 130
-    interrupted.
+    """Run one command; returns the exit code: 0 done, 1 verify found a difference, 2 bad input or a file that
+    cannot be read or written, 130 interrupted.
 
     Other errors propagate.
     """
@@ -52,6 +52,9 @@ def run(arguments: Sequence[str]) -> int:
         return tyro.cli(kind, prog=f"bapo-ckpt {arguments[0]}", args=list(arguments[1:])).run()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # no permission, a read-only or failing disk; 1 would say that two models differ
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; nothing was left behind", file=sys.stderr)

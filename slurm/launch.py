@@ -20,6 +20,7 @@ What NeMo-Run cannot express, and how this file does it:
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
     role = group["role"]
     where = ("--container-workdir=" if job["container"] else "--chdir=") + job["root"]
     ending = ["--wait=0", "--no-kill"] if role == "rollout" else ['--wait="$BAPO_WAIT_S"']
-    common = ["--kill-on-bad-exit=0", "--open-mode=append", "--cpu-bind=none"]
+    common = ["--kill-on-bad-exit=0", "--open-mode=append", "--cpu-bind=none", "--export=ALL"]
     if job["container"]:
         common.append('--container-name="$BAPO_CONTAINER_NAME"')  # the probe has unpacked it
     more = [*common, f'--output="$BAPO_LOGS/{role}-%N-%t.log"', *ending]
@@ -96,7 +97,10 @@ def main() -> None:
         print(script, end="")
         return
     path = Path(job["run"]) / "logs/submitted.sbatch"
-    path.write_text(script)
+    # It holds the cluster file's [environment], which may have a token: readable by the user alone.
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(script)
     found = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
     if found.returncode:
         sys.exit(f"sbatch: {found.stderr.strip()}")

@@ -31,6 +31,8 @@ from pathlib import Path
 
 _ELEMENTS = 1 << 18
 """Elements of the all-reduce: one megabyte of float32."""
+_TEMPORARY_GB = 1.0
+"""Free space that a run needs in /tmp, whatever its directory needs, GB."""
 _CONNECT_S = 5.0
 _LOOK_S = 0.3
 """Interval at which the shared folder is polled for the other nodes' files, seconds."""
@@ -82,14 +84,15 @@ def local_problems(needs: Needs, disk: Path) -> Iterator[str]:
         yield f"GPUs: {seen if seen is not None else 'nvidia-smi fails'}, {needs.gpus} expected"
     if (available := available_memory_gb()) < needs.memory_gb:
         yield f"memory: {available:.1f} GB available, {needs.memory_gb:g} needed"
-    for path in (disk, Path("/tmp")):
+    # A run writes into its directory: the node's own /tmp, often in memory, gets sockets and caches alone.
+    for path, needed in ((disk, needs.disk_gb), (Path("/tmp"), min(needs.disk_gb, _TEMPORARY_GB))):
         try:
             free = shutil.disk_usage(path).free / 1e9
         except OSError as error:
             yield f"disk of {path}: {error}"
             continue
-        if free < needs.disk_gb:
-            yield f"disk of {path}: {free:.1f} GB free, {needs.disk_gb:g} needed"
+        if free < needed:
+            yield f"disk of {path}: {free:.1f} GB free, {needed:g} needed"
 
 
 def visible_gpus() -> int | None:

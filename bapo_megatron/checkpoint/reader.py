@@ -1,8 +1,10 @@
 """Checkpoint reader: finds the newest whole checkpoint, every byte verified against its manifest.
 
 Every rank calls it at a start, and reads its share of the files; a damaged checkpoint is a CheckpointError on
-all ranks. It returns the state of the training loop (trainer.json); ``Policy.load`` loads model and
-optimizer. Used by ``fork.py``, ``trainer/resume.py`` and ``benchmarks/checkpoint_stall.py``.
+all ranks. A file system that fails is none: FailingDiskError or OSError, on the rank that meets it, since the
+run would go on from an older checkpoint and delete the whole one. It returns the state of the training loop
+(trainer.json); ``Policy.load`` loads model and optimizer. Used by ``fork.py``, ``trainer/resume.py`` and
+``benchmarks/checkpoint_stall.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
+from bapo_megatron.runtime.storage import check_not_failing
 
 READERS = 4
 """Files that a rank verifies in parallel."""
@@ -91,6 +94,7 @@ def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
         state = json.loads(read_file_inside(path, TRAINER_STATE))
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
+        check_not_failing(error, TRAINER_STATE, path)
         return {}, f"{TRAINER_STATE} cannot be read: {error}"
     return (state, None) if isinstance(state, dict) else ({}, f"{TRAINER_STATE} holds no JSON object")
 
@@ -103,8 +107,9 @@ def manifest_of(path: Path) -> tuple[Digests, str | None]:
     except FileNotFoundError:
         return {}, "it has no manifest"
     except CheckpointError as error:
+        check_not_failing(error, MANIFEST, path)
         return {}, f"its manifest cannot be read: {error}"
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         return {}, f"its manifest cannot be read: {error!r:.200}"
 
 
@@ -117,9 +122,10 @@ def _first_damage(path: Path, files: Digests) -> str | None:
 
 def _damage(path: Path, name: str, recorded: dict[str, Any]) -> str | None:
     try:
-        file = file_below(path, name)
+        found = digest(file_below(path, name))
     except CheckpointError as error:
+        check_not_failing(error, name, path)
         return str(error)
-    if not file.is_file():
+    except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
-    return f"{name} differs from the manifest" if digest(file) != recorded else None
+    return f"{name} differs from the manifest" if found != recorded else None

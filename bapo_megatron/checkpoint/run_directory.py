@@ -9,6 +9,7 @@ folder.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import Any
 from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat, settings_of_scores
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import check_no_links, open_lock, read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -147,13 +148,26 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """Context manager: the lock of a run directory, for one process. ConfigError at once if it is held."""
+    """Context manager: the lock of a run directory, for one process.
+
+    ConfigError at once if it is held, or if the file system has no locks; StorageFailed if it gives none now.
+    """
     check_no_links(directory)
     with open_lock(RunPaths(directory).lock) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process is writing to the run {directory}; stop it first") from None
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
+                raise ConfigError(
+                    f"the file system of the run directory {directory} cannot lock files ({error.strerror}), "
+                    "so two jobs could write to one run: mount it with locks (Lustre: -o flock), or name "
+                    "another directory"
+                ) from None
+            if error.errno == errno.ENOLCK:  # of NFS: its lock server does not answer
+                raise StorageFailed(f"the run directory {directory}: {error.strerror}") from None
+            raise
         yield
 
 

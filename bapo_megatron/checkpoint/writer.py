@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import signal
+import sys
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.files import remove_folder, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_leftovers
+from bapo_megatron.runtime.storage import check_not_failing
 
 _RANK_0_FIRST_S = 120.0
 """Seconds that other ranks wait for rank 0 to end the run after a failed save: torch gives the reason to
@@ -119,14 +122,28 @@ def on_main(action: Callable[[], None]) -> None:
 def clear_leftovers(run_dir: Path) -> None:
     """Delete the leftovers of a killed process or a full disk: half-written and half-deleted checkpoints."""
     for leftover in step_leftovers(RunPaths(run_dir).checkpoints):
-        remove_folder(leftover)
+        _delete(leftover)
 
 
 def remove(path: Path) -> None:
     """Delete a checkpoint; of a link the link alone. A plain file keeps its hidden name."""
-    hidden = path.with_name(f".{path.name}.deleted")
+    # A name of its own: what could not be deleted before may still have the plain one.
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.deleted")
     path.rename(hidden)  # first: a kill leaves no half-deleted checkpoint under its name
-    remove_folder(hidden)
+    _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    """Delete a hidden folder. One that cannot be deleted stays, with a warning: it must not end the run.
+
+    On NFS a file that a process of this node has open comes back under another name, so its folder is not
+    empty. FailingDiskError for a file system that fails.
+    """
+    try:
+        remove_folder(path)
+    except OSError as error:
+        check_not_failing(error, "a checkpoint that is deleted", path)
+        print(f"warning: {path} could not be deleted ({error}); the run goes on", file=sys.stderr, flush=True)
 
 
 def digest(path: Path) -> dict[str, Any]:

@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from bapo_megatron.runtime.stop_signals import handling
 
+LATE = "the job's time would end before the next update is saved"
+"""Reason of a stop without a signal. slurm/lib/requeue.sh looks for it in the log of rank 0."""
+
 _MARGIN_S = 60.0
 """Seconds of the job kept for what follows the save: barriers, closing files, and the requeue."""
 
@@ -56,7 +59,7 @@ class PreemptionSignal:
             self._longest_stretch_s = max(self._longest_stretch_s, now - self._asked_at)
         self._asked_at = now
         if self._reason is None and self._is_late(now):
-            self._reason = "the job's time would end before the next update is saved"
+            self._reason = LATE
         requested = torch.tensor([self._reason is not None], dtype=torch.int32)
         dist.all_reduce(requested, dist.ReduceOp.MAX)
         return (self._reason or "another rank was told to stop") if requested.item() else None

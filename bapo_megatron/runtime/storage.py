@@ -1,7 +1,8 @@
 """Disk errors: turns a failed write into a DiskError, of a full disk or a failing file system.
 
-The context manager ``writing`` encloses a write. Both errors stop the run with one message: exit code 3, at
-which the user makes room, or 4, at which a job is requeued. Used throughout the package.
+The context manager ``writing`` encloses a write; ``check_not_failing`` judges an error of a read. Both errors
+stop the run with one message: exit code 3, at which the user makes room, or 4, at which a job is requeued.
+Used throughout the package.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFail
 _FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 """Messages of a full file system, as texts: libraries that write in other processes lose the errno."""
 
-_FAILING = [os.strerror(number) for number in (errno.EIO, errno.ESTALE, errno.EROFS, errno.ESHUTDOWN)]
-"""Messages of a file system that fails: its server or network may come back (Lustre says ESHUTDOWN)."""
+_FAILING_NUMBERS = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ESHUTDOWN)
+"""Errors of a file system that fails: its server or network may come back (Lustre says ESHUTDOWN)."""
+
+_FAILING = [os.strerror(number) for number in _FAILING_NUMBERS]
+"""Their messages."""
 
 _TORCH = ("inline_container.cc", "iostream error")
 """Messages of torch's archive writer, which hides the error of the disk."""
@@ -61,6 +65,16 @@ def writing(what: str, path: Path) -> Iterator[None]:
                 raise earlier from None
         kind = FailingDiskError if _is_failing(problem, path) else DiskError
         raise kind(f"{what} could not be written to {path}: {problem} ({_room(path)})") from error
+
+
+def check_not_failing(error: BaseException, what: str, path: Path) -> None:
+    """FailingDiskError if ``error``, met while ``what`` was read at ``path``, is of a failing file system.
+
+    For readers that take any other error for a damaged file: this one says nothing of the file.
+    """
+    for one in _chain(error):
+        if isinstance(one, OSError) and one.errno in _FAILING_NUMBERS:
+            raise FailingDiskError(f"{what} could not be read at {path}: {one.strerror}") from error
 
 
 def _problem(error: BaseException) -> str | None:

@@ -1,15 +1,31 @@
 # shellcheck shell=bash
 # Registry of rollout servers: RUN/engines/HOST-PORT.json, which each server's task renews while it is alive.
 
+bapo_file_time() {  # now, by the clock that stamps files: that of a file server may be minutes off
+    touch "$BAPO_LOGS/.now.tmp" 2>/dev/null && stat -c %Y "$BAPO_LOGS/.now.tmp" 2>/dev/null || date +%s
+}
+
 bapo_engines_alive() {  # addresses of the live servers, one a line
-    local file url
+    local file now
+    now=$(bapo_file_time)
     for file in "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json; do
         [[ -f $file && ! -L $file && -O $file ]] || continue  # of this user, and no link
         grep -q '"state": "ready"' "$file" 2>/dev/null || continue
-        (($(date +%s) - $(stat -c %Y "$file" 2>/dev/null || echo 0) < BAPO_FRESH_S)) || continue
-        url=$(sed -n 's/.*"url": "\([^"]*\)".*/\1/p' "$file")
-        [[ $url =~ ^http://[A-Za-z0-9][A-Za-z0-9._-]*:[0-9]{1,5}$ ]] || continue  # one address, and no flag
-        echo "$url"
+        ((now - $(stat -c %Y "$file" 2>/dev/null || echo 0) < BAPO_FRESH_S)) || continue
+        bapo_engine_of "$file"
+    done
+}
+
+bapo_engine_of() {  # file: the address in it
+    local url
+    url=$(sed -n 's/.*"url": "\([^"]*\)".*/\1/p' "$1")
+    [[ ! $url =~ ^http://[A-Za-z0-9][A-Za-z0-9._-]*:[0-9]{1,5}$ ]] || echo "$url"  # one address, and no flag
+}
+
+bapo_engines_of_job() {  # addresses of the servers that this start has begun, ready or not, one a line
+    local file
+    grep -ls "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json | while read -r file; do
+        [[ ! -f $file || -L $file || ! -O $file ]] || bapo_engine_of "$file"
     done
 }
 
@@ -20,7 +36,7 @@ bapo_forget_engines() {  # delete the entries of this job's last start
 
 # Wait for the expected servers, then write their addresses to logs/engines, which the trainer's tasks poll.
 bapo_await_engines() {
-    local deadline=$((SECONDS + BAPO_ENGINES_WAIT_S)) found=0
+    local deadline=$((SECONDS + BAPO_ENGINES_WAIT_S)) found=0 late=''
     while :; do
         bapo_engines=$(bapo_engines_alive | sort)
         found=$(grep -c . <<<"$bapo_engines")
@@ -28,13 +44,16 @@ bapo_await_engines() {
         if ((SECONDS >= deadline)); then
             bapo_event engines_missing "expected=$BAPO_EXPECTED" "found=$found"
             ((found > 0)) || return 1
+            late=$(bapo_engines_of_job)  # the trainer takes a server once it answers: these join it later
             break
         fi
         # The supervisor reports the end of the trainer.
         kill -0 "$BAPO_TRAINER" 2>/dev/null && [[ -z $BAPO_SIGNAL ]] || return 0
         sleep 1 & builtin wait $!
     done
-    echo "$bapo_engines" >"$BAPO_LOGS/.engines.tmp" && mv "$BAPO_LOGS/.engines.tmp" "$BAPO_LOGS/engines"
+    # shellcheck disable=SC2086  # a word for each address
+    printf '%s\n' $bapo_engines $late | sort -u >"$BAPO_LOGS/.engines.tmp" &&
+        mv "$BAPO_LOGS/.engines.tmp" "$BAPO_LOGS/engines"
     bapo_event engines_ready "engines=$found" "expected=$BAPO_EXPECTED"
 }
 

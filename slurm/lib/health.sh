@@ -2,7 +2,7 @@
 # Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, once for a job.
 
 bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NODE.json and FOLDER/verdict
-    local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags
+    local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags gpus=${SLURM_GPUS_PER_NODE:-0}
     nodes=$(bapo_nodes "$group" | paste -sd,)
     mkdir -p "$folder"
     echo "$SLURM_JOB_ID-$BAPO_RESTART" >"$folder/canary"
@@ -12,13 +12,20 @@ bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NOD
     timeout -k 5 "$BAPO_HEALTH_WAIT_S" srun "${bapo_flags[@]}" --ntasks-per-node=1 \
         "--ntasks=$(bapo_nodes "$group" | wc -l)" --overlap \
         "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "--folder=$folder" "--nodes=$nodes" "--disk=$BAPO_RUN" \
-        "--gpus=${SLURM_GPUS_PER_NODE:-0}" "--deadline-s=$((BAPO_HEALTH_WAIT_S * 9 / 10))" "${flags[@]}"
+        "--gpus=${gpus##*:}" "--deadline-s=$((BAPO_HEALTH_WAIT_S * 9 / 10))" "${flags[@]}"
 }
 
-bapo_bad_nodes() {  # of a group: lines of "node reason", from the verdict, or the nodes without an answer
+# Of a group: lines of "node reason", from the verdict, or the nodes without an answer. If several nodes gave
+# none at all, the probe could not run (no such interpreter or image, an image that takes too long to unpack):
+# a job that left them all out would wait in the queue for ever.
+bapo_bad_nodes() {
     local folder=$BAPO_LOGS/health/$1 node
     if [[ -e $folder/verdict ]]; then
         cat "$folder/verdict"
+        return
+    fi
+    if (($(bapo_nodes "$1" | wc -l) > 1)) && ! compgen -G "$folder/*.json" >/dev/null; then
+        echo "* no node answered within $BAPO_HEALTH_WAIT_S s: probe-*.log and job.log in $BAPO_LOGS say why"
         return
     fi
     for node in $(bapo_nodes "$1"); do
@@ -44,7 +51,7 @@ bapo_health() {
     fi
     bapo_remove_containers  # now, while this job still has the nodes: after the requeue it may get others
     if grep -q '^\*' <<<"$bad"; then
-        bapo_stop health "the bad node could not be identified" "$bad" 1
+        bapo_stop health "no bad node could be identified" "$bad" 1
         exit 1
     fi
     nodes=$(cut -d' ' -f1 <<<"$bad" | sort -u | paste -sd,)

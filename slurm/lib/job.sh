@@ -28,6 +28,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     BAPO_RUN=$(bapo_run_directory "$@")
     BAPO_CONTAINER_NAME=bapo-$SLURM_JOB_ID-$BAPO_RESTART
     bapo_open_logs
+    bapo_refuse_second_job
     bapo_load_modules
     bapo_rendezvous
     BAPO_END=$(bapo_end_time)
@@ -44,6 +45,17 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     trap 'bapo_told USR1' USR1
     trap 'bapo_told TERM' TERM
     bapo_health
+}
+
+# Refuse a second job of a run before it changes anything. The run's lock would stop its ranks, but by then
+# the state file, where `bapo status` and `bapo cancel` find the first job, would be the second one's.
+bapo_refuse_second_job() {
+    local other state
+    other=$(sed -n 's/^job=\([0-9][0-9]*\)$/\1/p' "$BAPO_RUN/$BAPO_STATE_FILE" 2>/dev/null | head -n 1)
+    [[ -n $other && $other != "$SLURM_JOB_ID" ]] || return 0
+    state=$(squeue -h -j "$other" -o %T 2>/dev/null | head -n 1)
+    [[ $state != RUNNING && $state != SUSPENDED ]] || bapo_refuse "job $other of the run $BAPO_RUN is" \
+        "$state: \`bapo cancel $BAPO_RUN\` lets it save and stop; or give another --run-dir"
 }
 
 # Count the last start in a budget if it ended without a record: its node died, or Slurm requeued the job.

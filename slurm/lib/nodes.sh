@@ -1,5 +1,19 @@
 # shellcheck shell=bash
-# Nodes of a job: host lists, rendezvous address and ports, srun's flags.
+# Nodes of a job: host lists, rendezvous address and ports, srun's flags; and questions to Slurm.
+
+# Output of a Slurm command. A busy controller refuses for minutes, and no answer must not pass for one: the
+# command is tried again, for BAPO_SLURM_WAIT_S. Only the last try may complain.
+bapo_ask() {
+    local found deadline=$((SECONDS + BAPO_SLURM_WAIT_S))
+    while ((SECONDS < deadline)); do
+        if found=$("$@" 2>/dev/null); then
+            echo "$found"
+            return 0
+        fi
+        sleep 2
+    done
+    "$@"
+}
 
 bapo_nodes() {  # of a group of a heterogeneous job, or of the job
     local name=SLURM_JOB_NODELIST_HET_GROUP_$1
@@ -37,14 +51,17 @@ bapo_lost_nodes() {
     failed=$(sed -n 's/^srun: error: Node failure on \([^ ]*[^ .]\).*/\1/p' "$BAPO_LOGS/job.log" 2>/dev/null |
         paste -sd,)
     {
-        sinfo -h -N -n "$nodes" -t down,fail -o %N 2>/dev/null
+        bapo_ask sinfo -h -N -n "$nodes" -t down,fail -o %N | grep .
         [[ -z $failed ]] || comm -12 <(bapo_nodes 0 | sort) <(scontrol show hostnames "$failed" | sort)
     } | sort -u
 }
 
-bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none
+bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none, or Slurm does not say
     local end
-    end=$(squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null | head -n 1)
+    # A user's own format of times may lack the day.
+    end=$(SLURM_TIME_FORMAT=standard bapo_ask squeue -h -j "$SLURM_JOB_ID" -o %e | head -n 1)
+    # No answer: `date -d ""` would be midnight, long past, and the ranks would be told to stop at once.
+    [[ -n $end ]] || end=@${SLURM_JOB_END_TIME:-0}
     date -d "$end" +%s 2>/dev/null || echo 0
 }
 
@@ -53,7 +70,8 @@ bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none
 bapo_srun_flags() {  # group, role
     bapo_flags=(--kill-on-bad-exit=0 --open-mode=append "--output=$BAPO_LOGS/$2-%N-%t.log")
     # Slurm would bind each task to as few cores as it can; sampler and reward workers need the others.
-    bapo_flags+=("--chdir=$BAPO_ROOT" --cpu-bind=none)
+    # Tasks need this shell's variables, also where jobs begin without the user's (SLURM_EXPORT_ENV=NONE).
+    bapo_flags+=("--chdir=$BAPO_ROOT" --cpu-bind=none --export=ALL)
     ((${SLURM_HET_SIZE:-1} > 1)) && bapo_flags+=("--het-group=$1")
     if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi
     [[ -n $BAPO_CONTAINER ]] || return 0

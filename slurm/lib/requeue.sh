@@ -14,7 +14,10 @@ bapo_budget() {  # of a kind of end
 
 bapo_near_the_end() {
     # Slurm moves the end of a job that it preempts, so this compares with the planned end.
-    ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S - 90))
+    ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S - 90)) && return 0
+    # Ranks whose updates and saves are long stop earlier by themselves. As preemptions, of which fewer are
+    # allowed, a run on a queue of short jobs would stop within the month.
+    grep -qs "^stopped: the job's time would end" "$BAPO_LOGS"/trainer-*-0.log
 }
 
 bapo_lacks_engines() { ((BAPO_EXPECTED > 0 && $(bapo_engines_alive | wc -l) < BAPO_EXPECTED)); }
@@ -40,11 +43,19 @@ bapo_kind_of_end() {
     fi
 }
 
-# Ranks of a failed node may end before Slurm reports the node as down.
+# Ranks of a failed node may end before Slurm reports the node as down. If srun could not end its tasks, their
+# node may be dead, which Slurm reports only after its SlurmdTimeout.
 bapo_loses_a_node() {
-    local look
-    for look in {1..10}; do  # the controller may be busy
-        sleep 1
+    local looks=10 pause=1 limit_s
+    if grep -q '^srun: error: Timed out waiting for job step to complete' "$BAPO_LOGS/job.log" 2>/dev/null
+    then
+        limit_s=$(scontrol show config 2>/dev/null | sed -n 's/^SlurmdTimeout *= *\([1-9][0-9]*\) .*/\1/p')
+        pause=5 looks=$(((${limit_s:-300} + 60) / 5))
+    fi
+    while ((looks-- > 0)); do
+        # Not into the last minute of the job, which is for the requeue.
+        ((BAPO_END == 0 || $(date +%s) < BAPO_END - 60)) || return 1
+        sleep "$pause"
         [[ -n $(bapo_lost_nodes) ]] && return 0
     done
     return 1
@@ -88,7 +99,7 @@ bapo_requeue() {
     local excluded=${1:-} id
     trap '' TERM USR1
     (
-        scontrol requeue "$SLURM_JOB_ID" || exit 1
+        bapo_ask scontrol requeue "$SLURM_JOB_ID" || exit 1
         [[ -n $excluded ]] || exit 0
         for id in $(bapo_components); do
             for _ in 1 2 3 4 5; do  # the job must be pending first
@@ -100,11 +111,15 @@ bapo_requeue() {
     while :; do sleep 5 & builtin wait $!; done
 }
 
-bapo_job_state() { squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null | head -n 1; }
+# RUNNING, too, if Slurm does not answer: this shell lives, so that its job is not over.
+bapo_job_state() { { bapo_ask squeue -h -j "$SLURM_JOB_ID" -o %T || echo RUNNING; } | head -n 1; }
 
 # End the job after the trainer has ended with CODE: requeue or stop. Does not return for a requeued job.
 bapo_finish() {
     local code=$1 kind step why cause
+    # Nobody is left to tell. Slurm signals the subshells below, too: without their answer a job that it takes
+    # back itself would be declared as stopped.
+    trap '' TERM USR1
     kind=$(bapo_kind_of_end "$code") step=$(bapo_checkpoint_step)
     BAPO_TRAINER=''
     case $kind in

@@ -9,10 +9,11 @@ BAPO_MODULES=${BAPO_MODULES:-}                      # environment modules, loade
 BAPO_CONTAINER=${BAPO_CONTAINER:-}                  # image for pyxis; none: no container
 BAPO_MOUNTS=${BAPO_MOUNTS:-}                        # HOST:CONTAINER,... for pyxis
 BAPO_LEAD_S=${BAPO_LEAD_S:-600}                     # before the end of the job, to save and stop
-BAPO_MARGIN_S=${BAPO_MARGIN_S:-30}                  # before the end of the job, to kill ranks that still save
+BAPO_MARGIN_S=${BAPO_MARGIN_S:-60}                  # before the end of the job, to kill ranks that still save
 BAPO_WAIT_S=${BAPO_WAIT_S:-900}                     # for the other ranks, once the first has ended
 BAPO_CRASH_WAIT_S=${BAPO_CRASH_WAIT_S:-60}         # for the others, once one of them has failed
 BAPO_DISK_WAIT_S=${BAPO_DISK_WAIT_S:-300}           # at the start, for a file system that fails
+BAPO_SLURM_WAIT_S=${BAPO_SLURM_WAIT_S:-300}         # for an answer of Slurm, whose controller may be busy
 BAPO_MAX_CRASHES=${BAPO_MAX_CRASHES:-5}             # budgets of one job, each of its own kind
 BAPO_MAX_PREEMPTIONS=${BAPO_MAX_PREEMPTIONS:-100}
 BAPO_MAX_TIME_LIMITS=${BAPO_MAX_TIME_LIMITS:-500}
@@ -36,9 +37,9 @@ bapo_refuse() {  # message: refuse a job that cannot run as asked
 
 bapo_check_numbers() {
     local name
-    for name in LEAD_S MARGIN_S WAIT_S CRASH_WAIT_S DISK_WAIT_S MAX_CRASHES MAX_PREEMPTIONS MAX_TIME_LIMITS \
-        MAX_NODE_FAILURES MAX_IDLE SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S HEALTH_WAIT_S FRESH_S \
-        LOOK_S; do
+    for name in LEAD_S MARGIN_S WAIT_S CRASH_WAIT_S DISK_WAIT_S SLURM_WAIT_S MAX_CRASHES MAX_PREEMPTIONS \
+        MAX_TIME_LIMITS MAX_NODE_FAILURES MAX_IDLE SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S \
+        HEALTH_WAIT_S FRESH_S LOOK_S; do
         local variable=BAPO_$name
         [[ ${!variable} =~ ^[0-9]+$ ]] || bapo_refuse "$variable=${!variable} must be a whole number"
     done

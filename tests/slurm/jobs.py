@@ -83,6 +83,7 @@ def settings(cluster: Cluster, **more: str) -> dict[str, str]:
         "BAPO_LOOK_S": "1",
         "BAPO_FRESH_S": "15",
         "BAPO_WAIT_S": "10",
+        "BAPO_MARGIN_S": "30",
         **more,
     }
 

@@ -96,8 +96,9 @@ class ClusterFile:
     """Interpreter of SGLang's environment on the nodes."""
     lead_s: Annotated[int, Ge(1)] = 600
     """Time before the limit at which the ranks are told to save and stop."""
-    margin_s: Annotated[int, Ge(0)] = 30
-    """Time before the limit at which ranks that still save are killed."""
+    margin_s: Annotated[int, Ge(0)] = 60
+    """Time before the limit at which ranks that still save are killed. srun waits for those that a file
+    system holds, for Slurm's KillWait (30 s) and two more; then the job must still be requeued."""
     wait_s: Annotated[int, Ge(1)] = 900
     """Longest wait for the other ranks, once the first has ended."""
     crash_wait_s: Annotated[int, Ge(1)] = 60

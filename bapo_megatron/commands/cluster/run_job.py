@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,23 +96,43 @@ def lock_holder(run: Path) -> int | None:
     The lock is looked up in /proc/locks, not tried: a run that starts in the same moment would be refused.
     """
     try:
-        inode = RunPaths(run).lock.stat().st_ino
+        lock = RunPaths(run).lock.stat()
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
     for line in lines:
         # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
         words = line.split()
-        if len(words) > 5 and words[1] == "FLOCK" and words[5].split(":")[-1] == str(inode):
+        is_named = len(words) > 5 and words[1] == "FLOCK" and words[5].split(":")[-1] == str(lock.st_ino)
+        if is_named and _has_open(int(words[4]), lock):
             return int(words[4])
     return None
+
+
+def _has_open(pid: int, file: os.stat_result) -> bool:
+    """Whether a process has ``file`` open; True if another user's process does not show it.
+
+    /proc/locks cannot tell: files of two file systems may have one inode number, and its device is not
+    everywhere that of stat.
+    """
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    for name in names:
+        with suppress(OSError):
+            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), file):
+                return True
+    return False
 
 
 def cancel(run: Path, at_once: bool = False) -> str:
     """Cancel the run: it saves first, unless ``at_once``. Returns a sentence that says what was done.
 
     By Slurm if its job is in the queue, else by a signal to the process here that holds the run's lock.
-    ConfigError if there is neither, or Slurm refuses.
+    ConfigError if there is neither, or Slurm refuses or does not answer.
     """
     if not run.is_dir():
         raise ConfigError(f"run directory {run} does not exist")
@@ -128,11 +149,15 @@ def cancel(run: Path, at_once: bool = False) -> str:
             write_atomically(RunPaths(run).stop, "bapo cancel\n")
             _call("scancel", "--batch", "--signal=USR1", job.job)
         except SlurmError as error:
+            # A job that goes on must not take its next time limit for the end that was asked for.
+            RunPaths(run).stop.unlink(missing_ok=True)
             raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None
         return f"job {job.job} is told to save and stop; `bapo status {run}` shows when it has"
     if (pid := lock_holder(run)) is not None:
         os.kill(pid, signal.SIGKILL if at_once else signal.SIGTERM)
         return f"process {pid} is told to {'end' if at_once else 'stop'}"
+    if job is not None and queued is None:
+        raise ConfigError(f"Slurm does not answer, so job {job.job} of {run} is not cancelled: try it again")
     raise ConfigError(f"{run} is not running here, and no job of it is in the queue")
 
 

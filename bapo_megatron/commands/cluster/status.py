@@ -244,12 +244,17 @@ _TAIL_BYTES = 1 << 20
 
 
 def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
-    """Log files of the newest start: the job's, rank 0's and the servers'; with ``every_rank`` all."""
+    """Log files of the newest start: the job's, rank 0's and the servers'; with ``every_rank`` all.
+
+    Of the job that trains, if there is one: a later job may evaluate or convert its checkpoints.
+    """
     starts = [
         folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
     ]
     if not starts:
         return sorted(RunPaths(run).logs.glob("*.log"))
+    job = read_job_state(run)
+    starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
     folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
     logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
     return [path for path in logs if every_rank or _is_shown(path.name)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
@@ -14,8 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import CheckpointConfig
-from bapo_megatron.errors import CheckpointError, RunStopped
+from bapo_megatron.errors import CheckpointError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Saving
+from bapo_megatron.runtime.storage import writing
 from tests.support.saves import Written, save, write_policy
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
@@ -93,6 +97,79 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
     assert latest.step == 10
     assert "passing over" in (printed := capsys.readouterr().out)
     assert "step_000020" in printed
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "trainer.json", "weights.bin"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_failing_file_system_is_no_damaged_checkpoint(
+    name: str, number: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run would go on from step 10, and delete the whole checkpoint of step 20 at its next save."""
+    real = os.open
+
+    def failing(path: Any, *rest: Any, **more: Any) -> int:
+        if str(path).endswith(f"step_000020/{name}"):
+            raise OSError(number, os.strerror(number))
+        return real(path, *rest, **more)
+
+    def failing_path(self: Path, *rest: Any, **more: Any) -> Any:
+        if self.name == name:
+            raise OSError(number, os.strerror(number))
+        return opened(self, *rest, **more)
+
+    opened = Path.open
+    monkeypatch.setattr(os, "open", failing)
+    monkeypatch.setattr(Path, "open", failing_path)
+    with (
+        pytest.raises(StorageFailed, match=os.strerror(number)),
+        writing("a file of the run", folder_of(store)),
+    ):
+        latest_of(store)
+    monkeypatch.undo()
+    assert latest_of(store).step == 20
+
+
+def test_a_link_that_cannot_be_looked_at_is_no_damage_either(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def failing(path: Any, *rest: Any, **more: Any) -> os.stat_result:
+        if str(path).endswith("step_000020/policy/deep/weights.bin"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(StorageFailed, match="Stale file handle"), writing("a file", folder_of(store)):
+        latest_of(store)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On NFS a file that a reader on this node has open stays in its folder, under another name."""
+
+    def busy(path: Path, **_: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        for step in (30, 40):
+            save(store, step, write_policy(b"x"), {})
+    assert latest_of(store).step == 40
+    assert "step_000010" in (told := capsys.readouterr().err)
+    assert "could not be deleted" in told
+    assert sorted(path.name for path in folder_of(store).glob("step*")) == ["step_000030", "step_000040"]
+    save(store, 50, write_policy(b"x"), {})
+    assert not list(folder_of(store).glob(".*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: _fail(errno.EIO))
+        with pytest.raises(StorageFailed, match="Input/output error"):
+            save(store, 60, write_policy(b"x"), {})
+
+
+def _fail(number: int) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 def test_a_failed_save_leaves_the_older_ones_and_is_cleaned_up(store: CheckpointStore) -> None:

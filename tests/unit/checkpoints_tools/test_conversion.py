@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -308,6 +310,23 @@ def test_bad_input_is_one_line_and_exit_code_2(
     folder = save_random_model(tmp_path / "hf")
     assert cli.run([argument.format(hf=folder) for argument in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_or_written_is_one_line_and_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script takes exit code 1 of `verify` for two models that differ."""
+    hf, file = save_random_model(tmp_path / "hf"), tmp_path / "file"
+    file.touch()
+    assert cli.run(["to-megatron", str(hf), str(file / "out")]) == 2
+    assert f"error: {file}: File exists\n" in capsys.readouterr().err
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(hf / "model.safetensors"))
+
+    monkeypatch.setattr("checkpoints_tools.verification.verify", refused)
+    assert cli.run(["verify", str(hf), str(hf)]) == 2
+    assert capsys.readouterr().err == f"error: {hf}/model.safetensors: Permission denied\n"
 
 
 def test_an_index_is_kept_where_it_names_the_tensors_that_are_written(tmp_path: Path) -> None:

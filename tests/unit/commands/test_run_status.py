@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.checkpoint.run_directory import FORMAT
+from bapo_megatron.commands.cluster import run_job
 from bapo_megatron.commands.cluster.commands import status_command
 from bapo_megatron.commands.cluster.run_job import cancel, lock_holder, read_job_state
 from bapo_megatron.commands.cluster.status import (
@@ -254,3 +255,53 @@ def test_missing_logs_and_jobs_are_reported(tmp_path: Path) -> None:
         cancel(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         cancel(tmp_path / "no")
+
+
+def test_the_logs_are_those_of_the_job_that_trains(run: Path) -> None:
+    """A later job of eval.sbatch or convert.sbatch has its logs beside them."""
+    for name in ("41/2/job.log", "41/2/trainer-n1-0.log", "57/0/job.log", "57/0/eval-n9-0.log"):
+        path = run / "logs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert newest_logs(run) == [run / "logs/41/2/job.log", run / "logs/41/2/trainer-n1-0.log"]
+    (run / "slurm.state").unlink()
+    assert newest_logs(run) == [run / "logs/57/0/job.log"]
+
+
+def test_a_job_that_could_not_be_told_to_stop_does_not_stop_at_its_next_time_limit(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*command: str) -> str:
+        assert (run / "stop").exists()
+        raise run_job.SlurmError(f"{command[0]}: Unable to contact slurm controller")
+
+    monkeypatch.setattr(run_job, "queue_state", lambda _job: ("RUNNING", ""))
+    monkeypatch.setattr(run_job, "_call", refused)
+    with pytest.raises(ConfigError, match="job 41 could not be cancelled: scancel: Unable to contact"):
+        cancel(run)
+    assert not (run / "stop").exists()
+
+
+def test_no_answer_of_slurm_is_not_an_empty_queue(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_job, "queue_state", lambda _job: None)
+    with pytest.raises(ConfigError, match="Slurm does not answer, so job 41 of .* is not cancelled"):
+        cancel(run)
+
+
+def test_a_lock_of_another_file_with_the_same_inode_number_is_not_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another file system: `bapo cancel` would end whatever holds it."""
+    (tmp_path / ".lock").touch()
+    inode = (tmp_path / ".lock").stat().st_ino
+    real = Path.read_text
+
+    def locks(path: Path, *rest: Any, **more: Any) -> str:
+        if path != Path("/proc/locks"):
+            return real(path, *rest, **more)
+        return f"1: FLOCK  ADVISORY  WRITE {os.getpid()} 00:2a:{inode} 0 EOF\n"
+
+    monkeypatch.setattr(Path, "read_text", locks)
+    assert lock_holder(tmp_path) is None
+    with (tmp_path / ".lock").open():
+        assert lock_holder(tmp_path) == os.getpid()

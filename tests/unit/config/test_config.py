@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +40,7 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat, parallel_problems
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.hf.config import ExpertShape, ModelShape
 from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_layers
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
@@ -484,6 +487,24 @@ def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"format": 99, "config": {}}')
     with pytest.raises(ConfigError, match="run format 99"):
         check_same_run(dataclasses.replace(GOOD, run_dir=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "told"),
+    [
+        (errno.ENOSYS, ConfigError, "cannot lock files .*Lustre: -o flock"),
+        (errno.ENOLCK, StorageFailed, "No locks available"),
+    ],
+)
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], told: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(kind, match=told), only_writer(tmp_path):
+        pass
 
 
 def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,10 +67,21 @@ def test_a_run_on_the_cpu_needs_none_of_the_nodes_gpus(
 
 def test_memory_and_disk(probe: ModuleType, tmp_path: Path) -> None:
     found = list(probe.local_problems(probe.Needs(memory_gb=1e6, disk_gb=1e6), tmp_path))
-    assert [line.split(":")[0] for line in found] == ["memory", f"disk of {tmp_path}", "disk of /tmp"]
+    assert [line.split(":")[0] for line in found] == ["memory", f"disk of {tmp_path}"]
     gone = list(probe.local_problems(probe.Needs(memory_gb=0, disk_gb=0), tmp_path / "no"))
     assert len(gone) == 1
     assert "No such file" in gone[0]
+
+
+@pytest.mark.parametrize(("free_gb", "told"), [(0.5, "0.5 GB free, 1 needed"), (50.0, None)])
+def test_a_nodes_tmp_need_not_hold_the_run(
+    probe: ModuleType, monkeypatch: pytest.MonkeyPatch, free_gb: float, told: str | None
+) -> None:
+    """`disk_gb = 1600`, as a 32B run needs it, is for the run directory: no node has that in /tmp."""
+    free = {Path("/lustre/run"): 2000.0, Path("/tmp"): free_gb}
+    monkeypatch.setattr(probe.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free[path] * 1e9))
+    found = list(probe.local_problems(probe.Needs(memory_gb=0, disk_gb=1600), Path("/lustre/run")))
+    assert found == ([f"disk of /tmp: {told}"] if told else [])
 
 
 def test_the_shared_folder(probe: ModuleType, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.commands.cluster.cluster_file import ClusterFile
 from bapo_megatron.commands.cluster.run_job import read_job_state
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.preemption import LATE
 from tests.unit.slurm.conftest import NO_PAUSES
 
 pytestmark = pytest.mark.integration
@@ -150,6 +152,8 @@ def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
         (138, "BAPO_SIGNAL=USR1", "preemption"),
         (85, "BAPO_END=$(($(date +%s) + 500))", "time_limit"),
         (85, "BAPO_END=$(($(date +%s) + 5000))", "preemption"),
+        (85, f'echo "stopped: {LATE}; saved after step 3" >"$BAPO_LOGS/trainer-n1-0.log"', "time_limit"),
+        (85, 'echo "stopped: told to stop by SIGUSR1" >"$BAPO_LOGS/trainer-n1-0.log"', "preemption"),
         (1, 'touch "$BAPO_RUN/stop"', "cancelled"),
         (85, "squeue() { echo CANCELLED; }", "slurm"),
         (1, "sinfo() { echo n1; }", "node"),
@@ -175,6 +179,91 @@ def test_a_node_failure_is_found_in_the_job_log(shell: Shell, tmp_path: Path, sa
     names = "scontrol() { tr , '\\n' <<<\"$3\"; }\nsleep() { :; }\n"
     found = shell(f"{names}bapo_kind_of_end 137", SLURM_JOB_NODELIST="n1,n2")
     assert found.stdout.strip() == kind, found.stderr
+
+
+UNENDED = "srun: error: Timed out waiting for job step to complete"
+
+
+@pytest.mark.parametrize(
+    ("said", "before", "kind"),
+    [
+        (UNENDED, "", "node"),
+        (UNENDED, "DOWN_AFTER=400", "crash"),  # the node lives: its processes only hang
+        (UNENDED, "BAPO_END=$(($(date +%s) + 30))", "crash"),  # the last minute is for the requeue
+        ("srun: error: n1: task 0: Exited with exit code 1", "", "crash"),
+    ],
+)
+def test_a_dead_node_is_waited_for_until_slurm_reports_it(
+    shell: Shell, tmp_path: Path, said: str, before: str, kind: str
+) -> None:
+    """After its SlurmdTimeout: minutes after the other ranks have failed, and srun has given up on it."""
+    (tmp_path / "job.log").write_text(f"{said}\n")
+    (tmp_path / "slept").write_text("0\n")
+    slurm = """
+        DOWN_AFTER=300
+        sleep() { echo $(($(<"$BAPO_RUN/slept") + $1)) >"$BAPO_RUN/slept"; }
+        sinfo() { (($(<"$BAPO_RUN/slept") < DOWN_AFTER)) || echo n1; }
+        scontrol() { [[ $* = "show config" ]] && echo "SlurmdTimeout           = 300 sec"; }
+    """
+    assert shell(f"{slurm}{before}\nbapo_kind_of_end 1").stdout.strip() == kind
+
+
+BUSY = """
+    sleep() { :; }
+    %s() { echo x >>"$BAPO_RUN/tries"; (($(wc -l <"$BAPO_RUN/tries") < 3)) || { %s; return; }
+           echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; return 1; }
+"""
+"""A Slurm command that a busy controller refuses twice; then it does what follows its name."""
+
+
+def test_a_job_asks_for_its_end_until_slurm_answers(shell: Shell) -> None:
+    """No answer is no end: `date -d ""` is the last midnight, at which every rank would have to stop."""
+    assert shell(BUSY % ("squeue", "echo 2001-09-09T01:46:40") + "bapo_end_time", TZ="UTC").stdout == (
+        "1000000000\n"
+    )
+    silent, none = "squeue() { return 1; }; bapo_end_time", "squeue() { echo N/A; }; bapo_end_time"
+    assert shell(silent, BAPO_SLURM_WAIT_S="0").stdout == "0\n"
+    assert shell(silent, BAPO_SLURM_WAIT_S="0", SLURM_JOB_END_TIME="1700000000").stdout == "1700000000\n"
+    assert shell(none, SLURM_JOB_END_TIME="1700000000").stdout == "0\n"
+
+
+def test_the_users_format_of_times_does_not_change_a_jobs_end(shell: Shell) -> None:
+    script = """
+        squeue() { [[ ${SLURM_TIME_FORMAT:-} = standard ]] && echo 2001-09-09T01:46:40 || echo 01:46; }
+        bapo_end_time
+    """
+    assert shell(script, TZ="UTC", SLURM_TIME_FORMAT="%H:%M").stdout == "1000000000\n"
+
+
+def test_a_busy_controller_does_not_keep_a_job_from_its_requeue(shell: Shell, tmp_path: Path) -> None:
+    """Neither its question after the job's state, nor after lost nodes, nor the requeue itself."""
+    silent = shell("squeue() { return 1; }; bapo_kind_of_end 85", BAPO_SLURM_WAIT_S="0")
+    assert silent.stdout == "preemption\n"
+    late = shell(BUSY % ("squeue", "echo CANCELLED") + "bapo_kind_of_end 85")
+    assert late.stdout == "slurm\n"
+    (tmp_path / "tries").unlink()
+    assert shell(BUSY % ("sinfo", "echo n1") + "bapo_kind_of_end 1").stdout == "node\n"
+    (tmp_path / "tries").unlink()
+    requeued = "builtin() { echo killed by Slurm; exit; }\nbapo_requeue '' || echo stopped"
+    assert shell(BUSY % ("scontrol", "true") + requeued).stdout.strip() == "killed by Slurm"
+    refused = shell("bapo_requeue '' || echo stopped", BAPO_SLURM_WAIT_S="0")
+    assert refused.stdout == "stopped\n"
+
+
+def test_a_signal_during_the_decision_does_not_stop_a_job_that_slurm_takes_back(
+    shell: Shell, tmp_path: Path
+) -> None:
+    """Slurm signals every process of the job, also the subshell that finds out what has become of it."""
+    script = """
+        trap 'bapo_told TERM' TERM
+        squeue() { kill -TERM "$BASHPID" $$; echo COMPLETING; }
+        bapo_read_state
+        bapo_finish 137
+    """
+    found = shell(script)
+    assert "the job is COMPLETING for Slurm, which decides what comes now" in found.stdout, found.stderr
+    assert found.returncode == 137
+    assert not (tmp_path / "events.jsonl").exists()
 
 
 def test_job_events_have_the_trainers_format(shell: Shell, tmp_path: Path) -> None:
@@ -324,6 +413,14 @@ def test_ports_of_jobs_and_restarts_differ(shell: Shell) -> None:
     assert shell(script, SLURM_JOB_ID="8").stdout.split() == ["n1", "20008", "10064"]
 
 
+def test_a_save_that_is_given_up_leaves_time_for_the_requeue(shell: Shell) -> None:
+    """srun waits for ranks that cannot be killed at once for Slurm's KillWait, 30 s, and two more. Then Slurm
+    must not have ended the job: it would not be requeued."""
+    margin = ClusterFile(account="a", partition="p", time="1", gpus_per_node=8).margin_s
+    assert shell('echo "$BAPO_MARGIN_S"').stdout == f"{margin}\n"
+    assert 30 + 2 + 20 <= margin <= 90
+
+
 @pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
 def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
     found = shell("bapo_check_numbers", **{name: value})
@@ -339,6 +436,35 @@ def test_servers_are_alive_while_they_renew_their_entries(shell: Shell, tmp_path
     assert shell("bapo_engines_alive").stdout.split() == ["http://a:1"]
     shell("bapo_forget_engines")
     assert not list((tmp_path / "engines").iterdir())
+
+
+def test_the_clock_of_a_file_server_may_be_off(shell: Shell, tmp_path: Path) -> None:
+    """It stamps the entries: by the node's clock an hour ahead all servers would be silent for an hour."""
+    (tmp_path / "engines").mkdir()
+    for name, age in (("a", 3600), ("b", 3700)):
+        path = tmp_path / f"engines/{name}.json"
+        path.write_text(json.dumps({"url": f"http://{name}:1", "job": 7, "state": "ready"}))
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    script = 'touch() { command touch -d "1 hour ago" "$1"; }; bapo_engines_alive'
+    assert shell(script).stdout.split() == ["http://a:1"]
+
+
+def test_servers_that_start_late_join_a_run_that_has_begun(shell: Shell, tmp_path: Path) -> None:
+    """Else a day of sixteen nodes would sample with the one server that was ready in time."""
+    (tmp_path / "engines").mkdir()
+    for name, state, job in (("a", "ready", 7), ("b", "starting", 7), ("c", "down", 7), ("d", "starting", 5)):
+        text = f'{{"url": "http://{name}:1", "node": "{name}", "job": {job}, "state": "{state}"}}\n'
+        (tmp_path / f"engines/{name}.json").write_text(text)
+        os.utime(tmp_path / f"engines/{name}.json", (1e9, 1e9) if state != "ready" else None)
+    (tmp_path / "logs").mkdir()
+    begin = "BAPO_LOGS=$BAPO_RUN/logs BAPO_EXPECTED=3 BAPO_TRAINER=$$; "
+    script = f'{begin}bapo_await_engines; cat "$BAPO_LOGS/engines"'
+    found = shell(script, BAPO_ENGINES_WAIT_S="0")
+    assert found.stdout.split() == ["http://a:1", "http://b:1", "http://c:1"]
+    kinds = [row["kind"] for row in read_jsonl(tmp_path / "events.jsonl")]
+    assert kinds == ["engines_missing", "engines_ready"]
+    enough = shell(script.replace("=3", "=1"), BAPO_ENGINES_WAIT_S="0")
+    assert enough.stdout.split() == ["http://a:1"]
 
 
 def test_an_array_task_of_an_evaluation_has_one_step_and_suite(shell: Shell) -> None:
@@ -363,6 +489,78 @@ def test_the_steps_of_a_start_share_one_container(shell: Shell) -> None:
     assert found.stdout.count("--container-image=/images/a.sqsh") == 2
     assert "container-name" not in shell(alone, BAPO_CONTAINER="/images/a.sqsh").stdout
     assert "container" not in shell(named).stdout
+
+
+def test_tasks_get_the_jobs_variables_where_jobs_begin_without_the_users(shell: Shell) -> None:
+    """`sbatch --export=NONE`, the rule of some sites, leaves SLURM_EXPORT_ENV=NONE for every srun."""
+    for role in ("probe", "trainer", "rollout"):
+        assert "--export=ALL" in shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"').stdout.split()
+
+
+PROBE = """
+    bapo_nodes() { printf '%s\\n' $NODES; }
+    srun() {
+        printf '%s\\n' "$@" >>"$BAPO_RUN/calls"
+        [[ $ANSWER = no ]] || echo {} >"$BAPO_RUN/health/0/n1.json"
+    }
+    timeout() { shift 3; "$@"; }
+    bapo_event() { echo "$1"; }
+    bapo_headline() { echo "$1"; }
+    bapo_requeue() { echo "without $1"; exit; }
+    bapo_read_state
+    bapo_health
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "answer", "told"),
+    [
+        ("n1 n2 n3", "yes", "without n2,n3"),
+        ("n1 n2 n3", "no", "STOPPED: health: no bad node could be identified\ncause: * no node answered"),
+        ("n1", "no", "without n1"),
+    ],
+)
+def test_a_probe_that_could_not_run_does_not_exclude_every_node(
+    shell: Shell, tmp_path: Path, nodes: str, answer: str, told: str
+) -> None:
+    """A wrong interpreter or image: without all nodes of a partition the job would wait for ever."""
+    found = shell(PROBE, NODES=nodes, ANSWER=answer)
+    assert told in found.stdout, found.stderr
+
+
+@pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])
+def test_the_probe_gets_the_number_of_gpus_of_any_type(
+    shell: Shell, tmp_path: Path, gpus: str, count: str
+) -> None:
+    shell(PROBE, NODES="n1", ANSWER="no", SLURM_GPUS_PER_NODE=gpus)
+    assert f"--gpus={count}" in (tmp_path / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("other", "state", "code"), [(3, "RUNNING", 2), (3, "COMPLETED", 0), (7, "RUNNING", 0)]
+)
+def test_a_second_job_leaves_the_state_of_the_first_alone(
+    shell: Shell, tmp_path: Path, other: int, state: str, code: int
+) -> None:
+    """`bapo cancel` finds the running job there."""
+    (tmp_path / "recipe.py").touch()
+    (tmp_path / "slurm.state").write_text(f"job={other}\nstatus=running\n")
+    script = f"""
+        squeue() {{ [[ $3 != {other} ]] || echo {state}; }}
+        scontrol() {{ echo n1; }}
+        bapo_health() {{ exit 0; }}
+        bapo_begin recipe.py --run-dir {tmp_path}
+    """
+    found = shell(script)
+    assert found.returncode == code, found.stderr
+    now = read_job_state(tmp_path)
+    assert now is not None
+    assert now.job == ("3" if code else "7")
+    if code:
+        log = (tmp_path / "logs/7/0/job.log").read_text()
+        assert log.startswith(
+            f"error: job 3 of the run {tmp_path} is RUNNING: `bapo cancel {tmp_path}` lets it"
+        )
 
 
 def test_the_container_is_removed_unless_the_job_is_about_to_end(shell: Shell, tmp_path: Path) -> None:

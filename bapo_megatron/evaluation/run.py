@@ -152,7 +152,8 @@ class SuiteSampler:
         text, last = self._text(response.so_far.token_ids_R), self._text(response.last_turn_R)
         result = await response_score(self._scorer, prompt, response, last, RewardConfig.failed)
         correct = result.score is not None and result.score >= self._right_from
-        judged = ScoredResponse(problem, sample, correct, vote_of(last), tokens, reason, result.failure)
+        vote = vote_of(last, prompt.opens_thinking)
+        judged = ScoredResponse(problem, sample, correct, vote, tokens, reason, result.failure)
         self._judged.put_nowait({**asdict(judged), "text": text})
 
     def _text(self, ids: np.ndarray) -> str:

@@ -3,7 +3,7 @@ r"""Answer extraction: the last box of a response, its normal spelling, and the 
 Operations, because math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its
 own answer. Pure functions on text; none parses mathematics. The math reward, the LLM judge, `maj@n` of
 evaluations and dataset preparation use it. Used in ``data/``, ``environment/``, ``evaluation/``,
-``reward/endpoints/``, ``reward/reasoning_gym/`` and this folder.
+``reward/endpoints/``, ``reward/reasoning_gym/``, ``rollout/sampler/`` and this folder.
 """
 
 from __future__ import annotations
@@ -109,9 +109,12 @@ def after_thinking(response: str) -> str:
     return behind.partition(THINKING)[0]
 
 
-def final_answer(response: str) -> str | None:
-    """Final answer: the last box after the thinking part, or None."""
-    return last_boxed(after_thinking(response))
+def final_answer(response: str, opens_thinking: bool = False) -> str | None:
+    """Final answer: the last box after the thinking part, or None.
+
+    ``opens_thinking``: the prompt ends with ``<think>``, so that the response begins within that part.
+    """
+    return last_boxed(after_thinking(THINKING + response if opens_thinking else response))
 
 
 def spelled(answer: str) -> str:

@@ -4,9 +4,9 @@ Time is limited by a signal, which needs the main thread: of CPU time, in place 
 which is on a clock and so calls right answers wrong where the machine is busy. A long operation on big
 integers (``9^{9^{9}}``, which a policy will write sooner or later) blocks even the signal.
 
-An equality by math-verify is checked again (answer_values.py), unless both texts are the same or one was read
-as plain text: math-verify would also accept an unevaluated operation, and small numbers that differ little.
-Used by ``functions.py`` and ``worker.py``.
+Two answers of one text are equal, whether or not math-verify can read it. An equality by math-verify is
+checked again (answer_values.py), unless one was read as plain text: it would also accept an unevaluated
+operation, and small numbers that differ little. Used by ``functions.py`` and ``worker.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 from itertools import pairwise
 from typing import Any
 
-from bapo_megatron.reward.answer_text import has_quotient, named_operations, number_sides, unstyled
+from bapo_megatron.reward.answer_text import has_quotient, named_operations, number_sides, same_text
 from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
 
 CPU_LIMIT_S = 2
@@ -39,13 +39,13 @@ def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> boo
     """
     from math_verify import verify
 
+    if same_text(ground_truth, answer):  # math-verify may not be able to read it
+        return True
     try:
         expected, given = _parse(ground_truth), _parse(answer)
         with cpu_limit(CPU_LIMIT_S):
             if not verify(expected, given, timeout_seconds=None):
                 return False
-        if unstyled(ground_truth) == unstyled(answer):  # the same word, number or formula
-            return True
         with cpu_limit(CPU_LIMIT_S):
             return _is_an_answer(expected, given, ground_truth, answer, allow_operations)
     except (Exception, OutOfTime):  # sympy raises all kinds on nonsense, RecursionError and MemoryError too

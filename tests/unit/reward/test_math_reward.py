@@ -131,6 +131,28 @@ def test_ground_truths_that_nothing_could_match(truth: str) -> None:
     assert "answer" in problem or "mend" in problem
 
 
+@pytest.mark.parametrize(
+    "truth", ["proof", r"\text{proof}", "Proof", "notfound", "not found", "nan", "NaN", "null", "N/A"]
+)
+def test_a_ground_truth_that_stands_for_no_answer_is_none(truth: str) -> None:
+    r"""A policy would learn to write ``\boxed{proof}``."""
+    assert "stands for no answer" in str(check_ground_truth(truth))
+
+
+@pytest.mark.parametrize(
+    "truth", ["\frac{1}{2}", "2\frac{1}{3}", "\binom{3}{2}", "\text{(A)}", "\theta", "\right)", "x \neq 3"]
+)
+def test_a_ground_truth_that_has_lost_its_backslash_is_refused(truth: str) -> None:
+    """These are no raw strings: each has a form feed, a tab ... No right answer would match."""
+    assert not truth.isprintable()
+    assert "lost its backslash" in str(check_ground_truth(truth))
+
+
+def test_white_space_in_a_ground_truth_is_none_of_a_command() -> None:
+    assert check_ground_truth("\\begin{pmatrix}1\\\\\n2\\end{pmatrix}\n") is None
+    assert check_ground_truth("\t34\r\n") is None
+
+
 @pytest.mark.parametrize("bomb", [r"9^{9^{9^{9}}}", "(x+y)^{3000}", r"10000000!^{10000}"])
 def test_an_answer_that_takes_for_ever_is_wrong(bomb: str) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime

@@ -192,10 +192,15 @@ def unstyled(answer: str) -> str:
     return _SPACES.sub("", _FONTS.sub(r"\1", answer))
 
 
+def has_numbers_side_by_side(answer: str) -> bool:
+    """Whether two numbers have nothing but white space between them: ``3 4``, ``1 000``."""
+    return bool(_SIDE_BY_SIDE.search(answer))
+
+
 def same_text(one: str, other: str) -> bool:
     r"""Whether two answers are the same text without fonts and spaces, or one word but for its first letter:
     ``8\text{:}30`` and ``8:30``, ``\text{Yes}`` and ``yes``."""
-    if bool(_SIDE_BY_SIDE.search(one)) != bool(_SIDE_BY_SIDE.search(other)):
+    if has_numbers_side_by_side(one) != has_numbers_side_by_side(other):
         return False  # 3 4 is not 34
     left, right = unstyled(one), unstyled(other)
     if left == right:

@@ -15,6 +15,7 @@ from bapo_megatron.reward.answer_text import (
     base_of,
     brackets,
     final_answer,
+    has_numbers_side_by_side,
     last_boxed,
     named_operations,
     spelled,
@@ -36,6 +37,13 @@ _LOST_BACKSLASH = re.compile(
     r"|\r(?=ight|ho|angle|m(?![a-z]))|\n(?=eq(?![a-z])|abla|otin)"
 )
 r"""A control character, in place of the backslash and the letter of a command: the form feed of ``\frac``."""
+
+_PROGRAM = re.compile(
+    r"^\s*(?:def \w+\s*\(|class \w+\s*[:(]|import \w|from [\w.]+ import |assert )"
+    r"|\A\s*(?:\[\s*\{|\{\s*[\"'])",
+    re.MULTILINE,
+)
+"""Python, or a list of objects: math-verify reads letters in some."""
 
 MAX_ANSWER_CHARACTERS = 1000
 """Limit in characters of an answer; a longer one is wrong without parsing, whose time grows faster."""
@@ -63,6 +71,16 @@ def check_ground_truth(ground_truth: str) -> str | None:
         return (
             f"{ground_truth!r} has a control character where a LaTeX command lost its backslash; mend it, or "
             f"leave the row out"
+        )
+    if _PROGRAM.search(ground_truth):
+        return (
+            f"{ground_truth[:80]!r} is a program or data, no answer; tests of a program have one of the "
+            f"forms of docs/rewards.md#programs"
+        )
+    if has_numbers_side_by_side(answer):
+        return (
+            f"{ground_truth!r} has numbers side by side, which math-verify multiplies; write 1 000 as 1000, "
+            f"or leave the row out"
         )
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return f"it has {len(answer)} characters; an answer may have {MAX_ANSWER_CHARACTERS}"

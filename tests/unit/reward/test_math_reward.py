@@ -148,6 +148,30 @@ def test_a_ground_truth_that_has_lost_its_backslash_is_refused(truth: str) -> No
     assert "lost its backslash" in str(check_ground_truth(truth))
 
 
+@pytest.mark.parametrize(
+    ("truth", "says"),
+    [
+        ("def check(c):\n    assert c(1) == 2", "a program or data"),
+        ("\n\nMETADATA = 1\n\ndef check(candidate):\n    pass", "a program or data"),
+        ('[{"input": "3", "output": "6"}]', "a program or data"),
+        ("{'inputs': ['3'], 'outputs': ['6']}", "a program or data"),
+        ("1 000", "side by side"),
+        ("12 345 678", "side by side"),
+        (r"1\ 000", "side by side"),
+    ],
+)
+def test_a_ground_truth_that_math_verify_misreads_is_refused(truth: str, says: str) -> None:
+    """It parses these as products of letters, or of 1 and 0: the right answer would be wrong."""
+    assert says in str(check_ground_truth(truth))
+
+
+@pytest.mark.parametrize(
+    "truth", [r"3 \frac{1}{2}", r"1\,000", r"\{1, 2\}", "[0, 1)", r"\text{class A}", "from 1", "(1, 2)"]
+)
+def test_a_ground_truth_that_only_looks_so_is_fine(truth: str) -> None:
+    assert check_ground_truth(truth) is None
+
+
 def test_white_space_in_a_ground_truth_is_none_of_a_command() -> None:
     assert check_ground_truth("\\begin{pmatrix}1\\\\\n2\\end{pmatrix}\n") is None
     assert check_ground_truth("\t34\r\n") is None

@@ -75,7 +75,9 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]]
         if number is None:
             kind = type(value).__name__
             return {"failure": "not finite", "detail": text_of(value), "place": kind}
-        penalty = format_penalty(response, pattern, reward.format_penalty)
+        # A pattern may begin with the tag that the chat template has opened, or leave it to the prompt.
+        forms = [response, *([THINKING + response] if question["prompt"].get("opens_thinking") else [])]
+        penalty = min(format_penalty(form, pattern, reward.format_penalty) for form in forms)
         return {"score": number, "reward": number - penalty}
 
     return answer

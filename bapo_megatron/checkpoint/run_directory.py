@@ -179,7 +179,7 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     """
     _check_kind(config.directory, samples_only)
     stored = read_config(config.directory)
-    if stored is None or not _has_steps(config.directory):
+    if stored is None or not has_steps(config.directory):
         return
     kept = {THREADS} if config.threads is None else set()
     different = [
@@ -200,7 +200,7 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
         )
 
 
-def _has_steps(directory: Path) -> bool:
+def has_steps(directory: Path) -> bool:
     """Whether a step of the run was finished."""
     metrics = RunPaths(directory).metrics
     return metrics.exists() and metrics.stat().st_size > 0
@@ -216,7 +216,7 @@ def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
     """
     stored, bounds = _stored(config.directory), config.algorithm.bounds
     names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
-    if stored is None or _DEFAULT_PRESET in stored or not _has_steps(config.directory):
+    if stored is None or _DEFAULT_PRESET in stored or not has_steps(config.directory):
         return config, None
     then = with_present_fields(stored["config"])
     former = (_FORMER.scope, _FORMER.bounds_tokens)
@@ -325,7 +325,7 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
     before = _stored(config.directory)
     kind: dict[str, Any] = {_SAMPLES_ONLY: True} if samples_only else {}
     # A run of before the present default keeps that it is one, also after its continuation was stored.
-    if before is None or _DEFAULT_PRESET in before or not _has_steps(config.directory):
+    if before is None or _DEFAULT_PRESET in before or not has_steps(config.directory):
         kind[_DEFAULT_PRESET] = "paper"
     stored = {"format": FORMAT, **kind, "config": plain_values(config)}
     write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")

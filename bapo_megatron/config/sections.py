@@ -230,7 +230,8 @@ class RewardConfig:
     """Address of a SandboxFusion server that runs the programs in place of this machine's sandbox, e.g.
     `http://sandbox:8080/run_code` (docs/rewards.md#a-sandboxfusion-server)."""
     format_pattern: str | None = None
-    """Regular expression that the whole response must match; `.` matches newlines."""
+    """Regular expression that the whole response must match; `.` matches newlines. Where the chat template
+    has opened the thinking part, a match with `<think>` before the response counts, too."""
     format_penalty: Annotated[float, Ge(0)] = 0.0
     """Penalty for a response that does not match format_pattern, subtracted from its reward."""
     overlong_tokens: Annotated[int, Ge(0)] = 0

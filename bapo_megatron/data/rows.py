@@ -8,12 +8,13 @@ in ``commands/doctor/``, this folder, ``data/prepare/`` and ``evaluation/``.
 
 from __future__ import annotations
 
+import ast
 import glob
 import json
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -177,13 +178,21 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
     return answer
 
 
+def _reader_of(text: str, several: bool) -> Callable[[str], Any] | None:
+    """What reads a text that begins as a list of texts; not Python's form, for a user's reward function."""
+    if text.lstrip().startswith('["'):
+        return json.loads
+    return ast.literal_eval if text.lstrip().startswith("['") and not several else None
+
+
 def _unwrapped(value: object, several: bool) -> object:
-    """Answer inside ``'["34"]'``, Skywork's form of some answers; any other value unchanged."""
+    """Answer inside ``'["34"]'``, Skywork's form of some answers, or ``"['34']"``, a list that was written as
+    Python; any other value unchanged."""
     inner: object = value
-    if isinstance(value, str) and value.lstrip().startswith('["'):
+    if isinstance(value, str) and (read := _reader_of(value, several)):
         try:
-            inner = json.loads(value)
-        except ValueError:
+            inner = read(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             return value
     if isinstance(inner, list) and all(isinstance(item, str) for item in inner):
         if len(inner) > 1 and all(item.lstrip().startswith("assert") for item in inner):

@@ -25,20 +25,26 @@ NO_TOOLS: Mapping[str, Tools] = MappingProxyType({})
 
 
 def load_problems(
-    data: DataConfig, reward_function: str, tokenizer: Any, tools: Mapping[str, Tools] = NO_TOOLS
+    data: DataConfig,
+    reward_function: str,
+    tokenizer: Any,
+    tools: Mapping[str, Tools] = NO_TOOLS,
+    begun: bool = False,
 ) -> PromptSet:
     """Load the training problems, tokenized; each ground truth is valid for its reward function.
 
     ``reward_function``: that of sources without one of their own. ``tools``: of the environments, by source
-    (``RunConfig.environments``). ConfigError as ``load_prompts``.
+    (``RunConfig.environments``). ``begun``: the run has steps, so that its ground truths were valid when it
+    began; later versions may refuse more of them, and its files must stay as they are. ConfigError as
+    ``load_prompts``.
     """
     digest = _tools_digest(tools)
     if not data.sources:
         own = tools.get("", ())
-        found = _load(data, data.files[0], reward_function, "--reward.function", tokenizer, own)
+        found = _load(data, data.files[0], reward_function, "--reward.function", tokenizer, own, begun)
         return replace(found, tools_sha256=digest)
     sets = [
-        _load_source(data, source, reward_function, tokenizer, tools.get(source.name, ()))
+        _load_source(data, source, reward_function, tokenizer, tools.get(source.name, ()), begun)
         for source in data.sources
     ]
     return PromptSet(
@@ -63,11 +69,11 @@ def mixed(source: SourceConfig, found: PromptSet) -> MixedSource:
 
 
 def _load_source(
-    data: DataConfig, source: SourceConfig, reward_function: str, tokenizer: Any, tools: Tools
+    data: DataConfig, source: SourceConfig, reward_function: str, tokenizer: Any, tools: Tools, begun: bool
 ) -> PromptSet:
     flag = "--reward.function" if source.reward is None else f"data.sources[{source.name}].reward"
     try:
-        found = _load(data, source, source.reward or reward_function, flag, tokenizer, tools)
+        found = _load(data, source, source.reward or reward_function, flag, tokenizer, tools, begun)
     except ConfigError as error:  # its message names `data.path`
         field = f"data.sources[{source.name}].path"
         told = str(error).replace(f"data.path={source.file}", f"{field}={source.file}")
@@ -78,9 +84,23 @@ def _load_source(
 
 
 def _load(
-    data: DataConfig, source: SourceConfig, function: str, flag: str, tokenizer: Any, tools: Tools
+    data: DataConfig,
+    source: SourceConfig,
+    function: str,
+    flag: str,
+    tokenizer: Any,
+    tools: Tools,
+    begun: bool,
 ) -> PromptSet:
     check_prepared_for(source.file, function, flag)
-    checks = ground_truth_check(function), extra_info_check(function)
-    found = load_prompts(source.file, tokenizer, data.max_prompt_tokens, *checks, tools)
+    check = ground_truth_check(function)
+    if begun and check is not None:
+        check = _accepted
+    found = load_prompts(
+        source.file, tokenizer, data.max_prompt_tokens, check, extra_info_check(function), tools
+    )
     return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
+
+
+def _accepted(_ground_truth: str) -> None:
+    """The check of a run that has begun: none."""

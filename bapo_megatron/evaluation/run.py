@@ -46,7 +46,7 @@ from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
-from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids
+from bapo_megatron.rollout.engines.requests import Dataset, limits_of, response_text, stop_token_ids
 from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, response_score
@@ -152,12 +152,12 @@ class SuiteSampler:
         text, last = self._text(response.so_far.token_ids_R), self._text(response.last_turn_R)
         result = await response_score(self._scorer, prompt, response, last, RewardConfig.failed)
         correct = result.score is not None and result.score >= self._right_from
-        judged = ScoredResponse(problem, sample, correct, vote_of(last), tokens, reason, result.failure)
+        vote = vote_of(last, prompt.opens_thinking)
+        judged = ScoredResponse(problem, sample, correct, vote, tokens, reason, result.failure)
         self._judged.put_nowait({**asdict(judged), "text": text})
 
     def _text(self, ids: np.ndarray) -> str:
-        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        return text
+        return response_text(self._tokenizer, ids)
 
     async def _keep(self, count: int, keep: Keep) -> None:
         """Store the scored responses, in batches, until all ``count`` are stored."""

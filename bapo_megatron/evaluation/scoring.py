@@ -44,9 +44,16 @@ class ScoredResponse:
     """Failure to score it; it counts as wrong. None on success."""
 
 
-def vote_of(response: str) -> str | None:
-    """Vote of a response for maj@n: its last box after the thinking part, in normal form."""
-    answer = final_answer(response)
+def vote_of(response: str, opens_thinking: bool = False) -> str | None:
+    """Vote of a response for maj@n: its last box after the thinking part, in normal form.
+
+    ``opens_thinking``: the chat template has opened that part in the prompt, as the reward knows it.
+    """
+    return vote_for(final_answer(response, opens_thinking))
+
+
+def vote_for(answer: str | None) -> str | None:
+    """Vote for an answer: its normal form; None if there is none, or nothing in it."""
     return (answer_text(answer) or None) if answer is not None else None
 
 

@@ -3,7 +3,7 @@ r"""Answer extraction: the last box of a response, its normal spelling, and the 
 Operations, because math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its
 own answer. Pure functions on text; none parses mathematics. The math reward, the LLM judge, `maj@n` of
 evaluations and dataset preparation use it. Used in ``data/``, ``environment/``, ``evaluation/``,
-``reward/endpoints/``, ``reward/reasoning_gym/`` and this folder.
+``reward/endpoints/``, ``reward/reasoning_gym/``, ``rollout/`` and this folder.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _SIGNS: dict[int, int | str] = {
     0x00F7: r"\div ",
     0x221E: r"\infty ",
     0x03C0: r"\pi ",
+    0x00B0: r"^{\circ}",
 }
 for _signs, _parts in (("½⅓⅔¼¾", "12 13 23 14 34"), ("⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "15 25 35 45 16 56 18 38 58 78")):
     _SIGNS |= {ord(s): rf"\frac{{{p[0]}}}{{{p[1]}}}" for s, p in zip(_signs, _parts.split(), strict=True)}
@@ -36,6 +37,10 @@ _UNDERLINE = re.compile(r"\\underline\s{0,9}\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<![\d.,])[0-9]{1,3}(?:(?:\\[,!]|[\u00a0\u2009\u202f])[0-9]{3})+(?!\d)")
 _SCIENTIFIC = re.compile(r"([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)[eE]([+-]?[0-9]{1,4})")
 _FINAL_POINT = re.compile(r"[+-]?[0-9]+\.")
+_EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])")
+_IN_A_BASE = re.compile(r"-?[0-9A-Fa-f]+_\{?([0-9]{1,3})\}?")
+_ANY_WORD = re.compile(r"[A-Za-z][a-z]{2,}|[Nn]o")
+"""A word, not two variables."""
 
 _NAMES = {
     "sum": ("sum", "prod", "∑", "∏"),
@@ -109,20 +114,23 @@ def after_thinking(response: str) -> str:
     return behind.partition(THINKING)[0]
 
 
-def final_answer(response: str) -> str | None:
-    """Final answer: the last box after the thinking part, or None."""
-    return last_boxed(after_thinking(response))
+def final_answer(response: str, opens_thinking: bool = False) -> str | None:
+    """Final answer: the last box after the thinking part, or None.
+
+    ``opens_thinking``: the prompt ends with ``<think>``, so that the response begins within that part.
+    """
+    return last_boxed(after_thinking(THINKING + response if opens_thinking else response))
 
 
 def spelled(answer: str) -> str:
     r"""Answer in the spelling of math-verify: ``½`` as ``\frac{1}{2}``, ``5\,000`` as ``5000``, ``1.5e3`` as
-    ``1.5\times 10^{3}``, no underline. All else is unchanged."""
+    ``1.5\times 10^{3}``, ``90°`` as ``90^{\circ}``, no underline. All else is unchanged."""
     if not answer.isascii():
         answer = _RAISED.sub(_raised, answer)
         answer = _ROOT.sub(
             lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", answer.translate(_SIGNS)
         )
-    answer = _UNDERLINE.sub(r"\1", answer).strip()
+    answer = _EMPTY_SET.sub(lambda _: r"\emptyset", _UNDERLINE.sub(r"\1", answer)).strip()
     answer = _THOUSANDS.sub(lambda number: "".join(c for c in number[0] if c in _DIGITS), answer)
     if _FINAL_POINT.fullmatch(answer):
         return answer[:-1]
@@ -182,6 +190,28 @@ def _said(answer: str) -> str:
 def unstyled(answer: str) -> str:
     r"""The answer without fonts and spaces: ``\text{no solution}`` as ``nosolution``."""
     return _SPACES.sub("", _FONTS.sub(r"\1", answer))
+
+
+def has_numbers_side_by_side(answer: str) -> bool:
+    """Whether two numbers have nothing but white space between them: ``3 4``, ``1 000``."""
+    return bool(_SIDE_BY_SIDE.search(answer))
+
+
+def same_text(one: str, other: str) -> bool:
+    r"""Whether two answers are the same text without fonts and spaces, or one word but for its first letter:
+    ``8\text{:}30`` and ``8:30``, ``\text{Yes}`` and ``yes``."""
+    if has_numbers_side_by_side(one) != has_numbers_side_by_side(other):
+        return False  # 3 4 is not 34
+    left, right = unstyled(one), unstyled(other)
+    if left == right:
+        return bool(left)
+    return left.lower() == right.lower() and all(map(_ANY_WORD.fullmatch, (left, right)))
+
+
+def base_of(answer: str) -> int | None:
+    """The base of a number that names one, ``1010_{2}``; None for any other answer."""
+    number = _IN_A_BASE.fullmatch(unstyled(answer))
+    return None if number is None else int(number[1])
 
 
 def number_sides(answer: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Code reward: whether the last code block of the response passes every test of the problem.
+"""Code reward: whether the last code block after the thinking part passes every test of the problem.
 
 A reward worker calls it; it starts a sandbox for each response, or takes a server. Expected outputs never
 enter the sandbox, where tested code could read them: outputs and values are compared here. An assert without
@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from bapo_megatron.reward.answer_text import after_thinking
 from bapo_megatron.reward.code_tests import PRELUDE, Asserted, Called, Case, Printed, read_tests
 from bapo_megatron.reward.expressions import Split
 from bapo_megatron.reward.sandbox import plain
@@ -69,7 +70,7 @@ def program_is_right(
     """
     tests = read_tests(ground_truth)
     deadline = time.monotonic() + total_limit_s
-    source = last_code_block(response)
+    source = last_code_block(after_thinking(response))
     tree = None if source is None else _parsed(source)
     if source is None or tree is None:
         return False

@@ -11,13 +11,39 @@ import re
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-from bapo_megatron.reward.answer_text import brackets, final_answer, last_boxed, named_operations, spelled
+from bapo_megatron.reward.answer_text import (
+    base_of,
+    brackets,
+    final_answer,
+    has_numbers_side_by_side,
+    last_boxed,
+    named_operations,
+    spelled,
+    unstyled,
+)
 from bapo_megatron.reward.math_verify_process import MathVerifyProcess
 
 Equal = Callable[[str, str, bool], bool]
 """Equality of a ground truth and an answer; the last argument allows unevaluated operations."""
 
 INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
+
+_STANDS_FOR_NOTHING = frozenset(("proof", "notfound", "nan", "null", "n/a"))
+"""Ground truths of datasets where there is none (NuminaMath has the first two), without spaces. math-verify
+reads products of letters, which a policy would learn to write."""
+
+_LOST_BACKSLASH = re.compile(
+    r"[\x07\x08\x0b\x0c]|\t(?=ext|imes|heta|au|frac|riangle|binom|an(?![a-z])|o(?![a-z]))"
+    r"|\r(?=ight|ho|angle|m(?![a-z]))|\n(?=eq(?![a-z])|abla|otin)"
+)
+r"""A control character, in place of the backslash and the letter of a command: the form feed of ``\frac``."""
+
+_PROGRAM = re.compile(
+    r"^\s*(?:def \w+\s*\(|class \w+\s*[:(]|import \w|from [\w.]+ import |assert )"
+    r"|\A\s*(?:\[\s*\{|\{\s*[\"'])",
+    re.MULTILINE,
+)
+"""Python, or a list of objects: math-verify reads letters in some."""
 
 MAX_ANSWER_CHARACTERS = 1000
 """Limit in characters of an answer; a longer one is wrong without parsing, whose time grows faster."""
@@ -39,6 +65,23 @@ def check_ground_truth(ground_truth: str) -> str | None:
     answer = _bare(ground_truth)
     if INTEGER.fullmatch(answer):
         return None
+    if unstyled(answer).lower() in _STANDS_FOR_NOTHING:
+        return f"{ground_truth!r} stands for no answer; leave the row out"
+    if _LOST_BACKSLASH.search(ground_truth):
+        return (
+            f"{ground_truth!r} has a control character where a LaTeX command lost its backslash; mend it, or "
+            f"leave the row out"
+        )
+    if _PROGRAM.search(ground_truth):
+        return (
+            f"{ground_truth[:80]!r} is a program or data, no answer; tests of a program have one of the "
+            f"forms of docs/rewards.md#programs"
+        )
+    if has_numbers_side_by_side(answer):
+        return (
+            f"{ground_truth!r} has numbers side by side, which math-verify multiplies; write 1 000 as 1000, "
+            f"or leave the row out"
+        )
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return f"it has {len(answer)} characters; an answer may have {MAX_ANSWER_CHARACTERS}"
     if not _math_verify().parses(answer):
@@ -69,6 +112,9 @@ def answers_equal(
     if not allow_operations and not named_operations(given) <= named_operations(expected):
         return False
     if {brackets(expected), brackets(given)} == {"{", "("}:  # a set is neither a point nor an interval
+        return False
+    bases = base_of(expected), base_of(given)
+    if None not in bases and bases[0] != bases[1]:  # which math-verify does not read
         return False
     return (equal or _math_verify().equal)(expected, given, allow_operations)
 

@@ -1,11 +1,12 @@
 """math-verify comparison of answers, for the main thread of a worker process that may be killed.
 
-math-verify limits its time with signals, which need the main thread. A long operation on big integers
-(``9^{9^{9}}``, which a policy will write sooner or later) blocks even those.
+Time is limited by a signal, which needs the main thread: of CPU time, in place of math-verify's own limit,
+which is on a clock and so calls right answers wrong where the machine is busy. A long operation on big
+integers (``9^{9^{9}}``, which a policy will write sooner or later) blocks even the signal.
 
-An equality by math-verify is checked again (answer_values.py), unless both texts are the same or one was read
-as plain text: math-verify would also accept an unevaluated operation, and small numbers that differ little.
-Used by ``functions.py`` and ``worker.py``.
+Two answers of one text are equal, whether or not math-verify can read it. An equality by math-verify is
+checked again (answer_values.py), unless one was read as plain text: it would also accept an unevaluated
+operation, and small numbers that differ little. Used by ``functions.py`` and ``worker.py``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import logging
 from itertools import pairwise
 from typing import Any
 
-from bapo_megatron.reward.answer_text import has_quotient, named_operations, number_sides, unstyled
+from bapo_megatron.reward.answer_text import has_quotient, named_operations, number_sides, same_text
+from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
 
-SIGNAL_LIMIT_S = 2
-"""math-verify's own limit, in seconds, on one parse or comparison."""
+CPU_LIMIT_S = 2
+"""CPU time limit, in seconds, of one parse or comparison. Most answers need less than 0.1 s."""
 
 
 def import_math_verify() -> None:
@@ -36,17 +38,17 @@ def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> boo
     ``allow_operations``.
     """
     from math_verify import verify
-    from math_verify.utils import timeout
 
+    if same_text(ground_truth, answer):  # math-verify may not be able to read it
+        return True
     try:
         expected, given = _parse(ground_truth), _parse(answer)
-        if not verify(expected, given, timeout_seconds=SIGNAL_LIMIT_S):
-            return False
-        same = timeout(timeout_seconds=SIGNAL_LIMIT_S)(_is_an_answer)
-        if unstyled(ground_truth) == unstyled(answer):  # the same word, number or formula
-            return True
-        return bool(same(expected, given, ground_truth, answer, allow_operations))
-    except Exception:  # sympy raises all kinds on nonsense, RecursionError and MemoryError too
+        with cpu_limit(CPU_LIMIT_S):
+            if not verify(expected, given, timeout_seconds=None):
+                return False
+        with cpu_limit(CPU_LIMIT_S):
+            return _is_an_answer(expected, given, ground_truth, answer, allow_operations)
+    except (Exception, OutOfTime):  # sympy raises all kinds on nonsense, RecursionError and MemoryError too
         return False
 
 
@@ -78,7 +80,7 @@ def _contradicts_itself(answer: str) -> bool:
     from bapo_megatron.reward.answer_values import disagree
 
     for sides in number_sides(answer):
-        numbers = [_parse(side, None)[0] for side in sides] if len(sides) > 1 else []
+        numbers = [_parse_unlimited(side)[0] for side in sides] if len(sides) > 1 else []
         if any(disagree(one, other) for one, other in pairwise(numbers)):
             return True
     return False
@@ -91,7 +93,7 @@ def is_operation(ground_truth: str) -> bool:
     try:
         parsed = _parse(ground_truth)[0]
         return bool(named_operations(ground_truth) or (not isinstance(parsed, str) and operations(parsed)))
-    except Exception:  # as above
+    except (Exception, OutOfTime):  # as above
         return False
 
 
@@ -99,13 +101,19 @@ def parses(ground_truth: str) -> bool:
     """Whether math-verify can parse the ground truth."""
     try:
         return any(not isinstance(part, str) for part in _parse(ground_truth))
-    except Exception:  # as above
+    except (Exception, OutOfTime):  # as above
         return False
 
 
-def _parse(answer: str, limit_s: int | None = SIGNAL_LIMIT_S) -> list[Any]:
+def _parse(answer: str) -> list[Any]:
+    with cpu_limit(CPU_LIMIT_S):
+        return _parse_unlimited(answer)
+
+
+def _parse_unlimited(answer: str) -> list[Any]:
+    """As ``_parse``, for a caller that has a limit: limits do not nest."""
     from math_verify import LatexExtractionConfig, parse
 
     config = [LatexExtractionConfig(boxed_match_priority=0)]
-    parts: list[Any] = parse(rf"\boxed{{{answer}}}", config, parsing_timeout=limit_s)
+    parts: list[Any] = parse(rf"\boxed{{{answer}}}", config, parsing_timeout=None)
     return parts

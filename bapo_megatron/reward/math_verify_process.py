@@ -16,8 +16,9 @@ from bapo_megatron.workers.process import START_LIMIT_S
 COMMAND = (sys.executable, "-m", "bapo_megatron.reward.worker")
 """The worker program of rewards, which also compares."""
 
-TIME_LIMIT_S = 8.0
-"""Seconds for one comparison; then the child is killed."""
+TIME_LIMIT_S = 120.0
+"""Seconds on a clock for one comparison; then the child is killed. Long, since a busy machine is slow: what
+does not end is ended by the child's own limit of CPU time, ``worker.COMPARISON_CPU_LIMIT_S``."""
 
 
 class MathVerifyProcess:

@@ -17,6 +17,7 @@ import numpy as np
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.reward import functions, math_verify_compare
 from bapo_megatron.reward.answer_text import THINKING
+from bapo_megatron.reward.cpu_time import fatal_cpu_limit
 from bapo_megatron.reward.penalties import format_penalty
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
@@ -43,10 +44,22 @@ def _prepared(settings: dict[str, Any] | None) -> Prepared:
     return Prepared({"score": score}, reward.memory_limit_mb, notes, own_files=(__file__,))
 
 
-_COMPARISONS: dict[str, Callable[[list[Any]], bool]] = {
-    "equal": lambda arguments: math_verify_compare.equal(*arguments),
-    "parses": lambda arguments: math_verify_compare.parses(*arguments),
-    "is_operation": lambda arguments: math_verify_compare.is_operation(*arguments),
+COMPARISON_CPU_LIMIT_S = 8.0
+"""CPU time limit of a comparison, in seconds, after which this process ends: four limits of
+``math_verify_compare.py``, which do not reach into an operation on big integers."""
+
+
+def _limited(compare: Callable[..., bool]) -> Callable[[list[Any]], bool]:
+    def answer(arguments: list[Any]) -> bool:
+        with fatal_cpu_limit(COMPARISON_CPU_LIMIT_S):
+            return compare(*arguments)
+
+    return answer
+
+
+_COMPARISONS = {
+    one.__name__: _limited(one)
+    for one in (math_verify_compare.equal, math_verify_compare.parses, math_verify_compare.is_operation)
 }
 
 
@@ -62,7 +75,9 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]]
         if number is None:
             kind = type(value).__name__
             return {"failure": "not finite", "detail": text_of(value), "place": kind}
-        penalty = format_penalty(response, pattern, reward.format_penalty)
+        # A pattern may begin with the tag that the chat template has opened, or leave it to the prompt.
+        forms = [response, *([THINKING + response] if question["prompt"].get("opens_thinking") else [])]
+        penalty = min(format_penalty(form, pattern, reward.format_penalty) for form in forms)
         return {"score": number, "reward": number - penalty}
 
     return answer

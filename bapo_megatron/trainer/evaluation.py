@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
+from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_for, vote_of
 from bapo_megatron.reward.functions import reads_boxes
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.flow_control import WAIT_S, give_gpus_to_engines, wait_for_sampler
@@ -46,8 +47,10 @@ def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
     return {**metrics, "eval/mean": sum(means) / len(means)}
 
 
-def _scored(row: dict[str, object]) -> ScoredResponse:
+def _scored(row: dict[str, Any]) -> ScoredResponse:
     fields = {
         name: row[name] for name in ("problem", "sample", "correct", "tokens", "finish_reason", "failure")
     }
-    return ScoredResponse(answer=vote_of(str(row["response"])), **fields)  # type: ignore[arg-type]
+    # Rows of earlier versions have no answer; they do not say whether the prompt opened the thinking part.
+    vote = vote_for(row["answer"]) if "answer" in row else vote_of(row["response"])
+    return ScoredResponse(answer=vote, **fields)

@@ -18,7 +18,7 @@ import torch
 
 from bapo_megatron.checkpoint.fork import check_fork
 from bapo_megatron.checkpoint.fork_record import ForkSource
-from bapo_megatron.checkpoint.run_directory import check_same_run
+from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps
 from bapo_megatron.config import (
     CheckpointConfig,
     LoggingConfig,
@@ -100,7 +100,9 @@ def run_checks(
         data = config.data
         yield lambda: _check_sandbox(config)
         yield tools
-        yield lambda: load_problems(data, config.reward.function, tokenizer(), tools())
+        yield lambda: load_problems(
+            data, config.reward.function, tokenizer(), tools(), has_steps(config.directory)
+        )
         yield lambda: load_suites(
             config.evaluation,
             data.max_prompt_tokens,
@@ -133,7 +135,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
         check_hooks(config.checkpoint, config.logging)
         _check_sandbox(config)
         tools = check_environments(config, tokenizer)
-        load_problems(config.data, config.reward.function, tokenizer, tools)
+        load_problems(config.data, config.reward.function, tokenizer, tools, has_steps(config.directory))
 
 
 def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:

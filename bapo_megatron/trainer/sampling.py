@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.checkpoint.run_directory import has_steps
 from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.prompts import Tools
@@ -58,7 +59,7 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
     """
     tokenizer = load_tokenizer(config.model.hf_path)
     tools, function = tools_of(config), config.reward.function
-    problems = load_problems(config.data, function, tokenizer, tools)
+    problems = load_problems(config.data, function, tokenizer, tools, has_steps(config.directory))
     suites = load_suites(
         config.evaluation,
         config.data.max_prompt_tokens,

@@ -7,7 +7,8 @@ capitalised.
 
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
 ask for that form gets an instruction, unless the reward reads neither (the user's own, an endpoint's, a
-task's) or the options say otherwise. DAPO's own instruction, a line "Answer:", is removed. Used by
+task's) or the options say otherwise. Then the other instructions are removed, which contradict it: DAPO's, a
+line "Answer:", and that of verl's GSM8K, ``####``. Used by
 ``card.py``, ``filters.py`` and ``command.py``.
 """
 
@@ -37,6 +38,10 @@ _ANSWER_LINE = re.compile(
     r"own line after \"answer:\"\.?\s*",
     re.IGNORECASE | re.DOTALL,
 )
+_LAST_LINE = re.compile(
+    r"\s*let'?s think step by step and output the final answer after \"?####\"?\.?\s*\Z", re.IGNORECASE
+)
+"""GSM8K's request, as verl's files have it."""
 _BOX_REQUEST = re.compile(
     r"\s*\b(?:let'?s think|please|put|present|return|output|give|write|enclose|make sure|remember)\b"
     r"(?:(?!\n\s*\n).){0,200}?\\boxed\s*\{\s*\}[^\n]{0,80}\Z",
@@ -207,14 +212,15 @@ def _problem(
     messages: list[dict[str, str]], ground_truth: str, data_source: str, info: dict[str, Any], instruct: bool
 ) -> Problem:
     content = messages[-1]["content"]
-    if wrapped := _ANSWER_LINE.fullmatch(content):
-        content = wrapped[1].strip()
-    question = _BOX_REQUEST.sub("", content).strip() or content
+    wrapped = _ANSWER_LINE.fullmatch(content)
+    asked = wrapped[1].strip() if wrapped else _LAST_LINE.sub("", content) or content
+    question = _BOX_REQUEST.sub("", asked).strip() or asked
     if is_tests(ground_truth):
-        wanted, instruction = "```" in content, CODE_INSTRUCTION
+        wanted, instruction = "```" in asked, CODE_INSTRUCTION
     else:
-        wanted, instruction = "\\boxed" in content, MATH_INSTRUCTION
-    content = content if wanted or not instruct else f"{content}\n\n{instruction}"
+        wanted, instruction = "\\boxed" in asked, MATH_INSTRUCTION
+    if instruct:  # else the reward may read the form that the prompt asks for
+        content = asked if wanted else f"{asked}\n\n{instruction}"
     return Problem(
         [*messages[:-1], {"role": "user", "content": content}], question, ground_truth, data_source, info
     )

@@ -13,15 +13,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import after_thinking, last_boxed
+from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
 from bapo_megatron.reward.reasoning_gym.library import check_task, verifier
 
 MAX_CHARACTERS = 20_000
@@ -172,35 +170,6 @@ _ENTRIES: dict[str, tuple[str, Callable[[str], bool]]] = {
     "polynomial_multiplication": ("answer", _is_algebra),
     "simple_integration": ("integrand", _is_algebra),
 }
-
-
-class OutOfTime(BaseException):
-    """CPU time limit exceeded; a BaseException, so that a verifier's ``except Exception`` lets it through.
-
-    Raised within ``cpu_limit``, caught in ``reward.py``.
-    """
-
-
-@contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime within the block after ``seconds`` of CPU time, repeatedly until the block has ended.
-
-    Repeatedly: a bare ``except`` may swallow one. Outside of the main thread there is no limit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: Any) -> None:
-        raise OutOfTime
-
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.data.mixture import mixture_settings
 from bapo_megatron.data.prompts import MixedSource
 from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTokens, RouteShape
 
 
@@ -40,8 +42,8 @@ class Dataset:
     """Digest of the tools that the prompts describe; empty without any."""
 
     def texts(self, ids: Sequence[np.ndarray]) -> list[str]:
-        """Responses as text, without special tokens."""
-        return [self.tokenizer.decode(one.tolist(), skip_special_tokens=True) for one in ids]
+        """Responses as text, see ``response_text``."""
+        return [response_text(self.tokenizer, one) for one in ids]
 
     def turn_text(self, ids: np.ndarray, stops: Sequence[int]) -> str:
         """A turn of the model as text: without the token of ``stops`` that ended it, with all other special
@@ -51,6 +53,20 @@ class Dataset:
             listed.pop()
         text: str = self.tokenizer.decode(listed, skip_special_tokens=False)
         return text
+
+
+def response_text(tokenizer: Any, ids: np.ndarray) -> str:
+    """Text of a response, without special tokens but those around a thinking part.
+
+    Rewards find the answer behind these, and some tokenizers call them special: the answer would be lost.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    tags = {number for number, token in added.items() if token.special and str(token) in (THINKING, THOUGHT)}
+    if not tags:
+        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return text
+    runs = groupby(ids.tolist(), tags.__contains__)
+    return "".join(tokenizer.decode([*run], skip_special_tokens=not is_tag) for is_tag, run in runs)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.suites import Suite
+from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.response import Response, Sampling
@@ -212,5 +213,6 @@ class HeldOut:
             "failure": result.failure,
             "tokens": response.sampled_tokens,
             "finish_reason": response.finish_reason,
+            "answer": final_answer(last, prompt.opens_thinking),
             "response": text,
         }

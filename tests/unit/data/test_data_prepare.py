@@ -107,14 +107,30 @@ def test_fields_beside_question_and_answer_are_kept() -> None:
     assert problem_of(skywork(GOATS, "19"), "x", 0).data_source == "train-math-made-up"
 
 
-def test_the_form_that_dapo_asks_for_is_not_the_judges() -> None:
-    content = (
+OTHER_FORMS = pytest.mark.parametrize(
+    "content",
+    [
         "Solve the following math problem step by step. The last line is Answer: $Answer.\n\n"
-        f'{GOATS}\n\nRemember to put your answer on its own line after "Answer:".'
-    )
-    problem = problem_of(skywork(content, "19"), "dapo", 0)
+        f'{GOATS}\n\nRemember to put your answer on its own line after "Answer:".',
+        f'{GOATS} Let\'s think step by step and output the final answer after "####".',
+    ],
+    ids=["dapo", "gsm8k"],
+)
+
+
+@OTHER_FORMS
+def test_the_form_that_a_dataset_asks_for_is_not_the_judges(content: str) -> None:
+    problem = problem_of(skywork(content, "19"), "x", 0)
     assert problem.question == GOATS
     assert problem.messages[0]["content"] == f"{GOATS}\n\n{MATH_INSTRUCTION}"
+
+
+@OTHER_FORMS
+def test_the_form_that_a_dataset_asks_for_stays_for_a_reward_that_reads_it(content: str) -> None:
+    for options in ({"instruct": False}, {"own_reward": True}):
+        problem = problem_of(skywork(content, "19"), "x", 0, **options)
+        assert problem.question == GOATS
+        assert problem.messages[0]["content"] == content
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ BROKEN_ROWS: dict[str, tuple[Any, str]] = {
     "empty ground truth": (row(truth=" "), "ground_truth is ' '"),
     "number as ground truth": (row(truth=5), "ground_truth is 5"),
     "two answers": (row(truth='["1", "2"]'), "2 answers"),
+    "two answers as Python": (row(truth="['1', '2']"), "2 answers"),
     "no prompt": (row(prompt=None), "prompt is missing"),
     "empty prompt": (row(prompt=[]), "prompt is empty"),
     "prompt as text": (row(prompt="1+1="), "prompt is of type str"),
@@ -147,10 +148,19 @@ def test_a_broken_row_is_named(file: Path, name: str) -> None:
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize("truth", ["[1, 2]", '["a', "[0, 1)", '{"a": 1}', '["x"] or so'])
+@pytest.mark.parametrize("truth", ["[1, 2]", '["a', "[0, 1)", '{"a": 1}', '["x"] or so', "['a", "['x', y]"])
 def test_ground_truths_that_only_look_like_json_stay(file: Path, truth: str) -> None:
     (prompt,) = load_prompts(write(file, [row(truth=truth)]), CharacterTokenizer(), 10).prompts
     assert prompt.ground_truth == truth
+
+
+def test_a_list_that_was_written_as_python(file: Path) -> None:
+    r"""As tables have them. math-verify would read two answers as an interval."""
+    path = write(file, [row(truth="['\\\\frac{1}{2}']")])
+    (judged,) = load_prompts(path, CharacterTokenizer(), 10, lambda _: None).prompts
+    assert judged.ground_truth == "\\frac{1}{2}"
+    (own,) = load_prompts(path, CharacterTokenizer(), 10).prompts
+    assert own.ground_truth == "['\\\\frac{1}{2}']"
 
 
 def test_a_template_that_opens_the_thinking_part(file: Path) -> None:

@@ -118,6 +118,13 @@ def test_what_a_response_votes_for() -> None:
     assert vote_of("seven") is None
 
 
+def test_a_box_in_a_thinking_part_that_the_prompt_opened_is_no_vote() -> None:
+    """As for the reward: a response that is cut off in its thoughts has no answer."""
+    cut_off, whole = "perhaps \\boxed{7}, or", "\\boxed{8}?</think> \\boxed{7}"
+    assert (vote_of(cut_off), vote_of(cut_off, opens_thinking=True)) == ("7", None)
+    assert (vote_of(whole), vote_of(whole, opens_thinking=True)) == ("7", "7")
+
+
 # --- suites --------------------------------------------------------------------------------------
 
 
@@ -325,8 +332,12 @@ def ask(
     places: Sequence[tuple[int, int]],
     keep: Any = None,
     lost_minutes: float = 5.0,
+    thinks: bool = False,
 ) -> list[dict[str, Any]]:
-    prompts = [Prompt(n, np.array([n + 1], np.int32), truth, "t") for n, truth in enumerate(truths)]
+    prompts = [
+        Prompt(n, np.array([n + 1], np.int32), truth, "t", opens_thinking=thinks)
+        for n, truth in enumerate(truths)
+    ]
     params = Sampling(temperature=1.0, max_response_tokens=4, seed=3, stop_token_ids=(STOP,))
     kept: list[dict[str, Any]] = []
 
@@ -361,6 +372,12 @@ def test_every_place_is_asked_once_and_judged() -> None:
     assert {(one["finish_reason"], one["tokens"]) for one in rows} == {("stop", 2)}
     assert rows[0]["text"].startswith("\\boxed{")
     assert len({request.params.seed for request in engine.asked}) == len(places)
+
+
+def test_a_response_within_its_thoughts_is_stored_without_an_answer() -> None:
+    engine = Scripted(lambda request, n: ([int(request.input_ids[0]), STOP], "stop"))
+    assert {one["answer"] for one in ask(engine, ["10"], [(0, 0)])} == {"10"}
+    assert {one["answer"] for one in ask(engine, ["10"], [(0, 0)], thinks=True)} == {None}
 
 
 def test_a_response_goes_on_after_an_abort_and_is_cut_at_its_limit() -> None:

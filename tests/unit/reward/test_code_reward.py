@@ -73,6 +73,18 @@ def test_the_last_closed_python_block_counts(response: str, block: str | None) -
     assert last_code_block(response) == block
 
 
+def test_a_program_counts_behind_the_thinking_part() -> None:
+    """As a box does: a response that is cut off in its thoughts has given no program."""
+    program = "```python\nprint(sum(map(int, input().split())))\n```"
+
+    def judged(response: str) -> bool:
+        return program_is_right(ADD, response, 512, 5.0, 60.0)
+
+    assert judged(f"<think>so</think>\n{program}")
+    assert not judged(f"<think>perhaps\n{program}\nor")
+    assert not judged(f"<think>{program}</think>\nIt adds them.")
+
+
 def test_finding_it_takes_linear_time() -> None:
     start = time.process_time()  # other programs may have the processor
     assert last_code_block("```python\n" * 200_000) is None

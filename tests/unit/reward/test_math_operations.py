@@ -261,6 +261,15 @@ def test_what_is_near_enough_stays_right(truth: str, answer: str) -> None:
         ("34", "\uff13\uff14"),
         ("34", r"\underline{34}"),
         (r"2\pi", "2π"),
+        ("90", "90°"),
+        (r"30^\circ", "30°"),
+        (r"\emptyset", r"\varnothing"),
+        # the same text, which math-verify cannot read, or one word
+        ("6:00 PM", r"6:00 \text{ PM}"),
+        (r"8\text{:}30", "8:30"),
+        (r"\text{Yes}", "yes"),
+        ("False", r"\text{false}"),
+        (r"\text{no solution}", "No solution"),
     ],
 )
 def test_other_spellings(truth: str, answer: str) -> None:
@@ -269,7 +278,18 @@ def test_other_spellings(truth: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "answer"), [("5000", r"5\,00"), ("5000", "5 000"), ("4", "½"), ("22", "2²")]
+    ("truth", "answer"),
+    [
+        ("5000", r"5\,00"),
+        ("5000", "5 000"),
+        ("4", "½"),
+        ("22", "2²"),
+        ("1010_{2}", "1010_3"),
+        (r"\text{odd}", "even"),
+        (r"\text{No}", "yes"),
+        ("34", r"\text{3 4}"),
+        ("90", "91°"),
+    ],
 )
 def test_other_spellings_are_no_other_numbers(truth: str, answer: str) -> None:
     assert not right(truth, answer)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 
 import pytest
+from math_verify import grader
 
+from bapo_megatron.reward import math_verify_compare
 from bapo_megatron.reward.answer_text import last_boxed
 from bapo_megatron.reward.math import answer_is_right, answers_equal, check_ground_truth
 from bapo_megatron.reward.math_verify_process import MathVerifyProcess
@@ -128,11 +131,57 @@ def test_ground_truths_that_nothing_could_match(truth: str) -> None:
     assert "answer" in problem or "mend" in problem
 
 
+@pytest.mark.parametrize(
+    "truth", ["proof", r"\text{proof}", "Proof", "notfound", "not found", "nan", "NaN", "null", "N/A"]
+)
+def test_a_ground_truth_that_stands_for_no_answer_is_none(truth: str) -> None:
+    r"""A policy would learn to write ``\boxed{proof}``."""
+    assert "stands for no answer" in str(check_ground_truth(truth))
+
+
+@pytest.mark.parametrize(
+    "truth", ["\frac{1}{2}", "2\frac{1}{3}", "\binom{3}{2}", "\text{(A)}", "\theta", "\right)", "x \neq 3"]
+)
+def test_a_ground_truth_that_has_lost_its_backslash_is_refused(truth: str) -> None:
+    """These are no raw strings: each has a form feed, a tab ... No right answer would match."""
+    assert not truth.isprintable()
+    assert "lost its backslash" in str(check_ground_truth(truth))
+
+
+@pytest.mark.parametrize(
+    ("truth", "says"),
+    [
+        ("def check(c):\n    assert c(1) == 2", "a program or data"),
+        ("\n\nMETADATA = 1\n\ndef check(candidate):\n    pass", "a program or data"),
+        ('[{"input": "3", "output": "6"}]', "a program or data"),
+        ("{'inputs': ['3'], 'outputs': ['6']}", "a program or data"),
+        ("1 000", "side by side"),
+        ("12 345 678", "side by side"),
+        (r"1\ 000", "side by side"),
+    ],
+)
+def test_a_ground_truth_that_math_verify_misreads_is_refused(truth: str, says: str) -> None:
+    """It parses these as products of letters, or of 1 and 0: the right answer would be wrong."""
+    assert says in str(check_ground_truth(truth))
+
+
+@pytest.mark.parametrize(
+    "truth", [r"3 \frac{1}{2}", r"1\,000", r"\{1, 2\}", "[0, 1)", r"\text{class A}", "from 1", "(1, 2)"]
+)
+def test_a_ground_truth_that_only_looks_so_is_fine(truth: str) -> None:
+    assert check_ground_truth(truth) is None
+
+
+def test_white_space_in_a_ground_truth_is_none_of_a_command() -> None:
+    assert check_ground_truth("\\begin{pmatrix}1\\\\\n2\\end{pmatrix}\n") is None
+    assert check_ground_truth("\t34\r\n") is None
+
+
 @pytest.mark.parametrize("bomb", [r"9^{9^{9^{9}}}", "(x+y)^{3000}", r"10000000!^{10000}"])
 def test_an_answer_that_takes_for_ever_is_wrong(bomb: str) -> None:
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert judge("5", f"\\boxed{{{bomb}}}") == -1.0
-    assert time.monotonic() - start < 30
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 30
     assert judge("0.25", r"\boxed{\frac14}") == 1.0
 
 
@@ -176,3 +225,17 @@ def test_thousands_of_judgements_a_second() -> None:
     start = time.monotonic()
     assert sum(judge("0.25", response) == 1.0 for response in responses) > 500
     assert time.monotonic() - start < 2
+
+
+def test_a_busy_machine_calls_no_right_answer_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time on a clock does not count: of a comparison in a paused process none is CPU time."""
+    compared = grader.sympy_expr_eq
+
+    def late(*arguments: object) -> bool:
+        time.sleep(2.5)
+        return bool(compared(*arguments))
+
+    assert math_verify_compare.CPU_LIMIT_S < 2.5
+    monkeypatch.setattr(grader, "sympy_expr_eq", late)
+    assert math_verify_compare.equal(r"\frac{5}{16}", "0.3125")
+    assert not math_verify_compare.equal(r"\frac{5}{16}", "0.3135")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -356,6 +357,19 @@ def test_penalties_come_off_the_reward() -> None:
 
     results = pooled(act, format_pattern=r"1.*", format_penalty=0.3, overlong_tokens=10, overlong_penalty=0.2)
     assert [j.reward for j in results] == pytest.approx([0.9 - 0.3, 0.9 - 0.3 - 0.1, 1.5 - 0.1, 1.5])
+
+
+def test_a_format_may_begin_with_the_tag_that_the_prompt_has_opened() -> None:
+    """Otherwise every response of such a model would lose the penalty, and none would learn by it."""
+    opens = dataclasses.replace(prompt(), opens_thinking=True)
+
+    async def act(pool: RewardPool) -> list[RewardResult]:
+        return [await pool.score(one, text, 1) for one in (opens, prompt()) for text in ("0.9", "1.9")]
+
+    results = pooled(act, format_pattern=r"<think>0.*", format_penalty=0.3)
+    assert [j.reward for j in results] == pytest.approx([0.9, 1.6, 0.6, 1.6])
+    results = pooled(act, format_pattern=r"0.*", format_penalty=0.3)
+    assert [j.reward for j in results] == pytest.approx([0.9, 1.6, 0.9, 1.6])
 
 
 def test_a_hanging_format_pattern_loses_one_response() -> None:

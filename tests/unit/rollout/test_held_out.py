@@ -97,6 +97,34 @@ def test_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
     assert metrics["eval/hard/response_tokens/mean"] == 6.0
 
 
+class Boxes:
+    """Any token ids as a box."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "\\boxed{5}"
+
+
+def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Path) -> None:
+    """A row says what the response answered, as its reward read it; rows of earlier versions do not."""
+    made = world(tmp_path)
+    thinking = [dataclasses.replace(one, opens_thinking=True) for one in SUITES[1].prompts]
+    suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(thinking)))
+    boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
+
+    async def main() -> Path | None:
+        async with made.sampling():
+            return await evaluated(HeldOut(made.config, suites, boxes, made.pool, made.score), 2)
+
+    path = asyncio.run(main())
+    assert path is not None
+    metrics = evaluation_metrics(path)
+    assert (metrics["eval/easy/unanswered"], metrics["eval/hard/unanswered"]) == (0.0, 1.0)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row.pop("answer") for row in rows} == {"5", None}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluation_metrics(path)["eval/hard/unanswered"] == 0.0
+
+
 def test_only_due_and_missing_evaluations_run(tmp_path: Path) -> None:
     made = world(tmp_path)
 

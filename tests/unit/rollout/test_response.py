@@ -7,6 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.reward.answer_text import final_answer
+from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.response import (
     Response,
     Sampling,
@@ -19,6 +22,7 @@ from bapo_megatron.rollout.sampler.response import (
     next_request,
 )
 from bapo_megatron.types import Generation, Prompt, ResponseTokens
+from tests.support.pages import ROOT
 
 STOP = 9
 SAMPLING = Sampling(0.5, 10, 7, (STOP, 11), segment_tokens=4)
@@ -142,3 +146,15 @@ def test_the_twentieth_lost_engine_gives_a_response_up() -> None:
     assert given_up(0, "a") is None
     assert given_up(19, "a") is None
     assert given_up(20, "a") == "20 engines were lost with request 'a'"
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_the_tags_of_a_thinking_part_are_text_though_a_tokenizer_calls_them_special(special: bool) -> None:
+    """As after `add_special_tokens` before an SFT. Without them a box in the thoughts would be an answer."""
+    tokenizer = load_tokenizer(ROOT / "recipes/demo/policy")
+    assert tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special) == 2
+    whole, cut_off = "<think>\\boxed{1}</think> \\boxed{2}", "<think>\\boxed{1}"
+    ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in (whole, cut_off)]
+    texts = Dataset((), tokenizer, ()).texts([np.array(one, np.int32) for one in ids])
+    assert texts == [whole, cut_off]
+    assert [final_answer(text) for text in texts] == ["2", None]

@@ -318,8 +318,8 @@ def _of_search(run: RunRecord) -> Iterator[str]:
         )
         yield (
             f"A bound moved {seldom}: {elsewhere}nearly always the target of {bounds.target:g} was met at "
-            f"{starts}, where the search begins. So the run shows what clipping there does, and nothing of the "
-            f"search."
+            f"{starts}, where the search begins. So the run shows what clipping there does, and nothing of "
+            f"the search."
         )
         return
     missed = ""

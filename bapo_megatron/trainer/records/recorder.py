@@ -93,10 +93,10 @@ class Recorder:
     """The writer of a run's metrics, events and progress, on rank 0. Steps count from 1.
 
     Opening it drops the metrics of steps after the checkpoint, and records `start` or `resume`; a start says
-    if an earlier one, killed before its first checkpoint, has left responses. Where no work is left it says so
-    and records neither. ``event`` may be called from any thread. RunStopped if the
-    disk does not take a line. Call ``close``. Made by ``trainer/build.py``; the loop
-    writes by it, servers and exports report to ``event``.
+    if an earlier one, killed before its first checkpoint, has left responses. Where no work is left it says
+    so and records neither. ``event`` may be called from any thread. RunStopped if the disk does not take a
+    line. Call ``close``. Made by ``trainer/build.py``; the loop writes by it, servers and exports report to
+    ``event``.
     """
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:

@@ -90,7 +90,8 @@ def load_prompts(
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.hf_path: its tokenizer has no chat_template; add a chat_template.jinja")
     prompts: list[Prompt] = []
-    too_long, several = 0, check_ground_truth is None
+    too_long: list[int] = []  # lengths in tokens
+    several = check_ground_truth is None
     for number, row in enumerate(read_rows(path)):
         try:
             prompt = _prompt(number, row, tokenizer, several, tools)
@@ -103,15 +104,18 @@ def load_prompts(
         if len(prompt.token_ids_P) <= max_prompt_tokens:
             prompts.append(prompt)
         else:
-            too_long += 1
+            too_long.append(len(prompt.token_ids_P))
     if not prompts:
+        needed = (
+            f"; raise that: the shortest has {min(too_long)}, the longest {max(too_long)}" if too_long else ""
+        )
         raise ConfigError(
-            f"data.path={path}: each of its {too_long} prompts has more than "
-            f"data.max_prompt_tokens={max_prompt_tokens} tokens; raise that"
+            f"data.path={path}: each of its {len(too_long)} prompts has more than "
+            f"data.max_prompt_tokens={max_prompt_tokens} tokens{needed}"
         )
     if problem := equal_prompts_problem([prompt.token_ids_P for prompt in prompts]):
         raise ConfigError(f"data.path={path}: {problem}")
-    return PromptSet(tuple(prompts), too_long, len(prompts))
+    return PromptSet(tuple(prompts), len(too_long), len(prompts))
 
 
 def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:

@@ -281,10 +281,11 @@ def load_environment(path: str, settings: Mapping[str, Any]) -> type[Environment
     ConfigError if it cannot be imported, is no ``Environment``, or contradicts itself (``problems``).
     """
     file, _, name = path.rpartition(":")
+    dotted = path
     if file.endswith(".py"):
         _import_file(path, Path(file))
-        path = f"{Path(file).stem}:{name}"
-    kind = load_dotted_path(FIELD, path, "class")
+        dotted = f"{Path(file).stem}:{name}"
+    kind = load_dotted_path(FIELD, dotted, "class", path)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(
             f"{FIELD}={path} is no subclass of bapo_megatron.environment.Environment: derive it from that"

@@ -7,20 +7,27 @@ It imports the module, so the user's code runs. ConfigError if there is no such 
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import os
 import sys
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
 
+_MOST_NAMES = 8
+"""Names that a message lists."""
 
-def load_dotted_path(field: str, path: str, kind: str) -> Any:
+
+def load_dotted_path(field: str, path: str, kind: str, written: str = "") -> Any:
     """The object that ``path`` names. ConfigError, with the ``field``, if it cannot be imported.
 
     Modules in the present directory are found, however the program was started. ``kind``: `function` or
-    `class`, for the message.
+    `class`, for the message, which lists those that the module defines, the most similar first. ``written``:
+    the path as the user has written it, if another.
     """
+    shown = f"{field}={written or path}"
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
@@ -28,10 +35,24 @@ def load_dotted_path(field: str, path: str, kind: str) -> Any:
         module: Any = importlib.import_module(module_name)
     except Exception as error:  # a module raises what it likes
         raise ConfigError(
-            f"{field}={path}: importing {module_name} failed with {error!r}; mend the module, or "
+            f"{shown}: importing {module_name} failed with {error!r}; mend the module, or "
             f"start where it can be found (the present directory and PYTHONPATH are searched)"
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise ConfigError(f"{field}={path}: {module_name} has no {kind} {name}; name one that it has")
+        has = _defined(module, kind, name)
+        listed = f": {', '.join(has)}" if has else ""
+        raise ConfigError(f"{shown}: {module_name} has no {kind} {name}; name one that it has{listed}")
     return found
+
+
+def _defined(module: Any, kind: str, like: str) -> list[str]:
+    """Public functions or classes that a module defines itself, the names most similar to ``like`` first."""
+    is_kind = inspect.isclass if kind == "class" else inspect.isfunction
+    names = [
+        name
+        for name, value in vars(module).items()
+        if is_kind(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    likeness = {name: difflib.SequenceMatcher(None, name.lower(), like.lower()).ratio() for name in names}
+    return sorted(names, key=lambda name: -likeness[name])[:_MOST_NAMES]

@@ -9,6 +9,7 @@ is a result, no exception. Used by ``recipe.py``.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import stat
@@ -38,6 +39,8 @@ AT_A_TIME = 4
 GOES_ON = "a run goes on, and this response fails (reward.failed)"
 _SHOWN = 60
 """Most characters of an observation in the report."""
+_SETTINGS_SHOWN = 300
+"""Most characters of the settings of a class that failed."""
 _LAST_LINES, _LAST_BYTES = 5, 4000
 """Most of the stderr of an environment in the report."""
 
@@ -220,7 +223,8 @@ def _failed(tried: _Tried, result: StepResult, errors: str) -> EnvironmentTrial:
     mend = "mend the class where the traceback ends, or the row that it cannot take (docs/environments.md)"
     found = f"{what}: {result.detail}\n{result.traceback}".strip() + errors
     if _fails_on_any_turn(result):
-        return EnvironmentTrial("problem", found, mend)
+        given = f"; {section}.settings is {json.dumps(config.settings)[:_SETTINGS_SHOWN]}"
+        return EnvironmentTrial("problem", found, mend + given)
     return EnvironmentTrial(
         "optional", found, f"{GOES_ON}; if it should not, {fixes.get(result.failure, mend)}"
     )

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from bapo_megatron.algo.bounds import BoundsConfig, describe, preset_name, sum_count
 from bapo_megatron.commands.report.data import Headline, RunRecord, headline, mean
 from bapo_megatron.commands.report.text import number, percent
@@ -24,13 +26,16 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of a run's bounds searches: how many updates moved a bound, and reached the target.
-
-    Both are shares. Made by ``search_outcome``.
-    """
+    """Outcome of a run's bounds searches, as shares of its updates. Made by ``search_outcome``."""
 
     moved: float
+    """A bound moved."""
     reached: float
+    """The target was reached."""
+    ended: float
+    """The search came to its end, and the target was not reached."""
+    empty: float
+    """There was nothing to weigh, because all sums were 0: the bounds stay at their starts."""
     of: str = "updates"
     """Which updates ``moved`` is a share of: the stale ones, where the log tells them apart."""
 
@@ -46,12 +51,16 @@ def search_outcome(run: RunRecord) -> SearchOutcome | None:
     """Outcome of a run's bounds searches; None for fixed bounds, another loss, or logs without them."""
     bounds = bounds_of(run)
     table = run.updates or run.steps
-    moved, reached = mean(table.known("bapo/rounds") > 0), mean(table.known("bapo/reached"))
-    if not _is_searched(run, bounds) or moved is None or reached is None:
+    rounds, reached = table.column("bapo/rounds"), table.column("bapo/reached")
+    known = np.isfinite(rounds) & np.isfinite(reached)
+    if not _is_searched(run, bounds) or not known.any():
         return None
+    rounds, reached = rounds[known], reached[known]
+    ended, empty = float(np.mean((1 - reached) * (rounds > 0))), float(np.mean((1 - reached) * (rounds == 0)))
+    shares = float(np.mean(reached)), ended, empty
     if (stale := mean(table.known("bapo/bounds_moved"))) is not None:
-        return SearchOutcome(stale, reached, "stale updates")
-    return SearchOutcome(moved, reached)
+        return SearchOutcome(stale, *shares, "stale updates")
+    return SearchOutcome(float(np.mean(rounds > 0)), *shares)
 
 
 def _is_searched(run: RunRecord, bounds: BoundsConfig | None) -> bool:
@@ -292,7 +301,15 @@ def _of_search(run: RunRecord) -> Iterator[str]:
     bounds, found = bounds_of(run), search_outcome(run)
     if bounds is None or found is None:
         return
-    starts = f"{bounds.low_start:g} and {bounds.high_start:g}"
+    starts, elsewhere = f"{bounds.low_start:g} and {bounds.high_start:g}", ""
+    if found.empty > _SELDOM:
+        elsewhere = "elsewhere "
+        yield (
+            f"In {percent(found.empty)} of the updates the search had nothing to weigh: all advantages were "
+            f"0, as where each response of a group has the same reward. The bounds stay at {starts} there."
+        )
+    if found.empty > 1 - _SELDOM:
+        return
     if found.moved < _SELDOM:
         seldom = (
             f"in {percent(found.moved)} of the {found.of} only"
@@ -300,14 +317,15 @@ def _of_search(run: RunRecord) -> Iterator[str]:
             else f"in no {found.of.removesuffix('s')}"
         )
         yield (
-            f"A bound moved {seldom}: nearly always the target of {bounds.target:g} was met at {starts}, "
-            f"where the search begins. So the run shows what clipping there does, and nothing of the search."
+            f"A bound moved {seldom}: {elsewhere}nearly always the target of {bounds.target:g} was met at "
+            f"{starts}, where the search begins. So the run shows what clipping there does, and nothing of "
+            f"the search."
         )
         return
     missed = ""
-    if found.reached < 1 - _SELDOM:
+    if found.ended > _SELDOM:
         missed = (
-            f" In {percent(1 - found.reached)} of the updates the search came to its end, {bounds.low_end:g} "
+            f" In {percent(found.ended)} of the updates the search came to its end, {bounds.low_end:g} "
             f"and {bounds.high_end:g}, and the positive tokens still held less than the target."
         )
     yield (

@@ -129,16 +129,16 @@ def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float
 
 
 def notes(metrics: Metrics) -> list[str]:
-    """Notes on an unusual step: failed scores, and the reason why it made no update."""
-    found = []
-    failures, scored = metrics.get("reward/failures") or 0.0, metrics.get("rollout/groups_sampled")
-    all_failed = metrics.get("reward/failed_fraction") == 1.0
-    if failures and not all_failed:
-        found.append(f"{failures:.0f} scores failed")
+    """Notes on an unusual step: failed scores and environments, and the reason why it made no update."""
+    found: list[str] = []
+    scored, all_failed = metrics.get("rollout/groups_sampled"), metrics.get("reward/failed_fraction") == 1.0
+    failed = _failed(metrics)
+    if not all_failed:
+        found.extend(failed)
     if metrics.get("policy/updates") != 0.0:
         return found
     if all_failed:
-        why = f"all {failures:.0f} scores failed"
+        why = "all " + ", ".join(failed)
     elif metrics.get("rollout/groups"):
         why = "all responses rejected"  # by algorithm.corrections
     elif scored and metrics.get("rollout/groups_dropped") == scored:
@@ -146,6 +146,14 @@ def notes(metrics: Metrics) -> list[str]:
     else:
         why = "no group is left"
     return [*found, f"no update: {why}"]
+
+
+def _failed(metrics: Metrics) -> list[str]:
+    """How many scores failed, and how many environments: ``reward/failures`` counts both."""
+    environments = metrics.get("environment/failures") or 0.0
+    scores = (metrics.get("reward/failures") or 0.0) - environments
+    parts = ((scores, "scores failed"), (environments, "environments failed"))
+    return [f"{count:.0f} {what}" for count, what in parts if count > 0]
 
 
 def shown_values(metrics: Metrics) -> list[tuple[str, str]]:

@@ -84,13 +84,19 @@ FIRST_GAP_LIMIT = 0.5
 Kernels and precision make 0.05; weights of another model, or without one of their tensors, whole nats."""
 
 
+def holds_responses(journal: Path) -> bool:
+    """Whether a journal has records, so that a run without a checkpoint continues what it had sampled."""
+    return any(path.stat().st_size for path in journal.glob("segments-*.log"))
+
+
 class Recorder:
     """The writer of a run's metrics, events and progress, on rank 0. Steps count from 1.
 
-    Opening it drops the metrics of steps after the checkpoint, and records `start` or `resume`; where no
-    work is left it says so and records neither. ``event`` may be called from any thread. RunStopped if the
-    disk does not take a line. Call ``close``. Made by ``trainer/build.py``; the loop
-    writes by it, servers and exports report to ``event``.
+    Opening it drops the metrics of steps after the checkpoint, and records `start` or `resume`; a start says
+    if an earlier one, killed before its first checkpoint, has left responses. Where no work is left it says
+    so and records neither. ``event`` may be called from any thread. RunStopped if the disk does not take a
+    line. Call ``close``. Made by ``trainer/build.py``; the loop writes by it, servers and exports report to
+    ``event``.
     """
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
@@ -107,11 +113,14 @@ class Recorder:
             )
             return
         kind, processes = "start" if first_step == 1 else "resume", torch.distributed.get_world_size()
-        self._events.event(kind, step=first_step, processes=processes)
+        goes_on = first_step == 1 and holds_responses(RunPaths(directory).journal)
+        begun = {"journal": "goes on"} if goes_on else {}
+        self._events.event(kind, step=first_step, processes=processes, **begun)
         where = f"step {first_step} of {config.steps}"
         if first_step > config.steps:
             where = f"the evaluation of step {config.steps}"
-        print(f"{directory}: {kind} at {where}, processes: {processes}", flush=True)
+        kept = ", with the responses of its journal" if goes_on else ""
+        print(f"{directory}: {kind} at {where}, processes: {processes}{kept}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
         reference = config.algorithm.reference_kl

@@ -163,6 +163,7 @@ def test_what_no_turn_can_change_is_a_problem(game: str, does: str, says: str) -
     begin = re.escape(f"environment.function={game} failed at row 3, to 'I do not know.': ")
     assert re.match(begin + says, row.found, re.DOTALL)
     assert row.fix.startswith("mend the class where the traceback ends, or the row")
+    assert row.fix.endswith(f'; environment.settings is {{"does": "{does}"}}')
 
 
 def test_a_step_that_raises_at_the_invented_turn_ends_no_run(game: str) -> None:

@@ -147,6 +147,31 @@ def test_bounds_that_move_are_noted_with_their_end() -> None:
     )
 
 
+def of_updates(*updates: tuple[int, bool]) -> RunRecord:
+    """A run whose updates made so many rounds, and reached the target or not."""
+    rows = [{"step": 1, "bapo/rounds": rounds, "bapo/reached": float(reached)} for rounds, reached in updates]
+    return replace(run_of(balanced()), updates=MetricTable(rows))
+
+
+NOTHING = (
+    "of the updates the search had nothing to weigh: all advantages were 0, as where each response of a "
+    "group has the same reward. The bounds stay at 0.6 and 1.2 there."
+)
+
+
+def test_updates_without_an_advantage_neither_meet_the_target_nor_end_a_search() -> None:
+    """All sums were 0: no round, and the target is not reached. A first run often has nothing else."""
+    nothing = readings(of_updates(*[(0, False)] * 4))
+    assert nothing[1] == f"In 100% {NOTHING}"
+    assert len(nothing) == 3  # and nothing of the target
+    some = readings(of_updates(*[(0, False)] * 14, *[(51, False)] * 2))
+    assert some[1] == f"In 87.5% {NOTHING}"
+    assert "In 12.5% of the updates the search came to its end, 0.9 and 3" in some[2]
+    met = readings(of_updates(*[(0, False)] * 2, *[(0, True)] * 2))
+    assert met[1] == f"In 50% {NOTHING}"
+    assert met[2].startswith("A bound moved in no update: elsewhere nearly always the target of 0.4 was met")
+
+
 @pytest.mark.parametrize("bounds", [grpo(), None])
 def test_without_a_search_it_is_not_mentioned(bounds: BoundsConfig | None) -> None:
     assert len(readings(run_of(bounds, rounds=(0, 0)))) == 2

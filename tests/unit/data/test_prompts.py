@@ -185,8 +185,12 @@ def test_broken_files(file: Path, tmp_path: Path) -> None:
     file.write_text(json.dumps(row()) + "\n{broken\n")
     with pytest.raises(ConfigError, match=r"row 1 .*not JSON"):
         load_prompts(file, tokenizer, 10)
-    with pytest.raises(ConfigError, match="max_prompt_tokens=3"):
-        load_prompts(write(file, [row()]), tokenizer, 3)
+    needed = r"each of its 2 prompts .*max_prompt_tokens=3 tokens; raise that: the shortest has (\d+), "
+    with pytest.raises(ConfigError, match=needed) as raised:
+        load_prompts(write(file, [row("22+22="), row()]), tokenizer, 3)
+    shortest, longest = map(int, re.findall(r"has (\d+), the longest (\d+)$", str(raised.value))[0])
+    assert longest == shortest + 2
+    assert len(load_prompts(file, tokenizer, shortest).prompts) == 1
     other = tmp_path / "data.csv"
     other.write_text("a,b\n")
     with pytest.raises(ConfigError, match="unknown ending"):

@@ -364,6 +364,19 @@ def test_a_wrong_class_is_refused_in_words(function: str, text: str) -> None:
         read_traits(EnvironmentConfig(function))
 
 
+def test_a_wrong_name_is_answered_with_the_names_that_there_are(tmp_path: Path) -> None:
+    """The most similar first; the path stands as it was written; imported and private names are left out."""
+    file = tmp_path / "my_games.py"
+    file.write_text(
+        "from bapo_megatron.environment import Environment, Reply\n"
+        "class Other: pass\nclass _Base(Environment): pass\n"
+        "class Twenty(_Base):\n    def step(self, turn):\n        return Reply(None)\n"
+    )
+    told = r"^environment\.function=\S+/my_games\.py:Twentey: my_games has no class Twentey; "
+    with pytest.raises(ConfigError, match=told + r"name one that it has: Twenty, Other$"):
+        read_traits(EnvironmentConfig(f"{file}:Twentey"))
+
+
 def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text(
         f"import sys\nassert {sysconfig.get_path('purelib')!r} not in sys.path\n"

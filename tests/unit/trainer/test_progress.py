@@ -101,6 +101,14 @@ FOUR_GROUPS = {"rollout/groups_sampled": 4.0, "rollout/groups": 0.0, "policy/upd
     [
         ({"reward/failures": 0.0, "policy/updates": 4.0}, []),
         ({"reward/failures": 3.0, "policy/updates": 4.0}, ["3 scores failed"]),
+        (
+            {"reward/failures": 8.0, "environment/failures": 8.0, "policy/updates": 4.0},
+            ["8 environments failed"],
+        ),
+        (
+            {"reward/failures": 9.0, "environment/failures": 8.0, "policy/updates": 4.0},
+            ["1 scores failed", "8 environments failed"],
+        ),
         ({**FOUR_GROUPS, "rollout/groups_dropped": 4.0}, ["no update: all 4 groups uniform"]),
         (
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,22 @@ def test_a_penalty_that_holds_nothing_is_warned_of(
     Recorder(replace(run, algorithm=algorithm), 1, True).close()
     said = "warning: algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on"
     assert (said in capsys.readouterr().out) == warned
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize(("logged", "goes_on"), [(None, False), (b"", False), (b"records", True)])
+def test_a_start_says_whether_the_journal_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: bytes | None, goes_on: bool
+) -> None:
+    """A run that was killed before its first checkpoint starts at step 1, and keeps what it had sampled."""
+    if logged is not None:
+        (tmp_path / "journal").mkdir()
+        (tmp_path / "journal/segments-000001.log").write_bytes(logged)
+    Recorder(config(tmp_path, RewardConfig()), 1, True).close()
+    [event] = read_jsonl(tmp_path / "events.jsonl")
+    assert (event["kind"], event.get("journal")) == ("start", "goes on" if goes_on else None)
+    kept = ", with the responses of its journal" if goes_on else ""
+    assert re.search(rf": start at step 1 of \d+, processes: 1{kept}\n", capsys.readouterr().out)
 
 
 def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

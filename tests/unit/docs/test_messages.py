@@ -6,7 +6,7 @@ import re
 
 from tests.support.pages import ROOT
 
-_OF_LIBRARIES = ("Unrecognized options", "Perhaps you meant")
+_OF_LIBRARIES = ("Unrecognized options", "Perhaps you meant", "Too many open files")
 
 
 def test_quoted_messages_exist() -> None:

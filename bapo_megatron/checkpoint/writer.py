@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import signal
+import sys
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -119,14 +121,27 @@ def on_main(action: Callable[[], None]) -> None:
 def clear_leftovers(run_dir: Path) -> None:
     """Delete the leftovers of a killed process or a full disk: half-written and half-deleted checkpoints."""
     for leftover in step_leftovers(RunPaths(run_dir).checkpoints):
-        remove_folder(leftover)
+        _delete(leftover)
 
 
 def remove(path: Path) -> None:
     """Delete a checkpoint; of a link the link alone. A plain file keeps its hidden name."""
-    hidden = path.with_name(f".{path.name}.deleted")
+    # Unique: one of the same step may still be there, because somebody reads it.
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.deleted")
     path.rename(hidden)  # first: a kill leaves no half-deleted checkpoint under its name
-    remove_folder(hidden)
+    _delete(hidden)
+
+
+def _delete(hidden: Path) -> None:
+    """Delete a hidden folder. One that cannot be deleted stays, with a warning, for the next save.
+
+    NFS keeps a file that a process of this machine still reads, as ``.nfs...``, and with it the folder.
+    """
+    try:
+        remove_folder(hidden)
+    except OSError as error:
+        message = f"warning: {hidden} is not deleted: {error}; the next save or start tries again"
+        print(message, file=sys.stderr, flush=True)
 
 
 def digest(path: Path) -> dict[str, Any]:

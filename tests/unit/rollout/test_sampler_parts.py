@@ -17,13 +17,15 @@ from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
-from bapo_megatron.rollout.sampler.event_log import events
+from bapo_megatron.rollout.sampler.event_log import events, state
 from bapo_megatron.rollout.sampler.event_log.events import (
     Segment,
+    batch_served,
     group_dropped,
     group_scored,
     groups_opened,
     segments_arrived,
+    steps_rewound,
     weights_loaded,
 )
 from bapo_megatron.rollout.sampler.event_log.state import GroupSummary, SamplerState
@@ -130,6 +132,30 @@ def test_admission_by_hand() -> None:
     assert (admission.room, admission.trainer_waits) == (1 * 3 - 1, False)
     admission.trainer_has(4)
     assert (admission.room, admission.may_sample) == (0, False)
+
+
+def test_the_state_of_a_long_run_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every checkpoint has it, and a resume refuses one of 64 MiB: after 460,000 steps it was as long."""
+    monkeypatch.setattr(state, "KEPT_STEPS", 5)
+    found = SamplerState(PROMPTS, 1)
+    one = answer_of(np.array([ord("y"), EOS], np.int32), np.zeros(2, np.int32))
+    for step in range(1, 101):
+        found.apply(weights_loaded(4 * (step - 1), step - 1))
+        found.apply(groups_opened([(step, 0, 0)], step))
+        found.apply(segments_arrived([Segment(found.open[step], 0, 0, one, "stop")]))
+        found.apply(group_scored(step, [1.0], []))
+        found.apply(batch_served(step, [step]))
+        assert [found.lag(4 * at, step) for at in range(max(0, step - 5), step)] == [*range(min(step, 5))][
+            ::-1
+        ]
+    kept = found.snapshot().fields
+    assert {name: len(kept[name]) <= 10 for name in ("step_of", "first_step_of", "trained")} == dict.fromkeys(
+        ("step_of", "first_step_of", "trained"), True
+    )
+    assert (found.step_of(4 * 99), found.step_of(0)) == (99, None)
+    assert found.tokens["trained"] == 200
+    found.apply(steps_rewound(97))
+    assert (found.tokens["trained"], found.tokens["dropped_lost"]) == (194, 6)
 
 
 def test_without_overlap_only_a_waiting_trainer_admits() -> None:

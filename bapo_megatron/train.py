@@ -115,6 +115,7 @@ def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
         for part in split_into_updates(groups, algorithm.updates_per_epoch, (run.config.seed, step, epoch))
     ]
     for epoch, part in parts[len(done) :]:
+        run.watchdog.beat()  # each update is progress, also in a step that cannot be cut
         # With the trainer's pi_old no checkpoint lies within a step: a resumed run could not compute it.
         if done and algorithm.old_log_probs == "rollout":
             stop_if_preempted(run, step - 1, PartialStep(version, done))

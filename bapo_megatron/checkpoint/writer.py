@@ -143,7 +143,8 @@ def _delete(path: Path) -> None:
         remove_folder(path)
     except OSError as error:
         check_not_failing(error, "a checkpoint that is deleted", path)
-        print(f"warning: {path} could not be deleted ({error}); the run goes on", file=sys.stderr, flush=True)
+        message = f"warning: {path} could not be deleted ({error}); the next save or start tries again"
+        print(message, file=sys.stderr, flush=True)
 
 
 def digest(path: Path) -> dict[str, Any]:

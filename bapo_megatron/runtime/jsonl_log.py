@@ -60,13 +60,17 @@ class JsonlLog:
 
         ConfigError for a line that is no JSON, or has no step.
         """
-        lines = list(whole_lines(self.path))
-        kept = [line for number, line in enumerate(lines, 1) if _step_of(line, self.path, number) <= step]
-        if len(kept) == len(lines):
+        # Twice through the file, a line at a time: the log of a long run has gigabytes.
+        if not any(later for _, later in self._lines_after(step)):
             return
+        write_atomically(self.path, (line + b"\n" for line, later in self._lines_after(step) if not later))
         self._file.close()
-        write_atomically(self.path, b"".join(line + b"\n" for line in kept))
         self._file = _appending(self.path)
+
+    def _lines_after(self, step: int) -> Iterator[tuple[bytes, bool]]:
+        """Each line, and whether its step is after ``step``."""
+        for number, line in enumerate(whole_lines(self.path), 1):
+            yield line, _step_of(line, self.path, number) > step
 
     def close(self) -> None:
         """Release the file."""

@@ -54,11 +54,12 @@ class PreemptionSignal:
         The run can stop only where this is called. So the longest time between two calls must fit once more
         into the job, with a save.
         """
-        now = time.time()
+        # Not the wall clock, which is set now and then: a jump would count as an update for the whole run.
+        asked_at = time.monotonic()
         if self._asked_at is not None:
-            self._longest_stretch_s = max(self._longest_stretch_s, now - self._asked_at)
-        self._asked_at = now
-        if self._reason is None and self._is_late(now):
+            self._longest_stretch_s = max(self._longest_stretch_s, asked_at - self._asked_at)
+        self._asked_at = asked_at
+        if self._reason is None and self._is_late(time.time()):
             self._reason = LATE
         requested = torch.tensor([self._reason is not None], dtype=torch.int32)
         dist.all_reduce(requested, dist.ReduceOp.MAX)

@@ -1,7 +1,8 @@
 """Hang watchdog: a rank without progress prints the stacks of its threads and exits; the others follow.
 
-Each rank of a run has one; the loop resets it whenever it checks for preemption
-(``trainer/flow_control.py``). Used by ``trainer/build.py`` and ``trainer/rollout_only.py``.
+Each rank of a run has one; the loop resets it before each update, and whenever it checks for preemption
+(``trainer/flow_control.py``): within a step with the trainer's pi_old it does not check. Used by
+``trainer/build.py`` and ``trainer/rollout_only.py``.
 """
 
 from __future__ import annotations

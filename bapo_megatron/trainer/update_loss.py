@@ -20,6 +20,7 @@ forward pass then. Used in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ class UpdateLoss:
         measured = self._search is not None and self._search.is_ratio and config.old_log_probs == "rollout"
         self._known_ratio, self._hold = config.known_ratio and not measured, hold_forwards
         self._previous: Tensor | None = None
+        self._bounds = asdict(config.bounds)
+        """The settings whose candidates ``_previous`` has a sum for."""
         self._step_version = 0
         self._carried: tuple[int, Any] | None = None  # with the version at the start of its step
         self.found: Any = None
@@ -143,7 +146,7 @@ class UpdateLoss:
         """State for a checkpoint, plain JSON; None if there is none."""
         state: dict[str, Any] = {}
         if self._previous is not None:
-            state["lagged"] = self._previous.tolist()
+            state |= {"lagged": self._previous.tolist(), "lagged_bounds": self._bounds}
         if self._carried is not None:
             state["carried"] = list(self._carried)
         if self._papo is not None:
@@ -151,9 +154,14 @@ class UpdateLoss:
         return state or None
 
     def load_state(self, state: dict[str, Any] | list[float] | None) -> None:
-        """Restore ``state``; a list, from earlier versions, is that of lagged bounds."""
+        """Restore ``state``; a list, from earlier versions, is that of lagged bounds.
+
+        Sums for other ``algorithm.bounds`` (``allow_change``) are left out: the next update measures its own.
+        """
         known: dict[str, Any] = {"lagged": state} if isinstance(state, list) else state or {}
         lagged = known.get("lagged")
+        if known.get("lagged_bounds", self._bounds) != self._bounds:
+            lagged = None
         self._previous = None if lagged is None else torch.tensor(lagged, dtype=torch.float64)
         carried = known.get("carried")
         self._carried = None if carried is None else (carried[0], carried[1])

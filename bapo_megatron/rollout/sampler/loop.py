@@ -27,6 +27,7 @@ from bapo_megatron.rollout.sampler.event_log.events import (
     group_dropped,
     group_scored,
     groups_opened,
+    in_records,
     response_restarted,
     segments_arrived,
 )
@@ -210,7 +211,7 @@ class SamplerLoop:
         events, self._events = self._events, []
         # First: applied after the drop of its group, which may be queued, any of them would reopen it.
         events[:0] = [
-            *([segments_arrived(segments)] if segments else []),
+            *(segments_arrived(part) for part in in_records(segments)),
             *([answers_given(answers)] if answers else []),
             *(response_restarted(*one) for one in restarts),
         ]

@@ -77,7 +77,9 @@ def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardCon
     correct = np.abs(rewards - reward.correct) < np.abs(rewards - reward.wrong)
     truncated = np.array([reason == "length" for group in groups for reason in group.reasons])
     failures = sum(len(group.failures) for group in groups)
-    correct_by_group = np.split(correct, np.cumsum([len(group.rewards) for group in groups])[:-1])
+    ends = np.cumsum([len(group.rewards) for group in groups], dtype=np.int64)
+    # Not `np.split` of nothing: it gives one empty group, which would count as solved by none and by all.
+    correct_by_group = np.split(correct, ends[:-1]) if groups else []
     return {
         "reward/mean": _array_mean(rewards),
         "reward/correct_fraction": _array_mean(correct),

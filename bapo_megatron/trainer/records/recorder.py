@@ -114,7 +114,7 @@ class Recorder:
             return
         kind, processes = "start" if first_step == 1 else "resume", torch.distributed.get_world_size()
         goes_on = first_step == 1 and holds_responses(RunPaths(directory).journal)
-        begun = {"journal": "goes on"} if goes_on else {}
+        begun = {"segments": "kept"} if goes_on else {}
         self._events.event(kind, step=first_step, processes=processes, **begun)
         where = f"step {first_step} of {config.steps}"
         if first_step > config.steps:

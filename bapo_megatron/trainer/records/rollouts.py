@@ -101,7 +101,7 @@ class RolloutRecord:
         if first_step <= config.steps:
             kind = "start" if first_step == 1 else "resume"
             goes_on = first_step == 1 and holds_responses(self._paths.journal)
-            begun = {"journal": "goes on"} if goes_on else {}
+            begun = {"segments": "kept"} if goes_on else {}
             self._events.event(kind, step=first_step, rollout_only=True, **begun)
             where = f"{config.directory}: {kind} at step {first_step} of {config.steps}"
             where += ", with the responses of its journal" if goes_on else ""

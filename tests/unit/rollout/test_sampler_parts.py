@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,19 @@ from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
+from bapo_megatron.rollout.sampler.event_log import events, state
 from bapo_megatron.rollout.sampler.event_log.events import (
     Segment,
+    batch_served,
     group_dropped,
     group_scored,
     groups_opened,
     segments_arrived,
+    steps_rewound,
     weights_loaded,
 )
 from bapo_megatron.rollout.sampler.event_log.state import GroupSummary, SamplerState
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, encode, read_records
 from bapo_megatron.rollout.sampler.group_sampler import BatchBuilder
 from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
 from bapo_megatron.rollout.sampler.scoring import GroupScorer
@@ -106,7 +111,14 @@ def test_failed_scores_and_timeouts_are_counted() -> None:
     metrics = rollout_metrics(scored, 3, RewardConfig())
     assert (metrics["reward/failures"], metrics["reward/timeouts"]) == (4, 3)
     assert metrics["reward/correct_fraction"] == 0.5
-    assert rollout_metrics([], 0, RewardConfig())["reward/correct_fraction"] is None
+
+
+def test_a_mean_over_no_group_is_none() -> None:
+    """Of a step without a scored group, and of a source that gave a step none: nobody solved anything."""
+    metrics = rollout_metrics([], 0, RewardConfig())
+    means = {"reward/mean", "reward/correct_fraction", "reward/solved_none", "reward/solved_all"}
+    means |= {"reward/failed_fraction", "rollout/truncated_fraction", "rollout/length_mean"}
+    assert {name: metrics[name] for name in means} == dict.fromkeys(means)
 
 
 def test_admission_by_hand() -> None:
@@ -120,6 +132,30 @@ def test_admission_by_hand() -> None:
     assert (admission.room, admission.trainer_waits) == (1 * 3 - 1, False)
     admission.trainer_has(4)
     assert (admission.room, admission.may_sample) == (0, False)
+
+
+def test_the_state_of_a_long_run_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every checkpoint has it, and a resume refuses one of 64 MiB: after 460,000 steps it was as long."""
+    monkeypatch.setattr(state, "KEPT_STEPS", 5)
+    found = SamplerState(PROMPTS, 1)
+    one = answer_of(np.array([ord("y"), EOS], np.int32), np.zeros(2, np.int32))
+    for step in range(1, 101):
+        found.apply(weights_loaded(4 * (step - 1), step - 1))
+        found.apply(groups_opened([(step, 0, 0)], step))
+        found.apply(segments_arrived([Segment(found.open[step], 0, 0, one, "stop")]))
+        found.apply(group_scored(step, [1.0], []))
+        found.apply(batch_served(step, [step]))
+        assert [found.lag(4 * at, step) for at in range(max(0, step - 5), step)] == [*range(min(step, 5))][
+            ::-1
+        ]
+    kept = found.snapshot().fields
+    assert {name: len(kept[name]) <= 10 for name in ("step_of", "first_step_of", "trained")} == dict.fromkeys(
+        ("step_of", "first_step_of", "trained"), True
+    )
+    assert (found.step_of(4 * 99), found.step_of(0)) == (99, None)
+    assert found.tokens["trained"] == 200
+    found.apply(steps_rewound(97))
+    assert (found.tokens["trained"], found.tokens["dropped_lost"]) == (194, 6)
 
 
 def test_without_overlap_only_a_waiting_trainer_admits() -> None:
@@ -148,6 +184,30 @@ def test_a_group_is_scored_in_the_order_of_its_responses() -> None:
         GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length(), 0.0).score(state.open[0])
     )
     assert [(one.reward, one.detail) for one in results] == [(2.0, "5 a"), (3.0, "5 bc")]
+
+
+def test_segments_that_come_at_once_are_cut_into_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record counts its bytes in 32 bits: an abort of requests with routes brings more than that."""
+    with pytest.raises(struct.error):
+        encode(Record("segments", {}, {"routes": np.zeros(2**32, np.uint8)}))
+    assert 2 * events.MOST_BYTES < 2**32
+
+    async def batch_and_sizes(folder: Path) -> tuple[Any, list[int]]:
+        world = World(folder, [ScriptedEngine(mixed)])
+        async with world.sampling():
+            found = await world.batch(1)
+        (log,) = world.journal.glob("segments-*.log")
+        records = [one for one in read_records(log) if isinstance(one, Record) and one.kind == "segments"]
+        return prompt_ids(found), [len(one.fields["parts"]) for one in records]
+
+    whole, sizes = asyncio.run(batch_and_sizes(tmp_path / "whole"))
+    assert max(sizes) > 2
+    one = answer_of(np.array([*b"no", EOS], np.int32), np.zeros(3, np.int32))
+    monkeypatch.setattr(events, "MOST_BYTES", 2 * sum(each.nbytes for each in one.arrays.values()))
+    cut, found = asyncio.run(batch_and_sizes(tmp_path / "cut"))
+    assert (cut, sum(found), max(found)) == (whole, sum(sizes), 2)
 
 
 def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bapo_megatron.checkpoint import writer
 from bapo_megatron.checkpoint.step_exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.checkpoint.writer import clear_leftovers
@@ -82,6 +85,29 @@ def test_deletion_removes_a_link_and_keeps_its_target(
     assert not path.is_symlink()
     assert not (path / "old").exists()
     assert [file.name for file in elsewhere.iterdir()] == (["old"] if kind == "link" else [])
+
+
+def test_a_checkpoint_that_is_still_read_is_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On NFS its folder stays while a process of this machine reads a file of it; the run goes on."""
+
+    def refused(folder: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "remove_folder", refused)
+        keep_one(tmp_path)
+    folder = RunPaths(tmp_path).checkpoints
+    kept = sorted(path.name for path in folder.iterdir())
+    assert [name.split(".")[1] for name in kept[:-1]] == ["step_000010"]
+    assert kept[-1] == "step_000020"
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"warning: .*step_000010\S+ could not be deleted \(.*not empty.*; the next .* again", line
+    )
+    save_20(tmp_path)
+    assert [path.name for path in folder.iterdir()] == ["step_000020"]
 
 
 FOREIGN: dict[str, tuple[str, Callable[[Path], None]]] = {

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -100,6 +101,21 @@ def test_rewind_keeps_the_steps_up_to_the_given_one(path: Path) -> None:
         log.append({"step": 3})
     assert steps_in(path) == [1, 2, 2, 3]
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_rewind_holds_no_more_than_a_line(path: Path) -> None:
+    """The updates of a long run are gigabytes, which a resume must not hold."""
+    log = JsonlLog(path)
+    for step in range(1, 2001):
+        log.append({"step": step, "what": "x" * 4000})
+    tracemalloc.start()
+    log.rewind(1500)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    log.append({"step": 1501})
+    log.close()
+    assert [row["step"] for row in read_jsonl(path)] == list(range(1, 1502))
+    assert peak < 1_000_000  # of 8 MB
 
 
 def test_rewind_of_a_new_log_and_to_its_end_changes_nothing(path: Path) -> None:

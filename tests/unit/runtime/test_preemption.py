@@ -20,9 +20,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = START
+        self.jump = 0.0
+        """By how much somebody has set the wall clock."""
 
     def time(self) -> float:
-        return self.now
+        return self.now + self.jump
+
+    def monotonic(self) -> float:
+        return self.now - START
 
 
 @pytest.fixture
@@ -61,6 +66,16 @@ def test_it_stops_while_the_longest_update_a_save_and_a_minute_still_fit(
         watched.saved(20)
     clock.now = START + 811
     assert watched.reason() == "the job's time would end before the next update is saved"
+
+
+def test_a_clock_that_is_set_is_no_long_update(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set on by 10,000 s: 9,000 s before the end another update of 6,000 s fits, and none of 10,000 s."""
+    watched = ends_in(monkeypatch, 25_000)
+    assert watched.reason() is None
+    clock.now, clock.jump = START + 10, 10_000.0
+    assert watched.reason() is None
+    clock.now += 6_000
+    assert watched.reason() is None
 
 
 def test_the_end_that_the_script_knows_comes_before_slurms(

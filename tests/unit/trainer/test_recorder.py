@@ -127,7 +127,7 @@ def test_a_start_says_whether_the_journal_goes_on(
         (tmp_path / "journal/segments-000001.log").write_bytes(logged)
     Recorder(config(tmp_path, RewardConfig()), 1, True).close()
     [event] = read_jsonl(tmp_path / "events.jsonl")
-    assert (event["kind"], event.get("journal")) == ("start", "goes on" if goes_on else None)
+    assert (event["kind"], event.get("segments")) == ("start", "kept" if goes_on else None)
     kept = ", with the responses of its journal" if goes_on else ""
     assert re.search(rf": start at step 1 of \d+, processes: 1{kept}\n", capsys.readouterr().out)
 

@@ -356,6 +356,18 @@ def test_log_probs_of_the_trainer_belong_to_the_start_of_a_step(monkeypatch: pyt
     assert len(train_on(run, 5, in_memory(*(group([0.0, 1.0], [1, 1]) for _ in range(3))))) == 2
 
 
+@pytest.mark.parametrize("old_log_probs", ["rollout", "trainer"])
+def test_every_update_resets_the_watchdog(monkeypatch: pytest.MonkeyPatch, old_log_probs: str) -> None:
+    """``hang_minutes`` is of one update, also in a step that is never cut, which may take hours."""
+    alone(monkeypatch)
+    monkeypatch.setattr("bapo_megatron.train.with_old_log_probs", lambda policy, groups, *_: groups)
+    run, policy = run_with(reuse_epochs=2, updates_per_epoch=2, old_log_probs=old_log_probs)
+    beats: list[int] = []
+    monkeypatch.setattr(run.watchdog, "beat", lambda: beats.append(policy.version))
+    train_on(run, 5, in_memory(*(group([0.0, 1.0], [1, 1]) for _ in range(3))))
+    assert set(beats) == {10, 11, 12, 13}  # the versions before each of the four updates
+
+
 def test_a_step_makes_its_updates_and_counts_staleness() -> None:
     run, _ = run_with(reuse_epochs=2, updates_per_epoch=2)
     groups = tuple(group([0.0, 1.0], [1, 1]) for _ in range(3))

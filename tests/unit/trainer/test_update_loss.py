@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -151,10 +152,26 @@ def test_lagged_bounds_are_those_of_the_update_before() -> None:
     assert second.bounds == first.bounds
 
     resumed = UpdateLoss(config)
-    resumed.load_state(update_loss.state())
+    resumed.load_state(json.loads(json.dumps(update_loss.state())))
     _, third = resumed.loss(policy, other, False)  # type: ignore[arg-type]
     assert policy.passes == ["model"]
     assert third.bounds == first.bounds
+
+
+@pytest.mark.parametrize("changed", [{"high_end": 4.0}, {"high_start": 1.25, "high_end": 3.05}])
+def test_lagged_sums_are_of_their_candidates_alone(changed: dict[str, float]) -> None:
+    """With other bounds, as many or not, a resumed run measures the first update as a new one does."""
+    policy, before = FakePolicy(), UpdateLoss(LAGGED)
+    loss, _ = before.loss(policy, PACKS, False)  # type: ignore[arg-type]
+    before.observe(policy.losses(PACKS, loss))  # type: ignore[arg-type]
+    bounds = dataclasses.replace(LAGGED.bounds, **changed)
+    fresh, resumed = (UpdateLoss(AlgorithmConfig(bounds=bounds)) for _ in range(2))
+    resumed.load_state(json.loads(json.dumps(before.state())))
+    other = [pack([3.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [7, 7])]
+    policy.passes.clear()
+    expected, found = (one.loss(policy, other, False)[1] for one in (fresh, resumed))  # type: ignore[arg-type]
+    assert policy.passes == ["model", "model"]
+    assert found.bounds == expected.bounds
 
 
 def test_only_lagged_bounds_keep_anything() -> None:

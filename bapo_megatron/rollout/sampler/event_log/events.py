@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -15,6 +15,9 @@ from bapo_megatron.rollout.sampler.episode import Answer, SegmentEnd
 from bapo_megatron.rollout.sampler.event_log.state import TEACHER_LOG_PROBS, OpenGroup
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.types import Generation, ResponseTokens
+
+MOST_BYTES = 2**30
+"""Most bytes of the segments of one record, if it has several: a record counts its bytes in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,24 @@ def groups_opened(groups: Sequence[tuple[int, int, int]], taken: int | None) -> 
     ``taken``: number of prompts taken from the dataset so far; None if these prompts are resampled.
     """
     return Record("open", {"groups": [list(group) for group in groups], "taken": taken}, {})
+
+
+def in_records(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Segments of each record, in order, at most ``MOST_BYTES`` together.
+
+    An abort brings the tokens of all requests in flight at once, with routes tens of gigabytes.
+    """
+    part: list[Segment] = []
+    held = 0
+    for one in segments:
+        size = sum(array.nbytes for array in one.generation.arrays.values())
+        if part and held + size > MOST_BYTES:
+            yield part
+            part, held = [], 0
+        part.append(one)
+        held += size
+    if part:
+        yield part
 
 
 def segments_arrived(segments: Sequence[Segment]) -> Record:

@@ -32,6 +32,9 @@ FORMAT = 2
 """Format of the journal of a run with an environment; without one it is 1, and the same as before."""
 TEACHER_LOG_PROBS = "teacher_log_probs"
 """Array of a record ``judged``: the teacher's log-probs of all responses, end to end."""
+KEPT_STEPS = 10_000
+"""Steps for which the state remembers weights and token counts, at least: far more than a group waits or a
+resume goes back. Each checkpoint has all of them, and its reader takes at most 64 MiB."""
 
 
 class GroupSummary(NamedTuple):
@@ -316,6 +319,8 @@ class SamplerState:
             if (group := self._take(number)) is not None:
                 self.tokens["trained"] += group.tokens
                 self._trained[step] = self._trained.get(step, 0) + group.tokens
+        if len(self._trained) > 2 * KEPT_STEPS:
+            self._trained = {at: count for at, count in self._trained.items() if at > step - KEPT_STEPS}
         self.served = max(self.served, step)
         self.scored.clear()
         self.dropped.clear()
@@ -333,6 +338,9 @@ class SamplerState:
         self._first_step_of[version] = min(step, self._first_step_of.get(version, step))
         self._newest = max(self._newest, version)
         self._version = version
+        if len(self._step_of) > 2 * KEPT_STEPS:
+            self._step_of = {one: at for one, at in self._step_of.items() if at > step - KEPT_STEPS}
+            self._first_step_of = {one: self._first_step_of[one] for one in self._step_of}
 
     def _is_in_environment(self, source: str) -> bool:
         """Whether the prompts of a source have an environment."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -100,6 +101,23 @@ def read_jsonl(path: Path) -> list[Row]:
     ConfigError for any other bad line, and for a log that is no plain file.
     """
     return [parse_line(line, path, number) for number, line in enumerate(whole_lines(path), 1)]
+
+
+def read_events(path: Path) -> list[Row]:
+    """The rows of an event log. Damaged lines are left out, and counted on stderr.
+
+    Several nodes write to it: on NFS the lines of two may overwrite each other. ConfigError for a log that is
+    no plain file.
+    """
+    rows, damaged = [], 0
+    for line in whole_lines(path):
+        try:
+            rows.append(parse_row(line))
+        except ValueError:
+            damaged += 1
+    if damaged:
+        print(f"warning: {path}: {damaged} damaged lines are left out", file=sys.stderr, flush=True)
+    return rows
 
 
 def tail_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.filters import is_uniform
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import RunConfig
-from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_jsonl
+from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
@@ -122,9 +122,10 @@ class RolloutRecord:
     def finish(self) -> None:
         """Print the summary table, whether BAPO can act (also an event), and what uses the rollouts."""
         rows = read_jsonl(self._paths.metrics)
-        print("\n".join(summary(rows, read_jsonl(self._paths.events))))
+        events = read_events(self._paths.events)
+        print("\n".join(summary(rows, events)))
         if message := self._outlook(rows):
-            if all(event.get("message") != message for event in read_jsonl(self._paths.events)):
+            if all(event.get("message") != message for event in events):
                 self._events.event("bapo_outlook", step=len(rows), message=message)
             print(message)
         root = self._paths.root

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.algo.bins import RATIO_BINS
-from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.data import RunRecord, read_run
 from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.series import (
     RATIO_CENTRES,
@@ -178,3 +178,10 @@ def test_staleness_is_counted_as_the_paper_does() -> None:
         == 8
     )
     assert updates_per_batch(run_of([])) is None
+
+
+def test_a_run_with_a_damaged_event_is_reported_without_it(tmp_path: Path) -> None:
+    """A month of training has one such line where two nodes wrote at the same moment."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    (tmp_path / "events.jsonl").write_text('{"kind": "start"}\n": 3}\n{"kind": "resume", "step": 2}\n')
+    assert read_run(tmp_path).resumed_at == [2]

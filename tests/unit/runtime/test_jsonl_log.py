@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, finite_json, read_jsonl
+from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, finite_json, read_events, read_jsonl
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -125,6 +125,17 @@ def test_a_bad_line_in_the_middle_is_told_with_its_number(path: Path, bad: str) 
     path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
     with pytest.raises(ConfigError, match=r"log\.jsonl, line 2 is not"):
         read_jsonl(path)
+
+
+def test_damaged_lines_of_the_event_log_are_left_out_and_counted(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two nodes append to it, and NFS writes the shorter line over the beginning of the longer one."""
+    path.write_bytes(
+        b'{"kind": "start"}\n{"kind": "saving"}\nstep": 4, "stall_s": 1.2}\n\0\0\0\n{"kind": "done"}\n{"t'
+    )
+    assert [row["kind"] for row in read_events(path)] == ["start", "saving", "done"]
+    assert capsys.readouterr().err == f"warning: {path}: 2 damaged lines are left out\n"
 
 
 def test_events_carry_their_kind_and_time(path: Path) -> None:

@@ -1,6 +1,6 @@
 """Log reader of a report: the metrics, updates and events of a run directory, and its headline numbers.
 
-The run may still be training. ConfigError for a directory without metrics, and for a damaged log. Used in
+The run may still be training. ConfigError for a directory without metrics, and for damaged metrics. Used in
 ``commands/`` and this folder.
 """
 
@@ -18,7 +18,7 @@ from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.report.metric_table import MetricTable, read_metrics
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.jsonl_log import Row, read_jsonl
+from bapo_megatron.runtime.jsonl_log import Row, read_events
 from bapo_megatron.runtime.run_paths import RunPaths
 
 PAGE = "index.html"
@@ -120,7 +120,7 @@ def read_run(run_dir: Path) -> RunRecord:
         run_dir,
         steps,
         read_metrics(paths.updates),
-        read_jsonl(paths.events) if paths.events.exists() else [],
+        read_events(paths.events) if paths.events.exists() else [],
         read_config(run_dir) or {},
         read_metrics(paths.evaluations),
         lineage_text(run_dir),

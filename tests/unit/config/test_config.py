@@ -339,7 +339,9 @@ def test_data_parallel_size() -> None:
         ("def recipe(): return 3", "returned int, expected RunConfig"),
         ("import missing_module_of_nobody", "No module named 'missing_module_of_nobody'.*line 1"),
         ("def recipe():\n    return 1 / 0", "ZeroDivisionError.*line 2"),
-        ("def recipe(:", "SyntaxError"),
+        ("x = 1\ndef recipe(:", r"SyntaxError\('invalid syntax'\) in .*bad\.py, line 2$"),
+        ("import json\ndef recipe():\n    json.loads('{')", r"in .*bad\.py, line 3 \(from .*decoder\.py, "),
+        ("import sys\ndef recipe():\n    sys.exit(0)", r"ends the program by sys\.exit\(0\) in .*line 3: "),
     ],
 )
 def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
@@ -352,6 +354,18 @@ def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_recipe(tmp_path / "none.py", RunConfig)
+    with pytest.raises(ConfigError, match="is a folder: name a Python file in it"):
+        load_recipe(tmp_path, RunConfig)
+
+
+def test_what_a_recipe_prints_is_not_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There scripts expect the id of a job (`bapo submit`), or JSON (`bapo plan --json`)."""
+    path = tmp_path / "chatty.py"
+    path.write_text("print('loading')\ndef recipe():\n    print('made')\n    return {}")
+    load_recipe(path, dict)
+    assert capsys.readouterr() == ("", "loading\nmade\n")
 
 
 def test_a_range_stands_at_the_field() -> None:

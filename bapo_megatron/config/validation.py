@@ -71,8 +71,15 @@ def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """Rules of the sources of prompts, of their rewards and of their environments."""
+    """Rules of the sources of prompts, of their difficulty, their rewards and their environments."""
     yield from source_problems(data.path, data.sources)
+    for name in ("min_difficulty", "max_difficulty"):
+        value = getattr(data, name)
+        if data.difficulty is None and value != getattr(DataConfig, name):
+            yield (
+                f"data.{name}={value:g} leaves nothing out without data.difficulty: say there where in "
+                "extra_info a problem's difficulty is"
+            )
     for source in data.sources:
         if source.reward is not None:
             yield from _function_problems(f"data.sources[{source.name}].reward", source.reward)
@@ -213,6 +220,12 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
             f"checkpoint.export_every={export} must be a multiple of checkpoint.every={every}, because a "
             f"checkpoint is what is exported: set it to {max(1, round(export / every)) * every}"
         )
+    kept = checkpoint.keep_every
+    if every > 0 and kept is not None and kept % every:
+        yield (
+            f"checkpoint.keep_every={kept} must be a multiple of checkpoint.every={every}, because only a "
+            f"checkpoint can be kept: set it to {max(1, round(kept / every)) * every}"
+        )
     if evaluation.every and not evaluation.suites:
         yield f"evaluation.every={evaluation.every} needs evaluation.suites: name at least one"
     if best and not evaluation.every:
@@ -243,10 +256,34 @@ def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Itera
 
 
 def profile_problems(profile: ProfileConfig, steps: int) -> Iterator[str]:
-    """Rules of ``profile.steps``: the run must have the steps."""
+    """Rules of ``profile.steps``: the run must have the steps, and ``memory`` is a part of their traces."""
+    if profile.memory and not profile.steps:
+        yield "profile.memory needs profile.steps: name the steps to trace"
     for step in profile.steps:
         if not 1 <= step <= steps:
             yield f"profile.steps has {step}: the run has steps 1 to {steps}"
+
+
+def unused_settings(reward: RewardConfig, optimizer: OptimizerConfig) -> Iterator[str]:
+    """Settings that do nothing as the others are, each a line with the fix: warnings at the start of a run.
+
+    No errors: a run that began with one can hardly be continued without it.
+    """
+    if optimizer.min_lr and optimizer.decay == "constant":
+        yield (
+            f"optimizer.min_lr={optimizer.min_lr:g} is where a decay ends, and optimizer.decay=constant has "
+            "none: the learning rate stays; set optimizer.decay to linear or cosine"
+        )
+    if reward.format_pattern is not None and not reward.format_penalty:
+        yield (
+            "reward.format_pattern changes no reward, as reward.format_penalty=0: set the penalty, or leave "
+            "the pattern out"
+        )
+    if reward.overlong_tokens and not reward.overlong_penalty:
+        yield (
+            f"reward.overlong_tokens={reward.overlong_tokens} changes no reward, as "
+            "reward.overlong_penalty=0: set the penalty, or leave the zone out"
+        )
 
 
 def mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:

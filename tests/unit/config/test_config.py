@@ -30,6 +30,7 @@ from bapo_megatron.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ProfileConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -88,6 +89,19 @@ def test_a_good_reward_passes() -> None:
             "segment_tokens=0 must be at",
         ),
         ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
+        (
+            {"data": DataConfig(Path("data.jsonl"), max_prompt_tokens=100, min_difficulty=0.25)},
+            "data.min_difficulty=0.25 leaves nothing out without data.difficulty: say there where",
+        ),
+        (
+            {"data": DataConfig(Path("data.jsonl"), max_prompt_tokens=100, max_difficulty=8)},
+            "data.max_difficulty=8 leaves nothing out without data.difficulty",
+        ),
+        (
+            {"checkpoint": CheckpointConfig(every=10, keep_every=25)},
+            r"keep_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
+        ),
+        ({"profile": ProfileConfig(memory=True)}, "profile.memory needs profile.steps: name the steps"),
         ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
         ({"checkpoint": CheckpointConfig(every=0)}, "checkpoint.every=0 must be at least 1"),
         ({"checkpoint": CheckpointConfig(keep_every=0)}, "checkpoint.keep_every=0 must be at least 1"),

@@ -13,6 +13,7 @@ from bapo_megatron.config import (
     AlgorithmConfig,
     DataConfig,
     ModelConfig,
+    OptimizerConfig,
     ReferenceKlConfig,
     RewardConfig,
     RunConfig,
@@ -113,6 +114,30 @@ def test_a_penalty_that_holds_nothing_is_warned_of(
     Recorder(replace(run, algorithm=algorithm), 1, True).close()
     said = "warning: algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on"
     assert (said in capsys.readouterr().out) == warned
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"optimizer": OptimizerConfig(min_lr=1e-7)},
+            "warning: optimizer.min_lr=1e-07 is where a decay ends",
+        ),
+        ({"optimizer": OptimizerConfig(min_lr=1e-7, decay="cosine")}, ""),
+        ({"reward": RewardConfig(format_pattern=".*")}, "warning: reward.format_pattern changes no reward"),
+        ({"reward": RewardConfig(format_pattern=".*", format_penalty=0.1)}, ""),
+        ({"reward": RewardConfig(overlong_tokens=9)}, "warning: reward.overlong_tokens=9 changes no reward"),
+        ({"reward": RewardConfig(overlong_tokens=9, overlong_penalty=0.1)}, ""),
+    ],
+)
+def test_a_setting_that_does_nothing_is_warned_of(
+    change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Recorder(replace(config(tmp_path, RewardConfig()), **change), 1, True).close()
+    out = capsys.readouterr().out
+    assert said in out
+    assert ("warning:" in out) == bool(said)
 
 
 def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

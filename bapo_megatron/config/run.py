@@ -155,6 +155,8 @@ class RunConfig:
     def rule_problems(self) -> Iterator[str]:
         """Mistakes that the fields show by themselves, where each has a value of its type."""
         yield from out_of_range(self)
+        if self.name.strip(" ./") == "":
+            yield f"name={self.name!r} names no run: give one; its directory and boards have it, too"
         yield from parallel_problems(self.parallel)
         yield from pack_problems(self.batch, self.parallel, self.longest_sequence)
         yield from hold_problems(self.batch, self.parallel, self.algorithm.bounds)

@@ -237,9 +237,19 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
         )
 
 
+_NOT_IN_WANDB_PROJECTS = frozenset("/\\#?%:")
+
+
 def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Iterator[str]:
-    """Rules of the user's commands and URLs: their form. ``preflight.check_hooks`` looks for the programs."""
+    """Rules of the user's commands and URLs, and of W&B's project: their form.
+
+    ``preflight.check_hooks`` looks for the programs.
+    """
     yield from target_problems(logging.on_event)
+    project = logging.wandb_project or logging.project
+    if "wandb" in logging.chosen and set(project) & _NOT_IN_WANDB_PROJECTS:
+        name = "wandb_project" if logging.wandb_project else "project"
+        yield f"logging.{name}={project!r}: W&B takes no project with one of / \\ # ? % : in its name"
     command = checkpoint.after_export
     if command is None:
         return
@@ -264,7 +274,9 @@ def profile_problems(profile: ProfileConfig, steps: int) -> Iterator[str]:
             yield f"profile.steps has {step}: the run has steps 1 to {steps}"
 
 
-def unused_settings(reward: RewardConfig, optimizer: OptimizerConfig) -> Iterator[str]:
+def unused_settings(
+    reward: RewardConfig, optimizer: OptimizerConfig, evaluation: EvaluationConfig
+) -> Iterator[str]:
     """Settings that do nothing as the others are, each a line with the fix: warnings at the start of a run.
 
     No errors: a run that began with one can hardly be continued without it.
@@ -283,6 +295,11 @@ def unused_settings(reward: RewardConfig, optimizer: OptimizerConfig) -> Iterato
         yield (
             f"reward.overlong_tokens={reward.overlong_tokens} changes no reward, as "
             "reward.overlong_penalty=0: set the penalty, or leave the zone out"
+        )
+    if evaluation.every and evaluation.temperature == 0 and evaluation.samples > 1:
+        yield (
+            f"evaluation.samples={evaluation.samples} responses to a problem are the same one at "
+            "evaluation.temperature=0: set samples to 1"
         )
 
 

@@ -130,7 +130,7 @@ class Recorder:
                 f"response that hangs its scorer gets more than a wrong one; lower reward.failed",
                 flush=True,
             )
-        for text in unused_settings(reward, config.optimizer):
+        for text in unused_settings(reward, config.optimizer, config.evaluation):
             print(f"warning: {text}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:

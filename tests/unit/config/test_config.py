@@ -55,6 +55,7 @@ GOOD = RunConfig(
 def test_a_good_run_passes() -> None:
     GOOD.check()
     dataclasses.replace(GOOD, algorithm=AlgorithmConfig(old_log_probs="trainer", importance_cap=2.0)).check()
+    dataclasses.replace(GOOD, logging=LoggingConfig(trackers=("mlflow",), project="/team/sums")).check()
 
 
 def test_a_good_reward_passes() -> None:
@@ -67,6 +68,8 @@ def test_a_good_reward_passes() -> None:
     [
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"name": ""}, "name='' names no run: give one"),
+        ({"name": ".."}, "name='..' names no run: give one"),
         ({"optimizer": OptimizerConfig(beta2=1.5)}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
         ({"batch": BatchConfig(pack_tokens=299)}, "set it to at least 300"),
         ({"parallel": ParallelConfig(tensor=0)}, "parallel.tensor=0 must be at least 1"),
@@ -123,6 +126,14 @@ def test_a_good_reward_passes() -> None:
         (
             {"logging": LoggingConfig(on_event=("mail 'me",))},
             "on_event=.*no closing quotation; give a command",
+        ),
+        (
+            {"logging": LoggingConfig(trackers=("wandb",), project="team/sums")},
+            "logging.project='team/sums': W&B takes no project with one of",
+        ),
+        (
+            {"logging": LoggingConfig(wandb_project="50%")},
+            "logging.wandb_project='50%': W&B takes no project with one of",
         ),
         ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every=5 needs evaluation.suites"),
         ({"checkpoint": CheckpointConfig(keep_best=1)}, "keep_best=1 needs evaluation.every"),

@@ -12,6 +12,7 @@ from bapo_megatron.algo.bapo import grpo, paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     DataConfig,
+    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     ReferenceKlConfig,
@@ -129,6 +130,9 @@ def test_a_penalty_that_holds_nothing_is_warned_of(
         ({"reward": RewardConfig(format_pattern=".*", format_penalty=0.1)}, ""),
         ({"reward": RewardConfig(overlong_tokens=9)}, "warning: reward.overlong_tokens=9 changes no reward"),
         ({"reward": RewardConfig(overlong_tokens=9, overlong_penalty=0.1)}, ""),
+        ({"evaluation": EvaluationConfig(5, ("s",), 4, 0.0)}, "warning: evaluation.samples=4 responses to a"),
+        ({"evaluation": EvaluationConfig(0, ("s",), 4, 0.0)}, ""),
+        ({"evaluation": EvaluationConfig(5, ("s",), 1, 0.0)}, ""),
     ],
 )
 def test_a_setting_that_does_nothing_is_warned_of(

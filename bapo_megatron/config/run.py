@@ -196,4 +196,5 @@ class SftConfig:
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
         problems = [*out_of_range(self), *parallel_problems(self.parallel), *data_problems(self.data)]
+        problems += range_problems(self.data, self.optimizer)
         raise_problems(list(wrong_types(self)) or problems)

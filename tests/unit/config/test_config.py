@@ -34,6 +34,7 @@ from bapo_megatron.config import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    SftConfig,
     SglangConfig,
 )
 from bapo_megatron.config.recipe import load_recipe
@@ -196,6 +197,13 @@ def test_a_mistake_is_named(change: dict, message: str) -> None:
 def test_a_value_of_the_wrong_type_is_named(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(GOOD, **change).check()
+
+
+def test_a_mistake_in_a_warm_start_is_named() -> None:
+    """Megatron's own answer is an assertion without the field."""
+    config = SftConfig(GOOD.model, GOOD.data, Path("out"), optimizer=OptimizerConfig(lr=1e-6, min_lr=1e-5))
+    with pytest.raises(ConfigError, match=r"^optimizer.min_lr=1e-05 is above optimizer.lr=1e-06$"):
+        config.check()
 
 
 def test_all_mistakes_are_told_at_once() -> None:

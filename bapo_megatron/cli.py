@@ -78,6 +78,15 @@ usage: bapo COMMAND ...
 """
 
 
+_GOES_ON = {
+    "train": "; the same command continues from its last checkpoint, if it has one",
+    "sft": "; nothing is saved before its end, the same command begins anew",
+    "eval": "; the same command goes on where it stopped",
+    "study": "; the same command goes on where it stopped",
+}
+"""What Ctrl-C leaves of a command that has work to lose."""
+
+
 def main() -> None:
     """Entry point of the console script."""
     try:
@@ -112,9 +121,7 @@ def run(arguments: Sequence[str]) -> int:
     except (ConfigError, Preempted, RunStopped) as error:
         return report_error(error)
     except KeyboardInterrupt:
-        print(
-            "\nstopped; the same command continues from its last checkpoint, if it has one", file=sys.stderr
-        )
+        print(f"\nstopped{_GOES_ON.get(arguments[0], '')}", file=sys.stderr)
         return 130
 
 

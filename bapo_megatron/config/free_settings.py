@@ -13,7 +13,10 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 def _json_object(words: list[str]) -> dict[str, Any]:
     """The value of a flag that takes a JSON object. ValueError if it is something else."""
-    found = json.loads(words[0])
+    try:
+        found = json.loads(words[0])
+    except ValueError:  # the decoder's message names neither the value nor the form
+        found = None
     if not isinstance(found, dict):
         raise ValueError(f'{words[0]} is no JSON object: write {{"name": value}}')
     return found

@@ -21,7 +21,7 @@ class CheckpointConfig:
     keep_last: Annotated[int, Ge(0)] = 2
     """Newest checkpoints that are kept; older ones are deleted once a newer one is complete. 0 keeps all."""
     keep_every: Annotated[int | None, Ge(1)] = None
-    """Steps between checkpoints that are never deleted. None: there are none."""
+    """Steps between checkpoints that are never deleted, a multiple of `every`. None: there are none."""
     keep_best: Annotated[int, Ge(0)] = 0
     """Checkpoints that are kept for the highest `eval/mean` of their weights (see `evaluation`)."""
     export_every: Annotated[int, Ge(0)] = 0
@@ -76,7 +76,7 @@ class LoggingConfig:
     tensorboard: bool = True
     """Former way to leave TensorBoard out: False takes it from `trackers`."""
     wandb_project: str | None = None
-    """Former way to log to Weights & Biases: adds `wandb` to `trackers`, and is its project."""
+    """Former way to log to Weights & Biases: adds `wandb` to `trackers`, and is the project of W&B alone."""
     on_event: tuple[str, ...] = ()
     """Targets to which the run's events are sent (done, stalled, failed, requeued, engine lost, ...):
     commands, which get them as JSON on standard input, http(s) URLs, such as a Slack webhook, or $NAME, an

@@ -1,7 +1,8 @@
 """Recipe loader: runs a Python file that defines ``recipe()``, and returns its configuration.
 
-The file's code runs in this process. ConfigError for any failure; the fields themselves are not checked here.
-Every command that takes a recipe calls it. Used in ``commands/`` and this folder.
+The file's code runs in this process; what it prints goes to standard error, which no script reads.
+ConfigError for any failure; the fields themselves are not checked here. Every command that takes a recipe
+calls it. Used in ``commands/`` and this folder.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -22,6 +24,8 @@ C = TypeVar("C")
 
 def load_recipe(path: Path, kind: type[C]) -> C:
     """Configuration that ``recipe()`` in ``path`` returns. ConfigError if it fails or returns no ``kind``."""
+    if path.is_dir():
+        raise ConfigError(f"recipe {path} is a folder: name a Python file in it")
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
@@ -30,21 +34,42 @@ def load_recipe(path: Path, kind: type[C]) -> C:
     module = importlib.util.module_from_spec(spec)
     _serve_former_paths()
     try:
-        spec.loader.exec_module(module)
-        function = getattr(module, "recipe", None)
-        if not callable(function):
-            raise ConfigError(f"recipe {path} defines no function recipe()")
-        config = function()
+        with redirect_stdout(sys.stderr):  # on standard output a script expects a job's id, or JSON
+            spec.loader.exec_module(module)
+            function = getattr(module, "recipe", None)
+            if not callable(function):
+                raise ConfigError(f"recipe {path} defines no function recipe()")
+            config = function()
     except ConfigError:
         raise
+    except SystemExit as error:  # its exit code is not the command's: 0 would be a run that is done
+        raise ConfigError(
+            f"recipe {path} ends the program by sys.exit({error.code!r}) {_place(error, spec.origin)}: raise "
+            "an exception instead, or return a configuration"
+        ) from error
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(f"recipe {path}: {error!r} in {where.filename}, line {where.lineno}") from error
+        raise ConfigError(f"recipe {path}: {_told(error)} {_place(error, spec.origin)}") from error
     if not isinstance(config, kind):
         raise ConfigError(
             f"recipe {path}: recipe() returned {type(config).__name__}, expected {kind.__name__}"
         )
     return config
+
+
+def _told(error: Exception) -> str:
+    """An error in short; of a syntax error the message, as its place follows."""
+    return f"SyntaxError({error.msg!r})" if isinstance(error, SyntaxError) else repr(error)
+
+
+def _place(error: BaseException, recipe: str | None) -> str:
+    """File and line of an error: the recipe's last line in the traceback, and the line that raised it."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"in {error.filename}, line {error.lineno}"  # the traceback ends in the importer
+    frames = traceback.extract_tb(error.__traceback__)
+    raised = frames[-1]
+    asked = next((frame for frame in reversed(frames) if frame.filename == recipe), raised)
+    text = f"in {asked.filename}, line {asked.lineno}"
+    return text if asked is raised else f"{text} (from {raised.filename}, line {raised.lineno})"
 
 
 def _serve_former_paths() -> None:

@@ -155,6 +155,8 @@ class RunConfig:
     def rule_problems(self) -> Iterator[str]:
         """Mistakes that the fields show by themselves, where each has a value of its type."""
         yield from out_of_range(self)
+        if self.name.strip(" ./") == "":
+            yield f"name={self.name!r} names no run: give one; its directory and boards have it, too"
         yield from parallel_problems(self.parallel)
         yield from pack_problems(self.batch, self.parallel, self.longest_sequence)
         yield from hold_problems(self.batch, self.parallel, self.algorithm.bounds)
@@ -194,4 +196,5 @@ class SftConfig:
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
         problems = [*out_of_range(self), *parallel_problems(self.parallel), *data_problems(self.data)]
+        problems += range_problems(self.data, self.optimizer)
         raise_problems(list(wrong_types(self)) or problems)

@@ -54,7 +54,10 @@ _FORM = '[{"path": "data/math", "weight": 2, "reward": "math"}, {"path": "data/m
 
 def _from_json(words: list[str]) -> tuple[SourceConfig, ...]:
     """The value of a flag. ValueError if it is no JSON list of sources."""
-    found = json.loads(words[0])
+    try:
+        found = json.loads(words[0])
+    except ValueError:  # the decoder's message names neither the value nor the form
+        found = None
     if not isinstance(found, list) or not all(isinstance(one, dict) and "path" in one for one in found):
         raise ValueError(f"{words[0]} is no JSON list of sources: write {_FORM}")
     return tuple(_source(one) for one in found)

@@ -71,8 +71,15 @@ def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """Rules of the sources of prompts, of their rewards and of their environments."""
+    """Rules of the sources of prompts, of their difficulty, their rewards and their environments."""
     yield from source_problems(data.path, data.sources)
+    for name in ("min_difficulty", "max_difficulty"):
+        value = getattr(data, name)
+        if data.difficulty is None and value != getattr(DataConfig, name):
+            yield (
+                f"data.{name}={value:g} leaves nothing out without data.difficulty: say there where in "
+                "extra_info a problem's difficulty is"
+            )
     for source in data.sources:
         if source.reward is not None:
             yield from _function_problems(f"data.sources[{source.name}].reward", source.reward)
@@ -213,6 +220,12 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
             f"checkpoint.export_every={export} must be a multiple of checkpoint.every={every}, because a "
             f"checkpoint is what is exported: set it to {max(1, round(export / every)) * every}"
         )
+    kept = checkpoint.keep_every
+    if every > 0 and kept is not None and kept % every:
+        yield (
+            f"checkpoint.keep_every={kept} must be a multiple of checkpoint.every={every}, because only a "
+            f"checkpoint can be kept: set it to {max(1, round(kept / every)) * every}"
+        )
     if evaluation.every and not evaluation.suites:
         yield f"evaluation.every={evaluation.every} needs evaluation.suites: name at least one"
     if best and not evaluation.every:
@@ -224,9 +237,19 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
         )
 
 
+_NOT_IN_WANDB_PROJECTS = frozenset("/\\#?%:")
+
+
 def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Iterator[str]:
-    """Rules of the user's commands and URLs: their form. ``preflight.check_hooks`` looks for the programs."""
+    """Rules of the user's commands and URLs, and of W&B's project: their form.
+
+    ``preflight.check_hooks`` looks for the programs.
+    """
     yield from target_problems(logging.on_event)
+    project = logging.wandb_project or logging.project
+    if "wandb" in logging.chosen and set(project) & _NOT_IN_WANDB_PROJECTS:
+        name = "wandb_project" if logging.wandb_project else "project"
+        yield f"logging.{name}={project!r}: W&B takes no project with one of / \\ # ? % : in its name"
     command = checkpoint.after_export
     if command is None:
         return
@@ -243,10 +266,41 @@ def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Itera
 
 
 def profile_problems(profile: ProfileConfig, steps: int) -> Iterator[str]:
-    """Rules of ``profile.steps``: the run must have the steps."""
+    """Rules of ``profile.steps``: the run must have the steps, and ``memory`` is a part of their traces."""
+    if profile.memory and not profile.steps:
+        yield "profile.memory needs profile.steps: name the steps to trace"
     for step in profile.steps:
         if not 1 <= step <= steps:
             yield f"profile.steps has {step}: the run has steps 1 to {steps}"
+
+
+def unused_settings(
+    reward: RewardConfig, optimizer: OptimizerConfig, evaluation: EvaluationConfig
+) -> Iterator[str]:
+    """Settings that do nothing as the others are, each a line with the fix: warnings at the start of a run.
+
+    No errors: a run that began with one can hardly be continued without it.
+    """
+    if optimizer.min_lr and optimizer.decay == "constant":
+        yield (
+            f"optimizer.min_lr={optimizer.min_lr:g} is where a decay ends, and optimizer.decay=constant has "
+            "none: the learning rate stays; set optimizer.decay to linear or cosine"
+        )
+    if reward.format_pattern is not None and not reward.format_penalty:
+        yield (
+            "reward.format_pattern changes no reward, as reward.format_penalty=0: set the penalty, or leave "
+            "the pattern out"
+        )
+    if reward.overlong_tokens and not reward.overlong_penalty:
+        yield (
+            f"reward.overlong_tokens={reward.overlong_tokens} changes no reward, as "
+            "reward.overlong_penalty=0: set the penalty, or leave the zone out"
+        )
+    if evaluation.every and evaluation.temperature == 0 and evaluation.samples > 1:
+        yield (
+            f"evaluation.samples={evaluation.samples} responses to a problem are the same one at "
+            "evaluation.temperature=0: set samples to 1"
+        )
 
 
 def mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.run_job import JobState, lock_holder, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError, printable
-from bapo_megatron.runtime.events.kinds import BEGINNINGS, event_text, is_trouble
+from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS, event_text, is_trouble
 from bapo_megatron.runtime.events.progress import Patience, read_progress
 from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_files import read_plain
@@ -78,6 +78,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
     running = job is not None and job.status == "running" and job.end > 0
     state = _state(run, job)
     waits = state.startswith("PENDING")  # a requeued job has lost the nodes and servers of its last start
+    gone = waits or (job is None and state.startswith("not running"))
     return Status(
         run=run,
         job=replace(job, nodes="") if job and waits else job,
@@ -88,7 +89,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         metrics=metrics,
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=now - saved[1] if saved else None,
-        engines=None if waits else _engines(run, metrics, now),
+        engines=None if gone else _engines(run, metrics, now),
         moved=_moved(paths.metrics),
         stalled_s=_stalled_s(run, config, now) if state.lower().startswith("running") else None,
         trouble=event_text(trouble) if trouble else None,
@@ -132,7 +133,7 @@ def newest_checkpoint(run: Path) -> tuple[int, float] | None:
 def _state(run: Path, job: JobState | None) -> str:
     pid = lock_holder(run)
     if job is None:
-        return f"running here, process {pid}" if pid else "not running"
+        return f"running here, process {pid}" if pid else _ended(run)
     queued = queue_state(job.job)
     if queued is None:
         return f"{job.status} (Slurm does not answer here)"
@@ -144,6 +145,17 @@ def _state(run: Path, job: JobState | None) -> str:
     if job.status == "requeued":
         return f"{state or 'not in the queue'}; it was cancelled before it started again"
     return job.status
+
+
+def _ended(run: Path) -> str:
+    """State of a local run that no process here has open, by its last beginning or end in events.jsonl."""
+    kinds = (row.get("kind") for row in tail_rows(RunPaths(run).events))
+    last = next((kind for kind in kinds if kind in (*BEGINNINGS, *ENDS)), None)
+    if last in ENDS:
+        return f"not running, {last}"
+    if last is None:
+        return "not running"
+    return "not running here, and no end is recorded: killed, or on another machine"
 
 
 def _engines(run: Path, metrics: dict[str, Any], now: float) -> tuple[int, int] | None:

@@ -84,7 +84,8 @@ class RecipeFacts:
 def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], RecipeFacts | None]:
     """The recipe's rows, and its facts if it could be loaded. ConfigError if a flag is wrong."""
     if not recipe.is_file():
-        raise ConfigError(f"recipe {recipe} does not exist")
+        what = "is a folder: name a Python file in it" if recipe.is_dir() else "does not exist"
+        raise ConfigError(f"recipe {recipe} {what}")
     child = run_module("bapo_megatron.commands.doctor.recipe", [str(recipe), *flags], DEADLINE_S)
     answer = _last_answer(child.output)
     if child.code == 2 and answer is None:

@@ -109,7 +109,6 @@ def _weighted(
 def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None = None) -> list[Any]:
     """Draw a thin line of the measured values, and a thick one of their moving mean, pale where it is of few
     tokens; returns the artists."""
-    marker = "o" if len(line.thick.step) < _FEW_POINTS else None
     known = np.isfinite(line.thick.value).any() or np.isfinite(line.pale.value).any()
     return [
         *axes.plot(line.thin.step, line.thin.value, color=colour, linewidth=0.8, alpha=0.3),
@@ -120,7 +119,7 @@ def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None 
             linewidth=1.2,
             alpha=0.4,
             linestyle=style,
-            marker=marker,
+            **_markers(line.pale),
         ),
         *axes.plot(
             line.thick.step,
@@ -129,9 +128,19 @@ def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None 
             label=label if known else None,
             linewidth=2,
             linestyle=style,
-            marker=marker,
+            **_markers(line.thick),
         ),
     ]
+
+
+def _markers(series: Series) -> dict[str, Any]:
+    """Marks of all points of a short curve; of a longer one, of points without a neighbour, as a line between
+    gaps is none."""
+    if len(series.step) < _FEW_POINTS:
+        return {"marker": "o"}
+    known = np.isfinite(series.value)
+    alone = known & ~np.insert(known[:-1], 0, False) & ~np.append(known[1:], False)
+    return {"marker": "o", "markersize": 4, "markevery": alone.tolist()} if alone.any() else {}
 
 
 def mark_cut_offs(axes: Any, line: Line, colour: str) -> list[Any]:

@@ -276,12 +276,19 @@ def _line_names(labels: Sequence[str]) -> str:
 def report_command(arguments: Sequence[str]) -> None:
     """The command ``bapo report RUN [RUN ...] [--output DIR]``: write the page, and print where it is."""
     usage = "usage: bapo report RUN [RUN ...] [--output DIR], with directories of runs"
-    runs, output = [Path(argument) for argument in arguments], None
-    if "--output" in arguments:
-        place = arguments.index("--output")
-        if place + 1 == len(arguments):
+    named = [part for word in arguments for part in _split_output(word)]
+    runs, output = [Path(argument) for argument in named], None
+    if "--output" in named:
+        place = named.index("--output")
+        if place + 1 == len(named):
             refuse_arguments(arguments, usage)
         runs, output = runs[:place] + runs[place + 2 :], runs[place + 1]
     if not runs or any(str(run).startswith("-") for run in runs):
         refuse_arguments(arguments, usage)
     print(write_report(runs, output))
+
+
+def _split_output(word: str) -> list[str]:
+    """``--output=DIR`` as two words; an empty DIR as none."""
+    name, equals, folder = word.partition("=")
+    return [name, *([folder] if folder else [])] if equals and name == "--output" else [word]

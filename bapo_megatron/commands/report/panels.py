@@ -145,11 +145,12 @@ PANELS = (
         "tokens per response",
         (
             Curve("rollout/length_mean", NEUTRAL, "all"),
-            Curve("rollout/length_positive_mean", POSITIVE, "positive"),
-            Curve("rollout/length_negative_mean", NEGATIVE, "negative"),
+            Curve("rollout/length_positive_mean", POSITIVE, "right"),
+            Curve("rollout/length_negative_mean", NEGATIVE, "wrong"),
         ),
-        "Mean length of the responses with positive and with negative advantage. Longer negatives hold more "
-        "tokens and so more of the loss: one cause of the imbalance that BAPO corrects.",
+        "Mean length of right responses, whose reward is nearer to reward.correct, and of wrong ones, in all "
+        "sampled groups. Longer wrong ones hold more tokens and so more of the loss: one cause of the "
+        "imbalance that BAPO corrects.",
         "Fig. 6",
     ),
     Panel(

@@ -232,8 +232,9 @@ def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
 
 
 def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
+    """Legend entries of the runs. Two dollar signs in a name are not the ends of a formula."""
     return [
-        Line2D([], [], color=colour, linewidth=2, label=run.name)
+        Line2D([], [], color=colour, linewidth=2, label=run.name.replace("$", r"\$"))
         for run, colour in zip(runs, COLOURS, strict=False)
     ]
 

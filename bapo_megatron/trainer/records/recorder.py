@@ -19,6 +19,7 @@ import torch
 from bapo_megatron.algo.bounds import BoundsConfig, describe
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import AlgorithmConfig, RunConfig
+from bapo_megatron.config.validation import unused_settings
 from bapo_megatron.errors import GapError
 from bapo_megatron.reward.functions import is_built_in
 from bapo_megatron.runtime.distributed import barrier
@@ -138,6 +139,8 @@ class Recorder:
                 f"response that hangs its scorer gets more than a wrong one; lower reward.failed",
                 flush=True,
             )
+        for text in unused_settings(reward, config.optimizer, config.evaluation):
+            print(f"warning: {text}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:
         """Write the metrics of a step and of its updates, and move the progress line."""

@@ -96,3 +96,24 @@ def test_the_study_says_what_it_needs(
     message = capsys.readouterr().err
     assert f"{tmp_path} is none: clone it" in message
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("train", "stopped; the same command continues from its last checkpoint, if it has one"),
+        ("sft", "stopped; nothing is saved before its end, the same command begins anew"),
+        ("eval", "stopped; the same command goes on where it stopped"),
+        ("status", "stopped"),
+    ],
+)
+def test_ctrl_c_promises_no_more_than_the_command_keeps(
+    command: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    module, _, function = COMMANDS[command].partition(":")
+    monkeypatch.setattr(f"bapo_megatron.{module}.{function}", interrupted)
+    assert run([command, "x"]) == 130
+    assert capsys.readouterr().err == f"\n{told}\n"

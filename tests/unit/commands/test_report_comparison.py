@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from bapo_megatron.cli import run as bapo
-from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.data import RunRecord, read_run
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
 from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.page import (
@@ -19,7 +19,7 @@ from bapo_megatron.commands.report.page import (
     write_report,
 )
 from bapo_megatron.commands.report.panels import PANELS, REFERENCE
-from bapo_megatron.commands.report.plots import common_bands
+from bapo_megatron.commands.report.plots import _run_handles, common_bands
 from tests.unit.commands.test_report import (
     ALLOWED,
     BOUNDS,
@@ -165,11 +165,28 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("few_pictures")
+def test_a_name_of_a_run_is_no_formula(tmp_path: Path) -> None:
+    """Two dollar signs are a formula to matplotlib: a wrong one was an error, a right one lost letters."""
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place, name in zip(places, ("a$^$b", "lr$x$"), strict=True):
+        place.mkdir()
+        write_lines(place / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
+        write_config(place, {"name": name})
+    assert "lr$x$" in write_report(places, tmp_path / "out").read_text()
+    assert [handle.get_label() for handle in _run_handles([read_run(place) for place in places])] == [
+        r"a\$^\$b",
+        r"lr\$x\$",
+    ]
+
+
+@pytest.mark.usefixtures("few_pictures")
 def test_the_command_chooses_the_page(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bapo(["report", str(runs[2]), "--output", str(tmp_path / "one")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "one" / "index.html")
+    assert bapo(["report", f"--output={tmp_path / 'two'}", str(runs[2])]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "two" / "index.html")
     assert bapo(["report", str(runs[2]), str(runs[1])]) == 0
     assert capsys.readouterr().out.strip() == str(runs[0].parent / "comparison" / "index.html")
     assert common_folder([Path("/a/b/run"), Path("/a/c/run")]) == Path("/a")
@@ -180,6 +197,7 @@ def test_the_command_chooses_the_page(
     [
         ([], "usage: bapo report RUN"),
         (["--output"], "usage: bapo report RUN"),
+        (["{0}", "--output="], "usage: bapo report RUN"),
         (["{0}", "--wrong"], "usage: bapo report RUN"),
         (["{0}", "{0}"], "is given twice"),
         (["{0}", "nowhere"], "is not a run directory"),

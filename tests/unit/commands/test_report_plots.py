@@ -90,6 +90,17 @@ def test_pale_parts_are_drawn_paler() -> None:
     assert pale.get_linewidth() < thick.get_linewidth()
 
 
+def test_a_value_between_gaps_is_seen() -> None:
+    """Such as the entropy of the only step of three that made an update: a line of one point is none."""
+    axes = Figure().subplots()
+    values = Series(np.arange(10.0), np.where(np.isin(np.arange(10), (0, 2, 3, 5)), 0.5, np.nan))
+    _, _, thick = draw_line(axes, Line(values, values, values, np.ones(1)), "#000000", "-")
+    assert thick.get_marker() == "o"
+    assert np.flatnonzero(thick.get_markevery()).tolist() == [0, 5]
+    whole = Series(np.arange(10.0), np.ones(10))
+    assert draw_line(axes, Line(whole, whole, whole, np.ones(1)), "#000000", "-")[2].get_marker() == "None"
+
+
 def test_values_outside_the_axes_are_marked_at_the_edge() -> None:
     axes = Figure().subplots()
     axes.set_ylim(0, 1)

@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,30 @@ def test_a_local_run_needs_no_slurm(run: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert lock_holder(run) == os.getpid()
         assert f"job         running here, process {os.getpid()}" in status_text(read_status(run, NOW))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        (("start", "done"), "not running, done"),
+        (("start", "stopped", "resume", "preempted", "after_export_done"), "not running, preempted"),
+        (
+            ("start", "done", "resume", "checkpoint"),
+            "not running here, and no end is recorded: killed, or on another machine",
+        ),
+    ],
+)
+def test_how_a_local_run_ended(run: Path, kinds: tuple[str, ...], told: str) -> None:
+    """Its last metrics say that an engine was alive; it is not any more."""
+    (run / "slurm.state").unlink()
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 120, "sampler/engines": 1.0}) + "\n")
+    shutil.rmtree(run / "engines")
+    (run / "events.jsonl").write_text("".join(json.dumps({"kind": kind}) + "\n" for kind in kinds))
+    with (run / ".lock").open("w") as lock:
+        assert f"job         {told}\n" in (text := status_text(read_status(run, NOW)))
+        assert "alive" not in text
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "engines     1 of 1 alive\n" in status_text(read_status(run, NOW))
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:

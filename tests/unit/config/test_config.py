@@ -33,9 +33,11 @@ from bapo_megatron.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ProfileConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    SftConfig,
     SglangConfig,
 )
 from bapo_megatron.config.recipe import load_recipe
@@ -57,6 +59,7 @@ GOOD = RunConfig(
 def test_a_good_run_passes() -> None:
     GOOD.check()
     dataclasses.replace(GOOD, algorithm=AlgorithmConfig(old_log_probs="trainer", importance_cap=2.0)).check()
+    dataclasses.replace(GOOD, logging=LoggingConfig(trackers=("mlflow",), project="/team/sums")).check()
 
 
 def test_a_good_reward_passes() -> None:
@@ -69,6 +72,8 @@ def test_a_good_reward_passes() -> None:
     [
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"name": ""}, "name='' names no run: give one"),
+        ({"name": ".."}, "name='..' names no run: give one"),
         ({"optimizer": OptimizerConfig(beta2=1.5)}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
         ({"batch": BatchConfig(pack_tokens=299)}, "set it to at least 300"),
         ({"parallel": ParallelConfig(tensor=0)}, "parallel.tensor=0 must be at least 1"),
@@ -91,6 +96,19 @@ def test_a_good_reward_passes() -> None:
             "segment_tokens=0 must be at",
         ),
         ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
+        (
+            {"data": DataConfig(Path("data.jsonl"), max_prompt_tokens=100, min_difficulty=0.25)},
+            "data.min_difficulty=0.25 leaves nothing out without data.difficulty: say there where",
+        ),
+        (
+            {"data": DataConfig(Path("data.jsonl"), max_prompt_tokens=100, max_difficulty=8)},
+            "data.max_difficulty=8 leaves nothing out without data.difficulty",
+        ),
+        (
+            {"checkpoint": CheckpointConfig(every=10, keep_every=25)},
+            r"keep_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
+        ),
+        ({"profile": ProfileConfig(memory=True)}, "profile.memory needs profile.steps: name the steps"),
         ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
         ({"checkpoint": CheckpointConfig(every=0)}, "checkpoint.every=0 must be at least 1"),
         ({"checkpoint": CheckpointConfig(keep_every=0)}, "checkpoint.keep_every=0 must be at least 1"),
@@ -112,6 +130,14 @@ def test_a_good_reward_passes() -> None:
         (
             {"logging": LoggingConfig(on_event=("mail 'me",))},
             "on_event=.*no closing quotation; give a command",
+        ),
+        (
+            {"logging": LoggingConfig(trackers=("wandb",), project="team/sums")},
+            "logging.project='team/sums': W&B takes no project with one of",
+        ),
+        (
+            {"logging": LoggingConfig(wandb_project="50%")},
+            "logging.wandb_project='50%': W&B takes no project with one of",
         ),
         ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every=5 needs evaluation.suites"),
         ({"checkpoint": CheckpointConfig(keep_best=1)}, "keep_best=1 needs evaluation.every"),
@@ -174,6 +200,13 @@ def test_a_mistake_is_named(change: dict, message: str) -> None:
 def test_a_value_of_the_wrong_type_is_named(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(GOOD, **change).check()
+
+
+def test_a_mistake_in_a_warm_start_is_named() -> None:
+    """Megatron's own answer is an assertion without the field."""
+    config = SftConfig(GOOD.model, GOOD.data, Path("out"), optimizer=OptimizerConfig(lr=1e-6, min_lr=1e-5))
+    with pytest.raises(ConfigError, match=r"^optimizer.min_lr=1e-05 is above optimizer.lr=1e-06$"):
+        config.check()
 
 
 def test_all_mistakes_are_told_at_once() -> None:
@@ -359,7 +392,9 @@ def test_data_parallel_size() -> None:
         ("def recipe(): return 3", "returned int, expected RunConfig"),
         ("import missing_module_of_nobody", "No module named 'missing_module_of_nobody'.*line 1"),
         ("def recipe():\n    return 1 / 0", "ZeroDivisionError.*line 2"),
-        ("def recipe(:", "SyntaxError"),
+        ("x = 1\ndef recipe(:", r"SyntaxError\('invalid syntax'\) in .*bad\.py, line 2$"),
+        ("import json\ndef recipe():\n    json.loads('{')", r"in .*bad\.py, line 3 \(from .*decoder\.py, "),
+        ("import sys\ndef recipe():\n    sys.exit(0)", r"ends the program by sys\.exit\(0\) in .*line 3: "),
     ],
 )
 def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
@@ -372,6 +407,18 @@ def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_recipe(tmp_path / "none.py", RunConfig)
+    with pytest.raises(ConfigError, match="is a folder: name a Python file in it"):
+        load_recipe(tmp_path, RunConfig)
+
+
+def test_what_a_recipe_prints_is_not_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There scripts expect the id of a job (`bapo submit`), or JSON (`bapo plan --json`)."""
+    path = tmp_path / "chatty.py"
+    path.write_text("print('loading')\ndef recipe():\n    print('made')\n    return {}")
+    load_recipe(path, dict)
+    assert capsys.readouterr() == ("", "loading\nmade\n")
 
 
 def test_a_range_stands_at_the_field() -> None:

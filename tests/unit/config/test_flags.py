@@ -124,3 +124,18 @@ def test_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.run.batch.pack_tokens == 512
     assert plan.options.as_json
     assert plan.options.gpu == "h200-141gb"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--data.sources", "a.jsonl", 'a.jsonl is no JSON list of sources: write [{"path":'),
+        ("--algorithm.loss-settings", "high=4", 'high=4 is no JSON object: write {"name": value}'),
+    ],
+)
+def test_a_value_that_is_no_json_is_named_with_the_form(
+    flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="^2$"):
+        parse_options(RunConfig, "bapo plan", [flag, value], load_recipe(DEMO, RunConfig))
+    assert told in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -112,7 +112,7 @@ def test_the_tracker_gets_each_row_in_order(run: FilesOfRun) -> None:
 
 
 def test_the_tracker_gets_the_configuration(run: FilesOfRun) -> None:
-    known = tracked_run(run.paths.root)
+    known = tracked_run(run.paths.root, "wandb")
     assert (known.id, known.name, known.project) == ("0123abcd", "demo", "sums")
     assert known.config["seed"] == "3"
     assert known.folder == run.paths.trackers
@@ -132,7 +132,7 @@ def test_the_configuration_that_boards_get_has_no_keys(
         "reward.settings": {"key": "abcdef0123", "url": "https://judge/v1?key=s3cret", "model": "m"},
     }
     run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
-    assert tracked_run(run.paths.root).config == {
+    assert tracked_run(run.paths.root, "wandb").config == {
         "name": "demo",
         "logging.project": "sums",
         "data.path": "x",
@@ -144,7 +144,14 @@ def test_the_configuration_that_boards_get_has_no_keys(
 def test_the_former_field_names_the_project(run: FilesOfRun) -> None:
     config = {"name": "demo", "logging.wandb_project": "older"}
     run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
-    assert tracked_run(run.paths.root).project == "older"
+    assert tracked_run(run.paths.root, "wandb").project == "older"
+
+
+def test_the_former_field_names_the_project_of_wandb_alone(run: FilesOfRun) -> None:
+    config = {"name": "demo", "logging.wandb_project": "older", "logging.project": "sums"}
+    run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
+    found = [tracked_run(run.paths.root, name).project for name in ("wandb", "trackio", "mlflow")]
+    assert found == ["older", "sums", "sums"]
 
 
 @pytest.mark.parametrize("stored", [0, 1, 2, 3, 4, 5])

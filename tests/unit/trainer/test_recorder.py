@@ -13,7 +13,9 @@ from bapo_megatron.algo.bapo import grpo, paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     DataConfig,
+    EvaluationConfig,
     ModelConfig,
+    OptimizerConfig,
     ReferenceKlConfig,
     RewardConfig,
     RunConfig,
@@ -99,6 +101,33 @@ def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
     Recorder(config(tmp_path, reward), 1, True).close()
     said = "warning: reward.failed=0 is above reward.wrong=-1: a response that hangs its scorer gets more"
     assert (said in capsys.readouterr().out) == warned
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"optimizer": OptimizerConfig(min_lr=1e-7)},
+            "warning: optimizer.min_lr=1e-07 is where a decay ends",
+        ),
+        ({"optimizer": OptimizerConfig(min_lr=1e-7, decay="cosine")}, ""),
+        ({"reward": RewardConfig(format_pattern=".*")}, "warning: reward.format_pattern changes no reward"),
+        ({"reward": RewardConfig(format_pattern=".*", format_penalty=0.1)}, ""),
+        ({"reward": RewardConfig(overlong_tokens=9)}, "warning: reward.overlong_tokens=9 changes no reward"),
+        ({"reward": RewardConfig(overlong_tokens=9, overlong_penalty=0.1)}, ""),
+        ({"evaluation": EvaluationConfig(5, ("s",), 4, 0.0)}, "warning: evaluation.samples=4 responses to a"),
+        ({"evaluation": EvaluationConfig(0, ("s",), 4, 0.0)}, ""),
+        ({"evaluation": EvaluationConfig(5, ("s",), 1, 0.0)}, ""),
+    ],
+)
+def test_a_setting_that_does_nothing_is_warned_of(
+    change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Recorder(replace(config(tmp_path, RewardConfig()), **change), 1, True).close()
+    out = capsys.readouterr().out
+    assert said in out
+    assert ("warning:" in out) == bool(said)
 
 
 @pytest.mark.usefixtures("one_process_group")

@@ -67,7 +67,7 @@ class Observer:
     def __init__(
         self, root: Path, name: str, resume_step: int, opened: Callable[[TrackedRun], Tracker], inbox: Inbox
     ) -> None:
-        self._paths, self._opened, self._inbox = RunPaths(root), opened, inbox
+        self._paths, self._name, self._opened, self._inbox = RunPaths(root), name, opened, inbox
         self._resume_step: int | None = resume_step
         self._file = self._paths.tracker_state(name)
         self._state = replace(read_state(self._file), kept=None)
@@ -91,7 +91,7 @@ class Observer:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _follow(self) -> None:
-        tracker = self._opened(tracked_run(self._paths.root))
+        tracker = self._opened(tracked_run(self._paths.root, self._name))
         try:
             self._write_all(tracker)
         except BaseException:

@@ -107,14 +107,18 @@ class Tracker(Protocol):
         """Flush, and mark the tracked run as not running."""
 
 
-def tracked_run(root: Path) -> TrackedRun:
-    """Description of the run in the run directory ``root``, read from its files."""
+def tracked_run(root: Path, tracker: str) -> TrackedRun:
+    """Description of the run in the run directory ``root`` for a tracker of this name, from the run's files.
+
+    ``logging.wandb_project`` is the project of W&B alone.
+    """
     paths = RunPaths(root)
     with read_plain(paths.config) as file:
         config = json.load(file)["config"]
     with read_plain(paths.wandb_id) as file:
         run_id = file.read().decode().strip()
-    project = config.get("logging.wandb_project") or config.get("logging.project", _PROJECT)
+    former = config.get("logging.wandb_project") if tracker == "wandb" else None
+    project = former or config.get("logging.project", _PROJECT)
     shown = {name: redacted(str(value)) for name, value in config.items() if name not in _PRIVATE}
     texts = {name: _QUERY.sub(r"\1***", text) for name, text in shown.items()}
     return TrackedRun(run_id, config["name"], project, texts, paths.trackers.absolute())

@@ -71,15 +71,8 @@ def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """Rules of the sources of prompts, of their difficulty, their rewards and their environments."""
+    """Rules of the sources of prompts, their rewards and their environments."""
     yield from source_problems(data.path, data.sources)
-    for name in ("min_difficulty", "max_difficulty"):
-        value = getattr(data, name)
-        if data.difficulty is None and value != getattr(DataConfig, name):
-            yield (
-                f"data.{name}={value:g} leaves nothing out without data.difficulty: say there where in "
-                "extra_info a problem's difficulty is"
-            )
     for source in data.sources:
         if source.reward is not None:
             yield from _function_problems(f"data.sources[{source.name}].reward", source.reward)
@@ -275,12 +268,19 @@ def profile_problems(profile: ProfileConfig, steps: int) -> Iterator[str]:
 
 
 def unused_settings(
-    reward: RewardConfig, optimizer: OptimizerConfig, evaluation: EvaluationConfig
+    data: DataConfig, reward: RewardConfig, optimizer: OptimizerConfig, evaluation: EvaluationConfig
 ) -> Iterator[str]:
     """Settings that do nothing as the others are, each a line with the fix: warnings at the start of a run.
 
     No errors: a run that began with one can hardly be continued without it.
     """
+    for name in ("min_difficulty", "max_difficulty"):
+        value = getattr(data, name)
+        if data.difficulty is None and value != getattr(DataConfig, name):
+            yield (
+                f"data.{name}={value:g} leaves nothing out without data.difficulty: say there where in "
+                "extra_info a problem's difficulty is"
+            )
     if optimizer.min_lr and optimizer.decay == "constant":
         yield (
             f"optimizer.min_lr={optimizer.min_lr:g} is where a decay ends, and optimizer.decay=constant has "

@@ -97,14 +97,6 @@ def test_a_good_reward_passes() -> None:
         ),
         ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
         (
-            {"data": DataConfig(Path("data.jsonl"), max_prompt_tokens=100, min_difficulty=0.25)},
-            "data.min_difficulty=0.25 leaves nothing out without data.difficulty: say there where",
-        ),
-        (
-            {"data": DataConfig(Path("data.jsonl"), max_prompt_tokens=100, max_difficulty=8)},
-            "data.max_difficulty=8 leaves nothing out without data.difficulty",
-        ),
-        (
             {"checkpoint": CheckpointConfig(every=10, keep_every=25)},
             r"keep_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
         ),

@@ -108,6 +108,11 @@ def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
     ("change", "said"),
     [
         (
+            {"data": DataConfig(Path("data.jsonl"), min_difficulty=0.25)},
+            "warning: data.min_difficulty=0.25 leaves nothing out without data.difficulty: say there where",
+        ),
+        ({"data": DataConfig(Path("data.jsonl"), difficulty="level", max_difficulty=8)}, ""),
+        (
             {"optimizer": OptimizerConfig(min_lr=1e-7)},
             "warning: optimizer.min_lr=1e-07 is where a decay ends",
         ),

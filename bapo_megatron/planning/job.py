@@ -303,8 +303,13 @@ class Job:
 
     @property
     def typical_length(self) -> float:
-        """Token-weighted mean sequence length, sum n^2 / sum n; twice the mean for exponential lengths."""
-        return min(self.run.longest_sequence, 2 * (self.mean_prompt + self.mean_response))
+        """Token-weighted mean sequence length, E[n^2] / E[n] over prompts of the mean length and ``lengths``.
+
+        Attention of a token costs as much as its sequence is long, and most tokens are in long ones.
+        """
+        prompt, response = self.mean_prompt, self.mean_response
+        squares = prompt**2 + 2 * response * (prompt + self.lengths.running_mean)
+        return squares / (prompt + response)
 
 
 def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:

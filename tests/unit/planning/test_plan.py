@@ -292,7 +292,7 @@ def test_traffic_takes_the_network_once_a_group_leaves_the_node() -> None:
 
 def test_speed_adds_up() -> None:
     """No pipeline: time is executed FLOPs over the stated rates, and full recompute adds the layers once."""
-    attention = attention_flops(SMALL, 30) / 30  # 2 x mean 16, but at most 16 + 14
+    attention = attention_flops(SMALL, 16) / 16  # every response has 14 tokens, a prompt 2
     body, head = 2 * 4 * 576, 512
     # "selective" recomputes the MLP, 2 x 4 x 3 x 8 x 16, and the attention.
     for mode, again, scores in (("none", 0, 0), ("selective", 3072, 1), ("full", body, 1)):
@@ -329,10 +329,23 @@ def test_forward_only_passes_of_an_update(algorithm: AlgorithmConfig, passes: fl
     assert forward_passes(one) == passes
 
 
+@pytest.mark.parametrize(("mean", "spread"), [(16384, 1.5), (8000, 1.5), (50000, 1.5), (16384, 0.3)])
+def test_attention_is_that_of_the_assumed_lengths(mean: int, spread: float) -> None:
+    """The token-weighted mean of the lengths by 20,000 quantiles, with prompts of the mean length."""
+    found = planned(mean_response_tokens=mean, length_spread=spread)
+    responses = [found.lengths.quantile((i + 0.5) / 20_000) for i in range(20_000)]
+    lengths = [found.mean_prompt + response for response in responses]
+    expected = sum(n * n for n in lengths) / sum(lengths)
+    assert found.typical_length == pytest.approx(expected, rel=0.005)
+    assert speed(found).flops_per_token == pytest.approx(
+        3 * (linear_flops_per_token(BIG) + attention_flops(BIG, expected) / expected), rel=0.005
+    )
+
+
 def test_pipeline_speed() -> None:
     """Two stages, 8 packs: 9 slots of the last stage, which has the output layer."""
     found = speed(job(ParallelConfig(pipeline=2)))
-    attention = attention_flops(SMALL, 30) / 30 / 2
+    attention = attention_flops(SMALL, 16) / 16 / 2
     body = 2 * 4 * 576 / 2
     slot = 16 * ((body * 4 + 4 * 512) / 0.3 + attention * 4.5 / 0.5) / 989e12
     assert found.update_seconds == pytest.approx(9 * slot)

@@ -302,6 +302,17 @@ class Job:
         return multiple * max(1, -int(-self.tokens_per_update // per_pack))
 
     @property
+    def packs_fill(self) -> float:
+        """Tokens of an update over those that one pack of every replica holds: below 1 replicas idle."""
+        return self.tokens_per_update / (self.run.batch.pack_tokens * self.replicas)
+
+    @property
+    def filled_packs(self) -> float:
+        """Packs that the busiest replica computes in an update: its share of the tokens, at least one pack,
+        which one response may fill. The interleaved schedule computes all ``micro_batches``, dummies too."""
+        return self.micro_batches if self.parallel.virtual > 1 else max(1.0, self.packs_fill)
+
+    @property
     def typical_length(self) -> float:
         """Token-weighted mean sequence length, E[n^2] / E[n] over prompts of the mean length and ``lengths``.
 
@@ -325,7 +336,7 @@ def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
     return min(warm_up + 1, micro_batches * parallel.virtual)
 
 
-def slots(parallel: ParallelConfig, micro_batches: int) -> float:
+def slots(parallel: ParallelConfig, micro_batches: float) -> float:
     """Duration of a pipeline pass, M + (PP - 1) / virtual, in units of a stage's time for one micro-batch.
 
     M micro-batches; each other stage adds one chunk while the pipeline fills and drains.

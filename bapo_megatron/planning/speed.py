@@ -44,7 +44,8 @@ class Speed:
     the forward-only passes for bounds and pi_old."""
     micro_batches: int
     idle: float
-    """Share of the time that GPUs idle: the pipeline bubble, unequal stages and unequal experts."""
+    """Share of the time that GPUs idle: the pipeline bubble, unequal stages and unequal experts, and replicas
+    that an update has no full pack for."""
     update_seconds: float
     """Seconds of the training pass and of the forward-only passes."""
     forward_seconds: float
@@ -52,16 +53,16 @@ class Speed:
     link_seconds: float
     """Seconds of communication at the links' stated rates, none of it hidden; not part of update_seconds."""
     tokens_per_second: float
-    """Tokens per second and GPU over the whole update."""
+    """Tokens of the update per second and GPU: empty places of packs do not count."""
     model_utilization: float
     """Model FLOPs of the training pass over peak x time: what a log of the run would show as MFU."""
 
 
 def speed(job: Job) -> Speed:
-    """Estimated speed of an update with full packs."""
+    """Estimated speed of an update, of full packs where it has one for each replica."""
     forward = forward_flops(job, job.typical_length)
     train, before = _seconds(job, training=True), forward_passes(job) * _seconds(job, training=False)
-    tokens = job.micro_batches * job.run.batch.pack_tokens * job.replicas
+    tokens = job.tokens_per_update
     rate = tokens / (train + before) / job.gpus
     work = _training(job)
     executed = work.flops + forward_passes(job) * forward
@@ -164,7 +165,7 @@ def _seconds(job: Job, training: bool) -> float:
     work = _training(job) if training else _forward(job)
     ranks = job.parallel.tensor * job.parallel.context
     pack = work.slowest_stage(job) * job.run.batch.pack_tokens / ranks
-    return pack * slots(job.parallel, job.micro_batches)
+    return pack * slots(job.parallel, job.filled_packs)
 
 
 @dataclass(frozen=True)

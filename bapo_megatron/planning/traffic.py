@@ -101,7 +101,7 @@ def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
 
 def _per_update(job: Job) -> float:
     """Tokens of a rank over all micro-batches of an update."""
-    return job.tokens * job.micro_batches
+    return job.tokens * job.filled_packs
 
 
 def _tensor(job: Job) -> float:

@@ -329,6 +329,33 @@ def test_forward_only_passes_of_an_update(algorithm: AlgorithmConfig, passes: fl
     assert forward_passes(one) == passes
 
 
+def test_replicas_without_a_full_pack_idle() -> None:
+    """8 packs: on 16 replicas as long as on 8, at half the tokens a GPU, and nothing the better for it."""
+    eight, sixteen = (make_plan(job(ParallelConfig(data=data))) for data in (8, 16))
+    assert sixteen.speed.update_seconds == pytest.approx(eight.speed.update_seconds)
+    assert sixteen.speed.tokens_per_second == pytest.approx(eight.speed.tokens_per_second / 2)
+    assert sixteen.speed.idle == pytest.approx(0.5)
+    assert sixteen.cost > 1.9 * eight.cost
+    text = plan_text(sixteen, [], [])
+    assert "WARNING: its 128 tokens fill 50% of one pack of each of 16 replicas" in text
+    assert "of each of" not in plan_text(eight, [], [])
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=3),
+        ParallelConfig(data=16),
+        ParallelConfig(pipeline=2, data=3),
+        ParallelConfig(pipeline=2, virtual=2, data=3),
+    ],
+)
+def test_the_rate_is_that_of_the_tokens_there_are(parallel: ParallelConfig) -> None:
+    one = job(parallel)
+    found = speed(one)
+    assert found.tokens_per_second * found.update_seconds * one.gpus == pytest.approx(one.tokens_per_update)
+
+
 @pytest.mark.parametrize(("mean", "spread"), [(16384, 1.5), (8000, 1.5), (50000, 1.5), (16384, 0.3)])
 def test_attention_is_that_of_the_assumed_lengths(mean: int, spread: float) -> None:
     """The token-weighted mean of the lengths by 20,000 quantiles, with prompts of the mean length."""

@@ -267,16 +267,17 @@ def _speed(plan: JobPlan) -> Iterator[str]:
         f"{job.options.attention_mfu:.0%} in attention: "
         f"{s.tokens_per_second:,.0f} tokens/s/GPU, {s.idle:.0%} idle, {s.model_utilization:.0%} model FLOPs"
     )
+    less = f", the first {s.known_seconds:,.0f} s less" if s.known_seconds else ""
     yield (
         f"An update of {s.micro_batches} packs a replica: {s.update_seconds:,.0f} s, of which "
-        f"{s.forward_seconds:,.0f} s forward only; {job.updates} a step: {plan.train_seconds:,.0f} s"
+        f"{s.forward_seconds:,.0f} s forward only; {job.updates} a step{less}: {plan.train_seconds:,.0f} s"
     )
     if job.packs_fill < 1:
         yield (
-            f"  WARNING: its {job.tokens_per_update:,.0f} tokens fill {job.packs_fill:.0%} of one pack of each "
-            f"of {job.replicas} replicas; more of them make no step shorter. Lower parallel.data, or raise"
+            f"  WARNING: its {job.tokens_per_update:,.0f} tokens fill {job.packs_fill:.0%} of one pack of "
+            f"each of {job.replicas} replicas; more of them make no step shorter. Lower parallel.data,"
         )
-        yield "  parallel.context or rollout.prompts_per_step"
+        yield "  or raise parallel.context or rollout.prompts_per_step"
     if host := plan.host_update:
         yield (
             f"  and {host.seconds:,.1f} s to step {host.elements / 1e9:,.2f} B elements a GPU on the host: "

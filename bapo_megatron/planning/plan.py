@@ -168,9 +168,10 @@ class JobPlan:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds that all updates of a step take, and the swaps with a frozen reference."""
+        """Seconds that all updates of a step take, the first without the passes for ratios that it knows, and
+        the swaps with a frozen reference."""
         updates = self.job.updates * (self.speed.update_seconds + self.stepping_seconds)
-        return updates + reference_seconds(self.job)
+        return updates - self.speed.known_seconds + reference_seconds(self.job)
 
     @property
     def stepping_seconds(self) -> float:

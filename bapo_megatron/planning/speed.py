@@ -14,7 +14,7 @@ from bapo_megatron.planning.experts import rank_imbalance
 from bapo_megatron.planning.job import Job, slots
 from bapo_megatron.planning.memory import largest_shard, offloaded_bytes
 from bapo_megatron.planning.sizes import stage_parameters, total_parameters
-from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, update_traffic
+from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy.flops import (
     attention_flops,
     head_flops_per_token,
@@ -50,6 +50,8 @@ class Speed:
     """Seconds of the training pass and of the forward-only passes."""
     forward_seconds: float
     """Seconds of the forward-only passes, contained in ``update_seconds``."""
+    known_seconds: float
+    """Seconds of the forward-only passes that the first update of a step does without."""
     link_seconds: float
     """Seconds of communication at the links' stated rates, none of it hidden; not part of update_seconds."""
     tokens_per_second: float
@@ -61,7 +63,8 @@ class Speed:
 def speed(job: Job) -> Speed:
     """Estimated speed of an update, of full packs where it has one for each replica."""
     forward = forward_flops(job, job.typical_length)
-    train, before = _seconds(job, training=True), forward_passes(job) * _seconds(job, training=False)
+    train, once = _seconds(job, training=True), _seconds(job, training=False)
+    before = forward_passes(job) * once
     tokens = job.tokens_per_update
     rate = tokens / (train + before) / job.gpus
     work = _training(job)
@@ -75,6 +78,7 @@ def speed(job: Job) -> Speed:
         idle=max(0.0, 1 - busy / (train + before)),
         update_seconds=train + before,
         forward_seconds=before,
+        known_seconds=known_passes(job) * once,
         link_seconds=sum(part.seconds for part in update_traffic(job)),
         tokens_per_second=rate,
         model_utilization=rate * 3 * forward / job.gpu.peak,

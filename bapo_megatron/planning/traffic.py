@@ -62,7 +62,8 @@ def forward_passes(job: Job) -> float:
     A loss that must know something of a whole update (clipping bounds, the ratios of responses) takes one,
     unless that is known, as fixed bounds are, or ``batch.hold_forwards`` keeps the training forward passes.
     Of a loss by a dotted path one is counted.
-    The first update of a step may need none, since its ratios are known; the plan counts the dearer updates.
+    The first update of a step may need fewer, since its ratios are known (``known_passes``); this counts
+    those of the others.
     With ``old_log_probs`` "trainer", pi_old takes one pass over the tokens of the step, shared by the
     ``reuse_epochs``; so does a frozen reference. The off-policy sequence mask takes one of its own.
     """
@@ -71,6 +72,35 @@ def forward_passes(job: Job) -> float:
     passes += 0.0 if algorithm.corrections.off_policy_delta is None else 1.0
     of_step = (algorithm.old_log_probs == "trainer") + algorithm.reference_kl.enabled
     return passes + of_step / algorithm.reuse_epochs
+
+
+def known_passes(job: Job) -> int:
+    """Number of the ``forward_passes`` that the first update of a step does without, as in
+    ``trainer/update_loss.py``: the weights that it trains are pi_old, so every ratio is 1.
+
+    They are with ``old_log_probs`` "trainer", and where all responses of a step are sampled by its weights.
+    """
+    algorithm = job.run.algorithm
+    by_trainer = algorithm.old_log_probs == "trainer"
+    if not algorithm.known_ratio or (job.partial_rollout and not by_trainer):
+        return 0
+    masked = algorithm.corrections.off_policy_delta is not None
+    searched = _searches_update(algorithm) and not job.run.batch.hold_forwards
+    known = by_trainer or not _measures_ratio(algorithm)
+    return masked + (searched and known and not algorithm.polarity.enabled)
+
+
+def _measures_ratio(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss searches ratios that engine and trainer differ by: never taken for known.
+
+    True for one by a dotted path, the dearer case.
+    """
+    if algorithm.loss == "clip" or ":" in algorithm.loss:
+        return algorithm.loss != "clip"
+    from bapo_megatron.algo.losses import build_loss
+
+    search = build_loss(algorithm).search
+    return search is not None and search.is_ratio
 
 
 def _searches_update(algorithm: AlgorithmConfig) -> bool:

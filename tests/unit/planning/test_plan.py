@@ -24,6 +24,7 @@ from bapo_megatron.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PolarityConfig,
     ReferenceKlConfig,
     RolloutConfig,
     RunConfig,
@@ -53,7 +54,7 @@ from bapo_megatron.planning.sizes import (
 )
 from bapo_megatron.planning.speed import handover_estimate, host_update, reference_seconds, speed
 from bapo_megatron.planning.summary import duration, nodes_text, summary
-from bapo_megatron.planning.traffic import Sync, forward_passes, update_traffic
+from bapo_megatron.planning.traffic import Sync, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy import output_head
 from bapo_megatron.policy.flops import attention_flops, attention_weight, linear_flops_per_token
 
@@ -327,6 +328,37 @@ def test_forward_only_passes_of_an_update(algorithm: AlgorithmConfig, passes: fl
     one = job()
     one = replace(one, run=replace(one.run, algorithm=algorithm))
     assert forward_passes(one) == passes
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "staleness", "passes"),
+    [
+        (AlgorithmConfig(balanced()), 0, 1),
+        (AlgorithmConfig(balanced()), 1, 0),
+        (AlgorithmConfig(balanced(), known_ratio=False), 0, 0),
+        (AlgorithmConfig(balanced(), old_log_probs="trainer"), 1, 1),
+        (AlgorithmConfig(balanced(), polarity=PolarityConfig(enabled=True)), 0, 0),
+        (AlgorithmConfig(grpo()), 0, 0),
+        (AlgorithmConfig(grpo(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 0, 1),
+        (AlgorithmConfig(balanced(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 0, 2),
+        (AlgorithmConfig(loss="gspo"), 0, 0),  # between engine and trainer there is a ratio, too
+        (AlgorithmConfig(loss="gspo", old_log_probs="trainer"), 0, 1),
+        (AlgorithmConfig(loss="not_on_this_machine:Loss"), 0, 0),
+    ],
+)
+def test_the_first_update_of_a_step_knows_its_ratios(
+    algorithm: AlgorithmConfig, staleness: int, passes: int
+) -> None:
+    """A step of one update takes no forward-only pass where the ratios are known; one of four takes three."""
+    one = job()
+    for updates in (1, 4):
+        rollout = replace(one.run.rollout, max_staleness=staleness)
+        several = replace(algorithm, reuse_epochs=updates)
+        plan = make_plan(replace(one, run=replace(one.run, algorithm=several, rollout=rollout)))
+        assert known_passes(plan.job) == passes
+        once = plan.speed.forward_seconds / forward_passes(plan.job) if passes else 0
+        assert plan.train_seconds == pytest.approx(updates * plan.speed.update_seconds - passes * once)
+        assert ("the first" in plan_text(plan, [], [])) == bool(passes)
 
 
 def test_replicas_without_a_full_pack_idle() -> None:
@@ -713,7 +745,8 @@ def test_a_frozen_reference_by_hand() -> None:
     assert reference_seconds(on) == pytest.approx(4 * 2 * 2952 / 32e9)
     assert [forward_passes(one) for one in (off, on, with_reference(0.1, epochs=4))] == [0, 1, 0.25]
     plan = make_plan(on)
-    assert plan.train_seconds == pytest.approx(3 * plan.speed.update_seconds + reference_seconds(on))
+    rest = 3 * plan.speed.update_seconds - plan.speed.known_seconds
+    assert plan.train_seconds == pytest.approx(rest + reference_seconds(on))
     assert "in which the frozen reference and the policy swap places" in plan_text(plan, [], [])
     assert "reference" not in plan_text(make_plan(off), [], [])
 

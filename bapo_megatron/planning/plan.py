@@ -21,7 +21,7 @@ from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.lengths import ResponseLengths, busiest_engine_responses, decode_seconds
 from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
-from bapo_megatron.planning.sizes import read_parameters, run_folder_bytes, total_parameters
+from bapo_megatron.planning.sizes import read_parameters, rollout_bytes, run_folder_bytes, total_parameters
 from bapo_megatron.planning.speed import (
     Handover,
     HostUpdate,
@@ -214,6 +214,11 @@ class JobPlan:
     def disk(self) -> float:
         """Bytes that the run's folder needs, without rollouts and logs."""
         return run_folder_bytes(self.job.run, self.job.shape)
+
+    @property
+    def rollouts(self) -> float:
+        """Bytes of the rollouts that the run keeps, routes included, at the assumed lengths."""
+        return rollout_bytes(self.job.run, self.job.shape, self.job.mean_response)
 
     @property
     def cost(self) -> float:

@@ -26,6 +26,7 @@ ROWS = (
     "host memory",
     "a checkpoint",
     "checkpoints,",
+    "rollouts",
     "a step",
     "first checkpoint",
     "500 steps",

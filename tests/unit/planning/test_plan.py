@@ -48,6 +48,7 @@ from bapo_megatron.planning.page import plan_text
 from bapo_megatron.planning.plan import cache_bytes_per_token, engines, make_plan
 from bapo_megatron.planning.sizes import (
     largest_parameter,
+    rollout_bytes,
     run_folder_bytes,
     stage_parameters,
     total_parameters,
@@ -876,6 +877,22 @@ def test_the_disk_of_a_run_by_hand() -> None:
         (CheckpointConfig(every=10, keep_last=1, export_every=20), 2 * 12 + 3 * 4),
     ]:
         assert run_folder_bytes(replace(local, checkpoint=checkpoint), SMALL) == count * expected
+
+
+def test_the_disk_of_rollouts_by_hand() -> None:
+    """12 bytes a token; of Qwen3-30B-A3B's 48 layers 8 of 128 experts in a byte each."""
+    run = replace(job().run, steps=40)
+    assert rollout_bytes(run, SMALL, 10) == 40 * 8 * 10 * 12
+    assert rollout_bytes(changed(run, "rollout.keep_steps", 5), SMALL, 10) == 5 * 8 * 10 * 12
+    assert rollout_bytes(changed(run, "rollout.keep_steps", None), SMALL, 10) == 40 * 8 * 10 * 12
+    path = RECIPES / "qwen3_30b_a3b.py"
+    experts = load_recipe(path, RunConfig)
+    shape = find_shape(path, experts.model.hf_path)
+    plan = make_plan(Job(experts, shape, PlanOptions()))
+    assert plan.rollouts == 500 * 1024 * 4096 * (12 + 48 * 8)
+    assert ", 830 GB for the rollouts of 500 steps; logs come on top" in "\n".join(summary(plan))
+    without = changed(experts, "rollout.route_replay", "off")
+    assert rollout_bytes(without, shape, 4096) == 500 * 1024 * 4096 * 12
 
 
 def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -> None:

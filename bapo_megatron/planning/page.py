@@ -267,10 +267,10 @@ def _speed(plan: JobPlan) -> Iterator[str]:
         f"{job.options.attention_mfu:.0%} in attention: "
         f"{s.tokens_per_second:,.0f} tokens/s/GPU, {s.idle:.0%} idle, {s.model_utilization:.0%} model FLOPs"
     )
-    less = f", the first {s.known_seconds:,.0f} s less" if s.known_seconds else ""
+    less = f" (the first takes {s.known_seconds:,.0f} s less)" if s.known_seconds else ""
     yield (
         f"An update of {s.micro_batches} packs a replica: {s.update_seconds:,.0f} s, of which "
-        f"{s.forward_seconds:,.0f} s forward only; {job.updates} a step{less}: {plan.train_seconds:,.0f} s"
+        f"{s.forward_seconds:,.0f} s forward only; {job.updates} a step: {plan.train_seconds:,.0f} s{less}"
     )
     if job.packs_fill < 1:
         yield (

@@ -156,7 +156,8 @@ class RunConfig:
         """Mistakes that the fields show by themselves, where each has a value of its type."""
         yield from out_of_range(self)
         yield from parallel_problems(self.parallel)
-        yield from pack_problems(self.batch, self.parallel, self.longest_sequence)
+        if not any(out_of_range(self.parallel)):  # which packs are divided by
+            yield from pack_problems(self.batch, self.parallel, self.longest_sequence)
         yield from hold_problems(self.batch, self.parallel, self.algorithm.bounds)
         yield from algorithm_problems(self.algorithm, self.rollout)
         yield from staleness_problems(self.rollout)

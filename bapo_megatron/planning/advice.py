@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from bapo_megatron.algo.settings import out_of_range, wrong_types
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
@@ -28,7 +29,8 @@ _FRACTION_STEP = 0.05
 
 def problems(job: Job) -> list[str]:
     """Problems of the layout other than memory; each makes it invalid."""
-    found = list(layout_problems(job.parallel, job.shape))
+    ranged = not any((*wrong_types(job.parallel), *out_of_range(job.parallel)))
+    found = list(layout_problems(job.parallel, job.shape)) if ranged else []
     try:
         job.run.check()
     except ConfigError as error:

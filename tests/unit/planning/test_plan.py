@@ -906,6 +906,9 @@ def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -
     [
         (["--mfu", "1.5"], "mfu=1.5 must be above 0 and at most 1"),
         (["--parallel.tensor", "3"], "parallel.tensor=3 does not divide"),
+        (["--parallel.tensor", "0"], "error: parallel.tensor=0 must be at least 1\n"),
+        (["--parallel.context", "0"], "error: parallel.context=0 must be at least 1\n"),
+        (["--parallel.expert", "0"], "error: parallel.expert=0 must be at least 1\n"),
         (["--engine-gpus", "0"], "engine_gpus=0 must be at least 1"),
         (["--length-spread", "0"], "length_spread=0.0 must be above 0"),
         (["--engine-imbalance", "0.5"], "engine_imbalance=0.5 must be at least 1"),

@@ -164,9 +164,11 @@ def _expert_sizes(job: Job) -> tuple[int, ...]:
 
 
 def _layouts(job: Job) -> Iterator[Job]:
-    """Every TP x PP x CP x DP layout of the job on its GPUs, in each recomputation mode; EP stays."""
+    """Every TP x PP x CP x DP x EP layout of the job on its GPUs, in each recomputation mode."""
     powers = [2**n for n in range(job.gpus.bit_length())]
-    for tensor, pipeline, context in product([n for n in powers if n <= _MOST_TENSOR], powers, powers):
+    experts = sorted({job.parallel.expert, *powers}) if job.shape.experts else [job.parallel.expert]
+    tensors = [n for n in powers if n <= _MOST_TENSOR]
+    for tensor, pipeline, context, expert in product(tensors, powers, powers, experts):
         data, rest = divmod(job.gpus, tensor * pipeline * context)
         if rest or not data:
             continue
@@ -176,6 +178,7 @@ def _layouts(job: Job) -> Iterator[Job]:
             pipeline=pipeline,
             context=context,
             data=data,
+            expert=expert,
             virtual=1,
             pipeline_layers=(),
             sequence=tensor > 1,

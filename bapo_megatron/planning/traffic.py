@@ -122,11 +122,18 @@ def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
     """The traffic of a group: on NVLink if its ``ranks`` lie in one node, else on the network.
 
     Megatron numbers ranks TP first, then CP, DP, PP, and for experts ETP first, then EP; ``ranks`` counts
-    those of the group's kind and before.
+    those of the group's kind and before. Rings take as long as their slowest link; of EP's all-to-all only
+    what goes to other nodes passes the network.
     """
     inside = ranks <= GPUS_PER_NODE
     rate = job.gpu.nvlink if inside else job.gpu.network
-    return Traffic(name, sent, sent / rate, "NVLink" if inside else "network")
+    seconds = sent / rate
+    if name == "EP" and not inside:
+        size = job.parallel.expert
+        beside = max(1, GPUS_PER_NODE // job.parallel.expert_tensor) - 1
+        near = sent * beside / (size - 1)
+        seconds = max(near / job.gpu.nvlink, (sent - near) / rate)
+    return Traffic(name, sent, seconds, "NVLink" if inside else "network")
 
 
 def _per_update(job: Job) -> float:

@@ -90,6 +90,24 @@ def test_half_of_the_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         assert f"{speed} tokens/s/GPU" in planned
 
 
+def test_experts_within_a_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    page = " ".join((ROOT / "docs/parallelism.md").read_text().split())
+    sentence = (
+        r"has ([\d.]+) s of communication an update, not ([\d.]+) s, beside ([\d.]+) s of computing, "
+        r"at ([\d.]+) GB of a GPU instead of ([\d.]+)\."
+    )
+    found = re.search(sentence, page)
+    assert found
+    plans = []
+    for expert in ("8", "16"):
+        assert run(["plan", "recipes/qwen3_30b_a3b.py", "--parallel.expert", expert, "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    inside, across = ([one["speed"]["link_seconds"], one["stages"][0]["peak"] / 1e9] for one in plans)
+    said = [inside[0], across[0], plans[0]["speed"]["update_seconds"], inside[1], across[1]]
+    assert [f"{value:.1f}" for value in said] == list(found.groups())
+
+
 COLOCATED_PAGE = (ROOT / "docs/one_node.md").read_text()
 COLOCATED = re.findall(r"^\| \[(\w+)\]\(\.\./recipes[^|]*\|(.*)\|$", COLOCATED_PAGE, re.MULTILINE)
 

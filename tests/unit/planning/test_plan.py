@@ -570,6 +570,18 @@ def test_the_optimizer_on_the_host_is_advised() -> None:
     assert (change.flags, change.gpus) == (["--optimizer.device cpu"], 16)
 
 
+def test_comparison_keeps_experts_within_a_node() -> None:
+    """Qwen3-30B-A3B on two nodes: EP 16 sends half of its copies over the network, EP 8 none."""
+    path = RECIPES / "qwen3_30b_a3b.py"
+    run = load_recipe(path, RunConfig)
+    plan = make_plan(Job(run, find_shape(path, run.model.hf_path), PlanOptions()))
+    assert plan.job.parallel.expert == 16
+    [best] = fastest_layouts(plan, 1)
+    assert best.job.parallel.expert == 8
+    assert all(part.link == "NVLink" for part in best.traffic if part.name == "EP")
+    assert best.cost < 0.7 * plan.cost
+
+
 def test_comparison_is_sorted_and_fits() -> None:
     plans = fastest_layouts(make_plan(planned()), 5)
     assert len(plans) == 5

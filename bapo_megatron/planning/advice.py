@@ -31,6 +31,11 @@ def problems(job: Job) -> list[str]:
     """Problems of the layout other than memory; each makes it invalid."""
     ranged = not any((*wrong_types(job.parallel), *out_of_range(job.parallel)))
     found = list(layout_problems(job.parallel, job.shape)) if ranged else []
+    if job.options.dropped_groups and not job.run.rollout.drop_uniform_groups:
+        found.append(
+            f"dropped_groups={job.options.dropped_groups:g}, but rollout.drop_uniform_groups=False drops "
+            "none: leave --dropped-groups out"
+        )
     try:
         job.run.check()
     except ConfigError as error:

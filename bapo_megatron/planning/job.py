@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from bapo_megatron.algo.bounds import sum_count
 from bapo_megatron.algo.settings import out_of_range
@@ -76,6 +76,9 @@ class PlanOptions(GpuOptions):
     engine_imbalance: Annotated[float, Ge(1)] = 1.0
     """Responses of the busiest engine, as a multiple of the mean. 1: the sampler's own choice, the least
     loaded engine; more behind a router that deals by prefix."""
+    dropped_groups: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of the sampled groups that rollout.drop_uniform_groups drops and replaces by others; a run's own
+    is `rollout/groups_dropped` over `rollout/groups_sampled`."""
     environment_seconds: Annotated[float | None, Ge(0)] = None
     """Mean seconds of a step of the environment, such as a tool's call. None: the plan says how long steps
     may take before engines run empty."""
@@ -268,6 +271,13 @@ class Job:
     def responses(self) -> int:
         """Responses of a step: prompts x group size."""
         return self.run.rollout.prompts_per_step * self.run.rollout.group_size
+
+    @property
+    def sampled_responses(self) -> int:
+        """Responses that engines sample for a step: ``responses`` / (1 - share of dropped groups), at most
+        ``max_oversampling`` times as many."""
+        times = 1 / (1 - self.options.dropped_groups)
+        return round(self.responses * min(times, self.run.rollout.max_oversampling))
 
     @property
     def updates(self) -> int:

@@ -302,9 +302,11 @@ def _engines(plan: JobPlan) -> Iterator[str]:
         f"  {e.cache_per_token / 1024:,.0f} KiB a token: an engine holds {e.longest_sequences} sequences of "
         f"{longest:,} tokens, or runs {e.running:,.0f} at the assumed lengths"
     )
+    more = plan.job.sampled_responses - plan.job.responses
+    dropped = f", {more} of them of dropped groups" if more else ""
     yield (
         f"Estimate of sampling: {e.tokens_per_second:,.0f} tokens/s at full batches, {e.step_seconds:,.0f} s "
-        f"for {plan.job.responses} responses of {plan.job.mean_response:,.0f} tokens"
+        f"for {plan.job.sampled_responses} responses of {plan.job.mean_response:,.0f} tokens{dropped}"
     )
     yield (
         f"  until the last one ends {e.rollout_seconds:,.0f} s ({e.cut_share:.0%} reach "

@@ -100,9 +100,9 @@ def engines(job: Job) -> EnginePlan:
     held = cache * split / per_token
     lengths = job.lengths
     present = job.mean_prompt + lengths.running_mean
-    share = busiest_engine_responses(job.responses, count, options.engine_imbalance)
+    share = busiest_engine_responses(job.sampled_responses, count, options.engine_imbalance)
     slots = min(held / present, job.max_in_flight)
-    running = min(slots, job.responses / max(1, count))
+    running = min(slots, job.sampled_responses / max(1, count))
     bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
     token_seconds = per_token / split / bandwidth
 
@@ -113,7 +113,7 @@ def engines(job: Job) -> EnginePlan:
     longest = job.run.rollout.max_response_tokens
     prompts = share * job.mean_prompt * linear_flops_per_token(job.shape)
     prefill = prompts / size / (options.mfu * gpu.peak)
-    busiest = _busiest(lengths, share, job.responses, max(1, int(slots)), job.mean_prompt)
+    busiest = _busiest(lengths, share, job.sampled_responses, max(1, int(slots)), job.mean_prompt)
     # Experts are read less often in the tail: by as many responses as run in the mean over the steps.
     steps = busiest[0]
     decoding = steps * weight_seconds(share * job.mean_response / steps) + token_seconds * busiest[1]
@@ -126,7 +126,7 @@ def engines(job: Job) -> EnginePlan:
         longest_sequences=int(held // job.run.longest_sequence),
         running=running,
         tokens_per_second=rate,
-        step_seconds=job.responses * job.mean_response / rate if rate else float("inf"),
+        step_seconds=job.sampled_responses * job.mean_response / rate if rate else float("inf"),
         rollout_seconds=prefill + decoding if rate else float("inf"),
         prefill_seconds=prefill,
         cut_share=lengths.cut_share,

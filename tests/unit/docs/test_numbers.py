@@ -90,6 +90,17 @@ def test_half_of_the_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         assert f"{speed} tokens/s/GPU" in planned
 
 
+def test_sampling_with_dropped_groups(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = " ".join(LAYOUT_PAGE.read_text().split())
+    found = re.search(r"With `([^`]+)` 40 % .* this recipe then samples for ([\d,]+) s\.", page)
+    assert found
+    assert run(["plan", "recipes/bp_math_32b_64k.py", *found[1].split()]) == 0
+    assert f" sampling {found[2]} s," in capsys.readouterr().out
+
+
 def test_experts_within_a_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     page = " ".join((ROOT / "docs/parallelism.md").read_text().split())

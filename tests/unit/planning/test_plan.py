@@ -440,6 +440,23 @@ def test_decoding_by_hand() -> None:
     assert found.cut_share == 1
 
 
+def test_dropped_groups_are_sampled_again() -> None:
+    """Half of the groups dropped: twice as many responses, of which as many train as before."""
+    with_half = replace(job(), options=replace(job().options, dropped_groups=0.5, engine_gpus=4))
+    found = make_plan(with_half)
+    without = make_plan(replace(with_half, options=replace(with_half.options, dropped_groups=0.0)))
+    assert found.job.sampled_responses == 16
+    assert found.engines.running == 16
+    assert found.engines.prefill_seconds == pytest.approx(2 * without.engines.prefill_seconds)
+    twice = found.engines.step_seconds * found.engines.tokens_per_second
+    assert twice == pytest.approx(2 * without.engines.step_seconds * without.engines.tokens_per_second)
+    assert found.train_seconds == without.train_seconds
+    assert "for 16 responses of 14 tokens, 8 of them of dropped groups" in plan_text(found, [], [])
+    assert "dropped" not in plan_text(without, [], [])
+    most = replace(with_half, options=replace(with_half.options, dropped_groups=0.99))
+    assert most.sampled_responses == 3 * 8  # rollout.max_oversampling
+
+
 def test_the_tail_of_a_rollout_by_hand() -> None:
     """Two engines, eight responses of 7 tokens in the mean: each has four, one of them of 14."""
     options = PlanOptions(mean_response_tokens=7, engine_gpus=8, length_spread=1e-6)
@@ -921,6 +938,11 @@ def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -
         (["--parallel.tensor", "0"], "error: parallel.tensor=0 must be at least 1\n"),
         (["--parallel.context", "0"], "error: parallel.context=0 must be at least 1\n"),
         (["--parallel.expert", "0"], "error: parallel.expert=0 must be at least 1\n"),
+        (["--dropped-groups", "1"], "dropped_groups=1.0 must be at least 0 and below 1"),
+        (
+            ["--dropped-groups", "0.3", "--rollout.no-drop-uniform-groups"],
+            "dropped_groups=0.3, but rollout.drop_uniform_groups=False drops none: leave --dropped-groups",
+        ),
         (["--engine-gpus", "0"], "engine_gpus=0 must be at least 1"),
         (["--length-spread", "0"], "length_spread=0.0 must be above 0"),
         (["--engine-imbalance", "0.5"], "engine_imbalance=0.5 must be at least 1"),

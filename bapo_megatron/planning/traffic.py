@@ -122,10 +122,10 @@ def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
     """The traffic of a group: on NVLink if its ``ranks`` lie in one node, else on the network.
 
     Megatron numbers ranks TP first, then CP, DP, PP, and for experts ETP first, then EP; ``ranks`` counts
-    those of the group's kind and before. Rings take as long as their slowest link; of EP's all-to-all only
-    what goes to other nodes passes the network.
+    those of the group's kind and before, so that groups of 6 lie in two nodes. Rings take as long as their
+    slowest link; of EP's all-to-all only what goes to other nodes passes the network.
     """
-    inside = ranks <= GPUS_PER_NODE
+    inside = job.gpus <= GPUS_PER_NODE or (ranks <= GPUS_PER_NODE and GPUS_PER_NODE % ranks == 0)
     rate = job.gpu.nvlink if inside else job.gpu.network
     seconds = sent / rate
     if name == "EP" and not inside:

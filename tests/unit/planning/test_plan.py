@@ -288,6 +288,11 @@ def test_traffic_by_hand() -> None:
 def test_traffic_takes_the_network_once_a_group_leaves_the_node() -> None:
     links = {t.name: t.link for t in update_traffic(planned())}
     assert links == {"TP": "NVLink", "CP": "network", "DP": "network"}
+    # Groups of 6 ranks: the second one has two GPUs of the first node and four of the next.
+    links = {t.name: t.link for t in update_traffic(planned("tensor=2", "context=3", "data=4"))}
+    assert links == {"TP": "NVLink", "CP": "network", "DP": "network"}
+    links = {t.name: t.link for t in update_traffic(planned("tensor=2", "context=3"))}
+    assert links == {"TP": "NVLink", "CP": "NVLink", "DP": "NVLink"}
     links = {t.name: t.link for t in update_traffic(planned("tensor=4", "context=2"))}
     assert links == {"TP": "NVLink", "CP": "NVLink", "DP": "NVLink"}
 

@@ -158,7 +158,8 @@ class RunConfig:
         if self.name.strip(" ./") == "":
             yield f"name={self.name!r} names no run: give one; its directory and boards have it, too"
         yield from parallel_problems(self.parallel)
-        yield from pack_problems(self.batch, self.parallel, self.longest_sequence)
+        if not any(out_of_range(self.parallel)):  # which packs are divided by
+            yield from pack_problems(self.batch, self.parallel, self.longest_sequence)
         yield from hold_problems(self.batch, self.parallel, self.algorithm.bounds)
         yield from algorithm_problems(self.algorithm, self.rollout)
         yield from staleness_problems(self.rollout)

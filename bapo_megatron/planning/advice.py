@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from bapo_megatron.algo.settings import out_of_range, wrong_types
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
@@ -28,7 +29,13 @@ _FRACTION_STEP = 0.05
 
 def problems(job: Job) -> list[str]:
     """Problems of the layout other than memory; each makes it invalid."""
-    found = list(layout_problems(job.parallel, job.shape))
+    ranged = not any((*wrong_types(job.parallel), *out_of_range(job.parallel)))
+    found = list(layout_problems(job.parallel, job.shape)) if ranged else []
+    if job.options.dropped_groups and not job.run.rollout.drop_uniform_groups:
+        found.append(
+            f"dropped_groups={job.options.dropped_groups:g}, but rollout.drop_uniform_groups=False drops "
+            "none: leave --dropped-groups out"
+        )
     try:
         job.run.check()
     except ConfigError as error:
@@ -162,9 +169,11 @@ def _expert_sizes(job: Job) -> tuple[int, ...]:
 
 
 def _layouts(job: Job) -> Iterator[Job]:
-    """Every TP x PP x CP x DP layout of the job on its GPUs, in each recomputation mode; EP stays."""
+    """Every TP x PP x CP x DP x EP layout of the job on its GPUs, in each recomputation mode."""
     powers = [2**n for n in range(job.gpus.bit_length())]
-    for tensor, pipeline, context in product([n for n in powers if n <= _MOST_TENSOR], powers, powers):
+    experts = sorted({job.parallel.expert, *powers}) if job.shape.experts else [job.parallel.expert]
+    tensors = [n for n in powers if n <= _MOST_TENSOR]
+    for tensor, pipeline, context, expert in product(tensors, powers, powers, experts):
         data, rest = divmod(job.gpus, tensor * pipeline * context)
         if rest or not data:
             continue
@@ -174,6 +183,7 @@ def _layouts(job: Job) -> Iterator[Job]:
             pipeline=pipeline,
             context=context,
             data=data,
+            expert=expert,
             virtual=1,
             pipeline_layers=(),
             sequence=tensor > 1,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from bapo_megatron.algo.bounds import sum_count
 from bapo_megatron.algo.settings import out_of_range
@@ -76,6 +76,9 @@ class PlanOptions(GpuOptions):
     engine_imbalance: Annotated[float, Ge(1)] = 1.0
     """Responses of the busiest engine, as a multiple of the mean. 1: the sampler's own choice, the least
     loaded engine; more behind a router that deals by prefix."""
+    dropped_groups: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of the sampled groups that rollout.drop_uniform_groups drops and replaces by others; a run's own
+    is `rollout/groups_dropped` over `rollout/groups_sampled`."""
     environment_seconds: Annotated[float | None, Ge(0)] = None
     """Mean seconds of a step of the environment, such as a tool's call. None: the plan says how long steps
     may take before engines run empty."""
@@ -270,6 +273,13 @@ class Job:
         return self.run.rollout.prompts_per_step * self.run.rollout.group_size
 
     @property
+    def sampled_responses(self) -> int:
+        """Responses that engines sample for a step: ``responses`` / (1 - share of dropped groups), at most
+        ``max_oversampling`` times as many."""
+        times = 1 / (1 - self.options.dropped_groups)
+        return round(self.responses * min(times, self.run.rollout.max_oversampling))
+
+    @property
     def updates(self) -> int:
         """Updates of a step: reuse epochs x updates in each."""
         return self.run.algorithm.reuse_epochs * self.run.algorithm.updates_per_epoch
@@ -302,9 +312,25 @@ class Job:
         return multiple * max(1, -int(-self.tokens_per_update // per_pack))
 
     @property
+    def packs_fill(self) -> float:
+        """Tokens of an update over those that one pack of every replica holds: below 1 replicas idle."""
+        return self.tokens_per_update / (self.run.batch.pack_tokens * self.replicas)
+
+    @property
+    def filled_packs(self) -> float:
+        """Packs that the busiest replica computes in an update: its share of the tokens, at least one pack,
+        which one response may fill. The interleaved schedule computes all ``micro_batches``, dummies too."""
+        return self.micro_batches if self.parallel.virtual > 1 else max(1.0, self.packs_fill)
+
+    @property
     def typical_length(self) -> float:
-        """Token-weighted mean sequence length, sum n^2 / sum n; twice the mean for exponential lengths."""
-        return min(self.run.longest_sequence, 2 * (self.mean_prompt + self.mean_response))
+        """Token-weighted mean sequence length, E[n^2] / E[n] over prompts of the mean length and ``lengths``.
+
+        Attention of a token costs as much as its sequence is long, and most tokens are in long ones.
+        """
+        prompt, response = self.mean_prompt, self.mean_response
+        squares = prompt**2 + 2 * response * (prompt + self.lengths.running_mean)
+        return squares / (prompt + response)
 
 
 def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
@@ -320,7 +346,7 @@ def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
     return min(warm_up + 1, micro_batches * parallel.virtual)
 
 
-def slots(parallel: ParallelConfig, micro_batches: int) -> float:
+def slots(parallel: ParallelConfig, micro_batches: float) -> float:
     """Duration of a pipeline pass, M + (PP - 1) / virtual, in units of a stage's time for one micro-batch.
 
     M micro-batches; each other stage adds one chunk while the pipeline fills and drains.

@@ -50,6 +50,7 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
         "run_seconds": plan.run_seconds,
         "checkpoint_seconds": plan.checkpoint_seconds,
         "disk": plan.disk,
+        "rollouts": plan.rollouts,
         "trainer_nodes": plan.trainer_nodes,
         "server_nodes": plan.server_nodes,
         "fits": plan.verdict.fits,

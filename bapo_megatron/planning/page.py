@@ -267,10 +267,17 @@ def _speed(plan: JobPlan) -> Iterator[str]:
         f"{job.options.attention_mfu:.0%} in attention: "
         f"{s.tokens_per_second:,.0f} tokens/s/GPU, {s.idle:.0%} idle, {s.model_utilization:.0%} model FLOPs"
     )
+    less = f" (the first takes {s.known_seconds:,.0f} s less)" if s.known_seconds else ""
     yield (
         f"An update of {s.micro_batches} packs a replica: {s.update_seconds:,.0f} s, of which "
-        f"{s.forward_seconds:,.0f} s forward only; {job.updates} a step: {plan.train_seconds:,.0f} s"
+        f"{s.forward_seconds:,.0f} s forward only; {job.updates} a step: {plan.train_seconds:,.0f} s{less}"
     )
+    if job.packs_fill < 1:
+        yield (
+            f"  WARNING: its {job.tokens_per_update:,.0f} tokens fill {job.packs_fill:.0%} of one pack of "
+            f"each of {job.replicas} replicas; more of them make no step shorter. Lower parallel.data,"
+        )
+        yield "  or raise parallel.context or rollout.prompts_per_step"
     if host := plan.host_update:
         yield (
             f"  and {host.seconds:,.1f} s to step {host.elements / 1e9:,.2f} B elements a GPU on the host: "
@@ -295,9 +302,11 @@ def _engines(plan: JobPlan) -> Iterator[str]:
         f"  {e.cache_per_token / 1024:,.0f} KiB a token: an engine holds {e.longest_sequences} sequences of "
         f"{longest:,} tokens, or runs {e.running:,.0f} at the assumed lengths"
     )
+    more = plan.job.sampled_responses - plan.job.responses
+    dropped = f", {more} of them of dropped groups" if more else ""
     yield (
         f"Estimate of sampling: {e.tokens_per_second:,.0f} tokens/s at full batches, {e.step_seconds:,.0f} s "
-        f"for {plan.job.responses} responses of {plan.job.mean_response:,.0f} tokens"
+        f"for {plan.job.sampled_responses} responses of {plan.job.mean_response:,.0f} tokens{dropped}"
     )
     yield (
         f"  until the last one ends {e.rollout_seconds:,.0f} s ({e.cut_share:.0%} reach "

@@ -21,7 +21,7 @@ from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.lengths import ResponseLengths, busiest_engine_responses, decode_seconds
 from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
-from bapo_megatron.planning.sizes import read_parameters, run_folder_bytes, total_parameters
+from bapo_megatron.planning.sizes import read_parameters, rollout_bytes, run_folder_bytes, total_parameters
 from bapo_megatron.planning.speed import (
     Handover,
     HostUpdate,
@@ -100,9 +100,9 @@ def engines(job: Job) -> EnginePlan:
     held = cache * split / per_token
     lengths = job.lengths
     present = job.mean_prompt + lengths.running_mean
-    share = busiest_engine_responses(job.responses, count, options.engine_imbalance)
+    share = busiest_engine_responses(job.sampled_responses, count, options.engine_imbalance)
     slots = min(held / present, job.max_in_flight)
-    running = min(slots, job.responses / max(1, count))
+    running = min(slots, job.sampled_responses / max(1, count))
     bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
     token_seconds = per_token / split / bandwidth
 
@@ -113,7 +113,7 @@ def engines(job: Job) -> EnginePlan:
     longest = job.run.rollout.max_response_tokens
     prompts = share * job.mean_prompt * linear_flops_per_token(job.shape)
     prefill = prompts / size / (options.mfu * gpu.peak)
-    busiest = _busiest(lengths, share, job.responses, max(1, int(slots)), job.mean_prompt)
+    busiest = _busiest(lengths, share, job.sampled_responses, max(1, int(slots)), job.mean_prompt)
     # Experts are read less often in the tail: by as many responses as run in the mean over the steps.
     steps = busiest[0]
     decoding = steps * weight_seconds(share * job.mean_response / steps) + token_seconds * busiest[1]
@@ -126,7 +126,7 @@ def engines(job: Job) -> EnginePlan:
         longest_sequences=int(held // job.run.longest_sequence),
         running=running,
         tokens_per_second=rate,
-        step_seconds=job.responses * job.mean_response / rate if rate else float("inf"),
+        step_seconds=job.sampled_responses * job.mean_response / rate if rate else float("inf"),
         rollout_seconds=prefill + decoding if rate else float("inf"),
         prefill_seconds=prefill,
         cut_share=lengths.cut_share,
@@ -168,9 +168,10 @@ class JobPlan:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds that all updates of a step take, and the swaps with a frozen reference."""
+        """Seconds that all updates of a step take, the first without the passes for ratios that it knows, and
+        the swaps with a frozen reference."""
         updates = self.job.updates * (self.speed.update_seconds + self.stepping_seconds)
-        return updates + reference_seconds(self.job)
+        return updates - self.speed.known_seconds + reference_seconds(self.job)
 
     @property
     def stepping_seconds(self) -> float:
@@ -213,6 +214,11 @@ class JobPlan:
     def disk(self) -> float:
         """Bytes that the run's folder needs, without rollouts and logs."""
         return run_folder_bytes(self.job.run, self.job.shape)
+
+    @property
+    def rollouts(self) -> float:
+        """Bytes of the rollouts that the run keeps, routes included, at the assumed lengths."""
+        return rollout_bytes(self.job.run, self.job.shape, self.job.mean_response)
 
     @property
     def cost(self) -> float:

@@ -13,9 +13,12 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, mapping_table
 from bapo_megatron.policy.layout import stage_layers
+from bapo_megatron.step_header import RouteShape
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
+_TOKEN_BYTES = 12
+"""Bytes of a token in a step's file: its number, log-prob and version."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,21 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
     weight = 4 if run.model.dtype == "float32" else 2
     state = 12 if run.model.dtype == "float32" else 14
     return float(total_parameters(shape) * (state * (checkpoints + 1) + weight * copies))
+
+
+def rollout_bytes(run: RunConfig, shape: ModelShape, mean_response: float) -> float:
+    """Disk size of the rollouts that a run keeps: 12 bytes for each token of a response, and with
+    ``rollout.route_replay`` its routes, one or two bytes for each expert of each layer.
+
+    Left out: segments of the responses that are not complete.
+    """
+    rollout = run.rollout
+    steps = run.steps if rollout.keep_steps is None else min(run.steps, rollout.keep_steps)
+    token = _TOKEN_BYTES
+    if shape.experts is not None and rollout.route_replay != "off":
+        routes = RouteShape(shape.layers, shape.experts.per_token, shape.experts.count)
+        token += routes.layers * routes.per_token * routes.dtype.itemsize
+    return steps * rollout.prompts_per_step * rollout.group_size * mean_response * token
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from bapo_megatron.planning.experts import rank_imbalance
 from bapo_megatron.planning.job import Job, slots
 from bapo_megatron.planning.memory import largest_shard, offloaded_bytes
 from bapo_megatron.planning.sizes import stage_parameters, total_parameters
-from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, update_traffic
+from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy.flops import (
     attention_flops,
     head_flops_per_token,
@@ -44,24 +44,28 @@ class Speed:
     the forward-only passes for bounds and pi_old."""
     micro_batches: int
     idle: float
-    """Share of the time that GPUs idle: the pipeline bubble, unequal stages and unequal experts."""
+    """Share of the time that GPUs idle: the pipeline bubble, unequal stages and unequal experts, and replicas
+    that an update has no full pack for."""
     update_seconds: float
     """Seconds of the training pass and of the forward-only passes."""
     forward_seconds: float
     """Seconds of the forward-only passes, contained in ``update_seconds``."""
+    known_seconds: float
+    """Seconds of the forward-only passes that the first update of a step does without."""
     link_seconds: float
     """Seconds of communication at the links' stated rates, none of it hidden; not part of update_seconds."""
     tokens_per_second: float
-    """Tokens per second and GPU over the whole update."""
+    """Tokens of the update per second and GPU: empty places of packs do not count."""
     model_utilization: float
     """Model FLOPs of the training pass over peak x time: what a log of the run would show as MFU."""
 
 
 def speed(job: Job) -> Speed:
-    """Estimated speed of an update with full packs."""
+    """Estimated speed of an update, of full packs where it has one for each replica."""
     forward = forward_flops(job, job.typical_length)
-    train, before = _seconds(job, training=True), forward_passes(job) * _seconds(job, training=False)
-    tokens = job.micro_batches * job.run.batch.pack_tokens * job.replicas
+    train, once = _seconds(job, training=True), _seconds(job, training=False)
+    before = forward_passes(job) * once
+    tokens = job.tokens_per_update
     rate = tokens / (train + before) / job.gpus
     work = _training(job)
     executed = work.flops + forward_passes(job) * forward
@@ -74,6 +78,7 @@ def speed(job: Job) -> Speed:
         idle=max(0.0, 1 - busy / (train + before)),
         update_seconds=train + before,
         forward_seconds=before,
+        known_seconds=known_passes(job) * once,
         link_seconds=sum(part.seconds for part in update_traffic(job)),
         tokens_per_second=rate,
         model_utilization=rate * 3 * forward / job.gpu.peak,
@@ -164,7 +169,7 @@ def _seconds(job: Job, training: bool) -> float:
     work = _training(job) if training else _forward(job)
     ranks = job.parallel.tensor * job.parallel.context
     pack = work.slowest_stage(job) * job.run.batch.pack_tokens / ranks
-    return pack * slots(job.parallel, job.micro_batches)
+    return pack * slots(job.parallel, job.filled_packs)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,11 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
     else:
         yield "Step: no estimate, for no engine can sample"
         yield f"First checkpoint: step {min(run.steps, run.checkpoint.every)}"
-    yield f"Disk: {plan.disk / GB:,.0f} GB for checkpoints and weights; rollouts and logs come on top"
+    kept = run.steps if run.rollout.keep_steps is None else min(run.steps, run.rollout.keep_steps)
+    yield (
+        f"Disk: {plan.disk / GB:,.0f} GB for checkpoints and weights, {plan.rollouts / GB:,.0f} GB for the "
+        f"rollouts of {kept} steps; logs come on top"
+    )
 
 
 def nodes_text(train: int, sample: int) -> str:

@@ -62,7 +62,8 @@ def forward_passes(job: Job) -> float:
     A loss that must know something of a whole update (clipping bounds, the ratios of responses) takes one,
     unless that is known, as fixed bounds are, or ``batch.hold_forwards`` keeps the training forward passes.
     Of a loss by a dotted path one is counted.
-    The first update of a step may need none, since its ratios are known; the plan counts the dearer updates.
+    The first update of a step may need fewer, since its ratios are known (``known_passes``); this counts
+    those of the others.
     With ``old_log_probs`` "trainer", pi_old takes one pass over the tokens of the step, shared by the
     ``reuse_epochs``; so does a frozen reference. The off-policy sequence mask takes one of its own.
     """
@@ -71,6 +72,35 @@ def forward_passes(job: Job) -> float:
     passes += 0.0 if algorithm.corrections.off_policy_delta is None else 1.0
     of_step = (algorithm.old_log_probs == "trainer") + algorithm.reference_kl.enabled
     return passes + of_step / algorithm.reuse_epochs
+
+
+def known_passes(job: Job) -> int:
+    """Number of the ``forward_passes`` that the first update of a step does without, as in
+    ``trainer/update_loss.py``: the weights that it trains are pi_old, so every ratio is 1.
+
+    They are with ``old_log_probs`` "trainer", and where all responses of a step are sampled by its weights.
+    """
+    algorithm = job.run.algorithm
+    by_trainer = algorithm.old_log_probs == "trainer"
+    if not algorithm.known_ratio or (job.partial_rollout and not by_trainer):
+        return 0
+    masked = algorithm.corrections.off_policy_delta is not None
+    searched = _searches_update(algorithm) and not job.run.batch.hold_forwards
+    known = by_trainer or not _measures_ratio(algorithm)
+    return masked + (searched and known and not algorithm.polarity.enabled)
+
+
+def _measures_ratio(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss searches ratios that engine and trainer differ by: never taken for known.
+
+    True for one by a dotted path, the dearer case.
+    """
+    if algorithm.loss == "clip" or ":" in algorithm.loss:
+        return algorithm.loss != "clip"
+    from bapo_megatron.algo.losses import build_loss
+
+    search = build_loss(algorithm).search
+    return search is not None and search.is_ratio
 
 
 def _searches_update(algorithm: AlgorithmConfig) -> bool:
@@ -92,16 +122,23 @@ def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
     """The traffic of a group: on NVLink if its ``ranks`` lie in one node, else on the network.
 
     Megatron numbers ranks TP first, then CP, DP, PP, and for experts ETP first, then EP; ``ranks`` counts
-    those of the group's kind and before.
+    those of the group's kind and before, so that groups of 6 lie in two nodes. Rings take as long as their
+    slowest link; of EP's all-to-all only what goes to other nodes passes the network.
     """
-    inside = ranks <= GPUS_PER_NODE
+    inside = job.gpus <= GPUS_PER_NODE or (ranks <= GPUS_PER_NODE and GPUS_PER_NODE % ranks == 0)
     rate = job.gpu.nvlink if inside else job.gpu.network
-    return Traffic(name, sent, sent / rate, "NVLink" if inside else "network")
+    seconds = sent / rate
+    if name == "EP" and not inside:
+        size = job.parallel.expert
+        beside = max(1, GPUS_PER_NODE // job.parallel.expert_tensor) - 1
+        near = sent * beside / (size - 1)
+        seconds = max(near / job.gpu.nvlink, (sent - near) / rate)
+    return Traffic(name, sent, seconds, "NVLink" if inside else "network")
 
 
 def _per_update(job: Job) -> float:
     """Tokens of a rank over all micro-batches of an update."""
-    return job.tokens * job.micro_batches
+    return job.tokens * job.filled_packs
 
 
 def _tensor(job: Job) -> float:

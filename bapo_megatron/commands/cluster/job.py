@@ -22,7 +22,7 @@ from bapo_megatron.planning.hardware import GB
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
 from bapo_megatron.planning.plan import make_plan
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
-from bapo_megatron.planning.sizes import run_folder_bytes
+from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes
 from bapo_megatron.planning.summary import nodes_text, summary
 from bapo_megatron.planning.verdict import rehearsal_verdict
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
@@ -216,12 +216,14 @@ class ClusterJob:
             )
 
     def _disk_need(self) -> float | None:
-        """Size of the run directory in GB; None if this machine does not have the model's config.json."""
+        """Size of the run directory in GB, with its rollouts at the plan's lengths; None if this machine does
+        not have the model's config.json."""
         try:
             shape = find_shape(self.recipe, self.config.model.hf_path)
         except ConfigError:
             return None
-        return run_folder_bytes(self.config, shape) / GB
+        response = Job(self.config, shape, PlanOptions()).mean_response
+        return (run_folder_bytes(self.config, shape) + rollout_bytes(self.config, shape, response)) / GB
 
     def misfits(self) -> list[str]:
         """Reasons why the recipe does not fit the cluster's GPUs, by `bapo plan`; none without a `gpu`."""

@@ -149,7 +149,8 @@ def test_a_container_must_mount_what_its_tasks_read() -> None:
 
 
 def test_warnings_for_missing_inputs_and_a_small_disk(tmp_path: Path) -> None:
-    """32.76 B parameters: three checkpoints of 14 bytes, and three copies of 2, are 1572.6 GB."""
+    """32.76 B parameters: three checkpoints of 14 bytes, and three copies of 2, are 1572.6 GB;
+    500 steps of 512 responses of 16,384 tokens at 12 bytes 50.3."""
     large = replace(job(), root=tmp_path, cluster=replace(pyxis(), mounts=("/:/",)))
     model, data = check_job(large, force=False)
     assert model.startswith(
@@ -163,8 +164,8 @@ def test_warnings_for_missing_inputs_and_a_small_disk(tmp_path: Path) -> None:
     assert check_job(large, force=False) == []
     small = replace(large.cluster, health=replace(large.cluster.health, disk_gb=1500))
     (warning,) = check_job(replace(large, cluster=small), force=False)
-    assert "needs 1,573 GB" in warning
-    assert "set health.disk_gb = 1573" in warning
+    assert "needs 1,623 GB" in warning
+    assert "set health.disk_gb = 1623" in warning
     unprobed = replace(small, health=replace(small.health, probe="off"))
     assert check_job(replace(large, cluster=unprobed), force=False) == []
 
@@ -230,7 +231,7 @@ def test_settings_hold_what_the_cluster_file_says() -> None:
     found = job().settings()
     assert found["BAPO_LEAD_S"] == "900"
     assert found["BAPO_MOUNTS"] == f"/shared:/shared,/scratch:/scratch,{ROOT}:{ROOT}"
-    assert found["BAPO_HEALTH_FLAGS"] == "--memory-gb 1000 --disk-gb 1600 --clock-s 5"
+    assert found["BAPO_HEALTH_FLAGS"] == "--memory-gb 1000 --disk-gb 1700 --clock-s 5"
     assert found["NCCL_DEBUG"] == "WARN"
 
 

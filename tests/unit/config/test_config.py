@@ -206,6 +206,10 @@ def test_all_mistakes_are_told_at_once() -> None:
         dataclasses.replace(GOOD, steps=0, parallel=ParallelConfig(sequence=True)).check()
     assert "steps=0" in str(caught.value)
     assert "parallel.sequence" in str(caught.value)
+    with pytest.raises(
+        ConfigError, match=r"^steps=0 must be at least 1\nparallel.context=0 must be at least 1$"
+    ):
+        dataclasses.replace(GOOD, steps=0, parallel=ParallelConfig(context=0)).check()
 
 
 SHAPE = ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e-6, 1e4, None, False, True, False)

@@ -26,6 +26,7 @@ ROWS = (
     "host memory",
     "a checkpoint",
     "checkpoints,",
+    "rollouts",
     "a step",
     "first checkpoint",
     "500 steps",
@@ -87,6 +88,35 @@ def test_half_of_the_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         planned = capsys.readouterr().out
         assert "32 x h100-80gb" in planned
         assert f"{speed} tokens/s/GPU" in planned
+
+
+def test_sampling_with_dropped_groups(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = " ".join(LAYOUT_PAGE.read_text().split())
+    found = re.search(r"With `([^`]+)` 40 % .* this recipe then samples for ([\d,]+) s\.", page)
+    assert found
+    assert run(["plan", "recipes/bp_math_32b_64k.py", *found[1].split()]) == 0
+    assert f" sampling {found[2]} s," in capsys.readouterr().out
+
+
+def test_experts_within_a_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    page = " ".join((ROOT / "docs/parallelism.md").read_text().split())
+    sentence = (
+        r"has ([\d.]+) s of communication an update, not ([\d.]+) s, beside ([\d.]+) s of computing, "
+        r"at ([\d.]+) GB of a GPU instead of ([\d.]+)\."
+    )
+    found = re.search(sentence, page)
+    assert found
+    plans = []
+    for expert in ("8", "16"):
+        assert run(["plan", "recipes/qwen3_30b_a3b.py", "--parallel.expert", expert, "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    inside, across = ([one["speed"]["link_seconds"], one["stages"][0]["peak"] / 1e9] for one in plans)
+    said = [inside[0], across[0], plans[0]["speed"]["update_seconds"], inside[1], across[1]]
+    assert [f"{value:.1f}" for value in said] == list(found.groups())
 
 
 COLOCATED_PAGE = (ROOT / "docs/one_node.md").read_text()

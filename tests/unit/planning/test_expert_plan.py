@@ -164,15 +164,19 @@ def test_traffic_by_hand() -> None:
     kinds = {t.name: t for t in update_traffic(moe(ETP))}
     assert kinds["ETP"].sent == 4 * (4 + 2) * (8 * 16) * 2 * 8 * (2 + 4) / 2 / 2
     assert "EP" not in kinds
-    across = moe(ParallelConfig(data=16, expert=16))
-    assert {t.name: t.link for t in update_traffic(across)}["EP"] == "network"
+    [across] = [t for t in update_traffic(moe(ParallelConfig(data=16, expert=16))) if t.name == "EP"]
+    assert across.link == "network"  # for 8 of the 15 other ranks: 7 are on the same node
+    assert across.seconds == pytest.approx(across.sent * 8 / 15 / 50e9)
+    split = ParallelConfig(tensor=2, sequence=True, data=16, expert=16, expert_tensor=2)
+    [across] = [t for t in update_traffic(moe(split)) if t.name == "EP"]
+    assert across.seconds == pytest.approx(across.sent * 12 / 15 / 50e9)  # four ranks of EP on a node
     assert sync_traffic(moe(EP)).sent == 2 * 3784
 
 
 def test_flops_and_time_by_hand() -> None:
     """Of a layer 192 attention and 2 x 144 + 32 of experts and router; the busiest rank takes longer."""
     assert linear_flops_per_token(MOE) == 2 * (4 * (192 + 320) + 256)
-    attention = attention_flops(MOE, 30) / 30
+    attention = attention_flops(MOE, 16) / 16
     for mode, again, scores in (("none", 0, 0), ("selective", 4 * 2 * 320, 1), ("full", 4 * 2 * 512, 1)):
         found = speed(moe(EP, recompute=mode))
         matrices = 4 * 2 * 4 * 512 + again + 4 * 512

@@ -24,6 +24,7 @@ from bapo_megatron.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PolarityConfig,
     ReferenceKlConfig,
     RolloutConfig,
     RunConfig,
@@ -47,13 +48,14 @@ from bapo_megatron.planning.page import plan_text
 from bapo_megatron.planning.plan import cache_bytes_per_token, engines, make_plan
 from bapo_megatron.planning.sizes import (
     largest_parameter,
+    rollout_bytes,
     run_folder_bytes,
     stage_parameters,
     total_parameters,
 )
 from bapo_megatron.planning.speed import handover_estimate, host_update, reference_seconds, speed
 from bapo_megatron.planning.summary import duration, nodes_text, summary
-from bapo_megatron.planning.traffic import Sync, forward_passes, update_traffic
+from bapo_megatron.planning.traffic import Sync, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy import output_head
 from bapo_megatron.policy.flops import attention_flops, attention_weight, linear_flops_per_token
 
@@ -286,13 +288,18 @@ def test_traffic_by_hand() -> None:
 def test_traffic_takes_the_network_once_a_group_leaves_the_node() -> None:
     links = {t.name: t.link for t in update_traffic(planned())}
     assert links == {"TP": "NVLink", "CP": "network", "DP": "network"}
+    # Groups of 6 ranks: the second one has two GPUs of the first node and four of the next.
+    links = {t.name: t.link for t in update_traffic(planned("tensor=2", "context=3", "data=4"))}
+    assert links == {"TP": "NVLink", "CP": "network", "DP": "network"}
+    links = {t.name: t.link for t in update_traffic(planned("tensor=2", "context=3"))}
+    assert links == {"TP": "NVLink", "CP": "NVLink", "DP": "NVLink"}
     links = {t.name: t.link for t in update_traffic(planned("tensor=4", "context=2"))}
     assert links == {"TP": "NVLink", "CP": "NVLink", "DP": "NVLink"}
 
 
 def test_speed_adds_up() -> None:
     """No pipeline: time is executed FLOPs over the stated rates, and full recompute adds the layers once."""
-    attention = attention_flops(SMALL, 30) / 30  # 2 x mean 16, but at most 16 + 14
+    attention = attention_flops(SMALL, 16) / 16  # every response has 14 tokens, a prompt 2
     body, head = 2 * 4 * 576, 512
     # "selective" recomputes the MLP, 2 x 4 x 3 x 8 x 16, and the attention.
     for mode, again, scores in (("none", 0, 0), ("selective", 3072, 1), ("full", body, 1)):
@@ -329,10 +336,81 @@ def test_forward_only_passes_of_an_update(algorithm: AlgorithmConfig, passes: fl
     assert forward_passes(one) == passes
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "staleness", "passes"),
+    [
+        (AlgorithmConfig(balanced()), 0, 1),
+        (AlgorithmConfig(balanced()), 1, 0),
+        (AlgorithmConfig(balanced(), known_ratio=False), 0, 0),
+        (AlgorithmConfig(balanced(), old_log_probs="trainer"), 1, 1),
+        (AlgorithmConfig(balanced(), polarity=PolarityConfig(enabled=True)), 0, 0),
+        (AlgorithmConfig(grpo()), 0, 0),
+        (AlgorithmConfig(grpo(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 0, 1),
+        (AlgorithmConfig(balanced(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 0, 2),
+        (AlgorithmConfig(loss="gspo"), 0, 0),  # between engine and trainer there is a ratio, too
+        (AlgorithmConfig(loss="gspo", old_log_probs="trainer"), 0, 1),
+        (AlgorithmConfig(loss="not_on_this_machine:Loss"), 0, 0),
+    ],
+)
+def test_the_first_update_of_a_step_knows_its_ratios(
+    algorithm: AlgorithmConfig, staleness: int, passes: int
+) -> None:
+    """A step of one update takes no forward-only pass where the ratios are known; one of four takes three."""
+    one = job()
+    for updates in (1, 4):
+        rollout = replace(one.run.rollout, max_staleness=staleness)
+        several = replace(algorithm, reuse_epochs=updates)
+        plan = make_plan(replace(one, run=replace(one.run, algorithm=several, rollout=rollout)))
+        assert known_passes(plan.job) == passes
+        once = plan.speed.forward_seconds / forward_passes(plan.job) if passes else 0
+        assert plan.train_seconds == pytest.approx(updates * plan.speed.update_seconds - passes * once)
+        assert ("the first" in plan_text(plan, [], [])) == bool(passes)
+
+
+def test_replicas_without_a_full_pack_idle() -> None:
+    """8 packs: on 16 replicas as long as on 8, at half the tokens a GPU, and nothing the better for it."""
+    eight, sixteen = (make_plan(job(ParallelConfig(data=data))) for data in (8, 16))
+    assert sixteen.speed.update_seconds == pytest.approx(eight.speed.update_seconds)
+    assert sixteen.speed.tokens_per_second == pytest.approx(eight.speed.tokens_per_second / 2)
+    assert sixteen.speed.idle == pytest.approx(0.5)
+    assert sixteen.cost > 1.9 * eight.cost
+    text = plan_text(sixteen, [], [])
+    assert "WARNING: its 128 tokens fill 50% of one pack of each of 16 replicas" in text
+    assert "of each of" not in plan_text(eight, [], [])
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=3),
+        ParallelConfig(data=16),
+        ParallelConfig(pipeline=2, data=3),
+        ParallelConfig(pipeline=2, virtual=2, data=3),
+    ],
+)
+def test_the_rate_is_that_of_the_tokens_there_are(parallel: ParallelConfig) -> None:
+    one = job(parallel)
+    found = speed(one)
+    assert found.tokens_per_second * found.update_seconds * one.gpus == pytest.approx(one.tokens_per_update)
+
+
+@pytest.mark.parametrize(("mean", "spread"), [(16384, 1.5), (8000, 1.5), (50000, 1.5), (16384, 0.3)])
+def test_attention_is_that_of_the_assumed_lengths(mean: int, spread: float) -> None:
+    """The token-weighted mean of the lengths by 20,000 quantiles, with prompts of the mean length."""
+    found = planned(mean_response_tokens=mean, length_spread=spread)
+    responses = [found.lengths.quantile((i + 0.5) / 20_000) for i in range(20_000)]
+    lengths = [found.mean_prompt + response for response in responses]
+    expected = sum(n * n for n in lengths) / sum(lengths)
+    assert found.typical_length == pytest.approx(expected, rel=0.005)
+    assert speed(found).flops_per_token == pytest.approx(
+        3 * (linear_flops_per_token(BIG) + attention_flops(BIG, expected) / expected), rel=0.005
+    )
+
+
 def test_pipeline_speed() -> None:
     """Two stages, 8 packs: 9 slots of the last stage, which has the output layer."""
     found = speed(job(ParallelConfig(pipeline=2)))
-    attention = attention_flops(SMALL, 30) / 30 / 2
+    attention = attention_flops(SMALL, 16) / 16 / 2
     body = 2 * 4 * 576 / 2
     slot = 16 * ((body * 4 + 4 * 512) / 0.3 + attention * 4.5 / 0.5) / 989e12
     assert found.update_seconds == pytest.approx(9 * slot)
@@ -365,6 +443,23 @@ def test_decoding_by_hand() -> None:
     assert found.prefill_seconds == pytest.approx(8 * 2 * (2 * 4 * 576 + 512) / 4 / (0.3 * 989e12))
     assert found.rollout_seconds == pytest.approx(found.step_seconds + found.prefill_seconds)
     assert found.cut_share == 1
+
+
+def test_dropped_groups_are_sampled_again() -> None:
+    """Half of the groups dropped: twice as many responses, of which as many train as before."""
+    with_half = replace(job(), options=replace(job().options, dropped_groups=0.5, engine_gpus=4))
+    found = make_plan(with_half)
+    without = make_plan(replace(with_half, options=replace(with_half.options, dropped_groups=0.0)))
+    assert found.job.sampled_responses == 16
+    assert found.engines.running == 16
+    assert found.engines.prefill_seconds == pytest.approx(2 * without.engines.prefill_seconds)
+    twice = found.engines.step_seconds * found.engines.tokens_per_second
+    assert twice == pytest.approx(2 * without.engines.step_seconds * without.engines.tokens_per_second)
+    assert found.train_seconds == without.train_seconds
+    assert "for 16 responses of 14 tokens, 8 of them of dropped groups" in plan_text(found, [], [])
+    assert "dropped" not in plan_text(without, [], [])
+    most = replace(with_half, options=replace(with_half.options, dropped_groups=0.99))
+    assert most.sampled_responses == 3 * 8  # rollout.max_oversampling
 
 
 def test_the_tail_of_a_rollout_by_hand() -> None:
@@ -495,6 +590,18 @@ def test_the_optimizer_on_the_host_is_advised() -> None:
     assert over.verdict.memory
     [change] = smallest_changes(over)
     assert (change.flags, change.gpus) == (["--optimizer.device cpu"], 16)
+
+
+def test_comparison_keeps_experts_within_a_node() -> None:
+    """Qwen3-30B-A3B on two nodes: EP 16 sends half of its copies over the network, EP 8 none."""
+    path = RECIPES / "qwen3_30b_a3b.py"
+    run = load_recipe(path, RunConfig)
+    plan = make_plan(Job(run, find_shape(path, run.model.hf_path), PlanOptions()))
+    assert plan.job.parallel.expert == 16
+    [best] = fastest_layouts(plan, 1)
+    assert best.job.parallel.expert == 8
+    assert all(part.link == "NVLink" for part in best.traffic if part.name == "EP")
+    assert best.cost < 0.7 * plan.cost
 
 
 def test_comparison_is_sorted_and_fits() -> None:
@@ -673,7 +780,8 @@ def test_a_frozen_reference_by_hand() -> None:
     assert reference_seconds(on) == pytest.approx(4 * 2 * 2952 / 32e9)
     assert [forward_passes(one) for one in (off, on, with_reference(0.1, epochs=4))] == [0, 1, 0.25]
     plan = make_plan(on)
-    assert plan.train_seconds == pytest.approx(3 * plan.speed.update_seconds + reference_seconds(on))
+    rest = 3 * plan.speed.update_seconds - plan.speed.known_seconds
+    assert plan.train_seconds == pytest.approx(rest + reference_seconds(on))
     assert "in which the frozen reference and the policy swap places" in plan_text(plan, [], [])
     assert "reference" not in plan_text(make_plan(off), [], [])
 
@@ -805,6 +913,22 @@ def test_the_disk_of_a_run_by_hand() -> None:
         assert run_folder_bytes(replace(local, checkpoint=checkpoint), SMALL) == count * expected
 
 
+def test_the_disk_of_rollouts_by_hand() -> None:
+    """12 bytes a token; of Qwen3-30B-A3B's 48 layers 8 of 128 experts in a byte each."""
+    run = replace(job().run, steps=40)
+    assert rollout_bytes(run, SMALL, 10) == 40 * 8 * 10 * 12
+    assert rollout_bytes(changed(run, "rollout.keep_steps", 5), SMALL, 10) == 5 * 8 * 10 * 12
+    assert rollout_bytes(changed(run, "rollout.keep_steps", None), SMALL, 10) == 40 * 8 * 10 * 12
+    path = RECIPES / "qwen3_30b_a3b.py"
+    experts = load_recipe(path, RunConfig)
+    shape = find_shape(path, experts.model.hf_path)
+    plan = make_plan(Job(experts, shape, PlanOptions()))
+    assert plan.rollouts == 500 * 1024 * 4096 * (12 + 48 * 8)
+    assert ", 830 GB for the rollouts of 500 steps; logs come on top" in "\n".join(summary(plan))
+    without = changed(experts, "rollout.route_replay", "off")
+    assert rollout_bytes(without, shape, 4096) == 500 * 1024 * 4096 * 12
+
+
 def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Paste the output of `bapo plan recipes/bp_math_32b_64k.py` into docs/planning.md when it changes."""
     bapo(["plan", str(RECIPE)])
@@ -816,6 +940,14 @@ def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -
     [
         (["--mfu", "1.5"], "mfu=1.5 must be above 0 and at most 1"),
         (["--parallel.tensor", "3"], "parallel.tensor=3 does not divide"),
+        (["--parallel.tensor", "0"], "error: parallel.tensor=0 must be at least 1\n"),
+        (["--parallel.context", "0"], "error: parallel.context=0 must be at least 1\n"),
+        (["--parallel.expert", "0"], "error: parallel.expert=0 must be at least 1\n"),
+        (["--dropped-groups", "1"], "dropped_groups=1.0 must be at least 0 and below 1"),
+        (
+            ["--dropped-groups", "0.3", "--rollout.no-drop-uniform-groups"],
+            "dropped_groups=0.3, but rollout.drop_uniform_groups=False drops none: leave --dropped-groups",
+        ),
         (["--engine-gpus", "0"], "engine_gpus=0 must be at least 1"),
         (["--length-spread", "0"], "length_spread=0.0 must be above 0"),
         (["--engine-imbalance", "0.5"], "engine_imbalance=0.5 must be at least 1"),

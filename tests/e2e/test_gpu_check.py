@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.hardware import GB
 from bapo_megatron.policy.host_optimizer import _Copies
 from benchmarks import gpu_check as program
-from benchmarks.gpu import handles, host_streams, offload, phases, server
+from benchmarks.gpu import handles, host_streams, offload, parity, phases, server
 from benchmarks.gpu.memory_and_speed import LIMIT, predicted
 from benchmarks.gpu.rows import Row, Size
 from tests.support.workers import run_layout
@@ -164,7 +165,7 @@ def test_a_rank_that_fails_is_named_beside_the_phases_that_it_lacks(
         return SimpleNamespace(stdout="does not fit", stderr="")
 
     monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError))
-    monkeypatch.setattr(phases, "measured", lambda *_: {"build": 5.1, "update 1": 7.0})
+    monkeypatch.setattr(phases, "measured", lambda *_: [("build", 5.1), ("update 1", 7.0)])
     first, second = phases.rows(replace(Size.smallest("cpu"), device="cuda", tiny=False), tmp_path)
     assert first.ok is True
     assert second.ok is False
@@ -179,6 +180,62 @@ def test_layers_that_cannot_be_rehearsed_are_told(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(phases, "te_folder", other)
     [row] = phases.rows(Size.smallest("cpu"), tmp_path)
     assert (row.ok, row.measured) == (None, "not run: no sources of Transformer Engine 2.11.0")
+
+
+def yields_then_raises(_size: Size, _folder: Path) -> Iterator[Row]:
+    yield Row("first", "1", "2", True)
+    raise RuntimeError("CUDA error: no kernel image\nand a page of advice")
+
+
+def test_a_section_that_raises_does_not_cost_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its row says why; its rows so far and the next section's are kept, row by row."""
+    sections = [
+        program.Section("Broken", yields_then_raises, 1),
+        program.Section("Next", lambda *_: iter([Row("there", "3", "4", True)]), 1),
+    ]
+    kept: list[int] = []
+
+    def keeps(found: program.Found) -> None:
+        kept.append(sum(len(rows) for rows in found.values()))
+        program.keep(tmp_path, found)
+
+    found = program.run_sections(sections, replace(Size.smallest("cpu"), tiny=False), tmp_path, keeps)
+    assert kept == [1, 2, 3, 4, 5]
+    assert [row.line() for row in found["Broken"][:2]] == [
+        "| first | 1 | 2 | ok |",
+        "| the section | RuntimeError: CUDA error: no kernel image | no exception | FAILED |",
+    ]
+    assert found["Next"][0].ok is True
+    assert "and a page of advice" in capsys.readouterr().err  # the traceback
+    written = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [row["name"] for row in written["Broken"]] == ["first", "the section", "time"]
+    assert "| there | 3 | 4 | ok |" in (tmp_path / "gpu_check.md").read_text()
+
+
+def test_sections_are_chosen_by_words_of_their_titles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [one.title for one in program.chosen(["kernel", "SGLANG server"])] == [
+        "Attention kernel against float64",
+        "A colocated SGLang server",
+    ]
+    assert len(program.chosen(None)) == SECTIONS
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["--only", "kernels"])
+    assert "--only kernels: no title has it: Environment, Attention kernel" in capsys.readouterr().err
+
+
+def test_the_phases_can_be_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the section before, which saves the policy."""
+    found: list[bool] = []
+
+    def rehearse(recipe: Path, _layers: str) -> tuple[None, str]:
+        found.append((recipe.with_name("policy") / "config.json").is_file())
+        return None, "asked"
+
+    monkeypatch.setattr(phases, "rehearse", rehearse)
+    [row] = phases.rows(Size.smallest("cpu"), tmp_path)
+    assert (row.measured, found) == ("asked", [True])
 
 
 def test_the_budgets_are_ten_minutes() -> None:
@@ -282,10 +339,40 @@ def test_without_sglang_the_section_says_so(tmp_path: Path, monkeypatch: pytest.
     assert row.measured.startswith("not run: no interpreter at x: `make cluster` installs SGLang (or BAPO")
 
 
-def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
+def test_a_run_that_hangs_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the ends of its logs, whose folder is temporary, are printed."""
     recipe = tmp_path / "recipe.py"
     recipe.write_text("import time\ntime.sleep(10**6)\n")
+    log = tmp_path / "run/logs/server-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("ninja: build stopped\n")
     assert server.run(recipe, tmp_path, 0.5).startswith("killed after 0.5 s: ")
+    assert "--- server-0.log\nninja: build stopped\n" in capsys.readouterr().err
+
+
+def test_a_parity_command_that_hangs_is_ended_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that hangs in it must not hang the check."""
+    monkeypatch.setattr(parity, "END_S", {"cpu": 0.05})
+    rows = list(parity.rows(Size.smallest("cpu"), tmp_path))
+    assert [row.name for row in rows] == [
+        "float32: certificate of the CPU",
+        "bfloat16: certificate of the CPU",
+    ]
+    assert all("killed after 0.05 s" in row.measured and row.ok is False for row in rows)
+    assert "verify-parallel: killed after 0.05 s" in capsys.readouterr().err
+
+
+def test_a_parity_command_that_fails_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after lines on stdout: the reason is on stderr."""
+    program = "print('reference'); import sys; sys.exit('RuntimeError: no kernel image')"
+    monkeypatch.setattr(parity, "COMMAND", [sys.executable, "-c", program])
+    [row, _] = parity.rows(Size.smallest("cpu"), tmp_path)
+    assert row.measured == "reference (exit code 1: RuntimeError: no kernel image)"
+    assert "no kernel image" in capsys.readouterr().err
 
 
 def test_what_a_servers_run_recorded_is_judged(tmp_path: Path) -> None:

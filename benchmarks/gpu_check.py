@@ -26,10 +26,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, prepare_device
+
+if __name__ == "__main__":
+    # Before torch is imported: beside flash-attn the import of Transformer Engine starts CUDA, and with it
+    # the allocator, whose settings are read once.
+    prepare_device()
+
 import torch
 
 from bapo_megatron.policy.device import release_cached_memory
-from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, prepare_device
 from benchmarks.common import RESULTS, one_process
 from benchmarks.gpu import (
     engine_head,
@@ -94,7 +100,7 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--only {' '.join(options.only)}: no title has it: {', '.join(titles())}")
     if options.device == "cpu":
         os.environ[DEVICE_VARIABLE] = "cpu"
-    prepare_device()
+    prepare_device()  # once more, for --device cpu
     if options.device == "cuda" and not torch.cuda.is_available():
         print(gpu_problem() or "no CUDA device", file=sys.stderr)
         print("--device cpu runs what needs none, at tiny size", file=sys.stderr)

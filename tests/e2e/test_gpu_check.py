@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.hardware import GB
 from bapo_megatron.policy.host_optimizer import _Copies
 from benchmarks import gpu_check as program
-from benchmarks.gpu import handles, host_streams, offload, parity, phases, server
+from benchmarks.gpu import environment, handles, host_streams, offload, parity, phases, server
 from benchmarks.gpu.memory_and_speed import LIMIT, predicted
 from benchmarks.gpu.rows import Row, Size
 from tests.support.workers import run_layout
@@ -74,6 +75,19 @@ def test_without_a_gpu_it_says_so(
     assert program.main([]) == 2
     said = capsys.readouterr().err
     assert said.endswith("no CUDA device\n--device cpu runs what needs none, at tiny size\n")
+
+
+def test_the_allocators_settings_are_there_before_torch_is_imported(tmp_path: Path) -> None:
+    """They are read once, when CUDA starts: beside flash-attn in Transformer Engine's import."""
+    told = "import os, sys; print(os.environ.get('PYTORCH_ALLOC_CONF')); sys.exit(0)"
+    (tmp_path / "torch.py").write_text(told)
+    command = [sys.executable, "-m", "benchmarks.gpu_check"]
+    plain = {
+        k: v for k, v in os.environ.items() if k not in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    }
+    environment = plain | {"PYTHONPATH": str(tmp_path), "BAPO_DEVICE": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.stdout == "expandable_segments:True\n", done.stderr
 
 
 @pytest.mark.gpu
@@ -236,6 +250,18 @@ def test_the_phases_can_be_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(phases, "rehearse", rehearse)
     [row] = phases.rows(Size.smallest("cpu"), tmp_path)
     assert (row.measured, found) == ("asked", [True])
+
+
+def test_room_that_the_save_does_not_have_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first second, not after nine minutes."""
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda _: SimpleNamespace(free=34 * GB))
+    memory = SimpleNamespace(available=41 * GB)
+    monkeypatch.setattr(environment.psutil, "virtual_memory", lambda: memory)
+    disk, host = environment.room(tmp_path)
+    assert disk.line() == f"| free disk at {tmp_path.parent} | 34 GB | 35 GB | FAILED |"
+    assert host.line() == "| free host memory | 41 GB | 40 GB | ok |"
 
 
 def test_the_budgets_are_ten_minutes() -> None:

@@ -390,6 +390,24 @@ def test_a_parity_command_that_hangs_is_ended_and_named(
     assert "verify-parallel: killed after 0.05 s" in capsys.readouterr().err
 
 
+def test_each_compared_quantity_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the table's head, whose last column is named ok, is none."""
+    table = (
+        "quantity       reference  this layout  worst abs  worst rel  tolerance   ok",
+        "-------------  ---------  -----------  ---------  ---------  ----------  -------",
+        "log-probs      mean -1    mean -1      1.91e-05   1.25e-02   0.0005      ok",
+        "gradient norm  1          2            1          1          0.0005      DIFFERS",
+    )
+    monkeypatch.setattr(parity, "COMMAND", [sys.executable, "-c", f"print({chr(10).join(table)!r})"])
+    rows = list(parity.rows(Size.smallest("cpu"), tmp_path))
+    assert [(row.name, row.ok) for row in rows[:3]] == [
+        ("float32: log-probs", True),
+        ("float32: gradient norm", False),
+        ("float32: all", True),
+    ]
+    assert len(rows) == 6
+
+
 def test_a_parity_command_that_fails_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

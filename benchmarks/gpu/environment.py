@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 import platform
+import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
 
+from bapo_megatron.planning.hardware import GB
 from bapo_megatron.policy.device import attention_problem, uses_transformer_engine
 from benchmarks.common import machine
 from benchmarks.gpu.rows import Row, Size
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "numpy")
+DISK_GB, HOST_GB = 35, 40
+"""What all sections take: folders of models and a checkpoint of 25 GB, and its copy on the host."""
 
 
-def rows(size: Size, _folder: Path) -> Iterator[Row]:
+def rows(size: Size, folder: Path) -> Iterator[Row]:
     yield Row("processor", machine())
     if size.cuda:
         gpu = torch.cuda.get_device_properties(0)
         yield Row("GPU", f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB, CUDA {torch.version.cuda}")
+    if size.cuda and not size.tiny:
+        yield from room(folder)
     for name in PACKAGES:
         yield Row(name, _version(name))
     yield Row("Python", platform.python_version())
     yield Row("bfloat16 layers", "Transformer Engine" if uses_transformer_engine(torch.bfloat16) else "torch")
     problem = attention_problem(torch.bfloat16)
     yield Row("bfloat16 attention", problem or "available", "available", problem is None)
+
+
+def room(folder: Path) -> Iterator[Row]:
+    """Rows of the free disk where the temporary ``folder`` is, and of the free host memory."""
+    for name, free, needed in (
+        (f"free disk at {folder.parent}", shutil.disk_usage(folder).free / GB, DISK_GB),
+        ("free host memory", psutil.virtual_memory().available / GB, HOST_GB),
+    ):
+        yield Row(name, f"{free:.0f} GB", f"{needed} GB", free >= needed)
 
 
 def _version(package: str) -> str:

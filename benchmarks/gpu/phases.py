@@ -9,6 +9,7 @@ import gc
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from bapo_megatron.planning.rehearsal.layers import te_folder
 from bapo_megatron.policy.device import uses_transformer_engine
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from benchmarks.gpu.memory_and_speed import draw
+from benchmarks.gpu.memory_and_speed import draw, save
 from benchmarks.gpu.rows import Row, Size, commands_environment
 
 LIMIT = 0.05
@@ -56,7 +57,10 @@ def recipe() -> RunConfig:
 
 
 def rows(size: Size, folder: Path) -> Iterator[Row]:
-    """A row for each phase that was both rehearsed and measured. ``folder`` holds the policy of this size."""
+    """A row for each phase that was both rehearsed and measured.
+
+    ``folder`` holds the policy of this size, unless the section before was left out.
+    """
     recipe = folder / "phases.py"
     recipe.write_text(_RECIPE.format(pack=size.pack, response=size.pack - 8))
     try:
@@ -64,6 +68,8 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
     except ConfigError as error:  # another version than the one that can be rehearsed is no mistake
         yield Row("rehearsal", f"not run: {error}"[:300])
         return
+    if not (folder / "policy").exists():
+        save(size, folder / "policy")
     rehearsed, said = rehearse(recipe, layers)
     if rehearsed is None:
         yield Row("rehearsal", said, "a page of figures", False if size.cuda else None)
@@ -72,7 +78,7 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
         for phase, peak in rehearsed.items():
             yield Row(phase, f"rehearsed {peak:.3f} GB; nothing to measure on a CPU")
         return
-    for phase, peak in measured(size, load_recipe(recipe, RunConfig), folder).items():
+    for phase, peak in measured(size, load_recipe(recipe, RunConfig), folder):
         if phase in rehearsed:
             yield judged(phase, peak, rehearsed[phase], size.tiny)
         else:
@@ -117,8 +123,8 @@ def rehearse(recipe: Path, layers: str) -> tuple[dict[str, float] | None, str]:
     return found["peak_gb"], (errors or [last])[0][:200]
 
 
-def measured(size: Size, config: RunConfig, folder: Path) -> dict[str, float]:
-    """Peaks of allocated memory in GB, by the rehearsal's names of the phases.
+def measured(size: Size, config: RunConfig, folder: Path) -> Iterator[tuple[str, float]]:
+    """The rehearsal's names of the phases, each with its peak of allocated memory in GB, as they end.
 
     What sections before have left, buffers that are kept for good, is not the policy's.
     """
@@ -137,6 +143,7 @@ def measured(size: Size, config: RunConfig, folder: Path) -> dict[str, float]:
 
     with phase("build"):
         policy = build_policy(config)
+    yield "build", peaks["build"]
     packs = pack_samples(draw(size)[:1], size.pack, "token", policy.pack_layout)
     clipping = UpdateLoss(config.algorithm)
     for number in (1, 2):
@@ -144,12 +151,15 @@ def measured(size: Size, config: RunConfig, folder: Path) -> dict[str, float]:
             loss: Any = clipping.loss(policy, packs, on_policy=False)[0]
         with phase(f"update {number}"):
             policy.update(packs, loss)
+        for name in (f"bounds search {number}", f"update {number}"):
+            yield name, peaks[name]
     with phase("weight sync"):
         for _name, tensor in policy.hf_weights():
             del tensor
+    yield "weight sync", peaks["weight sync"]
     with phase("save"):
         saving = policy.save(folder / "checkpoint")
         while not saving.is_written():
-            pass
+            time.sleep(0.05)  # of the writer's cores none is for this
+    yield "save", peaks["save"]
     saving.finish()
-    return peaks

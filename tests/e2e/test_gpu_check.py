@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -21,7 +23,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.hardware import GB
 from bapo_megatron.policy.host_optimizer import _Copies
 from benchmarks import gpu_check as program
-from benchmarks.gpu import handles, host_streams, offload, phases, server
+from benchmarks.gpu import environment, handles, host_streams, offload, parity, phases, server
 from benchmarks.gpu.memory_and_speed import LIMIT, predicted
 from benchmarks.gpu.rows import Row, Size
 from tests.support.workers import run_layout
@@ -73,6 +75,19 @@ def test_without_a_gpu_it_says_so(
     assert program.main([]) == 2
     said = capsys.readouterr().err
     assert said.endswith("no CUDA device\n--device cpu runs what needs none, at tiny size\n")
+
+
+def test_the_allocators_settings_are_there_before_torch_is_imported(tmp_path: Path) -> None:
+    """They are read once, when CUDA starts: beside flash-attn in Transformer Engine's import."""
+    told = "import os, sys; print(os.environ.get('PYTORCH_ALLOC_CONF')); sys.exit(0)"
+    (tmp_path / "torch.py").write_text(told)
+    command = [sys.executable, "-m", "benchmarks.gpu_check"]
+    plain = {
+        k: v for k, v in os.environ.items() if k not in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    }
+    environment = plain | {"PYTHONPATH": str(tmp_path), "BAPO_DEVICE": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.stdout == "expandable_segments:True\n", done.stderr
 
 
 @pytest.mark.gpu
@@ -164,7 +179,7 @@ def test_a_rank_that_fails_is_named_beside_the_phases_that_it_lacks(
         return SimpleNamespace(stdout="does not fit", stderr="")
 
     monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError))
-    monkeypatch.setattr(phases, "measured", lambda *_: {"build": 5.1, "update 1": 7.0})
+    monkeypatch.setattr(phases, "measured", lambda *_: [("build", 5.1), ("update 1", 7.0)])
     first, second = phases.rows(replace(Size.smallest("cpu"), device="cuda", tiny=False), tmp_path)
     assert first.ok is True
     assert second.ok is False
@@ -179,6 +194,74 @@ def test_layers_that_cannot_be_rehearsed_are_told(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(phases, "te_folder", other)
     [row] = phases.rows(Size.smallest("cpu"), tmp_path)
     assert (row.ok, row.measured) == (None, "not run: no sources of Transformer Engine 2.11.0")
+
+
+def yields_then_raises(_size: Size, _folder: Path) -> Iterator[Row]:
+    yield Row("first", "1", "2", True)
+    raise RuntimeError("CUDA error: no kernel image\nand a page of advice")
+
+
+def test_a_section_that_raises_does_not_cost_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its row says why; its rows so far and the next section's are kept, row by row."""
+    sections = [
+        program.Section("Broken", yields_then_raises, 1),
+        program.Section("Next", lambda *_: iter([Row("there", "3", "4", True)]), 1),
+    ]
+    kept: list[int] = []
+
+    def keeps(found: program.Found) -> None:
+        kept.append(sum(len(rows) for rows in found.values()))
+        program.keep(tmp_path, found)
+
+    found = program.run_sections(sections, replace(Size.smallest("cpu"), tiny=False), tmp_path, keeps)
+    assert kept == [1, 2, 3, 4, 5]
+    assert [row.line() for row in found["Broken"][:2]] == [
+        "| first | 1 | 2 | ok |",
+        "| the section | RuntimeError: CUDA error: no kernel image | no exception | FAILED |",
+    ]
+    assert found["Next"][0].ok is True
+    assert "and a page of advice" in capsys.readouterr().err  # the traceback
+    written = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [row["name"] for row in written["Broken"]] == ["first", "the section", "time"]
+    assert "| there | 3 | 4 | ok |" in (tmp_path / "gpu_check.md").read_text()
+
+
+def test_sections_are_chosen_by_words_of_their_titles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [one.title for one in program.chosen(["kernel", "SGLANG server"])] == [
+        "Attention kernel against float64",
+        "A colocated SGLang server",
+    ]
+    assert len(program.chosen(None)) == SECTIONS
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["--only", "kernels"])
+    assert "--only kernels: no title has it: Environment, Attention kernel" in capsys.readouterr().err
+
+
+def test_the_phases_can_be_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the section before, which saves the policy."""
+    found: list[bool] = []
+
+    def rehearse(recipe: Path, _layers: str) -> tuple[None, str]:
+        found.append((recipe.with_name("policy") / "config.json").is_file())
+        return None, "asked"
+
+    monkeypatch.setattr(phases, "rehearse", rehearse)
+    [row] = phases.rows(Size.smallest("cpu"), tmp_path)
+    assert (row.measured, found) == ("asked", [True])
+
+
+def test_room_that_the_save_does_not_have_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first second, not after nine minutes."""
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda _: SimpleNamespace(free=34 * GB))
+    memory = SimpleNamespace(available=41 * GB)
+    monkeypatch.setattr(environment.psutil, "virtual_memory", lambda: memory)
+    disk, host = environment.room(tmp_path)
+    assert disk.line() == f"| free disk at {tmp_path.parent} | 34 GB | 35 GB | FAILED |"
+    assert host.line() == "| free host memory | 41 GB | 40 GB | ok |"
 
 
 def test_the_budgets_are_ten_minutes() -> None:
@@ -282,10 +365,58 @@ def test_without_sglang_the_section_says_so(tmp_path: Path, monkeypatch: pytest.
     assert row.measured.startswith("not run: no interpreter at x: `make cluster` installs SGLang (or BAPO")
 
 
-def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
+def test_a_run_that_hangs_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the ends of its logs, whose folder is temporary, are printed."""
     recipe = tmp_path / "recipe.py"
     recipe.write_text("import time\ntime.sleep(10**6)\n")
+    log = tmp_path / "run/logs/server-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("ninja: build stopped\n")
     assert server.run(recipe, tmp_path, 0.5).startswith("killed after 0.5 s: ")
+    assert "--- server-0.log\nninja: build stopped\n" in capsys.readouterr().err
+
+
+def test_a_parity_command_that_hangs_is_ended_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that hangs in it must not hang the check."""
+    monkeypatch.setattr(parity, "END_S", {"cpu": 0.05})
+    rows = list(parity.rows(Size.smallest("cpu"), tmp_path))
+    assert [row.name for row in rows] == [
+        "float32: certificate of the CPU",
+        "bfloat16: certificate of the CPU",
+    ]
+    assert all("killed after 0.05 s" in row.measured and row.ok is False for row in rows)
+    assert "verify-parallel: killed after 0.05 s" in capsys.readouterr().err
+
+
+def test_each_compared_quantity_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the table's head, whose last column is named ok, is none."""
+    table = (
+        "quantity       reference  this layout  worst abs  worst rel  tolerance   ok",
+        "-------------  ---------  -----------  ---------  ---------  ----------  -------",
+        "log-probs      mean -1    mean -1      1.91e-05   1.25e-02   0.0005      ok",
+        "gradient norm  1          2            1          1          0.0005      DIFFERS",
+    )
+    monkeypatch.setattr(parity, "COMMAND", [sys.executable, "-c", f"print({chr(10).join(table)!r})"])
+    rows = list(parity.rows(Size.smallest("cpu"), tmp_path))
+    assert [(row.name, row.ok) for row in rows[:3]] == [
+        ("float32: log-probs", True),
+        ("float32: gradient norm", False),
+        ("float32: all", True),
+    ]
+    assert len(rows) == 6
+
+
+def test_a_parity_command_that_fails_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after lines on stdout: the reason is on stderr."""
+    program = "print('reference'); import sys; sys.exit('RuntimeError: no kernel image')"
+    monkeypatch.setattr(parity, "COMMAND", [sys.executable, "-c", program])
+    [row, _] = parity.rows(Size.smallest("cpu"), tmp_path)
+    assert row.measured == "reference (exit code 1: RuntimeError: no kernel image)"
+    assert "no kernel image" in capsys.readouterr().err
 
 
 def test_what_a_servers_run_recorded_is_judged(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ Used by ``doctor.py``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
@@ -22,6 +23,8 @@ GPU_DEADLINE_S = 120.0
 """Seconds for that environment's torch to be imported and to initialize CUDA."""
 PACKAGES = {"sglang": True, "torch": True, "sglang-router": False}
 """Packages to look up, and whether servers need them."""
+_CUDA = Path("/usr/local/cuda")
+"""Where SGLang and FlashInfer look for CUDA's compiler last."""
 
 _ASK = """
 import json, sys
@@ -65,6 +68,7 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
         yield sglang_gpu_row(run_command([str(python), "-I", "-c", _ASK_GPU], GPU_DEADLINE_S), required)
         environment = server_environment(cuda=True, colocated=True, python=python)
         yield preload_row(tried_preload(python, environment, GPU_DEADLINE_S), python, colocated)
+        yield compilers_row(environment, required)
 
 
 def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow:
@@ -77,6 +81,22 @@ def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow
         "LD_LIBRARY_PATH; a missing libcuda.so.1: the driver; a missing package: make cluster"
     )
     return DoctorRow(SECTION, name, missing(required), one_line(child.reason()), needed, fix)
+
+
+def compilers_row(environment: Mapping[str, str], required: bool) -> DoctorRow:
+    """Row of the programs by which a server's first start compiles kernels, found as SGLang finds them."""
+    name, needed = "kernel compilers", "ninja and nvcc, by which servers compile kernels"
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    nvcc = None if home else shutil.which("nvcc", path=environment["PATH"])
+    places = {
+        "ninja": shutil.which("ninja", path=environment["PATH"]) or "",
+        "nvcc": nvcc or f"{home or _CUDA}/bin/nvcc",
+    }
+    absent = [program for program, place in places.items() if not Path(place).is_file()]
+    if not absent:
+        return DoctorRow(SECTION, name, "ok", places["nvcc"], needed)
+    fix = f"nvcc: load CUDA's module, or set CUDA_HOME to its folder; ninja: {install_command()}"
+    return DoctorRow(SECTION, name, missing(required), f"no {' and no '.join(absent)}", needed, fix)
 
 
 def sglang_gpu_row(child: CommandResult, required: bool) -> DoctorRow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib import metadata
@@ -64,6 +65,22 @@ def test_the_versions_are_those_that_the_tests_run() -> None:
         name: tested[name] for name in ("sglang", "sglang-router", "transformers")
     }
     assert not set(pinned("trainer.txt")) & set(pins(TRAINING))  # one place for each version
+
+
+def test_the_trainers_environment_has_the_tasks_that_the_gpu_study_draws_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`make gpu-study` needs no network then: reasoning-gym and what it imports are there from the start."""
+    recipe = (ROOT / "Makefile").read_text().split("$(CLUSTER_VENV)/.done:")[1].split("\n\n")[0]
+    assert "\t$(CLUSTER_VENV)/bin/pip install --no-deps $(TASKS)\n" in recipe
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    installed = {canonical(Requirement(line).name) for line in given["extras_require"]["cluster"]}
+    needs = [Requirement(line) for line in metadata.requires("reasoning-gym") or []]
+    missing = {canonical(one.name) for one in needs if one.marker is None} - installed
+    # pycosat is stood in for; torch needs sympy, transformers pyyaml.
+    assert missing == {"pycosat", "pyyaml", "sympy"}
 
 
 def test_flash_attention_is_for_compute_capability_8() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.commands.doctor.sglang import preload_row
+from bapo_megatron.commands.doctor.sglang import compilers_row, preload_row
 from bapo_megatron.rollout.engines.sglang.preload import library_path, tried_preload
 from bapo_megatron.rollout.engines.sglang.server_process import server_environment
 
@@ -78,6 +78,59 @@ def test_library_path_finds_the_cuda_runtime_of_the_servers_environment(
     found = tried_preload(python, environment, 60)
     assert not found.ended, found
     assert preload_row(found, python, required=True).state == "ok"
+
+
+def test_a_gpu_server_finds_the_programs_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang and FlashInfer start `ninja` by its name, and no one activates their environment: not Slurm, not
+    a container. The trainer's, which may be active, has another."""
+    for folder in ("servers", "trainers"):
+        for name in ("python", "ninja"):
+            program = tmp_path / folder / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text("#!/bin/sh\n")
+            program.chmod(0o755)
+    python = tmp_path / "servers/python"
+    for path in (str(tmp_path / "trainers"), "/usr/bin", None):
+        if path is None:
+            monkeypatch.delenv("PATH")
+        else:
+            monkeypatch.setenv("PATH", path)
+        environment = server_environment(cuda=True, python=python)
+        assert shutil.which("ninja", path=environment["PATH"]) == str(tmp_path / "servers/ninja")
+        assert environment["PATH"].split(os.pathsep)[1:] == (path or os.defpath).split(os.pathsep)
+    monkeypatch.setenv("BAPO_SGLANG_PYTHON", str(python))
+    assert server_environment(cuda=True)["PATH"].startswith(f"{python.parent}{os.pathsep}")
+
+
+def test_doctor_looks_for_the_compilers_where_servers_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.doctor.sglang._CUDA", tmp_path / "usr")
+    programs = {
+        name: tmp_path / name for name in ("path/ninja", "path/nvcc", "home/bin/nvcc", "usr/bin/nvcc")
+    }
+    for program in programs.values():
+        program.parent.mkdir(parents=True, exist_ok=True)
+
+    def found(**variables: Path) -> tuple[str, str]:
+        environment = {"PATH": str(tmp_path / "path")} | {
+            name: str(value) for name, value in variables.items()
+        }
+        row = compilers_row(environment, required=True)
+        return row.state, row.found
+
+    assert found() == ("problem", "no ninja and no nvcc")
+    for name in ("path/ninja", "usr/bin/nvcc"):
+        programs[name].write_text("#!/bin/sh\n")
+        programs[name].chmod(0o755)
+    assert found() == ("ok", str(programs["usr/bin/nvcc"]))
+    programs["path/nvcc"].write_text("#!/bin/sh\n")
+    programs["path/nvcc"].chmod(0o755)
+    assert found() == ("ok", str(programs["path/nvcc"]))
+    assert found(CUDA_HOME=tmp_path / "home") == ("problem", "no nvcc")  # it has precedence
+    assert compilers_row({"PATH": "", "CUDA_PATH": "/none"}, required=False).state == "optional"
 
 
 def test_library_path_works_with_an_interpreter_before_3_11(python: Path, tmp_path: Path) -> None:

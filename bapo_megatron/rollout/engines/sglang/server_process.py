@@ -199,7 +199,7 @@ def server_environment(
 ) -> dict[str, str]:
     """The environment of a server's process: this one's without the trainer's own variables.
 
-    With those that a CPU or a colocated server needs. ``key_file``: of the API key; None: no authentication.
+    With those that it needs on its device. ``key_file``: of the API key; None: no authentication.
     ``python``: SGLang's interpreter; None: that of ``sglang_python``, if there is one. ``host``: the address
     that it listens on, if that is no loopback address.
     """
@@ -218,9 +218,11 @@ def server_environment(
                 environment[name] = ",".join(others)
     if cuda and colocated:
         environment.setdefault(*_RELEASED_GRAPHS)
-        if (python := python or _installed_python()) is not None:
-            path = library_path(python, environment.get(LIBRARY_VARIABLE))
-            environment |= {LIBRARY_VARIABLE: path} if path else {}
+    if cuda and (python := python or _installed_python()) is not None:
+        # SGLang and FlashInfer compile kernels by `ninja`, a package of their environment: it is not active.
+        environment["PATH"] = os.pathsep.join([str(python.parent), environment.get("PATH") or os.defpath])
+        if colocated and (path := library_path(python, environment.get(LIBRARY_VARIABLE))):
+            environment[LIBRARY_VARIABLE] = path
     if not cuda:
         environment |= _CPU_VARIABLES
         if threads:

@@ -16,6 +16,15 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.shards import join, shard, shard_parts, split, unshard
 from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def shape(**changes: object) -> ModelShape:
     config = {
@@ -180,6 +189,34 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
+        # A folder that transformers 5 wrote, and the lines that Qwen's pages add for long texts.
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": YARN},
+            "RoPE scaling 'yarn' is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": LLAMA3},
+            r"rope_scaling=.*, rope_parameters=.* contradict each other, .*: keep either rope_parameters",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_theta": 1e5},
+            r"rope_theta=100000.0, rope_parameters=.* contradict each other",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+                "rope_scaling": {"type": "default"},
+            },
+            "contradict each other",  # transformers 5 then has the base 10,000
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "of their own for 'full_attention'"),
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 128},
+            "embeddings=128 is not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* is not supported"),
         ({"hidden_size": "wide"}, "invalid literal"),
         ({"hidden_size": float("inf")}, "cannot convert float infinity"),
         ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
@@ -187,13 +224,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (
             {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 8.0,
-                    "low_freq_factor": 2.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                }
+                "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0},
             },
             "low_freq_factor=2.0 is not supported; megatron-core has 1",
         ),
@@ -215,5 +246,12 @@ def test_a_config_without_a_field_names_it(tmp_path: Path) -> None:
 
 def test_old_and_new_rope_fields_mean_the_same() -> None:
     old = shape(rope_theta=5e5, rope_scaling=None)
-    new = shape(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    new = shape(
+        rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, layer_types=["full_attention"] * 2
+    )
     assert old == new
+    both = {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}
+    assert (
+        shape(**both) == shape(**{**both, "rope_parameters": None}) == shape(**{**both, "rope_scaling": None})
+    )
+    assert shape(**both).rope_scaling == 8.0

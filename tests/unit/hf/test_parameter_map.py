@@ -174,6 +174,54 @@ def test_a_folder_that_does_not_fit_is_named(change: dict, message: str, tmp_pat
         HfReader(folder).check(read_model_shape(folder))
 
 
+def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) -> None:
+    """transformers computes with both, the policy would with the embedding alone."""
+    folder = save_tiny_model("llama", tmp_path)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(folder, lm_head__weight=embedding.clone())
+    HfReader(folder).check(read_model_shape(folder))
+    for other in (embedding.flip(0).contiguous(), embedding[:-1].clone()):
+        edit_tensors(folder, lm_head__weight=other)
+        with pytest.raises(
+            ConfigError, match=r"ties lm_head.weight to .* not equal: set \"tie_word_embeddings\""
+        ):
+            HfReader(folder).check(read_model_shape(folder))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e5m2, torch.float64])
+def test_numbers_that_are_no_weights_by_themselves_are_refused(kind: torch.dtype, tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    edit_tensors(folder, model__norm__weight=torch.ones(32).to(kind))
+    with pytest.raises(ConfigError, match=r"tensor model.norm.weight is .*; supported are BF16, F16, F32"):
+        HfReader(folder).check(read_model_shape(folder))
+
+
+def test_one_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    """transformers loads the one file, engines those of the index."""
+    folder = save_tiny_model("qwen2", tmp_path)
+    whole = folder / "model.safetensors"
+    names = list(load_file(whole))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, whole.name)}))
+    HfReader(folder).check(read_model_shape(folder))
+    (folder / "model-00001-of-00001.safetensors").write_bytes(whole.read_bytes())
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}))
+    with pytest.raises(ConfigError, match="holds both model.safetensors, .* does not list it: remove"):
+        HfReader(folder)
+
+
+def test_an_index_that_places_a_tensor_elsewhere_is_named(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    names = list(load_file(folder / "model.safetensors"))
+    edit_tensors(folder, model__norm__weight=None)
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ConfigError, match="model.safetensors holds no tensor model.norm.weight, which .*index"
+    ):
+        HfReader(folder).check(read_model_shape(folder))
+
+
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     folder = save_tiny_model("qwen2", tmp_path)
     weights = folder / "model.safetensors"

@@ -18,14 +18,12 @@ from checkpoints_tools.carried import carried_beside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
-from checkpoints_tools.core.comparing import tensor_difference
 from checkpoints_tools.formats.locate import TRACKER
-from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
+from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder, without_tied_copy
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 
 # Megatron-LM's name for weights that no training run of its own has saved: it then asks for no optimizer.
 RELEASE = "release"
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _SHOWN = 8
 
 
@@ -58,9 +56,9 @@ def model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
     """
     found = read_safetensors_folder(folder)
     expected = hf_tensors(shape)
-    copy = found.pop(_OUTPUT, None) if shape.tied else None
+    known = {*expected, "lm_head.weight"} if shape.tied else {*expected}
     problems = [f"tensor {name} is missing" for name in expected if name not in found]
-    problems += [f"tensor {name} is not of this model family" for name in found if name not in expected]
+    problems += [f"tensor {name} is not of this model family" for name in found if name not in known]
     problems += [
         f"tensor {name} has shape {list(found[name].shape)}, config.json asks for {list(wanted)}"
         for name, wanted in expected.items()
@@ -69,11 +67,7 @@ def model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
     if problems:
         more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(f"model folder {folder}:\n" + "\n".join(problems[:_SHOWN]) + more)
-    if copy is not None and (difference := tensor_difference(copy, found[_EMBEDDING])):
-        raise CheckpointError(
-            f"model folder {folder}: config.json ties {_OUTPUT} to {_EMBEDDING}, but it {difference}"
-        )
-    return found
+    return without_tied_copy(found, folder) if shape.tied else found
 
 
 def arguments(shape: ModelShape) -> Mapping[str, Any]:

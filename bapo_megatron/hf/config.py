@@ -103,6 +103,7 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
         raise ConfigError(f"{source}: model_type={family!r:.80} is not supported; supported are {known}")
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        rope_theta, rope_scaling = _rope(config, source)
         shape = ModelShape(
             family=family,
             layers=int(config["num_hidden_layers"]),
@@ -114,8 +115,8 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
             vocab=int(config["vocab_size"]),
             max_positions=int(config["max_position_embeddings"]),
             norm_eps=float(config["rms_norm_eps"]),
-            rope_theta=_rope_theta(config),
-            rope_scaling=_rope_scaling(config, source),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2",
             qk_norm=family in ("qwen3", "qwen3_moe"),
@@ -199,25 +200,51 @@ def _check_experts(experts: ExpertShape, source: str) -> None:
         )
 
 
-def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE settings: transformers 5 writes ``rope_parameters``, earlier versions two fields."""
-    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:
+    """RoPE's base, and the factor of Llama 3's scaling (None for none).
+
+    transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta`` and ``rope_scaling``. Where a
+    config has both, transformers 5 reads ``rope_scaling`` in place of ``rope_parameters``, transformers 4 the
+    old fields alone, and others the new one: ConfigError unless all of them find the same.
+    """
+    old, new = (config.get(field) or {} for field in ("rope_scaling", "rope_parameters"))
+    base = config.get("rope_theta")
+    forms = [{"rope_theta": base, **form} for form in (old, new) if form] or [{"rope_theta": base}]
+    if new and base:
+        forms.append({**(old or new), "rope_theta": base})
+    found = [
+        (float(form.get("rope_theta") or 10000.0), _rope_scaling(form, config, source)) for form in forms
+    ]
+    if len(set(found)) > 1:
+        told = ", ".join(
+            f"{field}={config[field]!r:.200}"
+            for field in ("rope_theta", "rope_scaling", "rope_parameters")
+            if config.get(field)
+        )
+        raise ConfigError(
+            f"{source}: {told} contradict each other, and transformers and engines differ in which they "
+            "follow: keep either rope_parameters, or rope_theta and rope_scaling"
+        )
+    return found[0]
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
-    return float(_rope_parameters(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
-
-
-def _rope_scaling(config: dict[str, Any], source: str) -> float | None:
-    rope = _rope_parameters(config)
+def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], source: str) -> float | None:
+    """Factor of Llama 3's scaling in the settings ``rope``; None for none. ConfigError for any other."""
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ConfigError(f"{source}: RoPE settings of their own for {nested[0]!r:.80} are not supported")
+    for where in (rope, config):
+        if float(part := where.get("partial_rotary_factor") or 1) != 1:
+            raise ConfigError(f"{source}: partial_rotary_factor={part} is not supported")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind != "llama3":
         raise ConfigError(f"{source}: RoPE scaling {kind!r} is not supported; supported are default, llama3")
+    # transformers takes the number of positions that stands beside the settings before theirs.
+    beside = {k: config[k] for k in ("original_max_position_embeddings",) if config.get(k)}
     for field, value in _LLAMA3_ROPE.items():
-        if rope[field] != value:
-            raise ConfigError(f"{source}: {field}={rope[field]} is not supported; megatron-core has {value}")
+        if (given := beside.get(field, rope[field])) != value:
+            raise ConfigError(f"{source}: {field}={given} is not supported; megatron-core has {value}")
     return float(rope["factor"])
 
 
@@ -230,6 +257,7 @@ def _refuse_variants(config: dict[str, Any], source: str) -> None:
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
         "decoder_sparse_step": int(config.get("decoder_sparse_step", 1)) != 1,
+        "layer_types": any(kind != "full_attention" for kind in config.get("layer_types") or ()),
     }
     for field, wrong in refused.items():
         if wrong:

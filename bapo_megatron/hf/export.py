@@ -36,7 +36,13 @@ WRITER = "bapo"
 
 _SHARD_BYTES = 4 * 2**30
 
-_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+_WEIGHT_FILES = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt"),
+    *(".gguf", ".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json"),
+    *(".onnx", ".onnx_data", ".ot", ".npz"),
+    "adapter_config.json",  # for it transformers, with peft, would load the model that it names
+)
+"""Endings of files of the first model's weights, in any format: in an export they would be untrained ones."""
 
 
 def export_hf(

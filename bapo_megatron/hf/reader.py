@@ -17,13 +17,17 @@ from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, missing_file
-from bapo_megatron.hf.fp8 import BLOCK, is_quantized, scale_name, scales_problem, weight_of_scale
+from bapo_megatron.hf.fp8 import BLOCK, FP8, is_quantized, scale_name, scales_problem, weight_of_scale
 from bapo_megatron.hf.parameter_map import expert_tensors, fused_rows, hf_tensors, is_fused_experts
 from bapo_megatron.runtime.files import check_files_inside, file_inside, read_file_inside
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _ALL = slice(None)
+_TYPES = ("BF16", "F16", "F32", FP8)
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 4096
+"""Rows of embedding and output layer that are compared at once."""
 
 
 class TensorReader(Protocol):
@@ -84,7 +88,13 @@ class HfReader:
 
     def _stored(self, name: str) -> Any:
         """The slices of a tensor that the files hold under this name."""
-        return self._file(self._file_of[name]).get_slice(name)
+        try:
+            return self._file(self._file_of[name]).get_slice(name)
+        except SafetensorError:
+            raise ConfigError(
+                f"{self.folder / self._file_of[name]} holds no tensor {name}, which {_INDEX} places there: "
+                "fetch the model again"
+            ) from None
 
     def _scales(self, name: str) -> Any:
         """The slices of the scales of an fp8 tensor that the files hold under this name."""
@@ -93,11 +103,15 @@ class HfReader:
         return self._file(self._scale_files[scale_name(name)]).get_slice(scale_name(name))
 
     def check(self, shape: ModelShape) -> None:
-        """Check the folder: ConfigError with each missing tensor, unknown tensor and wrong shape."""
+        """Check the folder: ConfigError with each missing or unknown tensor, wrong shape and wrong type.
+
+        Reads headers alone, but for the two matrices of a tied model that holds its embedding twice: they
+        must be equal, since the policy computes with one of them, and transformers then with both.
+        """
         expected = hf_tensors(shape)
         known = set(self._file_of) - set(self.fused_experts)
         # Tied models are often stored with a copy of the embedding under the name of the output layer.
-        extra = known - set(expected) - ({"lm_head.weight"} if shape.tied else set())
+        extra = known - set(expected) - ({_OUTPUT} if shape.tied else set())
         problems = [f"tensor {name} is missing" for name in expected if name not in known]
         problems += [f"tensor {name} is not of this model family" for name in sorted(extra)]
         problems += [
@@ -105,10 +119,36 @@ class HfReader:
             for name, wanted in expected.items()
             if name in known and self.shape(name) != wanted
         ]
-        problems += self._fp8_problems()
+        problems += self._type_problems() + self._fp8_problems()
+        if not problems and shape.tied and _OUTPUT in known:
+            problems += self._unequal_copy()
         if problems:
             more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise ConfigError(f"model folder {self.folder}:\n" + "\n".join(problems[:8]) + more)
+
+    def _type_problems(self) -> list[str]:
+        """Tensors of types whose numbers are no weights by themselves, such as those of a quantization."""
+        types = {name: self._stored(name).get_dtype() for name in self._file_of if name not in self._within}
+        return [
+            f"tensor {name} is {kind}; supported are {', '.join(_TYPES)}"
+            for name, kind in types.items()
+            if kind not in _TYPES
+        ]
+
+    def _unequal_copy(self) -> list[str]:
+        """The problem of an output layer that config.json ties to an embedding of other numbers."""
+        shape = self.shape(_EMBEDDING)
+        if self.shape(_OUTPUT) == shape:
+            parts = (slice(row, row + _ROWS) for row in range(0, shape[0], _ROWS))
+            if all(
+                torch.equal(*(self.read(name, rows).float() for name in (_EMBEDDING, _OUTPUT)))
+                for rows in parts
+            ):
+                return []
+        return [
+            f"config.json ties {_OUTPUT} to {_EMBEDDING}, but the two are not equal: set "
+            f'"tie_word_embeddings": false there if the model was trained so, else remove {_OUTPUT}'
+        ]
 
     def _fp8_problems(self) -> list[str]:
         """Problems of weights in fp8, and of their scales."""
@@ -139,6 +179,11 @@ class HfReader:
                 raise ConfigError(f"{index} cannot be read: {error!r:.200}") from None
             if not files:
                 raise ConfigError(f"{index} lists no tensors")
+            if (self.folder / _SINGLE).exists() and _SINGLE not in files.values():
+                raise ConfigError(
+                    f"{self.folder} holds both {_SINGLE}, which transformers would load, and {_INDEX}, which "
+                    "does not list it: remove the one of the two that is not the model's"
+                )
             return files
         if (self.folder / _SINGLE).exists():
             return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)

@@ -1,12 +1,14 @@
 """Tokenizer of a Hugging Face folder, loaded offline and without running code of the folder.
 
-ConfigError for a folder without a usable one. transformers is imported at the first call, which takes
-seconds; ``TextDecoder`` does without. For reports, the sampler, evaluations, SFT, dataset preparation and
-checks before a run. Used throughout the package.
+ConfigError for a folder without a usable one. A tokenizer.json counts before the class that transformers
+would choose. transformers is imported at the first call, which takes seconds; ``TextDecoder`` does without.
+For reports, the sampler, evaluations, SFT, dataset preparation and checks before a run. Used throughout the
+package.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -69,7 +71,7 @@ class TextDecoder:
 
 
 def _read(folder: Path) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not folder.is_dir():
         raise ConfigError(f"model.hf_path={folder} is not a folder")
@@ -78,6 +80,49 @@ def _read(folder: Path) -> Any:
         raise ConfigError(f"model.hf_path={folder} holds no tokenizer; expected one of {', '.join(_FILES)}")
     try:
         # Without the setting transformers asks at the terminal whether code of the folder may run.
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if _splits_as_its_file(tokenizer, folder):
+            return tokenizer
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many types for a missing or broken tokenizer
         raise ConfigError(f"model.hf_path={folder}: its tokenizer cannot be read: {error}") from error
+    if not _splits_as_its_file(tokenizer, folder):
+        raise ConfigError(
+            f"model.hf_path={folder}: transformers splits texts otherwise than its tokenizer.json says, so "
+            "prompts would have other tokens than the model knows; save the tokenizer anew"
+        )
+    return tokenizer
+
+
+_BPE = ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+
+
+def _splits_as_its_file(tokenizer: Any, folder: Path) -> bool:
+    """Whether a tokenizer splits texts as the folder's tokenizer.json says; True where there is none.
+
+    transformers 5 chooses a class by tokenizer_config.json and the model's family, and some classes (Qwen2's
+    for every Qwen2) put normalization and rules of their own in the place of the file's, which are those that
+    the model was trained with.
+    """
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file() or not hasattr(tokenizer, "backend_tokenizer"):
+        return True
+    return _rules(tokenizer.backend_tokenizer) == _rules(Tokenizer.from_file(str(path)))
+
+
+def _rules(tokenizer: Any) -> list[Any]:
+    """Rules of a tokenizer of the tokenizers library by which a text becomes tokens, as plain data."""
+    steps = tokenizer.normalizer, tokenizer.pre_tokenizer
+    states = [
+        None if one is None else json.loads(one.__getstate__(), object_hook=_by_tokens) for one in steps
+    ]
+    return [*states, *(getattr(tokenizer.model, option, None) for option in _BPE)]
+
+
+def _by_tokens(step: dict[str, Any]) -> dict[str, Any]:
+    """A step without what changes no token: the places of tokens in the text."""
+    return {name: value for name, value in step.items() if name != "trim_offsets"}

@@ -1,7 +1,8 @@
 """Bitwise comparison of the tensors of two checkpoints, in bands of rows, for any two formats.
 
-In threads, each with two buffers of a band. ``verification.py`` calls it, and ``to_megatron.py`` for a copy
-of a tied embedding. Used by ``checkpoints_tools/to_megatron.py`` and ``checkpoints_tools/verification.py``.
+In threads, each with two buffers of a band. ``verification.py`` calls it, and ``safetensors_folder.py`` for a
+copy of a tied embedding. Used by ``checkpoints_tools/formats/safetensors_folder.py`` and
+``checkpoints_tools/verification.py``.
 """
 
 from __future__ import annotations

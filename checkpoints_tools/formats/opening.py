@@ -1,7 +1,8 @@
 """Checkpoint opener: any format as tensors under Hugging Face names, as blocks of its files.
 
-Verification, resharding and ``to_hf`` begin with it. No weight is read. Used by
-``checkpoints_tools/resharding.py``, ``checkpoints_tools/to_hf.py`` and ``checkpoints_tools/verification.py``.
+Verification, resharding and ``to_hf`` begin with it. No weight is read, but for an embedding that the folder
+of a tied model holds twice. Used by ``checkpoints_tools/resharding.py``, ``checkpoints_tools/to_hf.py`` and
+``checkpoints_tools/verification.py``.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from bapo_megatron.hf.config import ModelShape, read_model_shape
 from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.formats.locate import LATEST, Format, Location, hf_reference, locate
 from checkpoints_tools.formats.mp_rank import MpRank
-from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
+from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder, without_tied_copy
 from checkpoints_tools.formats.torch_dist import OPTIMIZER_STATES, RESHARDABLE, TorchDist
-
-_TIED_COPY = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -67,5 +66,5 @@ def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = Non
         case Format.HF:
             tensors = read_safetensors_folder(location.folder)
             if shape.tied:
-                tensors.pop(_TIED_COPY, None)
+                tensors = without_tied_copy(tensors, location.folder)
     return OpenedCheckpoint(location, model, shape, content, tensors)

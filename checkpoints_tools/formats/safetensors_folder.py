@@ -19,11 +19,13 @@ from bapo_megatron.hf.fp8 import BLOCK, is_quantized, scale_name, scales_problem
 from bapo_megatron.hf.parameter_map import expert_tensors, fused_rows
 from bapo_megatron.runtime.files import COPY_AGAIN, check_files_inside, file_inside, read_file_inside
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
+from checkpoints_tools.core.comparing import tensor_difference
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _SHOWN = 8
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
@@ -55,6 +57,21 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
             raise CheckpointError(f"{folder / file} holds no tensor {name}, which {INDEX} places there")
     found = _with_scales(found, folder)
     return {one.name: one for tensor in found.values() for one in _experts_apart(tensor)}
+
+
+def without_tied_copy(tensors: dict[str, BlockTensor], folder: Path) -> dict[str, BlockTensor]:
+    """The tensors of a tied model without the copy of the embedding that many have as the output layer.
+
+    CheckpointError for one that is not equal, with which transformers would compute.
+    """
+    kept = {name: tensor for name, tensor in tensors.items() if name != _OUTPUT}
+    copy, own = tensors.get(_OUTPUT), kept.get(_EMBEDDING)
+    if copy is not None and own is not None and (difference := tensor_difference(copy, own)):
+        raise CheckpointError(
+            f"model folder {folder}: config.json ties {_OUTPUT} to {_EMBEDDING}, but it {difference}: "
+            f'set "tie_word_embeddings": false there if the model was trained so, else remove {_OUTPUT}'
+        )
+    return kept
 
 
 def _with_scales(found: dict[str, BlockTensor], folder: Path) -> dict[str, BlockTensor]:

@@ -120,6 +120,17 @@ def test_the_mark_of_the_first_model_is_not_carried_along(model: Path, tmp_path:
     assert json.loads((tmp_path / "export" / MARK).read_text())["written_by"] == "bapo"
 
 
+def test_an_export_has_none_of_the_first_model_s_weights_in_any_format(model: Path, tmp_path: Path) -> None:
+    """A reader that prefers another format would load the untrained model without a word."""
+    others = ("model-q8.gguf", "tf_model.h5", "flax_model.msgpack", "pytorch_model.bin", "model.onnx")
+    for name in (*others, "adapter_config.json", "LICENSE"):
+        (model / name).write_text("{}")
+    export(model, tmp_path / "export")
+    found = {path.name for path in (tmp_path / "export").iterdir()}
+    assert found >= {"LICENSE", "chat_template.jinja"}
+    assert not found & {*others, "adapter_config.json"}
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 def test_config_json_has_the_type_of_the_tensors(kind: str, model: Path, tmp_path: Path) -> None:
     """By both names that transformers has had for it."""

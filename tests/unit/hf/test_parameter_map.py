@@ -16,6 +16,15 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.shards import join, shard, shard_parts, split, unshard
 from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def shape(**changes: object) -> ModelShape:
     config = {
@@ -165,6 +174,54 @@ def test_a_folder_that_does_not_fit_is_named(change: dict, message: str, tmp_pat
         HfReader(folder).check(read_model_shape(folder))
 
 
+def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) -> None:
+    """transformers computes with both, the policy would with the embedding alone."""
+    folder = save_tiny_model("llama", tmp_path)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(folder, lm_head__weight=embedding.clone())
+    HfReader(folder).check(read_model_shape(folder))
+    for other in (embedding.flip(0).contiguous(), embedding[:-1].clone()):
+        edit_tensors(folder, lm_head__weight=other)
+        with pytest.raises(
+            ConfigError, match=r"ties lm_head.weight to .* not equal: set \"tie_word_embeddings\""
+        ):
+            HfReader(folder).check(read_model_shape(folder))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e5m2, torch.float64])
+def test_numbers_that_are_no_weights_by_themselves_are_refused(kind: torch.dtype, tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    edit_tensors(folder, model__norm__weight=torch.ones(32).to(kind))
+    with pytest.raises(ConfigError, match=r"tensor model.norm.weight is .*; supported are BF16, F16, F32"):
+        HfReader(folder).check(read_model_shape(folder))
+
+
+def test_one_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    """transformers loads the one file, engines those of the index."""
+    folder = save_tiny_model("qwen2", tmp_path)
+    whole = folder / "model.safetensors"
+    names = list(load_file(whole))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, whole.name)}))
+    HfReader(folder).check(read_model_shape(folder))
+    (folder / "model-00001-of-00001.safetensors").write_bytes(whole.read_bytes())
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}))
+    with pytest.raises(ConfigError, match="holds both model.safetensors, .* does not list it: remove"):
+        HfReader(folder)
+
+
+def test_an_index_that_places_a_tensor_elsewhere_is_named(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    names = list(load_file(folder / "model.safetensors"))
+    edit_tensors(folder, model__norm__weight=None)
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ConfigError, match="model.safetensors holds no tensor model.norm.weight, which .*index"
+    ):
+        HfReader(folder).check(read_model_shape(folder))
+
+
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     folder = save_tiny_model("qwen2", tmp_path)
     weights = folder / "model.safetensors"
@@ -180,6 +237,34 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
+        # A folder that transformers 5 wrote, and the lines that Qwen's pages add for long texts.
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": YARN},
+            "RoPE scaling 'yarn' is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": LLAMA3},
+            r"rope_scaling=.*, rope_parameters=.* contradict each other, .*: keep either rope_parameters",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_theta": 1e5},
+            r"rope_theta=100000.0, rope_parameters=.* contradict each other",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+                "rope_scaling": {"type": "default"},
+            },
+            "contradict each other",  # transformers 5 then has the base 10,000
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "of their own for 'full_attention'"),
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 128},
+            "embeddings=128 is not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* is not supported"),
         ({"hidden_size": "wide"}, "invalid literal"),
         ({"hidden_size": float("inf")}, "cannot convert float infinity"),
         ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
@@ -187,13 +272,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (
             {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 8.0,
-                    "low_freq_factor": 2.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                }
+                "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0},
             },
             "low_freq_factor=2.0 is not supported; megatron-core has 1",
         ),
@@ -215,5 +294,12 @@ def test_a_config_without_a_field_names_it(tmp_path: Path) -> None:
 
 def test_old_and_new_rope_fields_mean_the_same() -> None:
     old = shape(rope_theta=5e5, rope_scaling=None)
-    new = shape(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    new = shape(
+        rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, layer_types=["full_attention"] * 2
+    )
     assert old == new
+    both = {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}
+    assert (
+        shape(**both) == shape(**{**both, "rope_parameters": None}) == shape(**{**both, "rope_scaling": None})
+    )
+    assert shape(**both).rope_scaling == 8.0

@@ -33,8 +33,10 @@ def named(fault: str) -> str:
     return next(name for name in names if (fault_of(name, 0), fault_of(name, 1)) == (fault, "none"))
 
 
-def said(text: str = "", reason: str | None = None, failure: str | None = None) -> dict[str, Any]:
-    return {"text": text, "finish_reason": reason, "failure": failure, "detail": ""}
+def said(
+    text: str = "", reason: str | None = None, failure: str | None = None, detail: str = ""
+) -> dict[str, Any]:
+    return {"text": text, "finish_reason": reason, "failure": failure, "detail": detail}
 
 
 def story() -> tuple[Rows, Episodes]:
@@ -73,6 +75,30 @@ def test_a_true_story_is_counted(tmp_path: Path) -> None:
         "failed raised": 1,
         "outlived their step": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("fault", "detail", "is_true"),
+    [
+        ("late", "signal SIGKILL", True),
+        ("hang", "signal SIGKILL", True),
+        ("late", "exit code 9", False),
+        ("none", "signal SIGKILL", False),
+    ],
+)
+def test_a_killed_worker_may_be_the_second_loss_of_a_step_out_of_time(
+    tmp_path: Path, fault: str, detail: str, is_true: bool
+) -> None:
+    """It was out of time once already; a step without a fault is not lost by a kill."""
+    name = named(fault)
+    asked = {"what": "asked", "episode": name, "replies": 0, "turn": "1", "fault": fault}
+    failed = Exchange([ord("1"), EOS], said(reason="failed", failure="died", detail=detail))
+    log = written(tmp_path, [asked])
+    if is_true:
+        assert check_tools(log, {name: [failed]}, Letters())["failed died"] == 1
+    else:
+        with pytest.raises(AssertionError, match=f"is '{fault}', and the journal says 'died', '{detail}'"):
+            check_tools(log, {name: [failed]}, Letters())
 
 
 def _unknown(rows: Rows, episodes: Episodes) -> None:

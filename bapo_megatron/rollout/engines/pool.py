@@ -139,8 +139,8 @@ class EnginePool:
         slot.inflight.add(request_task)
         try:
             answer = await request_task
-            self._worked_at = slot.last_answer_at = self._clock.now()
             self._check_versions(slot, answer, version)
+            self._worked_at = slot.last_answer_at = self._clock.now()
             return answer
         except asyncio.CancelledError:
             this = asyncio.current_task()
@@ -168,7 +168,7 @@ class EnginePool:
                 "restarted, or another run uses it"
             )
             self.quarantine(slot, reason)
-            raise EngineLost(f"{slot.engine.name}: {reason}")
+            raise EngineLost(f"{slot.engine.name}: {reason}", by_this_request=True)
 
     def quarantine(self, slot: EngineSlot, reason: str) -> None:
         """Put an engine in quarantine. Its requests end with EngineLost."""

@@ -38,7 +38,7 @@ def test_it_has_the_directory_and_the_variables_of_the_test(
     (tmp_path / "here.py").write_text("import os\nraise SystemExit(os.environ['WHO_ASKS'] + os.getcwd())\n")
     command = start_bapo("train", "here.py", directory=tmp_path)
     assert f"a test{tmp_path}" in command.communicate(DEADLINE_S)[0].decode()
-    assert command.returncode == 1
+    assert command.returncode == 2
 
 
 def test_a_signal_reaches_it_and_its_end_is_told(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from bapo_megatron.checkpoint.fork import check_fork
 from bapo_megatron.checkpoint.fork_record import ForkSource
-from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps
+from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps, known_suites
 from bapo_megatron.config import (
     CheckpointConfig,
     LoggingConfig,
@@ -109,6 +109,7 @@ def run_checks(
             tokenizer(),
             config.reward.function,
             lambda suite: tools()[config.source_of_suite(suite)],
+            known_suites(config.directory),
         )
 
 

@@ -91,8 +91,19 @@ def local_problems(needs: Needs, disk: Path) -> Iterator[str]:
         except OSError as error:
             yield f"disk of {path}: {error}"
             continue
-        if free < needed:
-            yield f"disk of {path}: {free:.1f} GB free, {needed:g} needed"
+        if free < needed and free + (held := held_gb(disk) if path == disk else 0.0) < needed:
+            beside = f" beside the {held:.1f} GB in it" if held else ""
+            yield f"disk of {path}: {free:.1f} GB free{beside}, {needed:g} needed"
+
+
+def held_gb(folder: Path) -> float:
+    """The size of the files in a folder, in GB: a run that continues has written a part of what it needs."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # a save may be deleting it
+                size += os.lstat(os.path.join(place, name)).st_size
+    return size / 1e9
 
 
 def visible_gpus() -> int | None:

@@ -421,6 +421,21 @@ def test_a_save_that_is_given_up_leaves_time_for_the_requeue(shell: Shell) -> No
     assert 30 + 2 + 20 <= margin <= 90
 
 
+@pytest.mark.parametrize(("lead", "margin"), [("45", "22"), ("60", "30"), ("61", "60"), ("600", "60")])
+def test_ranks_are_told_to_save_before_they_are_killed(
+    shell: Shell, tmp_path: Path, lead: str, margin: str
+) -> None:
+    (tmp_path / "recipe.py").touch()
+    script = f"""
+        squeue() {{ echo N/A; }}
+        scontrol() {{ echo n1; }}
+        bapo_health() {{ echo "$BAPO_MARGIN_S" >"$BAPO_RUN/margin"; exit; }}
+        bapo_begin recipe.py --run-dir {tmp_path}
+    """
+    found = shell(script, BAPO_LEAD_S=lead)
+    assert (tmp_path / "margin").read_text() == f"{margin}\n", found.stderr
+
+
 @pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
 def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
     found = shell("bapo_check_numbers", **{name: value})

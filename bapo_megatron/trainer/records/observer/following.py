@@ -71,6 +71,7 @@ class Observer:
         self._resume_step: int | None = resume_step
         self._file = self._paths.tracker_state(name)
         self._state = replace(read_state(self._file), kept=None)
+        self._is_of_earlier_version = self._state.is_of_earlier_version
         self._saved_s = 0.0
 
     def observe(self) -> bool:
@@ -91,7 +92,10 @@ class Observer:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _follow(self) -> None:
-        tracker = self._opened(tracked_run(self._paths.root, self._name))
+        run = tracked_run(self._paths.root, self._name, self._is_of_earlier_version)
+        if not self._is_of_earlier_version:
+            self._state = replace(self._state, project=run.project)
+        tracker = self._opened(run)
         try:
             self._write_all(tracker)
         except BaseException:

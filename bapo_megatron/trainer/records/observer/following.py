@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK, TrackedRows
@@ -119,7 +120,7 @@ class Observer:
                     continue
                 if row.metrics:
                     tracker.write(row.step, row.metrics)
-                place = {"evaluation" if row.is_evaluation else "step": row.step}
+                place: dict[str, Any] = {"evaluation" if row.is_evaluation else "step": row.step}
                 self._save(replace(self._state, **place, problem=None), _SAVE_S)
             self._save(replace(self._state, problem=None))
             if is_last:

@@ -552,14 +552,20 @@ def test_the_probe_gets_the_number_of_gpus_of_any_type(
 
 
 @pytest.mark.parametrize(
-    ("other", "state", "code"), [(3, "RUNNING", 2), (3, "COMPLETED", 0), (7, "RUNNING", 0)]
+    ("other", "status", "state", "code"),
+    [
+        (3, "running", "RUNNING", 2),
+        (3, "running", "COMPLETED", 0),
+        (3, "stopped", "RUNNING", 0),  # a salloc, in which the run has ended
+        (7, "running", "RUNNING", 0),
+    ],
 )
 def test_a_second_job_leaves_the_state_of_the_first_alone(
-    shell: Shell, tmp_path: Path, other: int, state: str, code: int
+    shell: Shell, tmp_path: Path, other: int, status: str, state: str, code: int
 ) -> None:
     """`bapo cancel` finds the running job there."""
     (tmp_path / "recipe.py").touch()
-    (tmp_path / "slurm.state").write_text(f"job={other}\nstatus=running\n")
+    (tmp_path / "slurm.state").write_text(f"job={other}\nstatus={status}\n")
     script = f"""
         squeue() {{ [[ $3 != {other} ]] || echo {state}; }}
         scontrol() {{ echo n1; }}

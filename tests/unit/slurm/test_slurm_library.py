@@ -250,6 +250,13 @@ def test_a_busy_controller_does_not_keep_a_job_from_its_requeue(shell: Shell, tm
     assert refused.stdout == "stopped\n"
 
 
+def test_a_node_without_a_command_of_slurms_is_not_asked_again(shell: Shell, tmp_path: Path) -> None:
+    """Some have no sinfo: the job of a crash would wait an hour for its answers."""
+    script = 'sleep() { :; }; sinfo() { echo x >>"$BAPO_RUN/asked"; return 127; }; bapo_lost_nodes'
+    assert shell(script, BAPO_SLURM_WAIT_S="2").stdout == ""
+    assert (tmp_path / "asked").read_text() == 2 * "x\n"
+
+
 def test_a_signal_during_the_decision_does_not_stop_a_job_that_slurm_takes_back(
     shell: Shell, tmp_path: Path
 ) -> None:

@@ -67,10 +67,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements of a node.
-
-    Made from the arguments of the command line.
-    """
+    """The requirements of a node. Made from the arguments of the command line."""
 
     gpus: int = 0
     memory_gb: float = 1.0
@@ -91,9 +88,8 @@ def local_problems(needs: Needs, disk: Path) -> Iterator[str]:
         except OSError as error:
             yield f"disk of {path}: {error}"
             continue
-        if free < needed and free + (held := held_gb(disk) if path == disk else 0.0) < needed:
-            beside = f" beside the {held:.1f} GB in it" if held else ""
-            yield f"disk of {path}: {free:.1f} GB free{beside}, {needed:g} needed"
+        if free < needed and (path != disk or free + held_gb(disk) < needed):
+            yield f"disk of {path}: {free:.1f} GB free, {needed:g} needed"
 
 
 def held_gb(folder: Path) -> float:
@@ -101,7 +97,7 @@ def held_gb(folder: Path) -> float:
     size = 0
     for place, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # a save may be deleting it
+            with suppress(OSError):  # other nodes write their findings there, and rename them
                 size += os.lstat(os.path.join(place, name)).st_size
     return size / 1e9
 
@@ -136,10 +132,8 @@ def cuda_problems(gpus: int) -> Iterator[str]:
 
 
 def begin_of_probe(folder: Path, seconds: float, clock: Clock) -> float:
-    """Start of the probe by the job's shell, on this process's monotonic clock.
-
-    Now, if FOLDER/start is missing or this node's clock is off, which the probe reports.
-    """
+    """Start of the probe by the job's shell, on this process's monotonic clock; now, if FOLDER/start is
+    missing or this node's clock is off, which the probe reports."""
     elapsed = -1.0
     with suppress(OSError, ValueError):
         elapsed = clock.time() - float((folder / "start").read_text())
@@ -158,10 +152,8 @@ def canary_problems(folder: Path, node: str) -> Iterator[str]:
 
 
 class Meeting:
-    """Network and clock check: a listener that answers with this node's time, and calls to all others.
-
-    Made once a node.
-    """
+    """Network and clock check: a listener that answers with this node's time, and calls to all others. Made
+    once a node."""
 
     def __init__(self, folder: Path, node: str, clock: Clock | None = None) -> None:
         self._folder, self._node, self._clock = folder, node, clock or Clock()

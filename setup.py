@@ -44,7 +44,7 @@ setup(
         "numpy>=1.26,<3",
         "packaging",
         "psutil>=5",  # without it a checkpoint of megatron-core hangs
-        "aiohttp>=3.10,<4",
+        "aiohttp>=3.12,<4",  # the first with sockets of our own (socket_factory)
         "annotated-types>=0.6,<1",
         "einops>=0.8,<1",
         "orjson>=3.10,<4",

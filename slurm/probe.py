@@ -67,10 +67,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements of a node.
-
-    Made from the arguments of the command line.
-    """
+    """The requirements of a node. Made from the arguments of the command line."""
 
     gpus: int = 0
     memory_gb: float = 1.0
@@ -91,8 +88,18 @@ def local_problems(needs: Needs, disk: Path) -> Iterator[str]:
         except OSError as error:
             yield f"disk of {path}: {error}"
             continue
-        if free < needed:
+        if free < needed and (path != disk or free + held_gb(disk) < needed):
             yield f"disk of {path}: {free:.1f} GB free, {needed:g} needed"
+
+
+def held_gb(folder: Path) -> float:
+    """The size of the files in a folder, in GB: a run that continues has written a part of what it needs."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # other nodes write their findings there, and rename them
+                size += os.lstat(os.path.join(place, name)).st_size
+    return size / 1e9
 
 
 def visible_gpus() -> int | None:
@@ -125,10 +132,8 @@ def cuda_problems(gpus: int) -> Iterator[str]:
 
 
 def begin_of_probe(folder: Path, seconds: float, clock: Clock) -> float:
-    """Start of the probe by the job's shell, on this process's monotonic clock.
-
-    Now, if FOLDER/start is missing or this node's clock is off, which the probe reports.
-    """
+    """Start of the probe by the job's shell, on this process's monotonic clock; now, if FOLDER/start is
+    missing or this node's clock is off, which the probe reports."""
     elapsed = -1.0
     with suppress(OSError, ValueError):
         elapsed = clock.time() - float((folder / "start").read_text())
@@ -147,10 +152,8 @@ def canary_problems(folder: Path, node: str) -> Iterator[str]:
 
 
 class Meeting:
-    """Network and clock check: a listener that answers with this node's time, and calls to all others.
-
-    Made once a node.
-    """
+    """Network and clock check: a listener that answers with this node's time, and calls to all others. Made
+    once a node."""
 
     def __init__(self, folder: Path, node: str, clock: Clock | None = None) -> None:
         self._folder, self._node, self._clock = folder, node, clock or Clock()

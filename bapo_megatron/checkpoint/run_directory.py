@@ -206,6 +206,12 @@ def has_steps(directory: Path) -> bool:
     return metrics.exists() and metrics.stat().st_size > 0
 
 
+def known_suites(directory: Path) -> list[str]:
+    """Names of the evaluation suites of a run's last start; none before its first step."""
+    stored = read_config(directory) if has_steps(directory) else None
+    return list((stored or {}).get("evaluation.suites") or [])
+
+
 def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
     """Preset of an older run that goes on: ``balanced`` in place of ``paper``, and the line that says so.
 

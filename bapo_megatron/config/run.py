@@ -35,10 +35,12 @@ from bapo_megatron.config.validation import (
     environment_problems,
     hold_problems,
     hook_problems,
+    milestone_problems,
     mismatch_problems,
     pack_problems,
     parallel_problems,
     profile_problems,
+    project_problems,
     raise_problems,
     range_problems,
     reward_problems,
@@ -155,8 +157,6 @@ class RunConfig:
     def rule_problems(self) -> Iterator[str]:
         """Mistakes that the fields show by themselves, where each has a value of its type."""
         yield from out_of_range(self)
-        if self.name.strip(" ./") == "":
-            yield f"name={self.name!r} names no run: give one; its directory and boards have it, too"
         yield from parallel_problems(self.parallel)
         if not any(out_of_range(self.parallel)):  # which packs are divided by
             yield from pack_problems(self.batch, self.parallel, self.longest_sequence)
@@ -173,6 +173,15 @@ class RunConfig:
         yield from range_problems(self.data, self.optimizer)
         yield from mismatch_problems(self.accept_resume_mismatch)
         yield from profile_problems(self.profile, self.steps)
+
+    def new_run_problems(self) -> Iterator[str]:
+        """Mistakes for which only a new run is refused: one that has begun with them goes on as it did."""
+        if self.name.strip(" ./") == "":
+            yield f"name={self.name!r} names no run: give one; its directory and boards have it, too"
+        yield from milestone_problems(self.checkpoint)
+        yield from project_problems(self.logging)
+        if self.profile.memory and not self.profile.steps:
+            yield "profile.memory needs profile.steps: name the steps to trace"
 
 
 @dataclass(frozen=True)

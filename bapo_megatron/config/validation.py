@@ -213,12 +213,6 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
             f"checkpoint.export_every={export} must be a multiple of checkpoint.every={every}, because a "
             f"checkpoint is what is exported: set it to {max(1, round(export / every)) * every}"
         )
-    kept = checkpoint.keep_every
-    if every > 0 and kept is not None and kept % every:
-        yield (
-            f"checkpoint.keep_every={kept} must be a multiple of checkpoint.every={every}, because only a "
-            f"checkpoint can be kept: set it to {max(1, round(kept / every)) * every}"
-        )
     if evaluation.every and not evaluation.suites:
         yield f"evaluation.every={evaluation.every} needs evaluation.suites: name at least one"
     if best and not evaluation.every:
@@ -230,19 +224,30 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
         )
 
 
+def milestone_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Rule of ``checkpoint.keep_every``, for new runs."""
+    every, kept = checkpoint.every, checkpoint.keep_every
+    if kept is not None and kept % every:
+        yield (
+            f"checkpoint.keep_every={kept} must be a multiple of checkpoint.every={every}, because only a "
+            f"checkpoint can be kept: set it to {max(1, round(kept / every)) * every}"
+        )
+
+
 _NOT_IN_WANDB_PROJECTS = frozenset("/\\#?%:")
 
 
-def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Iterator[str]:
-    """Rules of the user's commands and URLs, and of W&B's project: their form.
-
-    ``preflight.check_hooks`` looks for the programs.
-    """
-    yield from target_problems(logging.on_event)
+def project_problems(logging: LoggingConfig) -> Iterator[str]:
+    """Rule of W&B's project, for new runs."""
     project = logging.wandb_project or logging.project
     if "wandb" in logging.chosen and set(project) & _NOT_IN_WANDB_PROJECTS:
         name = "wandb_project" if logging.wandb_project else "project"
         yield f"logging.{name}={project!r}: W&B takes no project with one of / \\ # ? % : in its name"
+
+
+def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Iterator[str]:
+    """Rules of the user's commands and URLs: their form. ``preflight.check_hooks`` looks for the programs."""
+    yield from target_problems(logging.on_event)
     command = checkpoint.after_export
     if command is None:
         return
@@ -259,9 +264,7 @@ def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Itera
 
 
 def profile_problems(profile: ProfileConfig, steps: int) -> Iterator[str]:
-    """Rules of ``profile.steps``: the run must have the steps, and ``memory`` is a part of their traces."""
-    if profile.memory and not profile.steps:
-        yield "profile.memory needs profile.steps: name the steps to trace"
+    """Rules of ``profile.steps``: the run must have the steps."""
     for step in profile.steps:
         if not 1 <= step <= steps:
             yield f"profile.steps has {step}: the run has steps 1 to {steps}"

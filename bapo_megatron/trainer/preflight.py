@@ -18,7 +18,7 @@ import torch
 
 from bapo_megatron.checkpoint.fork import check_fork
 from bapo_megatron.checkpoint.fork_record import ForkSource
-from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps
+from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps, known_suites
 from bapo_megatron.config import (
     CheckpointConfig,
     LoggingConfig,
@@ -78,6 +78,7 @@ def run_checks(
         return check_environments(config, tokenizer())
 
     yield config.check
+    yield lambda: check_new_run(config)
     yield lambda: check_logging(config.logging)
     yield lambda: _check_reward(config)
     yield lambda: checked_loss(config)
@@ -109,12 +110,14 @@ def run_checks(
             tokenizer(),
             config.reward.function,
             lambda suite: tools()[config.source_of_suite(suite)],
+            known_suites(config.directory),
         )
 
 
 def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     """Preflight of a run with ``--rollout-only``, which has no layout: ConfigError with the first problem."""
     config.check()
+    check_new_run(config)
     check_logging(config.logging)
     _check_reward(config)
     coefficient = config.algorithm.reference_kl.coefficient
@@ -136,6 +139,12 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
         _check_sandbox(config)
         tools = check_environments(config, tokenizer)
         load_problems(config.data, config.reward.function, tokenizer, tools, has_steps(config.directory))
+
+
+def check_new_run(config: RunConfig) -> None:
+    """ConfigError for mistakes that a run without a step may not have."""
+    if not has_steps(config.directory):
+        raise_problems(list(config.new_run_problems()))
 
 
 def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:

@@ -8,12 +8,12 @@ problems. Used by ``build.py``, ``preflight.py`` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.checkpoint.run_directory import has_steps
+from bapo_megatron.checkpoint.run_directory import has_steps, known_suites
 from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.prompts import Tools
@@ -66,6 +66,7 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
         tokenizer,
         function,
         lambda suite: tools[config.source_of_suite(suite)],
+        known_suites(config.directory),
     )
     if problems.too_long:
         print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
@@ -89,17 +90,26 @@ def load_suites(
     tokenizer: Any,
     reward_function: str,
     tools_of_suite: Callable[[str], Tools] = lambda _suite: (),
+    known: Collection[str] = (),
 ) -> tuple[Suite, ...]:
     """Evaluation suites of a run, tokenized; none if it has no evaluations.
 
-    ``tools_of_suite``: from a suite's name to the tools of its environment. ConfigError if a suite does not
-    exist, ``reward_function`` cannot score it, or two have one name.
+    ``tools_of_suite``: from a suite's name to the tools of its environment. ``known``: suites of the run's
+    earlier steps. ConfigError if a suite does not exist, ``reward_function`` cannot score it, or two have one
+    name.
     """
     if not evaluation.every:
         return ()
     found = [
         load_suite(
-            name, tokenizer, max_prompt_tokens, SUITES, reward_function, "--reward.function", tools_of_suite
+            name,
+            tokenizer,
+            max_prompt_tokens,
+            SUITES,
+            reward_function,
+            "--reward.function",
+            tools_of_suite,
+            name in known,
         )
         for name in evaluation.suites
     ]

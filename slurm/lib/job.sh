@@ -25,6 +25,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     cd "$BAPO_ROOT" || exit 2
     [[ -f $recipe ]] || bapo_refuse "recipe $recipe does not exist in $BAPO_ROOT"
     bapo_check_numbers
+    bapo_fit_margin
     BAPO_RUN=$(bapo_run_directory "$@")
     BAPO_CONTAINER_NAME=bapo-$SLURM_JOB_ID-$BAPO_RESTART
     bapo_open_logs
@@ -48,9 +49,11 @@ bapo_begin() {  # RECIPE [flags of bapo train]
 }
 
 # Refuse a second job of a run before it changes anything. The run's lock would stop its ranks, but by then
-# the state file, where `bapo status` and `bapo cancel` find the first job, would be the second one's.
+# the state file, where `bapo status` and `bapo cancel` find the first job, would be the second one's. A job
+# in which the run has ended may go on: an allocation of `salloc`.
 bapo_refuse_second_job() {
     local other state
+    grep -qsx 'status=running' "$BAPO_RUN/$BAPO_STATE_FILE" || return 0
     other=$(sed -n 's/^job=\([0-9][0-9]*\)$/\1/p' "$BAPO_RUN/$BAPO_STATE_FILE" 2>/dev/null | head -n 1)
     [[ -n $other && $other != "$SLURM_JOB_ID" ]] || return 0
     state=$(squeue -h -j "$other" -o %T 2>/dev/null | head -n 1)

@@ -2,14 +2,12 @@
 # Nodes of a job: host lists, rendezvous address and ports, srun's flags; and questions to Slurm.
 
 # Output of a Slurm command. A busy controller refuses for minutes, and no answer must not pass for one: the
-# command is tried again, for BAPO_SLURM_WAIT_S. Only the last try may complain.
+# command is tried again, for BAPO_SLURM_WAIT_S; not one that this node lacks. Only the last try may complain.
 bapo_ask() {
     local found deadline=$((SECONDS + BAPO_SLURM_WAIT_S))
     while ((SECONDS < deadline)); do
-        if found=$("$@" 2>/dev/null); then
-            echo "$found"
-            return 0
-        fi
+        found=$("$@" 2>/dev/null) && { echo "$found"; return 0; }
+        (($? != 127)) || break
         sleep 2
     done
     "$@"

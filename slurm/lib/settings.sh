@@ -72,3 +72,6 @@ bapo_load_modules() {
         module load "$module" || bapo_refuse "module load $module failed"
     done
 }
+
+# Ranks must be told to save before they are killed: of a lead below the margin, half stays for the save.
+bapo_fit_margin() { ((BAPO_MARGIN_S < BAPO_LEAD_S)) || BAPO_MARGIN_S=$((BAPO_LEAD_S / 2)); }

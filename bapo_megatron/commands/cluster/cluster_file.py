@@ -98,7 +98,8 @@ class ClusterFile:
     """Time before the limit at which the ranks are told to save and stop."""
     margin_s: Annotated[int, Ge(0)] = 60
     """Time before the limit at which ranks that still save are killed. srun waits for those that a file
-    system holds, for Slurm's KillWait (30 s) and two more; then the job must still be requeued."""
+    system holds, for Slurm's KillWait (30 s) and two more; then the job must still be requeued. Half of
+    `lead_s`, if that is not above this default."""
     wait_s: Annotated[int, Ge(1)] = 900
     """Longest wait for the other ranks, once the first has ended."""
     crash_wait_s: Annotated[int, Ge(1)] = 60
@@ -168,7 +169,7 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(GPUS)}"
         yield f"gpu = {cluster.gpu!r} is unknown; {hint}"
     yield from out_of_range(cluster, " = ")
-    if cluster.margin_s >= cluster.lead_s:
+    if cluster.margin_s >= cluster.lead_s and cluster.margin_s != ClusterFile.margin_s:
         yield f"margin_s = {cluster.margin_s} must be below lead_s = {cluster.lead_s}, the time to save"
     if cluster.health.probe not in ("on", "off"):
         yield f"health.probe = {cluster.health.probe!r} must be on or off"

@@ -67,6 +67,15 @@ def test_the_versions_are_those_that_the_tests_run() -> None:
     assert not set(pinned("trainer.txt")) & set(pins(TRAINING))  # one place for each version
 
 
+def test_the_oldest_aiohttp_has_the_arguments_that_connections_are_made_with() -> None:
+    """`TCPConnector(socket_factory=...)` is a TypeError of 3.11, at the first call of a server."""
+    client = (ROOT / "bapo_megatron/rollout/engines/sglang/http_client.py").read_text()
+    assert "socket_factory=" in client
+    (line,) = re.findall(r'"(aiohttp[^"]*)"', (ROOT / "setup.py").read_text())
+    assert not Requirement(line).specifier.contains("3.11.18")
+    assert Requirement(line).specifier.contains(pins(TRAINING)["aiohttp"])
+
+
 def test_the_trainers_environment_has_the_tasks_that_the_gpu_study_draws_by_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

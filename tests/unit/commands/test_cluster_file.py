@@ -21,6 +21,13 @@ def test_example_cluster_files_are_valid(path: Path) -> None:
     assert cluster.margin_s < cluster.lead_s
 
 
+def test_a_lead_below_the_margin_that_nobody_set_is_valid(tmp_path: Path) -> None:
+    """Files of before it was 60 have such leads; the job takes half of them (bapo_fit_margin)."""
+    path = tmp_path / "c.toml"
+    path.write_text("account = 'a'\npartition = 'p'\ntime = '1:00:00'\ngpus_per_node = 8\nlead_s = 45\n")
+    assert load_cluster(path).lead_s == 45
+
+
 def test_there_are_three_examples() -> None:
     assert [path.stem for path in EXAMPLES] == ["a100_modules", "h100_pyxis", "local_test"]
 

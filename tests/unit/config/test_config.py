@@ -46,6 +46,7 @@ from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.hf.config import ExpertShape, ModelShape
 from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_layers
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
+from bapo_megatron.trainer.preflight import check_new_run
 
 GOOD = RunConfig(
     "good",
@@ -59,7 +60,6 @@ GOOD = RunConfig(
 def test_a_good_run_passes() -> None:
     GOOD.check()
     dataclasses.replace(GOOD, algorithm=AlgorithmConfig(old_log_probs="trainer", importance_cap=2.0)).check()
-    dataclasses.replace(GOOD, logging=LoggingConfig(trackers=("mlflow",), project="/team/sums")).check()
 
 
 def test_a_good_reward_passes() -> None:
@@ -72,8 +72,6 @@ def test_a_good_reward_passes() -> None:
     [
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
-        ({"name": ""}, "name='' names no run: give one"),
-        ({"name": ".."}, "name='..' names no run: give one"),
         ({"optimizer": OptimizerConfig(beta2=1.5)}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
         ({"batch": BatchConfig(pack_tokens=299)}, "set it to at least 300"),
         ({"parallel": ParallelConfig(tensor=0)}, "parallel.tensor=0 must be at least 1"),
@@ -96,11 +94,6 @@ def test_a_good_reward_passes() -> None:
             "segment_tokens=0 must be at",
         ),
         ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
-        (
-            {"checkpoint": CheckpointConfig(every=10, keep_every=25)},
-            r"keep_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
-        ),
-        ({"profile": ProfileConfig(memory=True)}, "profile.memory needs profile.steps: name the steps"),
         ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
         ({"checkpoint": CheckpointConfig(every=0)}, "checkpoint.every=0 must be at least 1"),
         ({"checkpoint": CheckpointConfig(keep_every=0)}, "checkpoint.keep_every=0 must be at least 1"),
@@ -122,14 +115,6 @@ def test_a_good_reward_passes() -> None:
         (
             {"logging": LoggingConfig(on_event=("mail 'me",))},
             "on_event=.*no closing quotation; give a command",
-        ),
-        (
-            {"logging": LoggingConfig(trackers=("wandb",), project="team/sums")},
-            "logging.project='team/sums': W&B takes no project with one of",
-        ),
-        (
-            {"logging": LoggingConfig(wandb_project="50%")},
-            "logging.wandb_project='50%': W&B takes no project with one of",
         ),
         ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every=5 needs evaluation.suites"),
         ({"checkpoint": CheckpointConfig(keep_best=1)}, "keep_best=1 needs evaluation.every"),
@@ -192,6 +177,45 @@ def test_a_mistake_is_named(change: dict, message: str) -> None:
 def test_a_value_of_the_wrong_type_is_named(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(GOOD, **change).check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, r"name='' names no run: give one"),
+        ({"name": ".."}, r"name='\.\.' names no run: give one"),
+        (
+            {"checkpoint": CheckpointConfig(every=10, keep_every=25)},
+            r"keep_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
+        ),
+        ({"profile": ProfileConfig(memory=True)}, "profile.memory needs profile.steps: name the steps"),
+        (
+            {"logging": LoggingConfig(trackers=("wandb",), project="team/sums")},
+            "logging.project='team/sums': W&B takes no project with one of",
+        ),
+        (
+            {"logging": LoggingConfig(wandb_project="50%")},
+            "logging.wandb_project='50%': W&B takes no project with one of",
+        ),
+    ],
+)
+def test_a_run_that_has_begun_with_a_mistake_goes_on(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Earlier versions took them, and nothing that the run computes depends on them."""
+    config = dataclasses.replace(GOOD, run_dir=tmp_path, **change)
+    config.check()
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=message):
+        check_new_run(config)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    check_new_run(config)
+
+
+def test_a_good_new_run_passes(tmp_path: Path) -> None:
+    milestones = CheckpointConfig(every=10, keep_every=20)
+    logging = LoggingConfig(trackers=("mlflow",), project="/team/sums")
+    check_new_run(dataclasses.replace(GOOD, run_dir=tmp_path, checkpoint=milestones, logging=logging))
 
 
 def test_a_mistake_in_a_warm_start_is_named() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bapo_megatron.checkpoint.run_directory import known_suites
 from bapo_megatron.cli import run
 from bapo_megatron.config import EvaluationConfig, RewardConfig, SglangConfig
 from bapo_megatron.data.suites import load_suite
@@ -179,6 +180,23 @@ def test_a_run_reads_its_suites_for_its_own_reward(tmp_path: Path) -> None:
     assert suite.name == "texts"
     with pytest.raises(ConfigError, match=r"reward_model.ground_truth"):
         load_suites(evaluation, 100, tokenizer, "math")
+
+
+def test_a_run_that_has_begun_keeps_the_ground_truths_of_its_suites(tmp_path: Path) -> None:
+    """Later versions refuse more of them; a suite that is added later is checked."""
+    old, tokenizer = write_suite(tmp_path / "texts", FREE_TEXT), load_tokenizer(MODEL)
+    metrics = tmp_path / "metrics.jsonl"
+    stored = {"format": 2, "config": {"evaluation.suites": [str(old)]}}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    metrics.write_text("")
+    assert known_suites(tmp_path) == []
+    metrics.write_text('{"step": 1}\n')
+    known = known_suites(tmp_path)
+    [suite] = load_suites(EvaluationConfig(5, (str(old),)), 100, tokenizer, "math", known=known)
+    assert len(suite.prompts) == 3
+    new = write_suite(tmp_path / "new", FREE_TEXT)
+    with pytest.raises(ConfigError, match=rf"^suite {new}, .*reward_model.ground_truth"):
+        load_suites(EvaluationConfig(5, (str(old), str(new))), 100, tokenizer, "math", known=known)
 
 
 def test_boxes_are_not_counted_for_a_reward_of_the_users() -> None:

@@ -100,6 +100,10 @@ def test_a_gpu_server_finds_the_programs_of_its_environment(
         environment = server_environment(cuda=True, python=python)
         assert shutil.which("ninja", path=environment["PATH"]) == str(tmp_path / "servers/ninja")
         assert environment["PATH"].split(os.pathsep)[1:] == (path or os.defpath).split(os.pathsep)
+    present = os.pathsep.join(["/of/a/module", str(python.parent)])
+    monkeypatch.setenv("PATH", present)
+    assert server_environment(cuda=True, python=python)["PATH"] == present, "its compilers stay first"
+    monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setenv("BAPO_SGLANG_PYTHON", str(python))
     assert server_environment(cuda=True)["PATH"].startswith(f"{python.parent}{os.pathsep}")
 

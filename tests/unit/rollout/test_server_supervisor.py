@@ -283,6 +283,18 @@ def test_a_server_reaches_itself_without_the_proxy(
     assert found["NO_PROXY"] == found["no_proxy"]
 
 
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+def test_a_server_without_any_proxy_stays_so(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """`*` is all addresses where it stands alone; in a list it is the name of a host."""
+    for one in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(one, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.corp:3128")
+    monkeypatch.setenv(name, "*")
+    monkeypatch.setattr(os, "environ", process.server_environment(cuda=True, host="node1"))
+    assert proxy_bypass("hub.corp")
+    assert proxy_bypass("node1")
+
+
 def test_the_command_names_its_own_host_to_the_server(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,18 @@ def test_a_nodes_tmp_need_not_hold_the_run(
     assert found == ([f"disk of /tmp: {told}"] if told else [])
 
 
+@pytest.mark.parametrize(("held", "told"), [(0, "1.0 GB free, 1.001 needed"), (1_000_000, None)])
+def test_a_run_that_continues_has_written_a_part_of_what_it_needs(
+    probe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, told: str | None
+) -> None:
+    """Its requeued job would leave out every node, once the run has filled its disk as planned."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/part").write_bytes(bytes(held))
+    monkeypatch.setattr(probe.shutil, "disk_usage", lambda _path: types.SimpleNamespace(free=1e9))
+    found = list(probe.local_problems(probe.Needs(memory_gb=0, disk_gb=1.001), tmp_path))
+    assert found == ([f"disk of {tmp_path}: {told}"] if told else [])
+
+
 def test_the_shared_folder(probe: ModuleType, tmp_path: Path) -> None:
     assert "No such file" in next(probe.canary_problems(tmp_path, "n1"))
     (tmp_path / "canary").write_text("7-0\n")

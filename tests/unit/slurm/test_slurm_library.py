@@ -250,6 +250,13 @@ def test_a_busy_controller_does_not_keep_a_job_from_its_requeue(shell: Shell, tm
     assert refused.stdout == "stopped\n"
 
 
+def test_a_node_without_a_command_of_slurms_is_not_asked_again(shell: Shell, tmp_path: Path) -> None:
+    """Some have no sinfo: the job of a crash would wait an hour for its answers."""
+    script = 'sleep() { :; }; sinfo() { echo x >>"$BAPO_RUN/asked"; return 127; }; bapo_lost_nodes'
+    assert shell(script, BAPO_SLURM_WAIT_S="2").stdout == ""
+    assert (tmp_path / "asked").read_text() == 2 * "x\n"
+
+
 def test_a_signal_during_the_decision_does_not_stop_a_job_that_slurm_takes_back(
     shell: Shell, tmp_path: Path
 ) -> None:
@@ -421,6 +428,21 @@ def test_a_save_that_is_given_up_leaves_time_for_the_requeue(shell: Shell) -> No
     assert 30 + 2 + 20 <= margin <= 90
 
 
+@pytest.mark.parametrize(("lead", "margin"), [("45", "22"), ("60", "30"), ("61", "60"), ("600", "60")])
+def test_ranks_are_told_to_save_before_they_are_killed(
+    shell: Shell, tmp_path: Path, lead: str, margin: str
+) -> None:
+    (tmp_path / "recipe.py").touch()
+    script = f"""
+        squeue() {{ echo N/A; }}
+        scontrol() {{ echo n1; }}
+        bapo_health() {{ echo "$BAPO_MARGIN_S" >"$BAPO_RUN/margin"; exit; }}
+        bapo_begin recipe.py --run-dir {tmp_path}
+    """
+    found = shell(script, BAPO_LEAD_S=lead)
+    assert (tmp_path / "margin").read_text() == f"{margin}\n", found.stderr
+
+
 @pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
 def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
     found = shell("bapo_check_numbers", **{name: value})
@@ -537,14 +559,20 @@ def test_the_probe_gets_the_number_of_gpus_of_any_type(
 
 
 @pytest.mark.parametrize(
-    ("other", "state", "code"), [(3, "RUNNING", 2), (3, "COMPLETED", 0), (7, "RUNNING", 0)]
+    ("other", "status", "state", "code"),
+    [
+        (3, "running", "RUNNING", 2),
+        (3, "running", "COMPLETED", 0),
+        (3, "stopped", "RUNNING", 0),  # a salloc, in which the run has ended
+        (7, "running", "RUNNING", 0),
+    ],
 )
 def test_a_second_job_leaves_the_state_of_the_first_alone(
-    shell: Shell, tmp_path: Path, other: int, state: str, code: int
+    shell: Shell, tmp_path: Path, other: int, status: str, state: str, code: int
 ) -> None:
     """`bapo cancel` finds the running job there."""
     (tmp_path / "recipe.py").touch()
-    (tmp_path / "slurm.state").write_text(f"job={other}\nstatus=running\n")
+    (tmp_path / "slurm.state").write_text(f"job={other}\nstatus={status}\n")
     script = f"""
         squeue() {{ [[ $3 != {other} ]] || echo {state}; }}
         scontrol() {{ echo n1; }}

@@ -108,7 +108,7 @@ def test_the_tracker_gets_each_row_in_order(run: FilesOfRun) -> None:
     assert observe(run, store)
     assert store.rows == [evaluation(0), row(1), row(2), evaluation(2), row(3)]
     assert store.closed == 1
-    assert read_state(run.state) == TrackerState(step=3, evaluation=2)
+    assert read_state(run.state) == TrackerState(step=3, evaluation=2, project="sums")
 
 
 def test_the_tracker_gets_the_configuration(run: FilesOfRun) -> None:
@@ -152,6 +152,26 @@ def test_the_former_field_names_the_project_of_wandb_alone(run: FilesOfRun) -> N
     run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
     found = [tracked_run(run.paths.root, name).project for name in ("wandb", "trackio", "mlflow")]
     assert found == ["older", "sums", "sums"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "project"), [({}, "sums"), ({"step": 3}, "older"), ({"step": 3, "project": "sums"}, "sums")]
+)
+def test_a_run_that_an_earlier_version_began_stays_in_its_project(
+    run: FilesOfRun, begun: dict[str, Any], project: str
+) -> None:
+    """There the former field was the project of every tracker; a server's board would be in two."""
+    config = {"name": "demo", "logging.wandb_project": "older", "logging.project": "sums"}
+    run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
+    if begun:
+        run.state.write_text(json.dumps(begun))
+    store = Store()
+    store.can_tell = False
+    for step in (4, 5):
+        run.step(step)
+        assert observe(run, store, step - 1)
+    assert [one.project for one in store.opened] == 2 * [project]
+    assert store.rows == [row(4), row(5)]
 
 
 @pytest.mark.parametrize("stored", [0, 1, 2, 3, 4, 5])
@@ -230,7 +250,7 @@ def test_a_tracker_failure_is_retried_with_backoff(run: FilesOfRun) -> None:
     assert store.rows == [row(1)]
     assert told == [None, *(f"ConnectionError: attempt {number}" for number in range(9))]
     assert inbox.pauses_s == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 240.0, 240.0, 240.0, None]
-    assert read_state(run.state) == TrackerState(step=1, attempts=9)
+    assert read_state(run.state) == TrackerState(step=1, attempts=9, project="sums")
     assert store.closed == 10
 
 

@@ -220,7 +220,10 @@ def server_environment(
         environment.setdefault(*_RELEASED_GRAPHS)
     if cuda and (python := python or _installed_python()) is not None:
         # SGLang and FlashInfer compile kernels by `ninja`, a package of their environment: it is not active.
-        environment["PATH"] = os.pathsep.join([str(python.parent), environment.get("PATH") or os.defpath])
+        # One that is in PATH keeps its place: /usr/bin must not come before the compilers of a module.
+        folders = (environment.get("PATH") or os.defpath).split(os.pathsep)
+        own = str(python.parent)
+        environment["PATH"] = os.pathsep.join(folders if own in folders else [own, *folders])
         if colocated and (path := library_path(python, environment.get(LIBRARY_VARIABLE))):
             environment[LIBRARY_VARIABLE] = path
     if not cuda:
@@ -231,7 +234,7 @@ def server_environment(
 
 
 def _without_proxy(host: str | None) -> dict[str, str]:
-    """NO_PROXY with the server's own addresses; empty where no proxy is set.
+    """NO_PROXY with the server's own addresses; empty where no proxy is set, or ``*`` has all addresses.
 
     A server ends unless its first requests reach itself (``_execute_server_warmup`` in http_server.py). It
     sends them with ``requests``, which asks the proxy of HTTP_PROXY even for 127.0.0.1.
@@ -239,6 +242,8 @@ def _without_proxy(host: str | None) -> dict[str, str]:
     if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
         return {}
     given = next((value for name in _NO_PROXY if (value := os.environ.get(name))), "")
+    if given.strip() == "*":  # which has its meaning alone, not in a list
+        return {}
     hosts = dict.fromkeys([*filter(None, given.split(",")), *_LOOPBACK, *filter(None, [host])])
     return dict.fromkeys(_NO_PROXY, ",".join(hosts))
 

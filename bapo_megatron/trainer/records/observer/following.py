@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK, TrackedRows
@@ -71,6 +72,7 @@ class Observer:
         self._resume_step: int | None = resume_step
         self._file = self._paths.tracker_state(name)
         self._state = replace(read_state(self._file), kept=None)
+        self._is_of_earlier_version = self._state.is_of_earlier_version
         self._saved_s = 0.0
 
     def observe(self) -> bool:
@@ -91,7 +93,10 @@ class Observer:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _follow(self) -> None:
-        tracker = self._opened(tracked_run(self._paths.root, self._name))
+        run = tracked_run(self._paths.root, self._name, self._is_of_earlier_version)
+        if not self._is_of_earlier_version:
+            self._state = replace(self._state, project=run.project)
+        tracker = self._opened(run)
         try:
             self._write_all(tracker)
         except BaseException:
@@ -115,7 +120,7 @@ class Observer:
                     continue
                 if row.metrics:
                     tracker.write(row.step, row.metrics)
-                place = {"evaluation" if row.is_evaluation else "step": row.step}
+                place: dict[str, Any] = {"evaluation" if row.is_evaluation else "step": row.step}
                 self._save(replace(self._state, **place, problem=None), _SAVE_S)
             self._save(replace(self._state, problem=None))
             if is_last:

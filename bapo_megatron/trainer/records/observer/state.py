@@ -36,6 +36,13 @@ class TrackerState:
     """Number of failed attempts."""
     kept: int | None = None
     """Last step that the tracker has from before this start, though the run makes it again."""
+    project: str | None = None
+    """Project of the tracked run. None in states of earlier versions, and stays so there."""
+
+    @property
+    def is_of_earlier_version(self) -> bool:
+        """Whether an earlier version began the tracked run."""
+        return self.project is None and max(self.step, self.evaluation) > NOTHING
 
 
 def read_state(path: Path) -> TrackerState:

@@ -107,17 +107,19 @@ class Tracker(Protocol):
         """Flush, and mark the tracked run as not running."""
 
 
-def tracked_run(root: Path, tracker: str) -> TrackedRun:
+def tracked_run(root: Path, tracker: str, of_earlier_version: bool = False) -> TrackedRun:
     """Description of the run in the run directory ``root`` for a tracker of this name, from the run's files.
 
-    ``logging.wandb_project`` is the project of W&B alone.
+    ``logging.wandb_project`` is the project of W&B alone, and of all trackers that an earlier version began:
+    all starts of a run are one tracked run.
     """
     paths = RunPaths(root)
     with read_plain(paths.config) as file:
         config = json.load(file)["config"]
     with read_plain(paths.wandb_id) as file:
         run_id = file.read().decode().strip()
-    former = config.get("logging.wandb_project") if tracker == "wandb" else None
+    heeds = tracker == "wandb" or of_earlier_version
+    former = config.get("logging.wandb_project") if heeds else None
     project = former or config.get("logging.project", _PROJECT)
     shown = {name: redacted(str(value)) for name, value in config.items() if name not in _PRIVATE}
     texts = {name: _QUERY.sub(r"\1***", text) for name, text in shown.items()}

@@ -199,7 +199,7 @@ def unstyled(answer: str) -> str:
 
 
 def has_numbers_side_by_side(answer: str) -> bool:
-    r"""Whether two numbers have nothing but white space between them: ``3 4``, ``1 000``, not ``\log_2 3``."""
+    r"""Whether two numbers have only white space between them: ``3 4``, ``1 000``; not ``\log_2 3``."""
     return bool(_SIDE_BY_SIDE.search(_ONE_DIGIT.sub("{}", answer)))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -244,3 +247,14 @@ def test_a_busy_machine_calls_no_right_answer_wrong(monkeypatch: pytest.MonkeyPa
     assert math_verify_compare.equal(r"\frac{5}{16}", "0.3125")
     monkeypatch.undo()  # a wait is enough
     assert not math_verify_compare.equal(r"\frac{5}{16}", "0.3135")
+
+
+def test_an_operation_that_no_signal_interrupts_ends_the_child() -> None:
+    """A power of big integers is one call of C code: the limit of CPU time within it must be the kernel's."""
+    program = (
+        "from bapo_megatron.reward import worker\n"
+        "worker.COMPARISON_CPU_LIMIT_S = 0.2\n"
+        "worker._limited(lambda: 3**1_000_000_000 == 0)([])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], timeout=300)
+    assert ended.returncode == -signal.SIGPROF

@@ -47,6 +47,19 @@ def test_budgets(column: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert re.search(rf"\b{re.escape(figure)}", planned), f"{name}: {figure} is not in\n{planned}"
 
 
+def test_the_steps_that_bring_a_cluster_up_take_what_the_budgets_say() -> None:
+    """Five steps of the first column, and the whole run of the third."""
+    page = (ROOT / "docs/slurm.md").read_text()
+    cells = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in page.splitlines()
+        if line.startswith("| ")
+    }
+    assert cells["9"][1] == cells["500 steps"][2]
+    step = int(cells["a step"][0].removesuffix(" s"))
+    assert cells["5"][1] == f"{5 * step / 60:.0f} minutes after start-up"
+
+
 LAYOUT_PAGE = ROOT / "docs/planning.md"
 LAYOUTS = re.findall(
     r"^\| \**(TP \d[^|*]*)\** \| \**(\w+)\** \|(.*)\|$", LAYOUT_PAGE.read_text(), re.MULTILINE

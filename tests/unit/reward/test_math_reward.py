@@ -158,6 +158,7 @@ def test_a_ground_truth_that_has_lost_its_backslash_is_refused(truth: str) -> No
         ("\n\nMETADATA = 1\n\ndef check(candidate):\n    pass", "a program or data"),
         ('[{"input": "3", "output": "6"}]', "a program or data"),
         ("{'inputs': ['3'], 'outputs': ['6']}", "a program or data"),
+        ("['3', '4']", "a list of answers"),
         ("1 000", "side by side"),
         ("12 345 678", "side by side"),
         (r"1\ 000", "side by side"),

@@ -93,14 +93,6 @@ def _load(
     begun: bool,
 ) -> PromptSet:
     check_prepared_for(source.file, function, flag)
-    check = ground_truth_check(function)
-    if begun and check is not None:
-        check = _accepted
-    found = load_prompts(
-        source.file, tokenizer, data.max_prompt_tokens, check, extra_info_check(function), tools
-    )
+    checks = ground_truth_check(function, begun), extra_info_check(function)
+    found = load_prompts(source.file, tokenizer, data.max_prompt_tokens, *checks, tools)
     return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
-
-
-def _accepted(_ground_truth: str) -> None:
-    """The check of a run that has begun: none."""

@@ -46,18 +46,19 @@ def load_suite(
     reward_function: str = REWARD_FUNCTION,
     reward_flag: str = "--reward",
     tools_of: Callable[[str], Tools] = lambda _suite: (),
+    begun: bool = False,
 ) -> Suite:
     """Load the evaluation suite of the name or at the path ``text``; names are folders in ``folder``.
 
     ConfigError if it does not exist, if a row is wrong for ``reward_function``, or if a prompt is too long:
     nothing is left out. ``reward_flag`` is the flag that names another reward. ``tools_of``: from the suite's
-    name to the tools of its environment.
+    name to the tools of its environment. ``begun``: for a run with steps, as in ``load_problems``.
     """
     path = suite_path(text, folder)
     name = path.parent.name if path.name == DATA_FILE else path.stem
     check_prepared_for(path, reward_function, reward_flag)
     try:
-        checks = ground_truth_check(reward_function), extra_info_check(reward_function)
+        checks = ground_truth_check(reward_function, begun), extra_info_check(reward_function)
         found = load_prompts(path, tokenizer, max_prompt_tokens, *checks, tools_of(name))
     except ConfigError as error:  # its message names the fields of a run
         told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")

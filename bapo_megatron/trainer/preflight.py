@@ -109,6 +109,7 @@ def run_checks(
             tokenizer(),
             config.reward.function,
             lambda suite: tools()[config.source_of_suite(suite)],
+            has_steps(config.directory),
         )
 
 

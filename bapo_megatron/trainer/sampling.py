@@ -59,13 +59,15 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
     """
     tokenizer = load_tokenizer(config.model.hf_path)
     tools, function = tools_of(config), config.reward.function
-    problems = load_problems(config.data, function, tokenizer, tools, has_steps(config.directory))
+    begun = has_steps(config.directory)
+    problems = load_problems(config.data, function, tokenizer, tools, begun)
     suites = load_suites(
         config.evaluation,
         config.data.max_prompt_tokens,
         tokenizer,
         function,
         lambda suite: tools[config.source_of_suite(suite)],
+        begun,
     )
     if problems.too_long:
         print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
@@ -89,18 +91,18 @@ def load_suites(
     tokenizer: Any,
     reward_function: str,
     tools_of_suite: Callable[[str], Tools] = lambda _suite: (),
+    begun: bool = False,
 ) -> tuple[Suite, ...]:
     """Evaluation suites of a run, tokenized; none if it has no evaluations.
 
-    ``tools_of_suite``: from a suite's name to the tools of its environment. ConfigError if a suite does not
-    exist, ``reward_function`` cannot score it, or two have one name.
+    ``tools_of_suite``: from a suite's name to the tools of its environment. ``begun``: the run has steps.
+    ConfigError if a suite does not exist, ``reward_function`` cannot score it, or two have one name.
     """
     if not evaluation.every:
         return ()
+    flag = "--reward.function"
     found = [
-        load_suite(
-            name, tokenizer, max_prompt_tokens, SUITES, reward_function, "--reward.function", tools_of_suite
-        )
+        load_suite(name, tokenizer, max_prompt_tokens, SUITES, reward_function, flag, tools_of_suite, begun)
         for name in evaluation.suites
     ]
     names = [suite.name for suite in found]

@@ -179,6 +179,8 @@ def test_a_run_reads_its_suites_for_its_own_reward(tmp_path: Path) -> None:
     assert suite.name == "texts"
     with pytest.raises(ConfigError, match=r"reward_model.ground_truth"):
         load_suites(evaluation, 100, tokenizer, "math")
+    [suite] = load_suites(evaluation, 100, tokenizer, "math", begun=True)  # it was valid when the run began
+    assert len(suite.prompts) == 3
 
 
 def test_boxes_are_not_counted_for_a_reward_of_the_users() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 from bapo_megatron.config import DataConfig, SourceConfig
 from bapo_megatron.data.prompts import MixedSource, PromptSet, Tools, load_prompts
 from bapo_megatron.data.rows import within_difficulty
-from bapo_megatron.data.suites import check_prepared_for, ground_truths_of
+from bapo_megatron.data.suites import check_prepared_for
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.functions import extra_info_check
+from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 
 NO_TOOLS: Mapping[str, Tools] = MappingProxyType({})
 """Of environments that describe none."""
@@ -34,7 +34,7 @@ def load_problems(
     """Load the training problems, tokenized; each ground truth is valid for its reward function.
 
     ``reward_function``: that of sources without one of their own. ``tools``: of the environments, by source
-    (``RunConfig.environments``). ``begun``: whether the run has steps (``ground_truths_of``). ConfigError as
+    (``RunConfig.environments``). ``begun``: whether the run has steps (``ground_truth_check``). ConfigError as
     ``load_prompts``.
     """
     digest = _tools_digest(tools)
@@ -92,6 +92,6 @@ def _load(
     begun: bool,
 ) -> PromptSet:
     check_prepared_for(source.file, function, flag)
-    checks = ground_truths_of(function, begun), extra_info_check(function)
+    checks = ground_truth_check(function, begun), extra_info_check(function)
     found = load_prompts(source.file, tokenizer, data.max_prompt_tokens, *checks, tools)
     return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))

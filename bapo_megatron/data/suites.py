@@ -52,13 +52,13 @@ def load_suite(
 
     ConfigError if it does not exist, if a row is wrong for ``reward_function``, or if a prompt is too long:
     nothing is left out. ``reward_flag`` is the flag that names another reward. ``tools_of``: from the suite's
-    name to the tools of its environment. ``begun``: see ``ground_truths_of``.
+    name to the tools of its environment. ``begun``: for a run with steps, as in ``load_problems``.
     """
     path = suite_path(text, folder)
     name = path.parent.name if path.name == DATA_FILE else path.stem
     check_prepared_for(path, reward_function, reward_flag)
     try:
-        checks = ground_truths_of(reward_function, begun), extra_info_check(reward_function)
+        checks = ground_truth_check(reward_function, begun), extra_info_check(reward_function)
         found = load_prompts(path, tokenizer, max_prompt_tokens, *checks, tools_of(name))
     except ConfigError as error:  # its message names the fields of a run
         told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
@@ -69,20 +69,6 @@ def load_suite(
             f"{max_prompt_tokens} tokens; raise that, because all problems must be asked"
         )
     return Suite(name, path, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
-
-
-def ground_truths_of(reward_function: str, begun: bool) -> Callable[[str], str | None] | None:
-    """The check of a file's ground truths; None for a reward of the user's, which takes any.
-
-    ``begun``: whether a run that has steps reads the file. Its ground truths were valid when it began, so all
-    are: later versions refuse more of them, and the run's files must stay as they are.
-    """
-    check = ground_truth_check(reward_function)
-    return _accepted if begun and check is not None else check
-
-
-def _accepted(_ground_truth: str) -> None:
-    """The check of a run that has begun: none."""
 
 
 def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:

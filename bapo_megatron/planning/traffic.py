@@ -11,6 +11,7 @@ folder.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from bapo_megatron.config import AlgorithmConfig
@@ -130,7 +131,8 @@ def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
     seconds = sent / rate
     if name == "EP" and not inside:
         size = job.parallel.expert
-        beside = max(1, GPUS_PER_NODE // job.parallel.expert_tensor) - 1
+        # A group of 6 has two ranks alone on a node, one of 16 eight.
+        beside = math.gcd(size, max(1, GPUS_PER_NODE // job.parallel.expert_tensor)) - 1
         near = sent * beside / (size - 1)
         seconds = max(near / job.gpu.nvlink, (sent - near) / rate)
     return Traffic(name, sent, seconds, "NVLink" if inside else "network")

@@ -78,6 +78,10 @@ _FACTORIAL = re.compile(r"(?<!\\)!")
 _DERIVED = re.compile(r"\\d?frac\s{0,9}\{?\s{0,9}d(?:\^\{?\w\}?)?\s{0,9}[}{]|\bd/d[a-z]")
 _SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\[,;:!\s]|~)+[0-9]")
 r"""``3 4``, which math-verify adds."""
+_ONE_DIGIT = re.compile(
+    r"[_^]\s{0,9}[0-9](?=\s)|\\(?:[dtc]?frac|[dt]?binom)\s{0,9}[0-9]\s{0,9}[0-9](?!\s{0,9}[0-9])"
+)
+r"""Arguments that need no braces: ``_2`` of ``\log_2 3``, ``\frac 1 2``."""
 _QUOTIENT = re.compile(r"[/:]|\\(?:[dtc]?frac|div)(?![a-z])")
 _WORDS_OF_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s{0,9}\{[^{}]*\}")
 _FONTS = re.compile(r"\\(?:mbox|boldsymbol|(?:text|math)(?:bf|it|rm|sf|tt|normal)?)\s{0,9}\{([^{}]*)\}")
@@ -148,9 +152,11 @@ def named_operations(answer: str) -> frozenset[str]:
     """Kinds of operations in an answer; of ``a = b`` those of ``b``."""
     text = _said(answer)
     found = {KINDS[name] for name in _names(text) if name in KINDS}
-    for pattern, kind in ((_FACTORIAL, "combinatorics"), (_DERIVED, "derivative"), (_SIDE_BY_SIDE, "spaces")):
+    for pattern, kind in ((_FACTORIAL, "combinatorics"), (_DERIVED, "derivative")):
         if pattern.search(text):
             found.add(kind)
+    if has_numbers_side_by_side(text):
+        found.add("spaces")
     return frozenset(found)
 
 
@@ -193,8 +199,8 @@ def unstyled(answer: str) -> str:
 
 
 def has_numbers_side_by_side(answer: str) -> bool:
-    """Whether two numbers have nothing but white space between them: ``3 4``, ``1 000``."""
-    return bool(_SIDE_BY_SIDE.search(answer))
+    r"""Whether two numbers have only white space between them: ``3 4``, ``1 000``; not ``\log_2 3``."""
+    return bool(_SIDE_BY_SIDE.search(_ONE_DIGIT.sub("{}", answer)))
 
 
 def same_text(one: str, other: str) -> bool:

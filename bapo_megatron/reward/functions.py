@@ -79,10 +79,11 @@ def runs_code(function: str) -> bool:
     return function in ("code", "math_or_code")
 
 
-def ground_truth_check(function: str) -> Callable[[str], str | None] | None:
+def ground_truth_check(function: str, begun: bool = False) -> Callable[[str], str | None] | None:
     """Validator of ground truths for a built-in function: the error of a text, or None.
 
-    None for a user's function, which takes any.
+    None for a user's function, which takes any. ``begun``: the run has steps, so that its ground truths were
+    valid when it began: none is refused, since its files must stay as they are.
     """
 
     def check_math(ground_truth: str) -> str | None:
@@ -93,7 +94,12 @@ def ground_truth_check(function: str) -> Callable[[str], str | None] | None:
     def check_either(ground_truth: str) -> str | None:
         return (check_tests if is_tests(ground_truth) else math.check_ground_truth)(ground_truth)
 
-    return {"math": check_math, "code": check_tests, "math_or_code": check_either}.get(function)
+    check = {"math": check_math, "code": check_tests, "math_or_code": check_either}.get(function)
+    return _accepted if begun and check else check
+
+
+def _accepted(_ground_truth: str) -> None:
+    """The check of a run that has begun: none."""
 
 
 def extra_info_check(function: str) -> Callable[[dict[str, Any]], str | None] | None:

@@ -77,6 +77,8 @@ def check_ground_truth(ground_truth: str) -> str | None:
             f"{ground_truth[:80]!r} is a program or data, no answer; tests of a program have one of the "
             f"forms of docs/rewards.md#programs"
         )
+    if ground_truth.lstrip().startswith("['"):
+        return f"{ground_truth[:80]!r} is a list of answers, which math-verify reads as an interval; give one"
     if has_numbers_side_by_side(answer):
         return (
             f"{ground_truth!r} has numbers side by side, which math-verify multiplies; write 1 000 as 1000, "

@@ -100,16 +100,10 @@ def load_suites(
     """
     if not evaluation.every:
         return ()
+    flag = "--reward.function"
     found = [
         load_suite(
-            name,
-            tokenizer,
-            max_prompt_tokens,
-            SUITES,
-            reward_function,
-            "--reward.function",
-            tools_of_suite,
-            name in known,
+            name, tokenizer, max_prompt_tokens, SUITES, reward_function, flag, tools_of_suite, name in known
         )
         for name in evaluation.suites
     ]

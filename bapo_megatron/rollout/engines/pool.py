@@ -139,8 +139,9 @@ class EnginePool:
         slot.inflight.add(request_task)
         try:
             answer = await request_task
+            slot.last_answer_at = self._clock.now()
             self._check_versions(slot, answer, version)
-            self._worked_at = slot.last_answer_at = self._clock.now()
+            self._worked_at = slot.last_answer_at  # an answer that is not used is no work
             return answer
         except asyncio.CancelledError:
             this = asyncio.current_task()
@@ -160,7 +161,8 @@ class EnginePool:
         """EngineLost, and quarantine, if an answer has tokens of older weights than ``version``.
 
         A server that was restarted between two health checks samples from the weights of its start, which
-        the run knows; so does one into which another run has loaded its weights.
+        the run knows; so does one into which another run has loaded its weights. A request that meets several
+        is given up, as one that engines fail at: they would answer so after every load.
         """
         if len(answer.token_ids_R) and (oldest := int(answer.versions_R.min())) < version:
             reason = (

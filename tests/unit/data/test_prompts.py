@@ -126,7 +126,6 @@ BROKEN_ROWS: dict[str, tuple[Any, str]] = {
     "empty ground truth": (row(truth=" "), "ground_truth is ' '"),
     "number as ground truth": (row(truth=5), "ground_truth is 5"),
     "two answers": (row(truth='["1", "2"]'), "2 answers"),
-    "two answers as Python": (row(truth="['1', '2']"), "2 answers"),
     "no prompt": (row(prompt=None), "prompt is missing"),
     "empty prompt": (row(prompt=[]), "prompt is empty"),
     "prompt as text": (row(prompt="1+1="), "prompt is of type str"),

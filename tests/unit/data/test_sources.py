@@ -186,12 +186,12 @@ def test_a_mistake_in_a_source_names_it(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_a_run_that_has_begun_keeps_its_ground_truths(tmp_path: Path, tokenizer: Any) -> None:
     """Later versions refuse more of them, and a run's files must stay as they are."""
-    old = write(tmp_path / "old.jsonl", "1", "proof")
+    old = write(tmp_path / "old.jsonl", "1", "proof", "['3', '4']")
     for data in (DataConfig(old, 48), DataConfig(sources=(SourceConfig(old),), max_prompt_tokens=48)):
         with pytest.raises(ConfigError, match="row 1 .*'proof' stands for no answer"):
             load_problems(data, "math", tokenizer)
         found = load_problems(data, "math", tokenizer, begun=True)
-        assert [one.ground_truth for one in found.prompts] == ["1", "proof"]
+        assert [one.ground_truth for one in found.prompts] == ["1", "proof", "['3', '4']"]
 
 
 def test_the_reward_of_a_source_that_cannot_be_had_is_named_by_its_field(tmp_path: Path) -> None:

@@ -47,6 +47,19 @@ def test_budgets(column: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert re.search(rf"\b{re.escape(figure)}", planned), f"{name}: {figure} is not in\n{planned}"
 
 
+def test_the_steps_that_bring_a_cluster_up_take_what_the_budgets_say() -> None:
+    """Five steps of the first column, and the whole run of the third."""
+    page = (ROOT / "docs/slurm.md").read_text()
+    cells = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in page.splitlines()
+        if line.startswith("| ")
+    }
+    assert cells["9"][1] == cells["500 steps"][2]
+    step = int(cells["a step"][0].removesuffix(" s"))
+    assert cells["5"][1] == f"{5 * step / 60:.0f} minutes after start-up"
+
+
 LAYOUT_PAGE = ROOT / "docs/planning.md"
 LAYOUTS = re.findall(
     r"^\| \**(TP \d[^|*]*)\** \| \**(\w+)\** \|(.*)\|$", LAYOUT_PAGE.read_text(), re.MULTILINE
@@ -245,8 +258,29 @@ def test_results_have_the_second_studys_verdicts() -> None:
     entropy, held_out = (
         _gain(_figures(SECOND, name), ("paper", 8), ("grpo", 8)) for name in ("entropy_kept", "held_out")
     )
-    assert f"no more entropy than GRPO, {entropy} of the start's" in page
-    assert f"as many held-out problems, {held_out}" in page
+    assert (
+        f"`paper()` minus GRPO is {entropy} in the share of entropy kept, and {held_out} in held-out" in page
+    )
+
+
+def test_results_say_no_more_than_the_intervals() -> None:
+    """What a verdict does not rule out, and what Holm's correction alone keeps from one."""
+    reward = _figures(SECOND)
+    page = " ".join((ROOT / "docs/results.md").read_text().split())
+    study = (ROOT / "benchmarks/results/controller_study.md").read_text()
+    start, sequence = (_gain(reward, ("paper", 8), (name, 8)) for name in ("fixed_0.6_1.2", "grpo_sequence"))
+    row = re.search(r"^\| `paper` - `grpo_sequence` \| ([^,]*), 12 seeds \| (\S+) \|$", study, re.MULTILINE)
+    assert row
+    assert row[1] == sequence
+    assert study.count("or more is not ruled out") == 1
+    assert re.search(r"^- `paper` against `fixed_0.6_1.2`: .* is not ruled out$", study, re.MULTILINE)
+    assert f"ruled out but over its own start, fixed (0.6, 1.2): {start}" in page
+    assert f'{sequence}, which misses "worse" by Holm\'s correction (p = {row[2]})' in page
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    bapo = _gain(reward, ("paper", 8), ("grpo", 8)).replace("(", "(95 % interval ")
+    rewards = [f"{fmean(reward[name, 8].values()):.2f}" for name in ("grpo", "grpo_sequence@0.35")]
+    assert f"BAPO's search: {bapo} against GRPO" in readme
+    assert "took the reward from {} to {} (measured, not judged)".format(*rewards) in readme
 
 
 def test_results_say_what_the_first_study_found() -> None:

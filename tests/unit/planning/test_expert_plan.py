@@ -170,6 +170,8 @@ def test_traffic_by_hand() -> None:
     split = ParallelConfig(tensor=2, sequence=True, data=16, expert=16, expert_tensor=2)
     [across] = [t for t in update_traffic(moe(split)) if t.name == "EP"]
     assert across.seconds == pytest.approx(across.sent * 12 / 15 / 50e9)  # four ranks of EP on a node
+    [across] = [t for t in update_traffic(moe(ParallelConfig(data=12, expert=6))) if t.name == "EP"]
+    assert across.seconds == pytest.approx(across.sent * 4 / 5 / 50e9)  # the first two of the second six
     assert sync_traffic(moe(EP)).sent == 2 * 3784
 
 

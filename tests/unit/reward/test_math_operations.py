@@ -264,6 +264,8 @@ def test_what_is_near_enough_stays_right(truth: str, answer: str) -> None:
         ("90", "90°"),
         (r"30^\circ", "30°"),
         (r"\emptyset", r"\varnothing"),
+        (r"\log_{2}3", r"\log_2 3"),
+        ("0.5", r"\frac 1 2"),
         # the same text, which math-verify cannot read, or one word
         ("6:00 PM", r"6:00 \text{ PM}"),
         (r"8\text{:}30", "8:30"),
@@ -288,6 +290,9 @@ def test_other_spellings(truth: str, answer: str) -> None:
         (r"\text{odd}", "even"),
         (r"\text{No}", "yes"),
         ("34", r"\text{3 4}"),
+        ("72", "2^3 3^2"),
+        ("40", "2^3 5"),
+        ("3.5", r"\frac 1 2 3"),
         ("90", "91°"),
     ],
 )

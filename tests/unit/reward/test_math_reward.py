@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -155,6 +158,7 @@ def test_a_ground_truth_that_has_lost_its_backslash_is_refused(truth: str) -> No
         ("\n\nMETADATA = 1\n\ndef check(candidate):\n    pass", "a program or data"),
         ('[{"input": "3", "output": "6"}]', "a program or data"),
         ("{'inputs': ['3'], 'outputs': ['6']}", "a program or data"),
+        ("['3', '4']", "a list of answers"),
         ("1 000", "side by side"),
         ("12 345 678", "side by side"),
         (r"1\ 000", "side by side"),
@@ -166,7 +170,11 @@ def test_a_ground_truth_that_math_verify_misreads_is_refused(truth: str, says: s
 
 
 @pytest.mark.parametrize(
-    "truth", [r"3 \frac{1}{2}", r"1\,000", r"\{1, 2\}", "[0, 1)", r"\text{class A}", "from 1", "(1, 2)"]
+    "truth",
+    [
+        *(r"3 \frac{1}{2}", r"1\,000", r"\{1, 2\}", "[0, 1)", r"\text{class A}", "from 1", "(1, 2)"),
+        *(r"\log_2 3", r"\frac 1 2", r"\dfrac1 2", "2^3 3^2"),
+    ],
 )
 def test_a_ground_truth_that_only_looks_so_is_fine(truth: str) -> None:
     assert check_ground_truth(truth) is None
@@ -238,4 +246,16 @@ def test_a_busy_machine_calls_no_right_answer_wrong(monkeypatch: pytest.MonkeyPa
     assert math_verify_compare.CPU_LIMIT_S < 2.5
     monkeypatch.setattr(grader, "sympy_expr_eq", late)
     assert math_verify_compare.equal(r"\frac{5}{16}", "0.3125")
+    monkeypatch.undo()  # a wait is enough
     assert not math_verify_compare.equal(r"\frac{5}{16}", "0.3135")
+
+
+def test_an_operation_that_no_signal_interrupts_ends_the_child() -> None:
+    """A power of big integers is one call of C code: the limit of CPU time within it must be the kernel's."""
+    program = (
+        "from bapo_megatron.reward import worker\n"
+        "worker.COMPARISON_CPU_LIMIT_S = 0.2\n"
+        "worker._limited(lambda: 3**1_000_000_000 == 0)([])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], timeout=300)
+    assert ended.returncode == -signal.SIGPROF

@@ -34,8 +34,8 @@ def load_problems(
     """Load the training problems, tokenized; each ground truth is valid for its reward function.
 
     ``reward_function``: that of sources without one of their own. ``tools``: of the environments, by source
-    (``RunConfig.environments``). ``begun``: whether the run has steps (``ground_truth_check``). ConfigError as
-    ``load_prompts``.
+    (``RunConfig.environments``). ``begun``: whether the run has steps, as in ``ground_truth_check``.
+    ConfigError as ``load_prompts``.
     """
     digest = _tools_digest(tools)
     if not data.sources:

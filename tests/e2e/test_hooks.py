@@ -82,5 +82,8 @@ def test_hooks_of_a_run_that_is_killed_in_an_upload_and_hangs(tmp_path: Path) ->
 
     uploads = [line.split()[1] for line in begun.read_text().splitlines()]
     exports = [run_dir / "exports/step_000004", run_dir / "exports/step_000008", run_dir / "export"]
-    assert list(map(Path, uploads)) == [exports[0], *exports]
-    assert [row["step"] for row in read_jsonl(events) if row["kind"] == "after_export_done"] == [4, 8, 12]
+    # The last export may be whole before that of step 8, which a process of its own makes meanwhile.
+    assert uploads[0] == str(exports[0])
+    assert sorted(uploads[1:]) == sorted(map(str, exports))
+    done = [row["step"] for row in read_jsonl(events) if row["kind"] == "after_export_done"]
+    assert sorted(done) == [4, 8, 12]

@@ -78,7 +78,7 @@ def page(options: ControllerOptions, base: RunConfig, progress: Progress) -> str
         parts += ["## The contrasts", _contrasts(progress, own)]
         parts += ["## All arms"]
         if progress.chosen:
-            parts += [f"![Each arm at staleness {STALE} minus GRPO]({picture_of(options).name})"]
+            parts += [f"![Each arm at staleness {STALE} minus GRPO](figures/{picture_of(options).name})"]
         parts += [_arms(own)]
     if progress.failures:
         named = "\n".join(f"- `{one.arm.name}`: {one.reason}" for one in progress.failures)
@@ -87,8 +87,8 @@ def page(options: ControllerOptions, base: RunConfig, progress: Progress) -> str
 
 
 def picture_of(options: ControllerOptions) -> Path:
-    """The picture that lies beside the document."""
-    return options.document.with_suffix(".png")
+    """The picture, in figures/ beside the document."""
+    return options.document.parent / "figures" / f"{options.document.stem}.png"
 
 
 def _answer(options: ControllerOptions, progress: Progress, own: list[ArmRecord]) -> Iterator[str]:

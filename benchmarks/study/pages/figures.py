@@ -90,7 +90,8 @@ def draw_study(records: Sequence[ArmRecord], folder: Path, prefix: str) -> dict[
 
 
 def draw_differences(records: Sequence[ArmRecord], panels: Sequence[Panel], file: Path) -> None:
-    """Write the picture of all ``differences``."""
+    """Write the picture of all ``differences``; its folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         _save(differences(records, panels), file.parent, file.stem)
 

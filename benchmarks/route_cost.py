@@ -131,7 +131,7 @@ def _seconds(way: Callable[[], Any], repeats: int) -> float:
 
 
 def _whole(quick: bool) -> list[str]:
-    load = Load(32, 16, 244.0, 1000, 0.8, 8192, 1024, 1, 32, 1.0, warm_s=25, measured_s=45)
+    load = Load(32, 16, 244.0, 1000, 0.8, 8192, 1024, 4, 32, 1.0, warm_s=25, measured_s=45)
     if quick:
         load = replace(load, warm_s=8, measured_s=10)
     rows = []
@@ -139,16 +139,16 @@ def _whole(quick: bool) -> list[str]:
         found = measure(way)
         cores = found.tokens_per_s / found.processor * 2
         rows.append(
-            f"| {name} | {found.tokens_per_s:,.0f} | {found.processor:.2f} | {cores:,.0f} "
+            f"| {name} | {found.filled:.0%} | {found.tokens_per_s:,.0f} | {found.processor:.2f} | {cores:,.0f} "
             f"| {found.peak_gib:.1f} GiB | {found.lost} |"
         )
     return [
         f"{load.engines} engines with {load.places} requests each, over real HTTP; segments of "
         f"{load.segment} tokens. The goal with routes: {GOAL:,} tokens a second of two cores.",
         "",
-        "| routes | tokens a second handled | processor, cores | tokens a second of two cores | peak memory "
-        "| engines lost |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| routes | places filled | tokens a second handled | processor, cores | tokens a second of two cores "
+        "| peak memory | engines lost |",
+        "|---|---:|---:|---:|---:|---:|---:|",
         *rows,
         "",
         f"Load of the machine at the end: {os.getloadavg()[0]:.1f}. Beside other programs, above 2, a token "

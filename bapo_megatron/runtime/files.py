@@ -24,6 +24,9 @@ COPY_AGAIN = "copy it again from where it is whole, or take another checkpoint"
 MOST_DESCRIPTION_BYTES = 1 << 26
 """Limit in bytes of a file that describes others (a manifest, an index)."""
 
+_MOST_PARTS = 1024
+"""Most buffers of one call of ``writev`` (IOV_MAX of Linux)."""
+
 
 def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
     """Atomic, durable write of ``content`` (text as UTF-8): ``path`` has its old content or all of the new.
@@ -60,15 +63,28 @@ def check_output_file(flag: str, path: Path) -> None:
         raise ConfigError(f"{flag} {path}: {folder} cannot be written to; name a file in another folder")
 
 
-def append_whole(file: FileIO, content: bytes, size: int) -> None:
-    """All-or-nothing append to a file of ``size`` bytes: on an error it is cut back to ``size``; OSError."""
-    rest = memoryview(content)
+def append_whole(file: FileIO, parts: Iterable[bytes | memoryview], size: int) -> int:
+    """All-or-nothing append of ``parts``, which are not copied, to a file of ``size`` bytes; how many.
+
+    On an error the file is cut back to ``size``; OSError.
+    """
+    rest: list[memoryview] = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+    appended = 0
     try:
         while rest:
-            rest = rest[file.write(rest) or 0 :]
+            written = os.writev(file.fileno(), rest[:_MOST_PARTS])
+            appended += written
+            whole = 0
+            while whole < len(rest) and written >= len(rest[whole]):
+                written -= len(rest[whole])
+                whole += 1
+            del rest[:whole]
+            if written:  # the disk took only the beginning of a part
+                rest[0] = rest[0][written:]
     except OSError:
         file.truncate(size)
         raise
+    return appended
 
 
 def remove_folder(path: Path, ignore_errors: bool = False) -> None:

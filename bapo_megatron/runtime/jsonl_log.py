@@ -53,7 +53,7 @@ class JsonlLog:
         RunStopped if the disk does not take it; the lines before it stay.
         """
         with writing("a line", self.path), self._one_writer:  # events come from several threads
-            append_whole(self._file, _line(row), self._file.seek(0, os.SEEK_END))
+            append_whole(self._file, [_line(row)], self._file.seek(0, os.SEEK_END))
 
     def rewind(self, step: int) -> None:
         """Truncate the log after ``step``, atomically: a resumed run writes the later lines again.

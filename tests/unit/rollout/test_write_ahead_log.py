@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -143,3 +145,50 @@ def test_array_bytes_that_look_like_a_record_are_not_one(tmp_path: Path) -> None
 def test_a_kind_has_at_most_16_characters(kind: str) -> None:
     with pytest.raises(ValueError, match="1 to 16 characters"):
         encode(Record(kind, {}, {}))
+
+
+def test_a_disk_that_takes_a_commit_in_pieces_gets_every_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = write(tmp_path / "whole", together=True)
+    calls, writev = [], os.writev
+
+    def some(descriptor: int, buffers: list[memoryview]) -> int:
+        """At most 7 bytes a call, so that calls end within parts, and at their ends."""
+        calls.append(len(buffers))
+        first = buffers[0][:7]
+        return writev(descriptor, [first, buffers[1][: 7 - len(first)]] if len(buffers) > 1 else [first])
+
+    monkeypatch.setattr(os, "writev", some)
+    assert write(tmp_path / "pieces", together=True) == whole
+    assert len(calls) == -(-len(whole) // 7)
+
+
+def test_a_commit_of_more_parts_than_one_call_takes_is_written_whole(tmp_path: Path) -> None:
+    many = Record("many", {}, {f"{n}": np.full(n % 3, n, np.int32) for n in range(3000)})
+    log = WriteAheadLog(tmp_path / "log")
+    log.write([many, RECORDS[3]])
+    log.close()
+    assert log.size == (tmp_path / "log").stat().st_size
+    assert check_survivors(tmp_path / "log", [many, RECORDS[3]]) == []
+
+
+def test_a_disk_that_fills_up_within_a_commit_leaves_the_commits_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = WriteAheadLog(tmp_path / "log")
+    log.write([RECORDS[1]])
+    writev, calls = os.writev, iter(range(9))
+
+    def full(descriptor: int, buffers: list[memoryview]) -> int:
+        if next(calls):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return writev(descriptor, [buffers[0][:5]])
+
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(OSError, match="No space left"):
+        log.write([RECORDS[2], RECORDS[3]])
+    monkeypatch.undo()
+    log.write([RECORDS[4]])
+    log.close()
+    assert check_survivors(tmp_path / "log", [RECORDS[1], RECORDS[4]]) == []

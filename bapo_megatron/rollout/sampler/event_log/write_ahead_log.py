@@ -84,35 +84,40 @@ class WriteAheadLog:
         After a kill during the write all of them are read, or none.
         """
         *others, last = records
-        whole = [*(encode(record, more=True) for record in others), encode(last)]
-        content = whole[0] if len(whole) == 1 else b"".join(whole)
+        parts = [part for record in others for part in _parts(record, _MORE)] + _parts(last, _LAST)
         try:
-            append_whole(self._file, content, self.size)
+            # In parts: routes make a commit of hundreds of megabytes, and a copy costs as much as their CRC.
+            appended = append_whole(self._file, parts, self.size)
             os.fsync(self._file.fileno())
         except OSError:
             # A full disk: the tail goes, so that a later commit does not follow half of this one.
             self._file.truncate(self.size)
             raise
-        self.size += len(content)
+        self.size += appended
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def encode(record: Record, more: bool = False) -> bytes:
-    """The bytes of a record. ``more``: other records of the same commit follow."""
+def encode(record: Record) -> bytes:
+    """The bytes of a record, the last of its commit."""
+    return b"".join(_parts(record, _LAST))
+
+
+def _parts(record: Record, magic: bytes) -> list[bytes | memoryview]:
+    """The bytes of a record in parts, the arrays as they lie in memory."""
     kind = record.kind.encode("ascii")
     if not 0 < len(kind) <= 16:
         raise ValueError(f"kind {record.kind!r} must have 1 to 16 characters")
     layout = [(name, array.dtype.str, array.shape) for name, array in record.arrays.items()]
     text = json.dumps({"fields": record.fields, "arrays": layout}).encode()
     data = [np.ascontiguousarray(array).data for array in record.arrays.values() if array.size]
-    head = _HEAD.pack(_MORE if more else _LAST, kind, len(text), sum(part.nbytes for part in data))
+    head = _HEAD.pack(magic, kind, len(text), sum(part.nbytes for part in data))
     check = zlib.crc32(text)
     for part in data:
         check = zlib.crc32(part, check)
-    return b"".join([head, _CHECK.pack(zlib.crc32(head)), text, *data, _CHECK.pack(check)])
+    return [head + _CHECK.pack(zlib.crc32(head)) + text, *data, _CHECK.pack(check)]
 
 
 def read_records(path: Path) -> Iterator[Record | Damage]:

@@ -139,15 +139,15 @@ def _whole(quick: bool) -> list[str]:
         found = measure(way)
         cores = found.tokens_per_s / found.processor * 2
         rows.append(
-            f"| {name} | {found.filled:.0%} | {found.tokens_per_s:,.0f} | {found.processor:.2f} | {cores:,.0f} "
-            f"| {found.peak_gib:.1f} GiB | {found.lost} |"
+            f"| {name} | {found.filled:.0%} | {found.tokens_per_s:,.0f} | {found.processor:.2f} "
+            f"| {cores:,.0f} | {found.peak_gib:.1f} GiB | {found.lost} |"
         )
     return [
         f"{load.engines} engines with {load.places} requests each, over real HTTP; segments of "
         f"{load.segment} tokens. The goal with routes: {GOAL:,} tokens a second of two cores.",
         "",
-        "| routes | places filled | tokens a second handled | processor, cores | tokens a second of two cores "
-        "| peak memory | engines lost |",
+        "| routes | places filled | tokens a second handled | processor, cores "
+        "| tokens a second of two cores | peak memory | engines lost |",
         "|---|---:|---:|---:|---:|---:|---:|",
         *rows,
         "",

@@ -139,7 +139,8 @@ class Recorder:
                 f"response that hangs its scorer gets more than a wrong one; lower reward.failed",
                 flush=True,
             )
-        for text in unused_settings(config.data, reward, config.optimizer, config.evaluation):
+        sections = (config.data, reward, config.algorithm, config.optimizer, config.evaluation)
+        for text in unused_settings(*sections):
             print(f"warning: {text}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:

@@ -25,6 +25,9 @@ PAPER_TOKENS = 16384
 (``ppo_max_token_len_per_gpu``), of which in October 2025 each GPU searched its own (WooooDyy/BAPO at 820d9c0;
 since 3b8389c of January 2026 all GPUs search theirs together)."""
 
+MOST_CANDIDATES = 10_000
+"""Most steps of a range: a mistyped step would make a search of millions of sums."""
+
 
 class FloatArray(Protocol):
     """Protocol of a 1-D tensor or array of floats, which ``search_bounds`` takes without importing torch."""
@@ -144,6 +147,11 @@ def _range_problems(bound: str, start: float, end: float, step: float) -> Iterat
         yield f"{bound}_end={end} is below {bound}_start={start}; make them equal for a fixed bound"
     if end > start and not step > 0:
         yield f"{bound}_step={step} must be above 0, or set {bound}_end={start} for a fixed bound"
+    elif end - start > step * MOST_CANDIDATES:
+        yield (
+            f"{bound}_step={step} cuts {start} to {end} into {(end - start) / step:,.0f} steps, each with a "
+            f"sum of its own: take a wider one, at most {MOST_CANDIDATES:,} steps"
+        )
 
 
 @dataclass(frozen=True)

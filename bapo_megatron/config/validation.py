@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.bounds import BoundsConfig, sum_count
 from bapo_megatron.algo.reference_kl_config import DistillationConfig
 from bapo_megatron.algo.settings import fields_of
 from bapo_megatron.config.engine import EngineConfig
@@ -271,12 +271,17 @@ def profile_problems(profile: ProfileConfig, steps: int) -> Iterator[str]:
 
 
 def unused_settings(
-    data: DataConfig, reward: RewardConfig, optimizer: OptimizerConfig, evaluation: EvaluationConfig
+    data: DataConfig,
+    reward: RewardConfig,
+    algorithm: AlgorithmConfig,
+    optimizer: OptimizerConfig,
+    evaluation: EvaluationConfig,
 ) -> Iterator[str]:
     """Settings that do nothing as the others are, each a line with the fix: warnings at the start of a run.
 
     No errors: a run that began with one can hardly be continued without it.
     """
+    yield from _balanced_by_mean(algorithm)
     for name in ("min_difficulty", "max_difficulty"):
         value = getattr(data, name)
         if data.difficulty is None and value != getattr(DataConfig, name):
@@ -303,6 +308,24 @@ def unused_settings(
         yield (
             f"evaluation.samples={evaluation.samples} responses to a problem are the same one at "
             "evaluation.temperature=0: set samples to 1"
+        )
+
+
+def _balanced_by_mean(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """A search of clipping bounds whose updates are balanced by the mean over sequences: a warning.
+
+    In a group the advantages add up to 0, so responses that count alike give both signs half of the gradient.
+    """
+    bounds = algorithm.bounds
+    searches = algorithm.loss == "clip" and sum_count(bounds) > 2 and not algorithm.polarity.enabled
+    is_half = (bounds.share, bounds.weight, algorithm.loss_mean) == ("absolute", "uniform", "sequence")
+    if searches and is_half and bounds.target <= 0.5:
+        parts = ", and those of its parts move by which responses they see"
+        yield (
+            f"algorithm.loss_mean=sequence gives positive tokens half of the gradient at ratios of 1, and "
+            f"algorithm.bounds.target={bounds.target:g} is no more: a search over an update has nothing to "
+            f"balance{parts * (bounds.scope == 'micro_batch')} (docs/algorithm.md#which-preset); set "
+            "loss_mean=token, or fixed bounds"
         )
 
 

@@ -275,10 +275,13 @@ class ClipLoss(Loss):
         else:
             found = found or exact  # searched while the update held its forward passes
             used = at_bounds(found.bounds, measured, config).metrics()
-        searches = len(low_values(config)) + len(high_values(config)) > 2
+        # A held c_low may be above its start in a search that makes no move.
+        held = isinstance(found, SearchResult) and found.bounds.low > config.low_start
         return {
             **used,
-            **({"bapo/bounds_moved": float(used["bapo/rounds"] > 0)} if searches else {}),
+            **(
+                {"bapo/bounds_moved": float(held or used["bapo/rounds"] > 0)} if sum_count(config) > 2 else {}
+            ),
             "bapo/clip_low_distance": used["bapo/clip_low"] - exact.bounds.low,
             "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
         }

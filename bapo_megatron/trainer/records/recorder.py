@@ -30,8 +30,8 @@ from bapo_megatron.trainer.records.progress import Progress
 from bapo_megatron.types import Metrics, StepHeader
 
 MOVED = "bapo/bounds_moved"
-"""Metric: whether the search of a stale update moved a bound, 1 or 0; None for an on-policy update, absent
-where nothing is searched."""
+"""Metric: whether a stale update had a bound away from its start, 1 or 0; None for an on-policy update,
+absent where nothing is searched."""
 
 _UPDATES = 16
 """Stale updates without a move after which the notice is given: two steps of the usual reuse (2 x 4)."""
@@ -139,7 +139,8 @@ class Recorder:
                 f"response that hangs its scorer gets more than a wrong one; lower reward.failed",
                 flush=True,
             )
-        for text in unused_settings(config.data, reward, config.optimizer, config.evaluation):
+        sections = (config.data, reward, config.algorithm, config.optimizer, config.evaluation)
+        for text in unused_settings(*sections):
             print(f"warning: {text}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:

@@ -27,35 +27,50 @@ from bapo_megatron.trainer.records.recorder import StepClock, holds_responses, s
 from bapo_megatron.types import GroupHeader, Metrics, StepHeader
 
 SHARE = "bapo/sampled_positive_share"
-"""Metric: positive share of a step's groups at ratios of 1; None if no group has an advantage."""
+"""Metric: positive share of a step's groups at ratios of 1, by the weights of ``algorithm.loss_mean``; None
+if no group has an advantage."""
 
 
-def positive_share(groups: Sequence[GroupHeader], kind: Literal["grpo", "dr_grpo"]) -> float | None:
+def positive_share(
+    groups: Sequence[GroupHeader],
+    kind: Literal["grpo", "dr_grpo"],
+    loss_mean: Literal["token", "sequence"] = "token",
+) -> float | None:
     """Share of positive tokens: the sum of A over them, divided by that of abs(A) over all trained tokens.
 
-    The contribution of Eq. 8 with ``share="absolute"`` and ``weight="uniform"`` where all ratios are 1. In a
-    group the advantages add up to 0, so only lengths move it from 1/2. None if all advantages are 0.
+    The contribution of Eq. 8 with ``share="absolute"`` and ``weight="uniform"`` where all ratios are 1, with
+    the weights of ``loss_mean``: every token counts alike, or every response. In a group the advantages add
+    up to 0, so only lengths move it from 1/2, and in a mean over sequences nothing does but responses without
+    trained tokens. None if all advantages are 0.
     """
     positive = total = 0.0
     for group in groups:
         advantages_G = group_advantages([one.reward for one in group.responses], kind).astype(np.float64)
-        parts_G = advantages_G * [one.trained_tokens for one in group.responses]
+        counts = (one.trained_tokens for one in group.responses)
+        parts_G = advantages_G * [count if loss_mean == "token" else min(count, 1) for count in counts]
         positive += float(parts_G[parts_G > 0].sum())
         total += float(np.abs(parts_G).sum())
     return positive / total if total else None
 
 
-def outlook(shares: Sequence[float], bounds: BoundsConfig) -> str | None:
+def outlook(
+    shares: Sequence[float], bounds: BoundsConfig, loss_mean: Literal["token", "sequence"] = "token"
+) -> str | None:
     """Sentence on whether BAPO can act on data with these ``shares``, one a step.
 
-    None without shares, for fixed bounds, and where the search's contribution is not this share.
+    None without shares, for fixed bounds, and where the search's contribution is not this share. In a mean
+    over sequences the share is 1/2 whatever the lengths: only a search of a part of an update sees another.
     """
     is_fixed = bounds.low_start == bounds.low_end and bounds.high_start == bounds.high_end
     if not shares or is_fixed or (bounds.share, bounds.weight) != ("absolute", "uniform"):
         return None
     below = sum(share < bounds.target for share in shares)
     pair = f"fixed({bounds.low_start:g}, {bounds.high_start:g})"
-    if 2 * below >= len(shares):
+    if loss_mean == "sequence" and not below:
+        verdict = (
+            f"with algorithm.loss_mean=sequence no lengths move the share from 1/2, so BAPO {_rest(bounds)}"
+        )
+    elif 2 * below >= len(shares):
         verdict = "BAPO can act on this data"
     elif below:
         verdict = f"BAPO can act on this data at times, and will mostly equal {pair}"
@@ -65,6 +80,13 @@ def outlook(shares: Sequence[float], bounds: BoundsConfig) -> str | None:
         f"{verdict}: positive tokens hold {sum(shares) / len(shares):.3f} of the gradient at ratios of 1, "
         f"below the target of {bounds.target:g} in {below} of {len(shares)} steps"
     )
+
+
+def _rest(bounds: BoundsConfig) -> str:
+    """What is left to a search whose update is balanced at ratios of 1."""
+    if bounds.scope == "micro_batch":
+        return "acts only on which responses each search happens to see"
+    return f"will equal fixed({bounds.low_start:g}, {bounds.high_start:g}) until the data are stale"
 
 
 _QUANTITIES = (
@@ -109,10 +131,11 @@ class RolloutRecord:
 
     def step(self, step: int, header: StepHeader, clock: StepClock) -> None:
         """Write the metrics of a step, and print its line."""
+        algorithm = self._config.algorithm
         metrics = {
             **step_metrics(header, [], clock, []),
             "rollout/groups_uniform": _uniform_groups(header),
-            SHARE: positive_share(header.groups, self._config.algorithm.advantage),
+            SHARE: positive_share(header.groups, algorithm.advantage, algorithm.loss_mean),
         }
         del metrics["policy/updates"]
         self._metrics.write_step(step, metrics)
@@ -141,7 +164,7 @@ class RolloutRecord:
         if algorithm.loss != "clip" or algorithm.polarity != PapoConfig():
             return None  # nothing is searched, or PAPO changes the advantages
         shares = [row[SHARE] for row in rows if row.get(SHARE) is not None]
-        return outlook(shares, algorithm.bounds)
+        return outlook(shares, algorithm.bounds, algorithm.loss_mean)
 
     def close(self) -> None:
         """Flush and close all files."""

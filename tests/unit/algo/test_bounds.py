@@ -178,6 +178,10 @@ def test_sums_that_are_not_finite_are_refused(bad: float, at: int) -> None:
         ({"high_end": 1.1}, "high_end=1.1 is below high_start=1.2"),
         ({"low_step": 0.0}, "low_step=0.0 must be above 0, or set low_end=0.6"),
         ({"high_step": -0.1}, "high_step=-0.1 must be above 0, or set high_end=1.2"),
+        (
+            {"high_step": 5e-6},
+            "high_step=5e-06 cuts 1.2 to 3.0 into 360,000 steps, each with a sum of its own",
+        ),
         ({"low_start": 0.0}, "low_start=0.0 must be above 0"),
         ({"high_start": -1.0, "low_start": -2.0, "low_end": -2.0}, "high_start=-1.0 must be above 0"),
         ({"low_end": 1.2}, "low_end=1.2 must be below high_start=1.2"),
@@ -205,6 +209,8 @@ def test_problems_name_field_and_value(change: dict[str, float], message: str) -
         bounds.grpo(),
         bounds.clip_higher(),
         bounds.fixed(0.5, 4.0),
+        BoundsConfig(high_end=11.2, high_step=0.001),  # 10,000 steps
+        BoundsConfig(high_step=9.0),
         BoundsConfig(share="ratio", target=1.0),
     ],
 )

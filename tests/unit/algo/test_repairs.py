@@ -152,6 +152,20 @@ def test_c_low_never_falls_within_a_batch(hold: bool) -> None:
     assert lows == [0.6, 0.9, 0.9, 0.6]
 
 
+def test_a_held_c_low_counts_as_a_moved_bound() -> None:
+    """The second search makes no move: its share is 1/2 at once. But its c_low is 0.9, the first one's."""
+    policy = FakePolicy()
+    clipping = UpdateLoss(AlgorithmConfig(bounds=dataclasses.replace(HELD, high_start=2.5)))
+    rows = []
+    for packs, step_version in [(SCARCE, 7), (PLENTY, 7), (PLENTY, 9)]:
+        loss, _ = clipping.loss(policy, packs, False, step_version)  # type: ignore[arg-type]
+        sums = policy.losses(packs, loss)  # type: ignore[arg-type]
+        clipping.observe(sums)
+        metrics = clipping.objective.metrics(sums, clipping.found)
+        rows.append([metrics[f"bapo/{name}"] for name in ("clip_low", "rounds", "bounds_moved")])
+    assert rows == [[0.9, 25.0, 1.0], [0.9, 0.0, 1.0], [0.6, 0.0, 0.0]]
+
+
 def test_a_search_without_held_bounds_has_no_state() -> None:
     clipping = UpdateLoss(AlgorithmConfig(bounds=balanced()))
     policy = FakePolicy()

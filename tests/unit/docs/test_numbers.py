@@ -235,6 +235,11 @@ def test_results_say_what_the_search_did_and_did_not() -> None:
     moved, collapsed = _figures(SECOND, "moved"), _figures(SECOND, "collapsed")
     assert f"in {100 * fmean(moved['paper', 8].values()):.0f} % of the stale updates" in search
     pairs = (("paper", "paper_sequence"), ("grpo", "grpo_sequence"))
+    share, chance = (
+        fmean(_figures(SECOND, name)["paper_sequence", 8].values()) for name in ("positive_share", "moved")
+    )
+    page = (ROOT / "docs/algorithm.md").read_text()
+    assert f"(measured: share {share:.3f}, in {100 * chance:.0f} % of stale updates)" in page
     bapo, grpo = (sum(sum(collapsed[name, 8].values()) for name in names) for names in pairs)
     assert (bapo, grpo) == (0, 4)
     assert "none of its 24 runs collapsed, where 4 of GRPO's 24 did" in search

@@ -7,11 +7,14 @@ one update older by it, and a group of the step that ends is the last time among
 
 whatever the lengths of responses, their tail, and the order of the queue. Admission holds N at (S + 1) B,
 S = ``max_staleness``, where it binds: then the mean lag is S, at any speed of training and sampling.
+
+Also which of the open groups a step gets: those that end first, so the first steps have short responses.
 """
 
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +45,10 @@ class TimedEngine(ScriptedEngine):
         answered = self._answer(request, aborted=False)
         answered.versions_R[0] = first_version  # its other tokens have those of the weights that came since
         return answered
+
+    def group_s(self, prompt: int) -> float:
+        """Seconds until the last response to a prompt ends."""
+        return max(self._duration_s(prompt, sample) for sample in range(3))
 
     def _duration_s(self, prompt: int, sample: int) -> float:
         """Lognormal with ``mean_s``; ``tail`` is its sigma."""
@@ -92,3 +99,36 @@ def test_the_mean_lag_is_that_of_littles_law(
     assert max(counts) <= (ahead + 1) * B
     assert lag == pytest.approx(np.mean(counts) / B - 1, abs=0.3)
     assert lag == pytest.approx(ahead, abs=0.3)  # admission binds, so the closed form is S
+
+
+async def prompts_by_step(folder: Path, ahead: int, on_stale: str) -> tuple[list[list[int]], TimedEngine]:
+    """Prompts that each step trains on; training is as fast as a tenth of a response."""
+    engine = TimedEngine(1.0, 1.2)
+    settings = {"prompts_per_step": B, "max_staleness": ahead, "on_stale": on_stale}
+    world = World(folder, [engine], prompts=1000, **settings)
+    found = []
+    async with world.sampling(rounds=False):
+        for step in range(1, STEPS + 1):
+            batch = await world.batch(step, wait_s=1000)
+            found.append([int(group.prompt.token_ids_P[0]) for group in batch.groups])
+            await asyncio.sleep(0.1)
+            await world.weights(step)
+    return found, engine
+
+
+def test_synchronous_steps_favour_no_length(tmp_path: Path) -> None:
+    """Every prompt that was asked is trained on, in its step, however long its responses take."""
+    with pytest.MonkeyPatch.context() as patch:
+        found, engine = run_virtually(prompts_by_step(tmp_path, 0, "resample"), None, patch)
+    assert sorted(chain.from_iterable(found)) == sorted(engine.begun)
+    assert len(engine.begun) == STEPS * B
+
+
+def test_the_first_asynchronous_step_has_the_groups_that_end_first(tmp_path: Path) -> None:
+    """Of (S + 1) B that are open. The others come later, where ``on_stale`` throws none away."""
+    with pytest.MonkeyPatch.context() as patch:
+        found, engine = run_virtually(prompts_by_step(tmp_path, 3, "train"), None, patch)
+    opened = sorted(engine.begun)[: 4 * B]  # in the order of the file
+    fastest = sorted(opened, key=engine.group_s)[:B]
+    assert sorted(found[0]) == sorted(fastest)
+    assert set(opened) <= set(chain.from_iterable(found))

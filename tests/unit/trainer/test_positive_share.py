@@ -8,9 +8,14 @@ from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 
-from bapo_megatron.algo.bounds import BoundsConfig, fixed
-from bapo_megatron.config import DataConfig, LoggingConfig, ModelConfig, RunConfig
+from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.algo.bounds import BoundsConfig, fixed, search_bounds
+from bapo_megatron.algo.surrogate import contribution_sums
+from bapo_megatron.config import AlgorithmConfig, DataConfig, LoggingConfig, ModelConfig, RunConfig
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.trainer.records.recorder import StepClock
 from bapo_megatron.trainer.records.rollouts import SHARE, RolloutRecord, outlook, positive_share
@@ -29,6 +34,33 @@ def test_the_share_is_a_matter_of_lengths() -> None:
     # Both groups of a step: (1/2 * 2 + 3/2) / (1/2 * 5 + 6).
     both = [group((1, 2), (0, 3)), group((1, 2), (0, 4), (0, 4), (0, 10))]
     assert share_of(*both, kind="dr_grpo") == pytest.approx(2.5 / 8.5)
+
+
+def test_in_a_mean_over_sequences_no_lengths_move_the_share() -> None:
+    """The loss's weights make every response count alike: 3/4 against 3 times 1/4, whatever the lengths."""
+    skewed = group((1, 2), (0, 4), (0, 4), (0, 10))
+    assert share_of(skewed, kind="dr_grpo", loss_mean="sequence") == pytest.approx(0.5)
+    assert share_of(skewed, kind="grpo", loss_mean="sequence") == pytest.approx(0.5)
+    # One without a token has no weight: 3/4 over 3/4 + 2/4.
+    assert share_of(group((1, 2), (0, 4), (0, 4), (0, 0)), loss_mean="sequence") == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+def test_the_share_is_the_contribution_of_the_search(loss_mean: Literal["token", "sequence"]) -> None:
+    """That of the packs of an update, at ratios of 1."""
+    groups = [group((1, 2), (0, 3)), group((1, 2), (0, 4), (0, 4), (0, 10))]
+    samples = []
+    for rollouts in (one.rollouts for one in groups):
+        advantages = group_advantages([one.reward for one in rollouts], "grpo")
+        for one, value in zip(rollouts, advantages, strict=True):
+            ids = np.zeros(1 + len(one.log_probs_R), np.int32)
+            samples.append(Sample(ids, one.log_probs_R, one.versions_R, float(value)))
+    start, sums = fixed(0.6, 1.2), torch.zeros(2, dtype=torch.float64)
+    for pack in pack_samples(samples, 12, loss_mean):
+        same_T = torch.zeros_like(pack.mask_T)
+        sums += contribution_sums(same_T, pack.advantage_T, same_T, pack.weight_T, start)
+    share = search_bounds(sums, start).contribution
+    assert share_of(*groups, loss_mean=loss_mean) == pytest.approx(share)
 
 
 def test_masked_tokens_do_not_count() -> None:
@@ -59,6 +91,23 @@ def test_the_sentence(shares: list[float], start: str, end: str) -> None:
     assert said.endswith(end)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "rest"),
+    [
+        (BOUNDS, "BAPO will equal fixed(0.6, 1.2) until the data are stale: positive tokens hold 0.500"),
+        (replace(BOUNDS, scope="micro_batch", bounds_tokens=100),
+         "BAPO acts only on which responses each search happens to see: positive tokens hold 0.500"),
+    ],
+)  # fmt: skip
+def test_the_sentence_of_a_mean_over_sequences(bounds: BoundsConfig, rest: str) -> None:
+    said = outlook([0.5, 0.5], bounds, "sequence") or ""
+    start = "with algorithm.loss_mean=sequence no lengths move the share from 1/2, so "
+    assert said.startswith(start + rest)
+    # With a target above 1/2 the search always has something to do.
+    can_act = outlook([0.5, 0.5], replace(bounds, target=0.6), "sequence") or ""
+    assert can_act.startswith("BAPO can act on this data:")
+
+
 def test_no_sentence_where_the_share_does_not_decide() -> None:
     assert outlook([], BOUNDS) is None
     assert outlook([0.3], fixed(0.9, 1.2)) is None
@@ -66,13 +115,27 @@ def test_no_sentence_where_the_share_does_not_decide() -> None:
     assert outlook([0.3], replace(BOUNDS, weight="rollout_probability")) is None
 
 
-def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("loss_mean", "share", "start"),
+    [
+        ("token", 0.25, "BAPO can act on this data: positive tokens hold 0.250"),
+        ("sequence", 0.5, "with algorithm.loss_mean=sequence no lengths move the share from 1/2"),
+    ],
+)
+def test_a_rollout_only_run_says_it(
+    loss_mean: Literal["token", "sequence"],
+    share: float,
+    start: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = RunConfig(
         name="x",
         model=ModelConfig(tmp_path),
         data=DataConfig(tmp_path),
         steps=1,
         run_dir=tmp_path,
+        algorithm=AlgorithmConfig(loss_mean=loss_mean),
         logging=LoggingConfig(tensorboard=False),
     )
     record = RolloutRecord(config, 1)
@@ -82,14 +145,18 @@ def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     record.finish()  # a finished run that is started again says it again, and records it once
     record.close()
     [row] = read_jsonl(tmp_path / "metrics.jsonl")
-    assert row[SHARE] == pytest.approx(0.25)
+    assert row[SHARE] == pytest.approx(share)
     [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bapo_outlook"]
-    assert event["message"].startswith("BAPO can act on this data: positive tokens hold 0.250")
+    assert event["message"].startswith(start)
     assert event["message"] in capsys.readouterr().out
 
 
-def share_of(*groups: Group, kind: Literal["grpo", "dr_grpo"]) -> float | None:
-    return positive_share(header_in_memory(StepBatch(groups, {})).groups, kind)
+def share_of(
+    *groups: Group,
+    kind: Literal["grpo", "dr_grpo"] = "grpo",
+    loss_mean: Literal["token", "sequence"] = "token",
+) -> float | None:
+    return positive_share(header_in_memory(StepBatch(groups, {})).groups, kind, loss_mean)
 
 
 def group(*responses: tuple[float, int]) -> Group:

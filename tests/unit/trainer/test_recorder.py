@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.algo.bapo import grpo, paper
+from bapo_megatron.algo.bapo import balanced, grpo, paper, published_code
+from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
     DataConfig,
@@ -124,6 +125,23 @@ def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
         ({"evaluation": EvaluationConfig(5, ("s",), 4, 0.0)}, "warning: evaluation.samples=4 responses to a"),
         ({"evaluation": EvaluationConfig(0, ("s",), 4, 0.0)}, ""),
         ({"evaluation": EvaluationConfig(5, ("s",), 1, 0.0)}, ""),
+        (
+            {"algorithm": AlgorithmConfig(bounds=balanced(), loss_mean="sequence")},
+            "warning: algorithm.loss_mean=sequence gives positive tokens half of the gradient at ratios of "
+            "1, and algorithm.bounds.target=0.4 is no more: a search over an update has nothing to balance (",
+        ),
+        (
+            {"algorithm": AlgorithmConfig(bounds=paper(), loss_mean="sequence")},
+            "nothing to balance, and those of its parts move by which responses they see (docs",
+        ),
+        ({"algorithm": AlgorithmConfig(bounds=replace(paper(), target=0.6), loss_mean="sequence")}, ""),
+        ({"algorithm": AlgorithmConfig(bounds=grpo(), loss_mean="sequence")}, ""),
+        ({"algorithm": AlgorithmConfig(bounds=published_code(), loss_mean="sequence")}, ""),
+        ({"algorithm": AlgorithmConfig(loss="gspo", loss_mean="sequence")}, ""),
+        (
+            {"algorithm": AlgorithmConfig(polarity=PapoConfig(enabled=True), loss_mean="sequence")},
+            "",
+        ),
     ],
 )
 def test_a_setting_that_does_nothing_is_warned_of(

@@ -112,11 +112,14 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
 
 def rollout_bytes(run: RunConfig, shape: ModelShape, mean_response: float) -> float:
     """Disk size of the rollouts that a run keeps: 12 bytes for each token of a response, and with
-    ``rollout.route_replay`` its routes, one or two bytes for each expert of each layer.
+    ``rollout.route_replay`` its routes, one or two bytes for each expert of each layer. None of a replay, which
+    reads those of another run.
 
     Left out: segments of the responses that are not complete.
     """
     rollout = run.rollout
+    if rollout.replay is not None:
+        return 0.0
     steps = run.steps if rollout.keep_steps is None else min(run.steps, rollout.keep_steps)
     token = _TOKEN_BYTES
     if shape.experts is not None and rollout.route_replay != "off":

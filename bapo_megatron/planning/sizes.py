@@ -112,8 +112,7 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
 
 def rollout_bytes(run: RunConfig, shape: ModelShape, mean_response: float) -> float:
     """Disk size of the rollouts that a run keeps: 12 bytes for each token of a response, and with
-    ``rollout.route_replay`` its routes, one or two bytes for each expert of each layer. None of a replay, which
-    reads those of another run.
+    ``rollout.route_replay`` its routes, one or two bytes for each expert of each layer. A replay keeps none.
 
     Left out: segments of the responses that are not complete.
     """

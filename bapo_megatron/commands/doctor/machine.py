@@ -131,7 +131,8 @@ def disk_rows(disk: Disk) -> Iterator[DoctorRow]:
         if disk.needed_gb is not None
         else ""
     )
-    fix = "free some, keep fewer (checkpoint.keep_last, rollout.keep_steps), or name another disk with --run-dir"
+    kept = "checkpoint.keep_last, rollout.keep_steps"
+    fix = f"free some, keep fewer ({kept}), or name another disk with --run-dir"
     try:
         existing, free, writable = within(DISK_DEADLINE_S, lambda: _look_at(disk.directory))
     except OSError as error:

@@ -27,6 +27,7 @@ from bapo_megatron.commands.cluster.status import (
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import within
+from bapo_megatron.runtime.files import file_time
 
 NOW = 1_800_000_000.0
 STATE = "job=41\nrestart=2\nstatus=running\nend=1800003600\nnodes=n1 n2\nexcluded=n3\ncrash=1\ntime_limit=4\n"
@@ -99,6 +100,31 @@ def test_a_run_without_recent_steps_is_stalled(run: Path) -> None:
     assert "stalled     no step, evaluation or rollout for 0:11:40\n" in status_text(read_status(run, NOW))
     os.utime(run / "metrics.jsonl", (NOW - 500, NOW - 500))
     assert read_status(run, NOW).stalled_s is None
+
+
+@pytest.mark.parametrize("ahead_s", [900, -900])
+def test_files_are_as_old_as_by_their_own_clock(
+    run: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """A login node a quarter of an hour off calls no live server dead, no dead one live, no run stalled."""
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.file_time", lambda _folder: NOW)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.time.time", lambda: NOW + ahead_s)
+    for path in (run / "metrics.jsonl", run / "checkpoints"):
+        os.utime(path, (NOW - 30, NOW - 30))
+    text = status_text(read_status(run))
+    assert "engines     1 of 3 alive\n" in text
+    assert "checkpoint  step 110, 4 min ago\n" in text
+    assert "stalled" not in text
+
+
+def test_the_clock_of_the_files_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not this machine's, and no file is left; this machine's where the folder takes no file."""
+    (tmp_path / "before").touch()
+    stamped = (tmp_path / "before").stat().st_mtime
+    monkeypatch.setattr("bapo_megatron.runtime.files.time.time", lambda: NOW)
+    assert stamped - 1 <= file_time(tmp_path) < NOW - 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["before"]
+    assert file_time(tmp_path / "gone") == NOW
 
 
 def test_a_mid_step_checkpoint_counts(run: Path) -> None:

@@ -151,6 +151,16 @@ def test_runs_of_one_name_keep_all_that_was_read() -> None:
     assert [run.evaluations for run in named] == [evaluations, evaluations]
 
 
+def test_folders_of_one_name_are_told_apart_by_those_above() -> None:
+    """Seeds of one recipe, a folder each: `bapo report seed1/demo seed2/demo`."""
+    places = ["x/one/demo", "x/two/demo", "two/demo", "other"]
+    runs = [RunRecord(Path(place), ONE_STEP, MetricTable([]), [], {"name": "demo"}) for place in places]
+    root = Path.cwd().name
+    assert [run.name for run in with_unique_names(runs)] == [
+        *("demo (one/demo)", "demo (x/two/demo)", f"demo ({root}/two/demo)", "demo (other)"),
+    ]
+
+
 @pytest.mark.usefixtures("few_pictures")
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     places = [tmp_path / "one", tmp_path / "two"]

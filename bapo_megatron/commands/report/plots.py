@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
@@ -38,7 +39,7 @@ from bapo_megatron.runtime.files import write_atomically
 _INK = "#2b2f36"
 _PALE_INK = "#6b7280"
 _GRID = "#dfe2e7"
-STYLE = {
+STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "text.color": _INK,
@@ -232,11 +233,23 @@ def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
 
 
 def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
-    """Legend entries of the runs. Two dollar signs in a name are not the ends of a formula."""
+    """Legend entries of the runs."""
     return [
-        Line2D([], [], color=colour, linewidth=2, label=run.name.replace("$", r"\$"))
+        Line2D([], [], color=colour, linewidth=2, label=_drawable(run.name))
         for run, colour in zip(runs, COLOURS, strict=False)
     ]
+
+
+def _drawable(name: str) -> str:
+    """A name as it can be drawn: what the font has no picture of is escaped, as \\u65e5 for a Chinese sign.
+
+    Two dollar signs are not the ends of a formula.
+    """
+    font = get_font(findfont(STYLE["font.family"]))
+    known = (
+        char if font.get_char_index(ord(char)) else char.encode("unicode_escape").decode() for char in name
+    )
+    return "".join(known).replace("$", r"\$")
 
 
 def _line_handles(panel: Panel, runs: Sequence[RunRecord]) -> list[Line2D]:

@@ -190,6 +190,20 @@ def test_a_name_of_a_run_is_no_formula(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_pictures")
+@pytest.mark.filterwarnings("error")
+def test_a_name_that_the_font_cannot_draw_is_escaped_in_pictures(tmp_path: Path) -> None:
+    """The page has the name as it is; a picture would have an empty box for each sign, and a warning."""
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place, name in zip(places, ("\u57fa\u7ebf \u00e9", "\u03b2"), strict=True):
+        place.mkdir()
+        write_lines(place / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
+        write_config(place, {"name": name})
+    assert "\u57fa\u7ebf \u00e9" in write_report(places, tmp_path / "out").read_text()
+    labels = [handle.get_label() for handle in _run_handles([read_run(place) for place in places])]
+    assert labels == ["\\u57fa\\u7ebf \u00e9", "\u03b2"]
+
+
+@pytest.mark.usefixtures("few_pictures")
 def test_the_command_chooses_the_page(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

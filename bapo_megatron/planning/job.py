@@ -3,7 +3,7 @@
 The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
 ``schedules.py``. ConfigError if there is no config.json to read the model's shape from. Used in
-``commands/``, ``commands/cluster/``, this folder and ``planning/rehearsal/``.
+``commands/``, ``commands/cluster/``, ``commands/doctor/``, this folder and ``planning/rehearsal/``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parameter counts of each pipeline stage, and disk size of a run, from the table of HF parameter names.
 
-Used in ``commands/cluster/``, ``commands/doctor/`` and this folder.
+Used in this folder.
 """
 
 from __future__ import annotations

@@ -137,7 +137,9 @@ def _correct(folder: Path, samples: int) -> Counter[int]:
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     ours, theirs = flat_settings({"sampling": a["sampling"]}), flat_settings({"sampling": b["sampling"]})
     return [
-        f"{name}: {ours[name]!r}, {theirs.get(name)!r}" for name in ours if ours[name] != theirs.get(name)
+        f"{name}: {ours.get(name)!r}, {theirs.get(name)!r}"
+        for name in {**ours, **theirs}  # an environment is among the settings only where there is one
+        if ours.get(name) != theirs.get(name)
     ]
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from bapo_megatron import __version__
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.validation import settings_of_scores
-from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, load_suite
+from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, asks_for_boxes, load_suite
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
@@ -370,7 +370,8 @@ def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, o
 
 def _finish(task: _Task, options: EvalOptions) -> Metrics:
     responses = read_responses(task.log.path, options.samples)
-    metrics = score(responses, options.wanted_pass_at, seed=options.seed, boxed=options.reward is None)
+    boxed = options.reward is None and asks_for_boxes(task.suite, REWARD_FUNCTION)
+    metrics = score(responses, options.wanted_pass_at, seed=options.seed, boxed=boxed)
     write_summary(task.folder, task.settings, metrics)
     return metrics
 

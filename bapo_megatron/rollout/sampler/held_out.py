@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.suites import Suite
+from bapo_megatron.data.suites import Suite, asks_for_boxes
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
@@ -76,6 +76,7 @@ class HeldOut:
         """The sampling parameters of each suite's responses."""
         self._turns = {name: takers.get(source) for name, source in sources.items()}
         """What answers the turns of each suite's responses; None for nothing."""
+        self._boxed = {suite.name: asks_for_boxes(suite, config.reward.function) for suite in suites}
         self._in_rounds = rounds and any(self._turns.values())
         self._paths = RunPaths(config.directory)
         self._task: asyncio.Task[None] | None = None
@@ -214,5 +215,6 @@ class HeldOut:
             "tokens": response.sampled_tokens,
             "finish_reason": response.finish_reason,
             "answer": final_answer(last, prompt.opens_thinking),
+            "boxed": self._boxed[item.suite.name],
             "response": text,
         }

@@ -125,6 +125,26 @@ def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Path) ->
     assert evaluation_metrics(path)["eval/hard/unanswered"] == 0.0
 
 
+@pytest.mark.parametrize(("function", "share"), [("math_or_code", None), ("math", 1.0)])
+def test_programs_are_not_unanswered(tmp_path: Path, function: str, share: float | None) -> None:
+    """They are in code blocks: without a box all of them would count."""
+    made = world(tmp_path)
+    programs = [dataclasses.replace(one, ground_truth="assert f(1) == 2") for one in SUITES[1].prompts]
+    suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(programs)))
+    reward = dataclasses.replace(made.config.reward, function=function)
+    config = dataclasses.replace(made.config, reward=reward)
+
+    async def main() -> Path | None:
+        async with made.sampling():
+            return await evaluated(HeldOut(config, suites, made.dataset, made.pool, made.score), 2)
+
+    path = asyncio.run(main())
+    assert path is not None
+    metrics = evaluation_metrics(path)
+    assert (metrics["eval/easy/unanswered"], metrics["eval/hard/unanswered"]) == (1.0, share)
+    assert evaluation_metrics(path, boxed=False)["eval/easy/unanswered"] is None
+
+
 def test_only_due_and_missing_evaluations_run(tmp_path: Path) -> None:
     made = world(tmp_path)
 

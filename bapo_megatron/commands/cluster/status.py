@@ -42,7 +42,7 @@ class Status:
 
     run: Path
     job: JobState | None
-    """The Slurm job; None: never started by Slurm."""
+    """The Slurm job; None: never started by Slurm, or started by hand since."""
     state: str
     """State of the job, or of the local process, in words."""
     seconds_left: float | None
@@ -77,6 +77,8 @@ def read_status(run: Path, now: float | None = None) -> Status:
     files_now = file_time(run) if now is None else now
     now = time.time() if now is None else now
     job = read_job_state(run)
+    if job is not None and _continued_by_hand(run, job):
+        job = None
     metrics = next(tail_rows(paths.metrics), {})
     config = read_config(run) or {}
     saved = newest_checkpoint(run)
@@ -95,7 +97,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         metrics=metrics,
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=files_now - saved[1] if saved else None,
-        engines=None if gone else _engines(run, metrics, files_now),
+        engines=None if gone else _engines(run, metrics, files_now, job is not None),
         moved=_moved(paths.metrics),
         stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,
         trouble=event_text(trouble) if trouble else None,
@@ -158,6 +160,13 @@ def _state(run: Path, job: JobState | None) -> str:
     return job.status
 
 
+def _continued_by_hand(run: Path, job: JobState) -> bool:
+    """Whether the run was started without Slurm after the end of its job, by the order of their events."""
+    kinds = (str(row.get("kind")) for row in tail_rows(RunPaths(run).events))
+    last = next((kind for kind in kinds if kind in (*BEGINNINGS, *ENDS) or kind.startswith("job_")), "job_")
+    return job.status != "running" and not last.startswith("job_")
+
+
 def _ended(run: Path) -> str:
     """State of a local run that no process here has open, by its last beginning or end in events.jsonl."""
     last = last_turn(tail_rows(RunPaths(run).events))
@@ -168,10 +177,11 @@ def _ended(run: Path) -> str:
     return "not running here, and no end is recorded: killed, or on another machine"
 
 
-def _engines(run: Path, metrics: dict[str, Any], now: float) -> tuple[int, int] | None:
+def _engines(run: Path, metrics: dict[str, Any], now: float, of_job: bool) -> tuple[int, int] | None:
     files = list(RunPaths(run).engines.glob("*.json"))
-    if files:
-        return sum(_is_ready(file, now) for file in files), len(files)
+    ready = sum(_is_ready(file, now) for file in files)
+    if files and (of_job or ready):  # else a former job's
+        return ready, len(files)
     alive = metrics.get("sampler/engines")
     return None if alive is None else (int(alive), int(alive))
 

@@ -211,6 +211,32 @@ def test_how_a_local_run_ended(run: Path, kinds: tuple[str, ...], told: str) -> 
         assert "engines     1 of 1 alive\n" in status_text(read_status(run, NOW))
 
 
+@pytest.mark.parametrize("status", ["stopped", "done", "cancelled", "requeued"])
+def test_a_run_that_goes_on_by_hand_after_its_job(
+    run: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """The job's end, and its dead servers, are not those of the run."""
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: ("", ""))
+    (run / "slurm.state").write_text(STATE.replace("status=running", f"status={status}"))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 120, "sampler/engines": 1.0}) + "\n")
+    for file in (run / "engines").iterdir():
+        os.utime(file, (NOW - 1000, NOW - 1000))
+    events = [{"kind": kind} for kind in ("job_start", "start", "failed", "job_stopped", "resume")]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = status_text(read_status(run, NOW)).splitlines()
+    assert lines[1] == f"job         running here, process {os.getpid()}"
+    assert "engines     1 of 1 alive" in lines
+    assert not [line for line in lines if line.startswith("requeues")]
+    with (run / "events.jsonl").open("a") as log:
+        log.write(json.dumps({"kind": "done"}) + "\n")
+    assert "job         not running, done\n" in status_text(read_status(run, NOW))
+    with (run / "events.jsonl").open("a") as log:
+        log.write(json.dumps({"kind": "job_stopped"}) + "\n")
+    assert f"job         41, {read_status(run, NOW).state}, restart 2" in status_text(read_status(run, NOW))
+
+
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     text = status_text(read_status(tmp_path, NOW))

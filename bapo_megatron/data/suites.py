@@ -72,11 +72,11 @@ def load_suite(
     return Suite(name, path, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
 
 
-def asks_for_boxes(suite: Suite, reward_function: str) -> bool:
-    """Whether ``reward_function`` reads the answers to all problems of a suite in boxes: not those that are
-    programs, nor with a reward of the user's."""
-    programs = runs_code(reward_function) and any(is_tests(one.ground_truth) for one in suite.prompts)
-    return reads_boxes(reward_function) and not programs
+def programs_of(suite: Suite, reward_function: str) -> frozenset[int]:
+    """Numbers of the problems of a suite that ask for a program: a box in a response is no answer to them."""
+    if not runs_code(reward_function):
+        return frozenset()
+    return frozenset(number for number, one in enumerate(suite.prompts) if is_tests(one.ground_truth))
 
 
 def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:

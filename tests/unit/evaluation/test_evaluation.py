@@ -236,6 +236,7 @@ def test_programs_are_not_unanswered(
         task = evaluation_run._Task(suite, tmp_path, settings(), log, [])
         metrics = evaluation_run._finish(task, EvalOptions(MODEL, "s", samples=2, reward=reward))
     assert metrics["unanswered"] == share
+    assert (metrics["maj@2"] is None) == truth.startswith("assert")  # a box in it is no answer
     text = results_text({"s": (tmp_path, metrics)})
     assert ("unanswered" in text) == (share is not None)
 

@@ -72,7 +72,8 @@ def score(
     ``unanswered`` (no box; None unless ``boxed``: programs need none, a reward of the user's may not),
     ``unjudged``.
     ``response_tokens/...``: mean, median, 95th percentile, means of right and of wrong ones.
-    ``rerun_std``, ``detectable_difference``: see `statistics`; the latter for another model that is as uneven
+    ``rerun_std``, ``detectable_difference`` (None where all problems have the same avg@n): see `statistics`;
+    the latter for another model that is as uneven
     over the problems and independent of this one. ValueError for missing or repeated samples.
     """
     by_problem = _by_problem(responses)

@@ -506,6 +506,21 @@ def finished(folder: Path, correct: list[list[bool]], **more: Any) -> Path:
     return folder
 
 
+def test_a_model_that_solves_none_is_not_said_to_be_measured_exactly(tmp_path: Path) -> None:
+    """0 of 30 has an interval of width 0 and a spread of 0: neither finds every difference."""
+    metrics = score([judged(problem, sample, False) for problem in range(30) for sample in (0, 1)])
+    assert metrics["detectable_difference"] is None
+    text = results_text({"s": (tmp_path, metrics)})
+    assert "all problems have the same avg@2: intervals have no width, and say nothing" in text
+    assert "must differ by" not in text
+    a, b = (finished(tmp_path / name / "s", [[False]] * 4) for name in "ab")
+    [found] = compare(a, b)
+    assert found.detectable is None
+    assert "detectable: not known, because all problems have the same difference" in comparison_text(
+        [found], "a", "b"
+    )
+
+
 def test_a_setting_that_one_evaluation_alone_has_is_told_either_way(tmp_path: Path) -> None:
     """An environment is among the settings only where there is one."""
     plain = {"temperature": 1.0}

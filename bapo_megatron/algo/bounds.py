@@ -3,8 +3,8 @@
 The search is a pure function of one sum for each candidate of a bound, 53 with the paper's ranges;
 ``surrogate.py`` computes the sums, ``losses/clip.py`` and ``bapo verify-parallel`` call the search. Same sums
 on every rank give the same bounds. Recipes take settings and presets, reports describe them. Imports no
-torch. Invalid settings: ``BoundsConfig.problems``. Sums that are too few or not finite: ValueError. Used
-throughout the package.
+torch. Invalid settings: ``BoundsConfig.problems``. Too few sums: ValueError; sums that are not finite,
+because the policy is broken: FloatingPointError. Used throughout the package.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ def search_bounds(
         are zero the bounds stay at their starts.
 
     Raises:
-        ValueError: if there are not ``sum_count(config)`` sums or one of them is not finite.
+        ValueError: if there are not ``sum_count(config)`` sums.
+        FloatingPointError: if one of them is not finite.
     """
     positive, negative = _checked(sums, config)
     lows, highs = low_values(config), high_values(config)
@@ -256,7 +257,9 @@ def _checked(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> tuple[
     if len(numbers) != expected:
         raise ValueError(f"expected {expected} sums (every c_high, then every c_low), got {len(numbers)}")
     if not all(map(math.isfinite, numbers)):
-        raise ValueError("the contribution sums are not finite: a log-prob or an advantage is nan or inf")
+        raise FloatingPointError(
+            "the contribution sums are not finite: a log-prob or an advantage is nan or inf"
+        )
     highs = len(high_values(config))
     return numbers[:highs], numbers[highs:]
 

@@ -17,7 +17,8 @@ from typing import Any
 from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, SUITES
 from bapo_megatron.data.prompts import Tools, load_prompts
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.functions import extra_info_check, ground_truth_check, reads_boxes
+from bapo_megatron.reward.code_tests import is_tests
+from bapo_megatron.reward.functions import extra_info_check, ground_truth_check, reads_boxes, runs_code
 from bapo_megatron.types import Prompt
 
 REWARD_FUNCTION = "math_or_code"
@@ -69,6 +70,13 @@ def load_suite(
             f"{max_prompt_tokens} tokens; raise that, because all problems must be asked"
         )
     return Suite(name, path, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
+
+
+def programs_of(suite: Suite, reward_function: str) -> frozenset[int]:
+    """Numbers of the problems of a suite that ask for a program: a box in a response is no answer to them."""
+    if not runs_code(reward_function):
+        return frozenset()
+    return frozenset(number for number, one in enumerate(suite.prompts) if is_tests(one.ground_truth))
 
 
 def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:

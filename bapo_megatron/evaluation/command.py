@@ -61,8 +61,9 @@ class Compared:
     """95 % bootstrap over problems."""
     p_value: float
     """P-value of the exact paired sign-flip test over problems."""
-    detectable: float
-    """Minimal detectable difference: a true difference that four of five comparisons would show."""
+    detectable: float | None
+    """Minimal detectable difference: a true difference that four of five comparisons would show. None where
+    all problems have the same difference."""
     better: int
     """Problems that B solves more often than A."""
     worse: int
@@ -137,7 +138,9 @@ def _correct(folder: Path, samples: int) -> Counter[int]:
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     ours, theirs = flat_settings({"sampling": a["sampling"]}), flat_settings({"sampling": b["sampling"]})
     return [
-        f"{name}: {ours[name]!r}, {theirs.get(name)!r}" for name in ours if ours[name] != theirs.get(name)
+        f"{name}: {ours.get(name)!r}, {theirs.get(name)!r}"
+        for name in {**ours, **theirs}  # an environment is among the settings only where there is one
+        if ours.get(name) != theirs.get(name)
     ]
 
 
@@ -239,10 +242,14 @@ def _certainty(metrics: Metrics) -> list[str]:
         lines.append(
             f"the same model with other seeds: {_points(rerun)} points apart (one standard deviation)"
         )
+    if (detectable := metrics["detectable_difference"]) is None:
+        return [
+            *lines,
+            f"all problems have the same avg@{metrics['samples']}: intervals have no width, and say nothing",
+        ]
     lines.append(
         f"to show in 4 of 5 comparisons, another model must differ by "
-        f"{_points(metrics['detectable_difference'])} points (`bapo eval compare` pairs problems, and mostly "
-        f"sees more)"
+        f"{_points(detectable)} points (`bapo eval compare` pairs problems, and mostly sees more)"
     )
     return lines
 
@@ -262,11 +269,19 @@ def comparison_text(found: Sequence[Compared], a: str, b: str) -> str:
             f"  A {_points(one.a)}, B {_points(one.b)}, difference {100 * one.difference:+.1f} points "
             f"({100 * low:+.1f} to {100 * high:+.1f}); B is better on {one.better}, worse on {one.worse}",
             f"  p = {one.p_value:.3g} (sign flips over problems, exact): {verdict}",
-            f"  detectable: a true difference of {_points(one.detectable)} points would show in 4 of 5 "
-            f"comparisons like this; a smaller one mostly would not",
+            f"  detectable: {_detectable(one.detectable)}",
             *(f"  not sampled alike: {text}" for text in one.other_settings),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _detectable(difference: float | None) -> str:
+    if difference is None:
+        return "not known, because all problems have the same difference; the interval says nothing"
+    return (
+        f"a true difference of {_points(difference)} points would show in 4 of 5 comparisons like this; a "
+        f"smaller one mostly would not"
+    )
 
 
 def examples_text(found: Sequence[Example]) -> str:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 from bapo_megatron import __version__
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.validation import settings_of_scores
-from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, load_suite
+from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, load_suite, programs_of
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
@@ -369,8 +369,11 @@ def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, o
 
 
 def _finish(task: _Task, options: EvalOptions) -> Metrics:
-    responses = read_responses(task.log.path, options.samples)
-    metrics = score(responses, options.wanted_pass_at, seed=options.seed, boxed=options.reward is None)
+    programs = programs_of(task.suite, options.reward or REWARD_FUNCTION)
+    stored = read_responses(task.log.path, options.samples)
+    responses = [replace(one, answer=None) if one.problem in programs else one for one in stored]
+    boxed = options.reward is None and not programs
+    metrics = score(responses, options.wanted_pass_at, seed=options.seed, boxed=boxed)
     write_summary(task.folder, task.settings, metrics)
     return metrics
 

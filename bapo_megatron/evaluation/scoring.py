@@ -69,9 +69,11 @@ def score(
     All are shares: ``avg@n`` mean correctness; ``pass@k`` for each k of ``pass_at`` (up to n); ``maj@n``
     majority vote, None if no response has an answer (programs); each with ``_low`` and ``_high``, its 95 %
     interval over problems. ``maj@n_tied``: of problems, with a tie at the top. Of responses: ``truncated``,
-    ``unanswered`` (no box; None unless ``boxed``: a reward of the user's may ask for none), ``unjudged``.
+    ``unanswered`` (no box; None unless ``boxed``: programs need none, a reward of the user's may not),
+    ``unjudged``.
     ``response_tokens/...``: mean, median, 95th percentile, means of right and of wrong ones.
-    ``rerun_std``, ``detectable_difference``: see `statistics`; the latter for another model that is as uneven
+    ``rerun_std``, ``detectable_difference`` (None where all problems have the same avg@n): see `statistics`;
+    the latter for another model that is as uneven
     over the problems and independent of this one. ValueError for missing or repeated samples.
     """
     by_problem = _by_problem(responses)

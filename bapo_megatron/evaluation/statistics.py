@@ -115,12 +115,15 @@ def sign_flip_p_value(differences_P: Sequence[int]) -> float:
     return min(1.0, float(share_of[np.abs(sums) >= observed].sum()))
 
 
-def detectable_difference(difference_std: float, problems: int) -> float:
+def detectable_difference(difference_std: float, problems: int) -> float | None:
     """Minimal detectable difference of a paired test: ``(z(1 - SIGNIFICANCE / 2) + z(POWER)) std / sqrt(P)``.
 
     That is 2.80 std / sqrt(P), with the standard deviation of the problems' differences; z is the quantile of
-    the normal distribution.
+    the normal distribution. None for a standard deviation of 0, of one problem, or of differences that are
+    all equal (a model that solves none): it does not say that any difference would be found.
     """
+    if not difference_std:
+        return None
     normal = NormalDist()
     return (
         (normal.inv_cdf(1 - SIGNIFICANCE / 2) + normal.inv_cdf(POWER)) * difference_std / math.sqrt(problems)

@@ -3,7 +3,7 @@
 The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
 ``schedules.py``. ConfigError if there is no config.json to read the model's shape from. Used in
-``commands/``, ``commands/cluster/``, this folder and ``planning/rehearsal/``.
+``commands/``, ``commands/cluster/``, ``commands/doctor/``, this folder and ``planning/rehearsal/``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.planning.experts import ExpertLoad, expert_load, measured_imbalance
 from bapo_megatron.planning.hardware import GPUS, GPUS_PER_NODE, Gpu
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
+from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 _BYTES = {"bfloat16": 2, "float32": 4}
@@ -239,6 +240,12 @@ class Job:
         """Assumed mean length of a response."""
         longest = self.run.rollout.max_response_tokens
         return min(longest, self.options.mean_response_tokens or max(1, longest * _MEAN_RESPONSE))
+
+    @property
+    def disk_with_rollouts(self) -> float:
+        """Bytes of the run directory at most, with the rollouts that it keeps at the assumed mean length."""
+        rollouts = rollout_bytes(self.run, self.shape, self.mean_response)
+        return run_folder_bytes(self.run, self.shape) + rollouts
 
     @property
     def lengths(self) -> ResponseLengths:

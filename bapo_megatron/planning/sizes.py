@@ -1,6 +1,6 @@
 """Parameter counts of each pipeline stage, and disk size of a run, from the table of HF parameter names.
 
-Used in ``commands/cluster/``, ``commands/doctor/`` and this folder.
+Used in this folder.
 """
 
 from __future__ import annotations
@@ -112,11 +112,13 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
 
 def rollout_bytes(run: RunConfig, shape: ModelShape, mean_response: float) -> float:
     """Disk size of the rollouts that a run keeps: 12 bytes for each token of a response, and with
-    ``rollout.route_replay`` its routes, one or two bytes for each expert of each layer.
+    ``rollout.route_replay`` its routes, one or two bytes for each expert of each layer. A replay keeps none.
 
     Left out: segments of the responses that are not complete.
     """
     rollout = run.rollout
+    if rollout.replay is not None:
+        return 0.0
     steps = run.steps if rollout.keep_steps is None else min(run.steps, rollout.keep_steps)
     token = _TOKEN_BYTES
     if shape.experts is not None and rollout.route_replay != "off":

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import tempfile
+import time
 import uuid
 from collections.abc import Iterable
 from io import FileIO
@@ -50,6 +52,20 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryv
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def file_time(folder: Path) -> float:
+    """The present time by the clock that stamps the files of ``folder``, in seconds since 1970.
+
+    A file server's clock may be minutes off this machine's, so a file's age is measured by it. It is asked
+    with a file that has no name, or for a moment one. This machine's clock where that cannot be made.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.utime(file.fileno())  # NFS asks its server for the time
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 def check_output_file(flag: str, path: Path) -> None:

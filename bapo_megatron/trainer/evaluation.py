@@ -35,14 +35,16 @@ def evaluate_if_due(run: Run, step: int) -> None:
 def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
     """Evaluation metrics of a file of responses: ``eval/SUITE/...``, and ``eval/mean``, the mean of avg@n.
 
-    ``boxed``: whether an answer without a box counts as ``unanswered`` (``evaluation/scoring.py``).
+    ``boxed``: whether an answer without a box counts as ``unanswered`` (``evaluation/scoring.py``), in suites
+    whose rows do not say otherwise.
     """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     metrics: Metrics = {}
     means = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
-        scored = [_scored(row) for row in rows if row["suite"] == suite]
-        metrics |= {f"eval/{suite}/{name}": value for name, value in score(scored, boxed=boxed).items()}
+        own = [row for row in rows if row["suite"] == suite]
+        scored, in_boxes = [_scored(row) for row in own], boxed and own[0].get("boxed", True)
+        metrics |= {f"eval/{suite}/{name}": value for name, value in score(scored, boxed=in_boxes).items()}
         means.append(sum(one.correct for one in scored) / len(scored))
     return {**metrics, "eval/mean": sum(means) / len(means)}
 

@@ -48,13 +48,16 @@ elif name == "mlflow":
 else:
     from bapo_megatron.trainer.records.observer.trackers import _records
     from wandb.proto.wandb_internal_pb2 import Record
-    values = []
-    for path in glob.glob(root + "/wandb/offline-run-*/*.wandb"):
+    values, ends = [], []
+    for path in sorted(glob.glob(root + "/wandb/offline-run-*/*.wandb")):
         for record in _records(open(path, "rb").read()):
-            items = Record.FromString(record).history.item
+            record = Record.FromString(record)
+            ends.append(record.exit.exit_code if record.HasField("exit") else None)
+            items = record.history.item
             row = {item.nested_key[0]: json.loads(item.value_json) for item in items}
             step = row.pop("_step", None)
             values += [(key, step, value) for key, value in row.items() if key[0] != "_"]
+    assert [code for code in ends if code is not None][-1:] == [0], ends
 print("VALUES", json.dumps(values))
 """
 

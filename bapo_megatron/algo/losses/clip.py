@@ -189,7 +189,7 @@ class ClipLoss(Loss):
 
     With ``bounds.scope=update`` or ``bounds_tokens`` the search needs the ratios of all tokens of the update
     before its first backward pass, which may cost a forward pass; fixed bounds need none, nor do lagged ones
-    or those of each pack. ValueError from the search if its
+    or those of each pack. FloatingPointError from the search if its
     sums are not finite. Made by ``build_loss`` for ``algorithm.loss=clip``, the default.
     """
 

@@ -22,7 +22,6 @@ from bapo_megatron.planning.hardware import GB
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
 from bapo_megatron.planning.plan import make_plan
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
-from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes
 from bapo_megatron.planning.summary import nodes_text, summary
 from bapo_megatron.planning.verdict import rehearsal_verdict
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
@@ -222,8 +221,7 @@ class ClusterJob:
             shape = find_shape(self.recipe, self.config.model.hf_path)
         except ConfigError:
             return None
-        response = Job(self.config, shape, PlanOptions()).mean_response
-        return (run_folder_bytes(self.config, shape) + rollout_bytes(self.config, shape, response)) / GB
+        return Job(self.config, shape, PlanOptions()).disk_with_rollouts / GB
 
     def misfits(self) -> list[str]:
         """Reasons why the recipe does not fit the cluster's GPUs, by `bapo plan`; none without a `gpu`."""

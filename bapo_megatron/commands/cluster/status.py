@@ -1,7 +1,8 @@
 """Status of a run, read from its directory and from Slurm's queue; and its logs.
 
-``read_status`` changes and locks nothing. A file system that hangs blocks it: ``bapo status`` calls it in a
-child process with a deadline. Logs are those of the newest start, RUN/logs/JOB/RESTART/*.log of a Slurm job;
+``read_status`` locks nothing and leaves nothing behind. Ages of files are by the clock of their file system,
+which may differ from this machine's. A file system that hangs blocks it: ``bapo status`` calls it in a child
+process with a deadline. Logs are those of the newest start, RUN/logs/JOB/RESTART/*.log of a Slurm job;
 ConfigError if there is none. Used by ``commands.py``.
 """
 
@@ -20,8 +21,9 @@ from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.run_job import JobState, lock_holder, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError, printable
-from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS, event_text, is_trouble
+from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
 from bapo_megatron.runtime.events.progress import Patience, read_progress
+from bapo_megatron.runtime.files import file_time
 from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
@@ -40,7 +42,7 @@ class Status:
 
     run: Path
     job: JobState | None
-    """The Slurm job; None: never started by Slurm."""
+    """The Slurm job; None: never started by Slurm, or started by hand since."""
     state: str
     """State of the job, or of the local process, in words."""
     seconds_left: float | None
@@ -64,13 +66,19 @@ class Status:
 
 
 def read_status(run: Path, now: float | None = None) -> Status:
-    """The status of ``run`` now. ConfigError if it is no run directory."""
-    now = time.time() if now is None else now
+    """The status of ``run`` now. ConfigError if it is no run directory.
+
+    ``now``: the time by all clocks. None: by this machine's, and for the ages of files by their own.
+    """
     paths = RunPaths(run)
     if not any(path.exists() for path in (paths.config, paths.slurm_state, paths.events)):
         names = f"{paths.config.name} nor {paths.slurm_state.name}"
         raise ConfigError(f"{run} is no run directory: it has neither {names}")
+    files_now = file_time(run) if now is None else now
+    now = time.time() if now is None else now
     job = read_job_state(run)
+    if job is not None and _continued_by_hand(run, job):
+        job = None
     metrics = next(tail_rows(paths.metrics), {})
     config = read_config(run) or {}
     saved = newest_checkpoint(run)
@@ -88,18 +96,21 @@ def read_status(run: Path, now: float | None = None) -> Status:
         steps=config.get("steps"),
         metrics=metrics,
         checkpoint=saved[0] if saved else None,
-        checkpoint_age_s=now - saved[1] if saved else None,
-        engines=None if gone else _engines(run, metrics, now),
+        checkpoint_age_s=files_now - saved[1] if saved else None,
+        engines=None if gone else _engines(run, metrics, files_now, job is not None),
         moved=_moved(paths.metrics),
-        stalled_s=_stalled_s(run, config, now) if state.lower().startswith("running") else None,
+        stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,
         trouble=event_text(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
         forked=lineage_text(run),
     )
 
 
-def _stalled_s(run: Path, config: dict[str, Any], now: float) -> float | None:
-    """Seconds without progress since the run's last start, if above its limit; else None."""
+def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) -> float | None:
+    """Seconds without progress since the run's last start, if above its limit; else None.
+
+    ``files_now``: by the clock of the files, whose times are the signs of progress.
+    """
     if config.get("steps") is None:
         return None
     rows = tail_rows(RunPaths(run).events)
@@ -109,7 +120,9 @@ def _stalled_s(run: Path, config: dict[str, Any], now: float) -> float | None:
         config["steps"], config.get("evaluation.every") or 0, config.get("logging.stalled_minutes")
     )
     progress = read_progress(run)
-    return progress.silent_s(begun, now) if progress.is_stalled(patience, begun, now) else None
+    if not progress.is_stalled(patience, begun, files_now):
+        return None
+    return progress.silent_s(begun, files_now)
 
 
 def _moved(log: Path) -> tuple[float, int] | None:
@@ -147,10 +160,16 @@ def _state(run: Path, job: JobState | None) -> str:
     return job.status
 
 
+def _continued_by_hand(run: Path, job: JobState) -> bool:
+    """Whether the run was started without Slurm after the end of its job, by the order of their events."""
+    kinds = (str(row.get("kind")) for row in tail_rows(RunPaths(run).events))
+    last = next((kind for kind in kinds if kind in (*BEGINNINGS, *ENDS) or kind.startswith("job_")), "job_")
+    return job.status != "running" and not last.startswith("job_")
+
+
 def _ended(run: Path) -> str:
     """State of a local run that no process here has open, by its last beginning or end in events.jsonl."""
-    kinds = (row.get("kind") for row in tail_rows(RunPaths(run).events))
-    last = next((kind for kind in kinds if kind in (*BEGINNINGS, *ENDS)), None)
+    last = last_turn(tail_rows(RunPaths(run).events))
     if last in ENDS:
         return f"not running, {last}"
     if last is None:
@@ -158,10 +177,11 @@ def _ended(run: Path) -> str:
     return "not running here, and no end is recorded: killed, or on another machine"
 
 
-def _engines(run: Path, metrics: dict[str, Any], now: float) -> tuple[int, int] | None:
+def _engines(run: Path, metrics: dict[str, Any], now: float, of_job: bool) -> tuple[int, int] | None:
     files = list(RunPaths(run).engines.glob("*.json"))
-    if files:
-        return sum(_is_ready(file, now) for file in files), len(files)
+    ready = sum(_is_ready(file, now) for file in files)
+    if files and (of_job or ready):  # else a former job's
+        return ready, len(files)
     alive = metrics.get("sampler/engines")
     return None if alive is None else (int(alive), int(alive))
 

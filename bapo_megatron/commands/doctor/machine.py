@@ -127,9 +127,12 @@ def disk_rows(disk: Disk) -> Iterator[DoctorRow]:
     """Rows of the run directory's disk: free space, and write permission."""
     name = f"disk of {disk.directory}"
     needed = (
-        f"{_size(disk.needed_gb * _GB)}, for checkpoints and weights" if disk.needed_gb is not None else ""
+        f"{_size(disk.needed_gb * _GB)}, for checkpoints, weights and rollouts"
+        if disk.needed_gb is not None
+        else ""
     )
-    fix = "free some, keep fewer (checkpoint.keep_last), or name another disk with --run-dir"
+    kept = "checkpoint.keep_last, rollout.keep_steps"
+    fix = f"free some, keep fewer ({kept}), or name another disk with --run-dir"
     try:
         existing, free, writable = within(DISK_DEADLINE_S, lambda: _look_at(disk.directory))
     except OSError as error:

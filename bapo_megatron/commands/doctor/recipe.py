@@ -317,10 +317,11 @@ def _forgeable_rows(config: RunConfig) -> int:
 def _disk_gb(config: RunConfig) -> float | None:
     """Disk need of the run directory in GB; None if the model's shape cannot be read."""
     from bapo_megatron.hf.config import read_model_shape
-    from bapo_megatron.planning.sizes import run_folder_bytes
+    from bapo_megatron.planning.job import Job, PlanOptions
 
     try:
-        return run_folder_bytes(config, read_model_shape(config.model.hf_path)) / 1e9
+        shape = read_model_shape(config.model.hf_path)
+        return Job(config, shape, PlanOptions()).disk_with_rollouts / 1e9
     except ConfigError:  # it is among the problems
         return None
 

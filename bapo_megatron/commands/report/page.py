@@ -143,14 +143,24 @@ def common_folder(runs: Sequence[Path]) -> Path:
 
 
 def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs with unique names: the folder's name is appended to a name that several runs have."""
-    names = [run.name for run in runs]
+    """The runs with unique names: to a name that several have, each appends its folder.
+
+    That is the folder's name, with as many of those above as tell it from the others: `demo (a/run)`.
+    """
     return [
-        replace(run, config=run.config | {"name": f"{run.name} ({run.run_dir.resolve().name})"})
-        if names.count(run.name) > 1
-        else run
+        replace(run, config=run.config | {"name": f"{run.name} ({_place(run, alike)})"}) if alike else run
         for run in runs
+        for alike in [[other for other in runs if other is not run and other.name == run.name]]
     ]
+
+
+def _place(run: RunRecord, others: Sequence[RunRecord]) -> str:
+    """The shortest end of the path of a run's folder that no other's path has."""
+    parts, known = run.run_dir.resolve().parts, [other.run_dir.resolve().parts for other in others]
+    count = next(
+        count for count in range(1, len(parts) + 1) if all(one[-count:] != parts[-count:] for one in known)
+    )
+    return str(Path(*parts[-count:]))
 
 
 def _check_runs(run_dirs: Sequence[Path], most: int) -> None:

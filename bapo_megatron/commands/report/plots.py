@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
@@ -38,7 +40,7 @@ from bapo_megatron.runtime.files import write_atomically
 _INK = "#2b2f36"
 _PALE_INK = "#6b7280"
 _GRID = "#dfe2e7"
-STYLE = {
+STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "text.color": _INK,
@@ -71,6 +73,10 @@ _SPIKE_RATIO = 20
 _RATIO_TICKS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10)
 _PLAIN_TITLE_PAD, _LEGEND_TITLE_PAD = 10, 25
 """Points between a title and its axes, without and with a legend between them."""
+_SHORT_NAME, _LONGEST_LINE = 20, 54
+"""Characters of the longest name that leaves room for two columns of a legend, and of one line of a name."""
+_LINE_INCHES = 0.18
+"""Height of a line of a legend."""
 _TWO_ROWS, _TWO_ROWS_TITLE_PAD = 4, 33
 """The number of curves whose legend has two rows, and the points between title and axes then."""
 
@@ -102,14 +108,7 @@ def draw_panel(panel: Panel, runs: Sequence[RunRecord], folder: Path) -> Layers:
             return Layers(_svg(figure), [])
         figure, axes = _new_figure()
         _draw_compared(axes, panel, runs)
-        axes.legend(
-            handles=[*_run_handles(runs), *_line_handles(panel, runs)],
-            fontsize=8.5,
-            loc="upper left",
-            bbox_to_anchor=(0, -0.2),
-            ncols=2,
-            borderpad=0,
-        )
+        _add_legend(figure, [*_run_handles(runs), *_line_handles(panel, runs)])
         write_png(figure, folder / f"{panel.file}.png", 200)
         figure, axes = _new_figure()  # without the legend, which the page has; it would take room
         return _layers(figure, axes, _draw_compared(axes, panel, runs))
@@ -231,12 +230,35 @@ def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
     return [replace(band, colour=REFERENCE) for band in found[0]]
 
 
+def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
+    """Add a legend below the axes. The figure grows by its lines: long names must not squeeze the plot."""
+    labels = [str(handle.get_label()) for handle in handles]
+    columns = 2 if max(map(len, labels)) <= _SHORT_NAME else 1
+    lines = -(-sum(label.count("\n") + 1 for label in labels) // columns)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + _LINE_INCHES * max(0, lines - 2))
+    figure.legend(handles=handles, fontsize=8.5, loc="outside lower left", ncols=columns, borderpad=0)
+
+
 def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
-    """Legend entries of the runs. Two dollar signs in a name are not the ends of a formula."""
+    """Legend entries of the runs."""
     return [
-        Line2D([], [], color=colour, linewidth=2, label=run.name.replace("$", r"\$"))
+        Line2D([], [], color=colour, linewidth=2, label=_drawable(run.name))
         for run, colour in zip(runs, COLOURS, strict=False)
     ]
+
+
+def _drawable(name: str) -> str:
+    """A name as it can be drawn: in lines, and what the font has no picture of escaped (a sign as \\u65e5).
+
+    Two dollar signs are not the ends of a formula.
+    """
+    font = get_font(findfont(STYLE["font.family"]))
+    known = (
+        char if font.get_char_index(ord(char)) else char.encode("unicode_escape").decode() for char in name
+    )
+    lines = wrap("".join(known), _LONGEST_LINE, break_on_hyphens=False)
+    return "\n".join(lines).replace("$", r"\$")
 
 
 def _line_handles(panel: Panel, runs: Sequence[RunRecord]) -> list[Line2D]:

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.suites import Suite
+from bapo_megatron.data.suites import Suite, programs_of
 from bapo_megatron.reward.answer_text import final_answer
+from bapo_megatron.reward.functions import reads_boxes
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.response import Response, Sampling
@@ -76,6 +77,8 @@ class HeldOut:
         """The sampling parameters of each suite's responses."""
         self._turns = {name: takers.get(source) for name, source in sources.items()}
         """What answers the turns of each suite's responses; None for nothing."""
+        self._programs = {suite.name: programs_of(suite, config.reward.function) for suite in suites}
+        """The problems of each suite that ask for a program, which is in no box."""
         self._in_rounds = rounds and any(self._turns.values())
         self._paths = RunPaths(config.directory)
         self._task: asyncio.Task[None] | None = None
@@ -201,7 +204,7 @@ class HeldOut:
 
     async def _scored(self, item: _Item, response: Response) -> Row:
         """The row of a response in the file, with its score."""
-        prompt = item.suite.prompts[item.problem]
+        prompt, programs = item.suite.prompts[item.problem], self._programs[item.suite.name]
         ids = [response.so_far.token_ids_R, response.last_turn_R]
         text, last = await asyncio.to_thread(self._dataset.texts, ids)
         result = await response_score(self._scorer, prompt, response, last, self._config.reward.failed)
@@ -213,6 +216,7 @@ class HeldOut:
             "failure": result.failure,
             "tokens": response.sampled_tokens,
             "finish_reason": response.finish_reason,
-            "answer": final_answer(last, prompt.opens_thinking),
+            "answer": None if item.problem in programs else final_answer(last, prompt.opens_thinking),
+            "boxed": reads_boxes(self._config.reward.function) and not programs,
             "response": text,
         }

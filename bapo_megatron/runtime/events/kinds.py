@@ -2,11 +2,13 @@
 
 Whoever writes an event takes a kind from here. A kind that is missing is written all the same; it is neither
 shown nor sent. A test holds this table to the kinds that the program and the job's shell write. Used by
-``commands/cluster/status.py``, ``sender.py`` and ``trainer/records/notifier.py``.
+``commands/cluster/status.py``, ``sender.py``, ``trainer/records/notifier.py`` and
+``trainer/records/observer/``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +132,16 @@ BEGINNINGS = ("start", "resume")
 
 ENDS = ("done", "preempted", "stopped", "failed")
 """The kinds of a run's last event."""
+
+
+def last_turn(newest_first: Iterable[dict[str, Any]]) -> str | None:
+    """Kind of a run's last beginning or end among its events, one of ``BEGINNINGS`` or ``ENDS``.
+
+    A beginning: the run goes on, or was killed. None if the events have neither.
+    """
+    kinds = (row.get("kind") for row in newest_first)
+    return next((str(kind) for kind in kinds if kind in (*BEGINNINGS, *ENDS)), None)
+
 
 _WORDS = ("reason", "cause", "why", "message", "engine", "server", "nodes")
 

@@ -46,7 +46,7 @@ class Progress:
     longest_step_s: float | None
 
     def silent_s(self, begun: float, now: float) -> float:
-        """Seconds since the last sign of life, or since the start at ``begun``."""
+        """Seconds since the last sign of life, or the start at ``begun``; all by the clock of the files."""
         return now - max(self.at, begun)
 
     def is_stalled(self, patience: Patience, begun: float, now: float) -> bool:

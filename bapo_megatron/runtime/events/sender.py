@@ -33,7 +33,7 @@ from bapo_megatron.errors import RunStopped
 from bapo_megatron.runtime.events.kinds import ENDS, is_sent, sent_text
 from bapo_megatron.runtime.events.progress import Patience, read_progress
 from bapo_megatron.runtime.events.targets import LIMIT_S, Refused, send, shown
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import file_time, write_atomically
 from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row
 from bapo_megatron.runtime.run_files import open_lock, read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -164,7 +164,7 @@ class EventSender:
         self._read = min(self._positions)
         self._has_ended = False
         """Whether the run has told its end: what follows is the wait for its boards."""
-        self._begun = time.time()
+        self._begun = file_time(self._paths.root)
         self._stalled_at: float | None = None
         minutes = order.stalled_minutes
         self.progress_every_s = _PROGRESS_S if minutes is None else min(_PROGRESS_S, 15 * minutes)
@@ -202,7 +202,8 @@ class EventSender:
 
     def check_progress(self) -> None:
         """Stall check: write the event `stalled` or `progress_again` when the state of the run changes."""
-        order, progress, now = self._order, read_progress(self._paths.root), time.time()
+        order, progress = self._order, read_progress(self._paths.root)
+        now = file_time(self._paths.root)  # the signs of progress are times of files
         patience = Patience(order.steps, order.evaluate_every, order.stalled_minutes)
         last = now - progress.silent_s(self._begun, now)
         if self._stalled_at is None and progress.is_stalled(patience, self._begun, now):

@@ -16,7 +16,7 @@ from typing import Any
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import Preempted, RunStopped
-from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS
+from bapo_megatron.runtime.events.kinds import last_turn
 from bapo_megatron.runtime.events.sender import SenderSettings
 from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_files import open_plain
@@ -41,9 +41,7 @@ def recorded_end(
         with suppress(RunStopped, OSError):  # a full disk must not hide the error that ended the run
             event(_end_event(error))
         raise
-    last = (row.get("kind") for row in tail_rows(RunPaths(config.directory).events))
-    known = next((kind for kind in last if kind in (*BEGINNINGS, *ENDS)), None)
-    if has_work or known != "done":
+    if has_work or last_turn(tail_rows(RunPaths(config.directory).events)) != "done":
         event({"kind": "done", "step": config.steps})
 
 

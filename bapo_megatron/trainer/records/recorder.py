@@ -85,9 +85,15 @@ FIRST_GAP_LIMIT = 0.5
 Kernels and precision make 0.05; weights of another model, or without one of their tensors, whole nats."""
 
 
-def holds_responses(journal: Path) -> bool:
-    """Whether a journal has records, so that a run without a checkpoint continues what it had sampled."""
-    return any(path.stat().st_size for path in journal.glob("segments-*.log"))
+def kept_segments(run_dir: Path, first_step: int) -> tuple[dict[str, str], str]:
+    """Field of the `start` event, and words of its line, of a run that continues what it had sampled.
+
+    That is one without a checkpoint whose journal has records; both are empty for any other.
+    """
+    logs = RunPaths(run_dir).journal.glob("segments-*.log")
+    if first_step == 1 and any(path.stat().st_size for path in logs):
+        return {"segments": "kept"}, ", with the responses of its journal"
+    return {}, ""
 
 
 class Recorder:
@@ -114,13 +120,11 @@ class Recorder:
             )
             return
         kind, processes = "start" if first_step == 1 else "resume", torch.distributed.get_world_size()
-        goes_on = first_step == 1 and holds_responses(RunPaths(directory).journal)
-        begun = {"segments": "kept"} if goes_on else {}
-        self._events.event(kind, step=first_step, processes=processes, **begun)
+        field, kept = kept_segments(directory, first_step)
+        self._events.event(kind, step=first_step, processes=processes, **field)
         where = f"step {first_step} of {config.steps}"
         if first_step > config.steps:
             where = f"the evaluation of step {config.steps}"
-        kept = ", with the responses of its journal" if goes_on else ""
         print(f"{directory}: {kind} at {where}, processes: {processes}{kept}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)

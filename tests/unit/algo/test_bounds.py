@@ -167,7 +167,7 @@ def test_wrong_number_of_sums_is_refused(sums: list[float]) -> None:
 def test_sums_that_are_not_finite_are_refused(bad: float, at: int) -> None:
     sums = [9.0] * 5
     sums[at] = bad
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(FloatingPointError, match="the contribution sums are not finite"):
         search_bounds(sums, THREE_BY_TWO)
 
 

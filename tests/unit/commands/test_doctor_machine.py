@@ -144,7 +144,7 @@ def test_the_disk_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [row.state for row in disk_rows(Disk(directory, 49.0))] == ["ok"]
     (short,) = disk_rows(Disk(directory, 51.0))
     assert (short.state, short.found) == ("problem", "50.0 GB free")
-    assert short.needed == "51.0 GB, for checkpoints and weights"
+    assert short.needed == "51.0 GB, for checkpoints, weights and rollouts"
     monkeypatch.setattr("os.access", lambda *_args: False)
     assert [row.state for row in disk_rows(Disk(directory))] == ["ok", "problem"]
     assert not directory.exists()

@@ -340,18 +340,31 @@ def test_facts(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
 
 
 def test_the_disk_that_a_run_needs(demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A billion parameters in bfloat16, two checkpoints kept, SGLang: 14 x 3 + 2 x 3 bytes for each."""
+    """A billion parameters in bfloat16, two checkpoints kept, SGLang: 14 x 3 + 2 x 3 bytes for each.
+
+    And the rollouts of 10 steps: 16,384 responses of a quarter of 4,000 tokens, 12 bytes for each token.
+    """
     monkeypatch.setattr("bapo_megatron.planning.sizes.total_parameters", lambda _shape: 10**9)
     config = demo()
+    sampled = dataclasses.replace(
+        config.rollout, prompts_per_step=1024, group_size=16, max_response_tokens=4000
+    )
+    rollouts = 10 * 16_384 * 1000 * 12 / 1e9
     large = demo(
+        rollout=sampled,
         model=dataclasses.replace(config.model, dtype="bfloat16"),
         checkpoint=dataclasses.replace(config.checkpoint, keep_last=2),
     )
-    assert facts_of(large).disk_gb == 48.0
+    assert facts_of(large).disk_gb == 48.0 + rollouts
+    few = dataclasses.replace(large, rollout=dataclasses.replace(sampled, keep_steps=2))
+    assert facts_of(few).disk_gb == pytest.approx(48.0 + rollouts / 5)
+    replayed = dataclasses.replace(large, rollout=dataclasses.replace(sampled, replay=Path("other")))
+    assert facts_of(replayed).disk_gb == 48.0
     kept = dataclasses.replace(large.checkpoint, keep_last=0, every=3)  # 10 steps: checkpoints 3, 6, 9, 10
-    assert facts_of(dataclasses.replace(large, checkpoint=kept)).disk_gb == 14.0 * 5 + 6
+    assert facts_of(dataclasses.replace(large, checkpoint=kept)).disk_gb == 14.0 * 5 + 6 + rollouts
     exporting = dataclasses.replace(large.checkpoint, every=2, export_every=4)  # after steps 4 and 8
-    assert facts_of(dataclasses.replace(large, checkpoint=exporting)).disk_gb == 14.0 * 3 + 6 + 2 * 2
+    needed = 14.0 * 3 + 6 + 2 * 2 + rollouts
+    assert facts_of(dataclasses.replace(large, checkpoint=exporting)).disk_gb == needed
 
 
 def test_rows_of_a_recipe() -> None:

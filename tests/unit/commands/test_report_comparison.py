@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from bapo_megatron.cli import run as bapo
+from bapo_megatron.commands.report import plots
 from bapo_megatron.commands.report.data import RunRecord, read_run
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
 from bapo_megatron.commands.report.metric_table import MetricTable
@@ -19,7 +21,7 @@ from bapo_megatron.commands.report.page import (
     write_report,
 )
 from bapo_megatron.commands.report.panels import PANELS, REFERENCE
-from bapo_megatron.commands.report.plots import _run_handles, common_bands
+from bapo_megatron.commands.report.plots import _run_handles, common_bands, draw_panel
 from tests.unit.commands.test_report import (
     ALLOWED,
     BOUNDS,
@@ -151,6 +153,16 @@ def test_runs_of_one_name_keep_all_that_was_read() -> None:
     assert [run.evaluations for run in named] == [evaluations, evaluations]
 
 
+def test_folders_of_one_name_are_told_apart_by_those_above() -> None:
+    """Seeds of one recipe, a folder each: `bapo report seed1/demo seed2/demo`."""
+    places = ["x/one/demo", "x/two/demo", "two/demo", "other"]
+    runs = [RunRecord(Path(place), ONE_STEP, MetricTable([]), [], {"name": "demo"}) for place in places]
+    root = Path.cwd().name
+    assert [run.name for run in with_unique_names(runs)] == [
+        *("demo (one/demo)", "demo (x/two/demo)", f"demo ({root}/two/demo)", "demo (other)"),
+    ]
+
+
 @pytest.mark.usefixtures("few_pictures")
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     places = [tmp_path / "one", tmp_path / "two"]
@@ -177,6 +189,44 @@ def test_a_name_of_a_run_is_no_formula(tmp_path: Path) -> None:
         r"a\$^\$b",
         r"lr\$x\$",
     ]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["run", "r1_distill_qwen_7b_64k_bapo_lr1e-6_reuse4_target0.45_" * 2])
+def test_long_names_do_not_squeeze_a_plot(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The legend takes room below the axes, and none of it is cut off."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "write_png", lambda figure, _path, _dpi: drawn.append(figure))
+    lengths = next(panel for panel in PANELS if panel.file == "response_length")
+    runs = [
+        RunRecord(
+            tmp_path, MetricTable([{"step": 1, "rollout/length_mean": 5.0}]), MetricTable([]), [], config
+        )
+        for config in [{"name": f"{name}{seed}"} for seed in range(7)]
+    ]
+    draw_panel(lengths, runs, tmp_path)
+    [figure] = drawn
+    figure.draw_without_rendering()
+    [axes] = figure.axes
+    assert axes.get_position().width > 0.75
+    assert axes.get_position().height * figure.get_size_inches()[1] > 1.2  # inches
+    [legend] = [legend.get_window_extent() for legend in figure.legends]
+    assert figure.bbox.x0 <= legend.x0 < legend.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= legend.y0
+
+
+@pytest.mark.usefixtures("few_pictures")
+@pytest.mark.filterwarnings("error")
+def test_a_name_that_the_font_cannot_draw_is_escaped_in_pictures(tmp_path: Path) -> None:
+    """The page has the name as it is; a picture would have an empty box for each sign, and a warning."""
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place, name in zip(places, ("\u57fa\u7ebf \u00e9", "\u03b2"), strict=True):
+        place.mkdir()
+        write_lines(place / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
+        write_config(place, {"name": name})
+    assert "\u57fa\u7ebf \u00e9" in write_report(places, tmp_path / "out").read_text()
+    labels = [handle.get_label() for handle in _run_handles([read_run(place) for place in places])]
+    assert labels == ["\\u57fa\\u7ebf \u00e9", "\u03b2"]
 
 
 @pytest.mark.usefixtures("few_pictures")

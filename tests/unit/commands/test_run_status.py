@@ -27,6 +27,7 @@ from bapo_megatron.commands.cluster.status import (
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import within
+from bapo_megatron.runtime.files import file_time
 
 NOW = 1_800_000_000.0
 STATE = "job=41\nrestart=2\nstatus=running\nend=1800003600\nnodes=n1 n2\nexcluded=n3\ncrash=1\ntime_limit=4\n"
@@ -99,6 +100,31 @@ def test_a_run_without_recent_steps_is_stalled(run: Path) -> None:
     assert "stalled     no step, evaluation or rollout for 0:11:40\n" in status_text(read_status(run, NOW))
     os.utime(run / "metrics.jsonl", (NOW - 500, NOW - 500))
     assert read_status(run, NOW).stalled_s is None
+
+
+@pytest.mark.parametrize("ahead_s", [900, -900])
+def test_files_are_as_old_as_by_their_own_clock(
+    run: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """A login node a quarter of an hour off calls no live server dead, no dead one live, no run stalled."""
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.file_time", lambda _folder: NOW)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.time.time", lambda: NOW + ahead_s)
+    for path in (run / "metrics.jsonl", run / "checkpoints"):
+        os.utime(path, (NOW - 30, NOW - 30))
+    text = status_text(read_status(run))
+    assert "engines     1 of 3 alive\n" in text
+    assert "checkpoint  step 110, 4 min ago\n" in text
+    assert "stalled" not in text
+
+
+def test_the_clock_of_the_files_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not this machine's, and no file is left; this machine's where the folder takes no file."""
+    (tmp_path / "before").touch()
+    stamped = (tmp_path / "before").stat().st_mtime
+    monkeypatch.setattr("bapo_megatron.runtime.files.time.time", lambda: NOW)
+    assert stamped - 1 <= file_time(tmp_path) < NOW - 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["before"]
+    assert file_time(tmp_path / "gone") == NOW
 
 
 def test_a_mid_step_checkpoint_counts(run: Path) -> None:
@@ -183,6 +209,32 @@ def test_how_a_local_run_ended(run: Path, kinds: tuple[str, ...], told: str) -> 
         assert "alive" not in text
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "engines     1 of 1 alive\n" in status_text(read_status(run, NOW))
+
+
+@pytest.mark.parametrize("status", ["stopped", "done", "cancelled", "requeued"])
+def test_a_run_that_goes_on_by_hand_after_its_job(
+    run: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """The job's end, and its dead servers, are not those of the run."""
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: ("", ""))
+    (run / "slurm.state").write_text(STATE.replace("status=running", f"status={status}"))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 120, "sampler/engines": 1.0}) + "\n")
+    for file in (run / "engines").iterdir():
+        os.utime(file, (NOW - 1000, NOW - 1000))
+    events = [{"kind": kind} for kind in ("job_start", "start", "failed", "job_stopped", "resume")]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = status_text(read_status(run, NOW)).splitlines()
+    assert lines[1] == f"job         running here, process {os.getpid()}"
+    assert "engines     1 of 1 alive" in lines
+    assert not [line for line in lines if line.startswith("requeues")]
+    with (run / "events.jsonl").open("a") as log:
+        log.write(json.dumps({"kind": "done"}) + "\n")
+    assert "job         not running, done\n" in status_text(read_status(run, NOW))
+    with (run / "events.jsonl").open("a") as log:
+        log.write(json.dumps({"kind": "job_stopped"}) + "\n")
+    assert f"job         41, {read_status(run, NOW).state}, restart 2" in status_text(read_status(run, NOW))
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:

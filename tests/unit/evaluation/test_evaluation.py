@@ -16,7 +16,7 @@ import pytest
 from bapo_megatron.checkpoint.run_directory import known_suites
 from bapo_megatron.cli import run
 from bapo_megatron.config import EvaluationConfig, RewardConfig, SglangConfig
-from bapo_megatron.data.suites import load_suite
+from bapo_megatron.data.suites import Suite, load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
 from bapo_megatron.evaluation import run as evaluation_run
 from bapo_megatron.evaluation.command import compare, comparison_text, results_text
@@ -220,6 +220,25 @@ def settings(samples: int = 2, **sampling_: Any) -> dict[str, Any]:
 
 def row(problem: int, sample: int, correct: bool = True) -> dict[str, Any]:
     return {**asdict(judged(problem, sample, correct)), "text": "\\boxed{1} \ud83d\ude00\n"}
+
+
+@pytest.mark.parametrize(
+    ("truth", "reward", "share"),
+    [("7", None, 0.0), ("assert f(1) == 2", None, None), ("7", "package.module:function", None)],
+)
+def test_programs_are_not_unanswered(
+    tmp_path: Path, truth: str, reward: str | None, share: float | None
+) -> None:
+    """They are in code blocks, so no box says nothing of them; nor does it with a reward of the user's."""
+    suite = Suite("s", tmp_path, "1", tuple(Prompt(p, np.array([1]), truth, "t") for p in (0, 1)))
+    with open_folder(tmp_path, settings()) as log:
+        log.append_all([row(problem, sample) for problem in (0, 1) for sample in (0, 1)])
+        task = evaluation_run._Task(suite, tmp_path, settings(), log, [])
+        metrics = evaluation_run._finish(task, EvalOptions(MODEL, "s", samples=2, reward=reward))
+    assert metrics["unanswered"] == share
+    assert (metrics["maj@2"] is None) == truth.startswith("assert")  # a box in it is no answer
+    text = results_text({"s": (tmp_path, metrics)})
+    assert ("unanswered" in text) == (share is not None)
 
 
 def test_a_torn_line_is_cut_and_its_response_missing(tmp_path: Path) -> None:
@@ -485,6 +504,32 @@ def finished(folder: Path, correct: list[list[bool]], **more: Any) -> Path:
         log.append_all(rows)
     write_summary(folder, about, score(read_responses(folder / RESPONSES, len(correct[0]))))
     return folder
+
+
+def test_a_model_that_solves_none_is_not_said_to_be_measured_exactly(tmp_path: Path) -> None:
+    """0 of 30 has an interval of width 0 and a spread of 0: neither finds every difference."""
+    metrics = score([judged(problem, sample, False) for problem in range(30) for sample in (0, 1)])
+    assert metrics["detectable_difference"] is None
+    text = results_text({"s": (tmp_path, metrics)})
+    assert "all problems have the same avg@2: intervals have no width, and say nothing" in text
+    assert "must differ by" not in text
+    a, b = (finished(tmp_path / name / "s", [[False]] * 4) for name in "ab")
+    [found] = compare(a, b)
+    assert found.detectable is None
+    assert "detectable: not known, because all problems have the same difference" in comparison_text(
+        [found], "a", "b"
+    )
+
+
+def test_a_setting_that_one_evaluation_alone_has_is_told_either_way(tmp_path: Path) -> None:
+    """An environment is among the settings only where there is one."""
+    plain = {"temperature": 1.0}
+    with_tools = plain | {"environment": {"function": "calculator", "settings": {}, "max_turns": 4}}
+    a = finished(tmp_path / "a/s", [[True]], sampling=plain)
+    b = finished(tmp_path / "b/s", [[True]], sampling=with_tools)
+    for left, right in ((a, b), (b, a)):
+        (told,) = compare(left, right)[0].other_settings
+        assert told.startswith("sampling.environment: ")
 
 
 def test_a_comparison_by_hand(tmp_path: Path) -> None:

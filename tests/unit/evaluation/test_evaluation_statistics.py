@@ -156,9 +156,13 @@ def test_the_detectable_difference_by_hand() -> None:
     assert detectable_difference(0.2, 30) == pytest.approx(0.102, abs=5e-4)
 
 
+def test_problems_that_are_all_alike_do_not_make_any_difference_detectable() -> None:
+    assert detectable_difference(0.0, 30) is None
+
+
 def test_a_test_finds_the_detectable_difference_in_four_of_five_cases() -> None:
     generator = np.random.default_rng(0)
-    shift = round(1000 * detectable_difference(0.1, 40))
+    shift = round(1000 * (detectable_difference(0.1, 40) or 0.0))
     found = [
         sign_flip_p_value(np.rint(generator.normal(shift, 100, 40)).astype(int).tolist()) < 0.05
         for _ in range(200)

@@ -125,6 +125,29 @@ def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Path) ->
     assert evaluation_metrics(path)["eval/hard/unanswered"] == 0.0
 
 
+@pytest.mark.parametrize(("function", "share"), [("math_or_code", None), ("math", 0.0)])
+def test_programs_are_not_unanswered(tmp_path: Path, function: str, share: float | None) -> None:
+    """They are in code blocks: without a box all of them would count, and a box in one is no answer."""
+    made = world(tmp_path)
+    boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
+    programs = [dataclasses.replace(one, ground_truth="assert f(1) == 2") for one in SUITES[1].prompts]
+    suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(programs)))
+    reward = dataclasses.replace(made.config.reward, function=function)
+    config = dataclasses.replace(made.config, reward=reward)
+
+    async def main() -> Path | None:
+        async with made.sampling():
+            return await evaluated(HeldOut(config, suites, boxes, made.pool, made.score), 2)
+
+    path = asyncio.run(main())
+    assert path is not None
+    metrics = evaluation_metrics(path)
+    assert (metrics["eval/easy/unanswered"], metrics["eval/hard/unanswered"]) == (0.0, share)
+    assert metrics["eval/easy/maj@2"] is not None
+    assert (metrics["eval/hard/maj@2"] is None) == (function == "math_or_code")
+    assert evaluation_metrics(path, boxed=False)["eval/easy/unanswered"] is None
+
+
 def test_only_due_and_missing_evaluations_run(tmp_path: Path) -> None:
     made = world(tmp_path)
 

@@ -180,6 +180,24 @@ def test_a_stall_and_its_end_are_one_event_each(run: Path, hook: Webhook) -> Non
     assert hook.kinds() == ["stalled", "progress_again"]
 
 
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+def test_a_stall_is_one_by_the_clock_of_the_files(
+    run: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """A file server an hour off would have a run stall for ever, or never."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + ahead_s)
+    sender = EventSender(order(run, "true"))
+    assert abs(sender._begun - now) < DEADLINE_S
+    sender._begun = 0.0
+    for seconds, events in ((100.0, 0), (2000.0, 1)):
+        for path in (run / "metrics.jsonl", run / "journal"):
+            os.utime(path, (now - seconds, now - seconds))
+        sender.check_progress()
+        log = run / "events.jsonl"
+        assert len(read_jsonl(log) if log.exists() else []) == events, seconds
+
+
 def test_a_target_that_hangs_leaves_the_others_time_at_the_end(run: Path, hook: Webhook) -> None:
     """The first one never answers: a part of the time that is left is for the second."""
     hanging = Webhook("drip")

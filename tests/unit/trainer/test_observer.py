@@ -27,7 +27,7 @@ class Store:
     def __init__(self) -> None:
         self.rows: list[Written] = []
         self.opened: list[TrackedRun] = []
-        self.closed = 0
+        self.ends: list[str | None] = []
         self.can_tell = True
         self.failures: list[Exception] = []
         """Raised by the next writes, one each; the row is not stored."""
@@ -50,8 +50,8 @@ class Client:
             raise self._store.failures.pop(0)
         self._store.rows.append((step, metrics))
 
-    def close(self) -> None:
-        self._store.closed += 1
+    def close(self, end: str | None) -> None:
+        self._store.ends.append(end)
 
 
 class FilesOfRun:
@@ -107,15 +107,45 @@ def test_the_tracker_gets_each_row_in_order(run: FilesOfRun) -> None:
         run.step(step, none=None, word="x", flag=True)
     assert observe(run, store)
     assert store.rows == [evaluation(0), row(1), row(2), evaluation(2), row(3)]
-    assert store.closed == 1
+    assert len(store.ends) == 1
     assert read_state(run.state) == TrackerState(step=3, evaluation=2, project="sums")
 
 
 def test_the_tracker_gets_the_configuration(run: FilesOfRun) -> None:
     known = tracked_run(run.paths.root, "wandb")
     assert (known.id, known.name, known.project) == ("0123abcd", "demo", "sums")
-    assert known.config["seed"] == "3"
+    assert known.config == {"name": "demo", "logging.project": "sums", "seed": 3, "evaluation.suites": "[]"}
     assert known.folder == run.paths.trackers
+
+
+@pytest.mark.parametrize("value", [2e-6, 3, True, None])
+def test_numbers_of_the_configuration_stay_numbers(run: FilesOfRun, value: Any) -> None:
+    """A board sorts, filters and plots by them: 1e-05 as text lies behind 0.1, and equals no 0.00001."""
+    config = {"name": "demo", "optimizer.lr": value}
+    run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
+    assert tracked_run(run.paths.root, "wandb").config["optimizer.lr"] is not str(value)
+    assert type(tracked_run(run.paths.root, "wandb").config["optimizer.lr"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "end"),
+    [
+        (["start", "done"], "done"),
+        (["start", "checkpoint", "failed", "tracker_failed"], "failed"),
+        (["start", "done", "resume", "preempted"], "preempted"),
+        (["start", "stopped"], "stopped"),
+        (["start", "done", "resume", "checkpoint"], "killed"),
+        ([], "killed"),
+    ],
+)
+def test_the_tracker_is_told_how_the_run_has_ended(run: FilesOfRun, kinds: list[str], end: str) -> None:
+    """A run that failed is not shown as finished."""
+    store, events = Store(), JsonlLog(run.paths.events)
+    for kind in kinds:
+        events.append({"kind": kind})
+    run.step(1)
+    assert observe(run, store)
+    assert store.ends == [end]
 
 
 def test_the_configuration_that_boards_get_has_no_keys(
@@ -251,7 +281,7 @@ def test_a_tracker_failure_is_retried_with_backoff(run: FilesOfRun) -> None:
     assert told == [None, *(f"ConnectionError: attempt {number}" for number in range(9))]
     assert inbox.pauses_s == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 240.0, 240.0, 240.0, None]
     assert read_state(run.state) == TrackerState(step=1, attempts=9, project="sums")
-    assert store.closed == 10
+    assert store.ends == [None] * 9 + ["killed"]  # None: the run goes on, and is tried again
 
 
 @pytest.mark.usefixtures("instant")

@@ -53,7 +53,7 @@ class Run:
         with LOG.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\\n")
 
-    def finish(self):
+    def finish(self, exit_code):
         (FOLDER / "finished").touch()
 
 def init(**arguments):

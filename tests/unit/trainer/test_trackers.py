@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRACKIO_DIR", "")
     monkeypatch.delenv("TRACKIO_DIR")
-    return TrackedRun("0123456789abcdef", "demo", "sums", {"seed": "3", "long": "x" * 900}, tmp_path)
+    return TrackedRun("0123456789abcdef", "demo", "sums", {"seed": 3, "long": "x" * 900}, tmp_path)
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **values: Any) -> None:
@@ -74,6 +74,13 @@ def test_records_of_wandbs_files() -> None:
 class FakeWandbRun:
     offline: bool = False
     starting_step: int = 0
+    calls: list[Any] = field(default_factory=list)
+
+    def mark_preempting(self) -> None:
+        self.calls.append("preempting")
+
+    def finish(self, exit_code: int) -> None:
+        self.calls.append(exit_code)
 
 
 def fake_wandb(monkeypatch: pytest.MonkeyPatch, made: FakeWandbRun) -> list[dict[str, Any]]:
@@ -113,22 +120,40 @@ def test_wandb_resumes_after_the_last_step_in_its_offline_files(
         "wandb.proto",
         wandb_internal_pb2=SimpleNamespace(Record=SimpleNamespace(FromString=from_string)),
     )
-    for folder, run_id, texts in (
-        ("offline-run-1-", run.id, ["1 time/step_s", "2 time/step_s eval/mean"]),
-        ("offline-run-2-", run.id, ["3 time/step_s"]),
-        ("offline-run-3-", run.id, []),
-        ("offline-run-4-", "other", ["9 time/step_s"]),
-        ("run-5-", run.id, ["8 time/step_s"]),
+    for folder, run_id, number, texts in (
+        ("offline-run-1-", run.id, "", ["1 time/step_s", "2 time/step_s eval/mean"]),
+        ("offline-run-2-", run.id, "", ["3 time/step_s"]),
+        ("offline-run-2-", run.id, "-1", ["4 time/step_s"]),  # another start in that second
+        ("offline-run-3-", run.id, "", []),
+        ("offline-run-4-", "other", "", ["9 time/step_s"]),
+        ("run-5-", run.id, "", ["8 time/step_s"]),
     ):
-        path = run.folder / "wandb" / f"{folder}{run_id}" / f"run-{run_id}.wandb"
+        path = run.folder / "wandb" / f"{folder}{run_id}{number}" / f"run-{run_id}.wandb"
         path.parent.mkdir(parents=True)
         path.write_bytes(HEADER + b"".join(record(text.encode(), 1) for text in texts))
     tracker = WandbTracker(run)
-    assert [tracker.last_step(name) for name in ("time/step_s", "eval/mean", "x")] == [3, 2, -1]
+    assert [tracker.last_step(name) for name in ("time/step_s", "eval/mean", "x")] == [4, 2, -1]
     [asked] = inits
     assert {name: asked[name] for name in ("project", "id", "resume", "name", "dir")} == {
         "project": "sums", "id": run.id, "resume": "allow", "name": "demo", "dir": str(run.folder),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("end", "calls"),
+    [
+        *(("done", [0]), ("failed", [1]), ("preempted", ["preempting", 1])),
+        *(("stopped", [1]), ("killed", [1]), (None, [1])),
+    ],
+)
+def test_wandb_is_told_how_the_run_has_ended(
+    run: TrackedRun, monkeypatch: pytest.MonkeyPatch, end: Any, calls: list[Any]
+) -> None:
+    """Exit code 0 is its state "finished", any other one "failed" or, of a preempted run, "preempted"."""
+    made = FakeWandbRun()
+    fake_wandb(monkeypatch, made)
+    WandbTracker(run).close(end)
+    assert made.calls == calls
 
 
 # --- trackio -------------------------------------------------------------------------------------
@@ -243,8 +268,8 @@ class FakeMlflow:
     def update_run(self, run_id: str, status: str) -> None:
         self.status = status
 
-    def set_terminated(self, run_id: str) -> None:
-        self.status = "FINISHED"
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.status = status
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
         assert run_id == "m1"
@@ -279,13 +304,26 @@ def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: FakeMlflow) -> None
         ("staleness/16_/tokens", 1.0, 1),
         ("time/step_s", 2.0, 1),
     ]
-    tracker.close()
+    tracker.close("done")
     assert mlflow.status == "FINISHED"
-    run.config["new"] = "1"
+    run.config["new"] = 1
     again = MlflowTracker(run)
     assert mlflow.created == made
     assert (mlflow.status, mlflow.params["new"]) == ("RUNNING", "1")
     assert (again.last_step("time/step_s"), again.last_step("eval/mean")) == (1, -1)
+
+
+ENDS: list[tuple[Any, str]] = [
+    ("done", "FINISHED"), ("failed", "FAILED"), ("preempted", "KILLED"), ("stopped", "KILLED"),
+    ("killed", "KILLED"), (None, "RUNNING"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("end", "state"), ENDS)
+def test_mlflows_run_ends_as_the_run_did(run: TrackedRun, mlflow: FakeMlflow, end: Any, state: str) -> None:
+    MlflowTracker(run).close("done")
+    MlflowTracker(run).close(end)
+    assert mlflow.status == state
 
 
 def test_a_step_that_mlflow_has_in_part_is_completed(run: TrackedRun, mlflow: FakeMlflow) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,19 @@ def test_the_exact_search_makes_one_pass() -> None:
     _, found, passes = chosen(balanced())
     assert passes == ["model"]
     assert (found.bounds.low, found.bounds.high) == (0.6, 2.05)
+
+
+@pytest.mark.parametrize("bounds", [BoundsConfig(), balanced()])
+def test_log_probs_that_are_not_finite_end_the_search_as_a_floating_point_error(bounds: BoundsConfig) -> None:
+    """As a loss or a gradient norm that is not finite does, on every rank: the sums are the reduced ones."""
+
+    class Broken(FakePolicy):
+        def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
+            return self._sums(batches, fn, math.nan)
+
+    broken: Any = Broken()
+    with pytest.raises(FloatingPointError, match="the contribution sums are not finite"):
+        UpdateLoss(AlgorithmConfig(bounds=bounds)).loss(broken, PACKS, False)
 
 
 def test_a_known_ratio_makes_no_pass() -> None:

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from bapo_megatron.runtime.events.kinds import ENDS, last_turn
+from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK, TrackedRows
 from bapo_megatron.trainer.records.observer.state import TrackerState, read_state, write_state
-from bapo_megatron.trainer.records.observer.trackers import TrackedRun, Tracker, redacted, tracked_run
+from bapo_megatron.trainer.records.observer.trackers import RunEnd, TrackedRun, Tracker, redacted, tracked_run
 
 NEWS, END = b"n", b"e"
 """Messages from the run to an observer: new rows; end after the rows that are there."""
@@ -101,9 +103,14 @@ class Observer:
             self._write_all(tracker)
         except BaseException:
             with suppress(Exception):
-                tracker.close()
+                tracker.close(None)
             raise
-        tracker.close()
+        tracker.close(self._end())
+
+    def _end(self) -> RunEnd:
+        """How the run has ended: it records its end before it ends its observers."""
+        last = last_turn(tail_rows(self._paths.events))
+        return cast("RunEnd", last) if last in ENDS else "killed"
 
     def _write_all(self, tracker: Tracker) -> None:
         # The tracker's own answer comes before the state file: after a kill either may have fewer rows.

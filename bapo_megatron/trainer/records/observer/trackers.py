@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -84,10 +84,15 @@ class TrackedRun:
     """Unique to the run directory, and the same for all of its starts."""
     name: str
     project: str
-    config: dict[str, str]
-    """The configuration by dotted names, redacted."""
+    config: dict[str, Any]
+    """The configuration by dotted names: numbers, truth values and None as they are, which a board sorts and
+    filters by; all else as text, redacted."""
     folder: Path
     """RUN/trackers, where a tracker without a server keeps its data."""
+
+
+RunEnd = Literal["done", "preempted", "stopped", "failed", "killed"]
+"""How a run has ended: its end event (``runtime/events/kinds.py``), or `killed` where it has none."""
 
 
 class Tracker(Protocol):
@@ -103,8 +108,11 @@ class Tracker(Protocol):
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Add metrics of ``step``, which never falls."""
 
-    def close(self) -> None:
-        """Flush, and mark the tracked run as not running."""
+    def close(self, end: RunEnd | None) -> None:
+        """Flush, and mark the tracked run as ended: as finished only where it is done.
+
+        ``end`` None: the run goes on, and is followed again after a pause.
+        """
 
 
 def tracked_run(root: Path, tracker: str, of_earlier_version: bool = False) -> TrackedRun:
@@ -121,9 +129,15 @@ def tracked_run(root: Path, tracker: str, of_earlier_version: bool = False) -> T
     heeds = tracker == "wandb" or of_earlier_version
     former = config.get("logging.wandb_project") if heeds else None
     project = former or config.get("logging.project", _PROJECT)
-    shown = {name: redacted(str(value)) for name, value in config.items() if name not in _PRIVATE}
-    texts = {name: _QUERY.sub(r"\1***", text) for name, text in shown.items()}
-    return TrackedRun(run_id, config["name"], project, texts, paths.trackers.absolute())
+    shown = {name: _shown(value) for name, value in config.items() if name not in _PRIVATE}
+    return TrackedRun(run_id, config["name"], project, shown, paths.trackers.absolute())
+
+
+def _shown(value: Any) -> Any:
+    """A value of the configuration as boards get it."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return _QUERY.sub(r"\1***", redacted(str(value)))
 
 
 _HEADER, _BLOCK, _RECORD_HEADER = 7, 1 << 15, 7
@@ -134,7 +148,8 @@ def steps_with(folder: Path, run_id: str, metric: str) -> Iterator[int]:
     """Steps of the offline run ``run_id`` that have ``metric``, in all files of ``folder``."""
     from wandb.proto import wandb_internal_pb2
 
-    for path in sorted(folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")):
+    # W&B numbers the folders of starts in one second: offline-run-TIME-ID, offline-run-TIME-ID-1, ...
+    for path in sorted(folder.glob(f"offline-run-*-{run_id}*/run-{run_id}.wandb")):
         with read_plain(path) as file:
             data = file.read()
         for record in _records(data):
@@ -193,8 +208,10 @@ class WandbTracker:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, end: RunEnd | None) -> None:
+        if end == "preempted":  # W&B's own word for a run that will be resumed
+            self._run.mark_preempting()
+        self._run.finish(exit_code=0 if end == "done" else 1)
 
 
 _STORED_S = 60.0
@@ -236,8 +253,8 @@ class TrackioTracker:
         if self._is_local:
             self._wait_until_stored(step, next(iter(metrics)))
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, end: RunEnd | None) -> None:
+        self._run.finish()  # trackio's runs have no state
 
     def _wait_until_stored(self, step: int, metric: str) -> None:
         """Wait until the row is in the database: trackio drops what it cannot store, with a warning alone."""
@@ -260,6 +277,8 @@ class TrackioTracker:
 
 
 _TAG = "bapo.run_id"
+_STATES = {"done": "FINISHED", "failed": "FAILED"}
+"""MLflow's states of ended runs; every other end is KILLED."""
 _PARAMS, _PARAM_CHARACTERS, _METRICS = 100, 500, 1000
 """Limits of one MLflow request: parameters, characters of a parameter's value, metrics."""
 
@@ -297,7 +316,7 @@ class MlflowTracker:
             stored = self._client.create_run(number, run_name=run.name, tags={_TAG: run.id})
         self._id: str = stored.info.run_id
         known = stored.data.params  # MLflow refuses to change a parameter
-        self._write_params({name: text for name, text in run.config.items() if name not in known})
+        self._write_params({name: value for name, value in run.config.items() if name not in known})
 
     def last_step(self, metric: str) -> int:
         return max(self._steps(metric), default=NOTHING)
@@ -314,16 +333,17 @@ class MlflowTracker:
         for begin in range(0, len(values), _METRICS):
             self._client.log_batch(self._id, metrics=values[begin : begin + _METRICS])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, end: RunEnd | None) -> None:
+        if end is not None:
+            self._client.set_terminated(self._id, _STATES.get(end, "KILLED"))
 
     def _steps(self, metric: str) -> list[int]:
         return [one.step for one in self._client.get_metric_history(self._id, metric)]
 
-    def _write_params(self, params: dict[str, str]) -> None:
+    def _write_params(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        values = [Param(name, text[:_PARAM_CHARACTERS]) for name, text in params.items()]
+        values = [Param(name, str(value)[:_PARAM_CHARACTERS]) for name, value in params.items()]
         for begin in range(0, len(values), _PARAMS):
             self._client.log_batch(self._id, params=values[begin : begin + _PARAMS])
 

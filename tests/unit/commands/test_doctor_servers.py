@@ -178,6 +178,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
         "problem",
         "--hicache-storage-backend",
     ),
+    "routes": (
+        "/server_info",
+        {"enable_return_routed_experts": False},
+        {"needs_routes": True},
+        "problem",
+        "no --enable-return-routed-experts",
+    ),
+    "kernel": (
+        "/server_info",
+        {"enable_return_routed_experts": True, "moe_runner_backend": "flashinfer_trtllm"},
+        {"needs_routes": True},
+        "problem",
+        "a kernel that chooses experts itself, flashinfer_trtllm",
+    ),
     "cache": (
         "/server_info",
         {"disable_overlap_schedule": True},

@@ -173,6 +173,15 @@ def test_wrong_routes_are_refused(name: str) -> None:
         generation_of(REQUEST, reply(routes))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_routes_of_zeros_name_the_flag_of_a_kernel_that_is_told_its_experts(tokens: int) -> None:
+    """What a server returns whose kernel chooses within: no route was ever noted."""
+    with pytest.raises(
+        BadReply, match="all are 0, as of a kernel .*: start it with --moe-runner-backend triton"
+    ):
+        generation_of(REQUEST, reply([[[0, 0], [0, 0]]] * tokens, tokens))
+
+
 @pytest.mark.parametrize("experts", [8, 128, 256, 300])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 3000])
 def test_routes_are_decoded_as_the_standard_library_does(experts: int, tokens: int) -> None:

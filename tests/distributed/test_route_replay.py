@@ -215,4 +215,4 @@ def test_routes_of_other_tokens_samples_or_layers_are_seen(folder: Path) -> None
         assert (norms[0] == pytest.approx(found["right"][1][0], rel=1e-6)) == is_right, name
         if not is_right:
             assert "send" in said.messages[0]
-            assert "above algorithm.route_mismatch_limit=0.1" in said.messages[0]
+            assert "above algorithm.route_mismatch_limit=0.3" in said.messages[0]

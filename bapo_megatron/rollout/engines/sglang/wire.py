@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from bapo_megatron.rollout.engines.sglang.requirements import RESERVED_TOKENS, ROUTED_KERNEL
+from bapo_megatron.rollout.engines.sglang.requirements import RESERVED_TOKENS
 from bapo_megatron.rollout.engines.sglang.route_wire import (
     asked_fields,
     decoded_routes,
@@ -37,11 +37,6 @@ _NEUTRAL = {
 }
 """SGLang's defaults. Sent all the same: a server's ``--preferred-sampling-params`` replace what is left out,
 and would truncate or shift the distribution without a word, and without a trace in the log-probs."""
-
-
-_ONLY_ZEROS = (
-    " (all are 0, as of a kernel that chooses experts itself: start it with " + " ".join(ROUTED_KERNEL) + ")"
-)
 
 
 class BadReply(Exception):
@@ -99,6 +94,9 @@ def _routes(
 ) -> np.ndarray | None:
     """The routes of an answer; None if it has none. BadReply if they are none of the model.
 
+    Zeros alone are none: nothing was noted, because the server's kernel chooses experts itself
+    (``ROUTED_KERNEL`` in requirements.py).
+
     Unknown ones for the tokens of an abort without routes: the request waited in the server's queue, because
     its cache was full (``_handle_abort_req`` in tokenizer_manager.py).
     """
@@ -109,8 +107,9 @@ def _routes(
     try:
         return decoded_routes(text, tokens, request.routes)
     except ValueError as error:
-        hint = "" if bytes(text).strip(b"A=") else _ONLY_ZEROS  # in base64
-        raise BadReply(f"request {request.request_id!r}: its routes are wrong: {error}{hint}") from error
+        if not bytes(text).strip(b"A="):  # zeros alone, in base64
+            return None
+        raise BadReply(f"request {request.request_id!r}: its routes are wrong: {error}") from error
 
 
 def _tokens(rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ LIMIT = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 def rows(size: Size, _folder: Path) -> Iterator[Row]:
-    dtype = "bfloat16" if size.cuda else "float32"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if size.cuda else "float32"
     policy = MegatronPolicy(
         ModelConfig(POLICY, dtype=dtype), ParallelConfig(), BatchConfig(pack_tokens=256), OptimizerConfig(), 1
     )

@@ -16,6 +16,7 @@ from bapo_megatron.planning.rehearsal.transformer_engine import layers
 from checkpoints_tools import to_hf, to_megatron
 from tests.distributed.test_expert_checkpoints import load_and_look, train_and_save
 from tests.distributed.test_layouts import Answer, check_agreement
+from tests.distributed.test_route_replay import to_the_first_two
 from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
 from tests.support.tiers import slow_but
@@ -62,6 +63,15 @@ def test_the_grouped_layer_agrees_with_torch(
 ) -> None:
     check_agreement(answers(te, text, moe, samples), reference, samples)
     assert te.calls.keys() >= KERNELS
+
+
+@pytest.mark.parametrize("text", slow_but(["dp2-ep2", "dp4-ep4", "tp2-sp-ep2 full"], "dp2-ep2"))
+def test_ranks_without_a_token_take_part(
+    text: str, te: TransformerEngineProcess, moe: Path, samples: list[Sample]
+) -> None:
+    crowded = to_the_first_two(samples)
+    [alone] = answers(te, "one", moe, crowded, layers=False, fused_adam=False)
+    check_agreement(answers(te, text, moe, crowded), alone, crowded)
 
 
 def experts_in_turn() -> None:

@@ -45,7 +45,10 @@ from bapo_megatron.runtime.run_paths import RunPaths
 SECTION = "servers"
 DEADLINE_S = 10.0
 """Seconds for one answer."""
-_SAME_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SAME_SHAPE = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+)
 """Fields of `config.json` that are equal where two folders hold versions of one model."""
 _INPUT_RESERVE = 6
 """SGLang's `max_req_input_len` is its context without these."""

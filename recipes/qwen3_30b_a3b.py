@@ -11,7 +11,7 @@ updates of a quarter of the batch each, weight decay, steps, layout. TP 4 is the
 heads; EP 16 gives each GPU 8 of a layer's 128 experts. Every token is trained on the experts that sampled it
 (`rollout.route_replay`): a batch is used after the weights have changed, and without routes engine and
 trainer would choose differently (docs/parallelism.md#routes). Servers of your own need
-`--enable-return-routed-experts`.
+`--enable-return-routed-experts --moe-runner-backend triton`.
 
 Preset: `paper(32_768)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
 and no study of ours prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the

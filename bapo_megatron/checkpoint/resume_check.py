@@ -4,7 +4,8 @@ The fingerprint is taken at the save, and measured again before the first step o
 
 - the digests of the bits of weights and optimizer, which must be equal, at every layout;
 - the log-probs of a canary, a few random sequences: the same model code, temperature and kernels. They differ
-  by rounding, and are compared with a tolerance;
+  by rounding, and are compared with a tolerance; of a mixture of experts with given routes, because rounding
+  decides where two experts are nearly as likely;
 - the policy's version, the learning rate, the sampler's position.
 
 To measure it is collective, and costs a forward pass over 192 tokens and a digest of the whole state.
@@ -21,13 +22,19 @@ import numpy as np
 import torch
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.canary import CanarySequence, CanarySpec, canary_sequences, with_token_indices
+from bapo_megatron.data.canary import (
+    CanarySequence,
+    CanarySpec,
+    canary_sequences,
+    with_random_routes,
+    with_token_indices,
+)
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 
-_TOKENS, _LONGEST = 192, 64
+_TOKENS, _LONGEST, _SEED = 192, 64, 20
 _NOISE = {"float32": 1e-3, "bfloat16": 0.1}
 """Tolerance of the canary, by the dtype of the weights: mean |log-prob now - log-prob then|, in nats.
 
@@ -50,16 +57,30 @@ Fingerprint = dict[str, Any]
 """Result of ``state_fingerprint``: plain JSON."""
 
 
-def state_fingerprint(config: RunConfig, policy: Policy, sampler: dict[str, Any] | None) -> Fingerprint:
-    """Fingerprint of the present state, equal on every rank. ``sampler``: the sampler's state. Collective."""
-    samples = with_token_indices(_canary(config))
+def state_fingerprint(
+    config: RunConfig,
+    policy: Policy,
+    sampler: dict[str, Any] | None,
+    compared_with: Fingerprint | None = None,
+) -> Fingerprint:
+    """Fingerprint of the present state, equal on every rank. ``sampler``: the sampler's state. Collective.
+
+    ``compared_with``: that of a checkpoint; one of an earlier version has a canary without routes.
+    """
+    model, samples = read_model_shape(config.model.hf_path), with_token_indices(_canary(config))
+    is_routed = model.experts is not None and (compared_with is None or _has_routes(compared_with))
+    if is_routed:
+        samples = with_random_routes(samples, _SEED, model)
     packs = pack_samples(samples, config.batch.pack_tokens, layout=policy.pack_layout)
     log_probs = policy.token_sums(packs, _by_number(sum(sample.response_tokens for sample in samples)))
     return {
         "dtype": config.model.dtype,
         "version": policy.version,
         "state": policy.state_digest(),
-        "canary": {"log_probs": [round(value, 6) for value in log_probs.tolist()]},
+        "canary": {
+            "log_probs": [round(value, 6) for value in log_probs.tolist()],
+            **({"routes": "random"} if is_routed else {}),
+        },
         "learning_rate": policy.learning_rate,
         "sampler": {name: (sampler or {}).get(name, 0) for name in ("taken", "served", "next_number")},
     }
@@ -95,6 +116,11 @@ def fingerprint_differences(config: RunConfig, stored: Fingerprint, found: Finge
 def has_digests(stored: Fingerprint) -> bool:
     """Whether a checkpoint's fingerprint has digests of bits; those of earlier versions have none."""
     return "state" in stored
+
+
+def _has_routes(stored: Fingerprint) -> bool:
+    """Whether the canary of a checkpoint's fingerprint was measured with random routes."""
+    return isinstance(stored["canary"], dict) and "routes" in stored["canary"]
 
 
 def _line(stored: object, found: object) -> str:
@@ -155,7 +181,7 @@ def _canary(config: RunConfig) -> list[CanarySequence]:
     """The canary's random sequences, the same in every run of a model."""
     vocabulary = read_model_shape(config.model.hf_path).vocab
     longest = min(_LONGEST, config.batch.pack_tokens)
-    spec = CanarySpec(seed=20, tokens=_TOKENS, longest=longest, vocab=vocabulary)
+    spec = CanarySpec(seed=_SEED, tokens=_TOKENS, longest=longest, vocab=vocabulary)
     return canary_sequences(spec, config.algorithm.bounds)
 
 

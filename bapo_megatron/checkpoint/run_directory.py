@@ -73,7 +73,7 @@ _ADDED: dict[str, Any] = {
     "parallel.expert": 1,
     "parallel.expert_tensor": 1,
     "rollout.route_replay": "off",
-    "algorithm.route_mismatch_limit": 0.1,
+    "algorithm.route_mismatch_limit": 0.3,
     "rollout.sglang.colocated": False,
     "rollout.sglang.release_minutes": 2.0,
     "rollout.sglang.kept_gb": 6.0,

@@ -5,7 +5,10 @@ are the log-probs that the reference layout measured, minus a drawn log-ratio; e
 same numbers from the layout reference. So all layouts get equal inputs.
 
 The log-ratios and advantages are drawn so that the result does not depend on rounding: no ratio lies near a
-bound that the search tries, and the search stops between two of these, after it has moved. Used by
+bound that the search tries, and the search stops between two of these, after it has moved. Nor does it depend
+on the ties of routers: of a mixture of experts every position has a random route, which is replayed, since
+layouts round differently, and two experts that are nearly as likely would change places. The router's
+probabilities weigh the experts of a route, so they are compared; its choice is not. Used by
 ``checkpoint/resume_check.py`` and ``commands/verify/check.py``.
 """
 
@@ -22,6 +25,8 @@ import torch
 from bapo_megatron.algo.bounds import BoundsConfig, Share, high_values, low_values, search_path
 from bapo_megatron.algo.surrogate import contribution_sums
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.types import RouteShape
 
 _SPREAD = 0.6
 """Standard deviation of the drawn log-ratios: some tokens in every interval between candidates."""
@@ -81,6 +86,25 @@ def with_token_indices(sequences: Sequence[CanarySequence]) -> list[Sample]:
         _sample(one, np.arange(end - len(one.log_ratio_R), end, dtype=np.float32))
         for one, end in zip(sequences, ends, strict=True)
     ]
+
+
+def with_random_routes(samples: Sequence[Sample], seed: int, model: ModelShape) -> list[Sample]:
+    """The samples with a random route for each position, those of the prompt, too; the same for one ``seed``.
+
+    Each expert of a layer is as likely. Samples of a ``model`` without experts stay as they are.
+    """
+    if model.experts is None:
+        return list(samples)
+    shape, found = RouteShape(model.layers, model.experts.per_token, model.experts.count), []
+    for number, sample in enumerate(samples):
+        generator = np.random.default_rng([seed, number])
+        places = (sample.positions, shape.layers, 1)
+        first = generator.integers(0, shape.experts, places)
+        # Steps that go once round the experts at most: no expert twice.
+        step = generator.integers(1, shape.experts // shape.per_token + 1, places)
+        routes = (first + step * np.arange(shape.per_token)) % shape.experts
+        found.append(dataclasses.replace(sample, routes_R=routes.astype(shape.dtype)))
+    return found
 
 
 def scored(

@@ -114,7 +114,8 @@ def check_restored(
     that begins at the checkpoint; what its settings change is not compared.
     """
     stored = saved.trainer["certificate"]
-    found = state_fingerprint(config, policy, broadcast_from_main(sampler.state() if sampler else None))
+    present = broadcast_from_main(sampler.state() if sampler else None)
+    found = state_fingerprint(config, policy, present, stored)
     differences = fingerprint_differences(config, stored, found)
     if fork:
         differences = {

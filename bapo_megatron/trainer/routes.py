@@ -12,9 +12,10 @@
     routes/engine_mismatch   the same, of trained tokens that the policy's present weights sampled
 
 The ``experts/`` ones are of all positions of an update, prompts included, and of any mixture of experts.
-Engine and trainer round differently, so nearly equal router logits change places; after an update of the
-weights more do. At the same weights a large share is a sign of routes of other tokens or layers, or of an
-engine with other weights: a warning. Stored rollouts without routes: ConfigError. Used by ``train.py``.
+Engine and trainer round differently, so nearly equal router logits change places: those of a tenth of the
+tokens in bfloat16 (arXiv 2510.11370), and after an update of the weights of more. At the same weights a share
+near 1 is a sign of routes of other tokens or layers, or of an engine with other weights: a warning. Stored
+rollouts without routes: ConfigError. Used by ``train.py``.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def check_route_mismatch(
             step,
             f"step {step}: at the same weights engine and trainer send {max(found):.1%} of the tokens to "
             f"different experts (routes/engine_mismatch), above algorithm.route_mismatch_limit={limit:g}. "
-            "Rounding does that to a few: if rollout/engine_gap_mean is small, replay the routes, or raise "
-            "the limit; else the engines have other weights, or the routes are of other tokens",
+            "Rounding to bfloat16 does that to about a tenth: if rollout/engine_gap_mean is small, replay "
+            "the routes, or raise the limit; else the engines have other weights, or the routes are of other "
+            "tokens",
         )

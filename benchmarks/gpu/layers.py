@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,15 +25,12 @@ LIMIT = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 def rows(size: Size, _folder: Path) -> Iterator[Row]:
-    dtype = "bfloat16" if size.cuda else "float32"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if size.cuda else "float32"
     policy = MegatronPolicy(
         ModelConfig(POLICY, dtype=dtype), ParallelConfig(), BatchConfig(pack_tokens=256), OptimizerConfig(), 1
     )
     layers = "Transformer Engine" if uses_transformer_engine(getattr(torch, dtype)) else "torch"
-    wrong = wrong_tensors(policy, getattr(torch, dtype))
-    count = len(hf_tensors(read_model_shape(POLICY)))
-    said = f"{count - len(wrong)} of {count} equal" + "".join(f", not {name}" for name in wrong[:3])
-    yield Row(f"{layers}: weights of a Hugging Face folder, in and out", said, "all, bit by bit", not wrong)
+    yield weights_row(layers, policy, POLICY, getattr(torch, dtype))
     apart, limit = packed_against_alone(policy), LIMIT[dtype]
     yield Row(
         f"{layers}: documents packed (thd) against one a pack, {dtype}",
@@ -42,9 +40,17 @@ def rows(size: Size, _folder: Path) -> Iterator[Row]:
     )
 
 
-def wrong_tensors(policy: MegatronPolicy, dtype: torch.dtype) -> list[str]:
+def weights_row(layers: str, policy: MegatronPolicy, folder: Path, dtype: torch.dtype) -> Row:
+    """Whether the policy, whose ``layers`` are named, gives back the weights of its folder."""
+    wrong = wrong_tensors(policy, folder, dtype)
+    count = len(hf_tensors(read_model_shape(folder)))
+    said = f"{count - len(wrong)} of {count} equal" + "".join(f", not {name}" for name in wrong[:3])
+    return Row(f"{layers}: weights of a Hugging Face folder, in and out", said, "all, bit by bit", not wrong)
+
+
+def wrong_tensors(policy: MegatronPolicy, folder: Path, dtype: torch.dtype) -> list[str]:
     """Names of tensors of the folder that the policy does not give back bit by bit."""
-    reader, found = HfReader(POLICY), dict.fromkeys(hf_tensors(read_model_shape(POLICY)), False)
+    reader, found = HfReader(folder), dict.fromkeys(hf_tensors(read_model_shape(folder)), False)
     for name, tensor in policy.hf_weights():
         found[name] = bool(torch.equal(tensor.cpu(), reader.read(name).to(dtype)))
     return [name for name, equal in found.items() if not equal]
@@ -57,21 +63,22 @@ def packed_against_alone(policy: MegatronPolicy) -> float:
     """
     generator = np.random.default_rng(0)
     vocabulary = read_model_shape(POLICY).vocab
-    samples = [_sample(generator, length, vocabulary) for length in (17, 64, 3, 40, 33)]
+    samples = [random_sample(generator, length, vocabulary) for length in (17, 64, 3, 40, 33)]
     together = pack_samples(samples, 256, "token", policy.pack_layout)
-    packed = _log_probs(policy, together)
-    alone = [_log_probs(policy, pack_samples([one], 256, "token", policy.pack_layout)) for one in samples]
+    packed = log_probs_of(policy, together)
+    alone = [log_probs_of(policy, pack_samples([one], 256, "token", policy.pack_layout)) for one in samples]
     # Packing orders the documents as it likes: compared as sorted log-probs of each length.
     return float((packed.sort().values - torch.cat(alone).sort().values).abs().max())
 
 
-def _log_probs(policy: MegatronPolicy, packs: list) -> torch.Tensor:  # type: ignore[type-arg]
+def log_probs_of(policy: MegatronPolicy, packs: list) -> torch.Tensor:  # type: ignore[type-arg]
     """Log-probs of the trained tokens of all packs, in their order."""
     stats = policy.log_probs(packs)
     return torch.cat([one.log_prob_T[pack.mask_T.bool()] for one, pack in zip(stats, packs, strict=True)])
 
 
-def _sample(generator: np.random.Generator, length: int, vocabulary: int) -> Sample:
+def random_sample(generator: np.random.Generator, length: int, vocabulary: int) -> Sample:
+    """Random tokens, the first two of which are the prompt."""
     return Sample(
         token_ids=generator.integers(0, vocabulary, length).astype(np.int32),
         log_probs_R=np.full(length - 2, -1.0, np.float32),

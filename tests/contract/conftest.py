@@ -29,7 +29,7 @@ from bapo_megatron.rollout.engines.local.model import LocalModel
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
-from bapo_megatron.rollout.engines.sglang.route_wire import FLAG as ROUTES_FLAG
+from bapo_megatron.rollout.engines.sglang.requirements import ROUTES, flag
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
     server_command,
@@ -156,7 +156,7 @@ class Servers:
         port = free_port()
         flags = ["--dtype", "float32", "--max-total-tokens", "40000", "--skip-server-warmup"]
         if "num_experts" in (model / "config.json").read_text():
-            flags.append(ROUTES_FLAG)
+            flags.append(flag(ROUTES))
         command = server_command(sglang_python(), model, "127.0.0.1", port, cuda=False, flags=flags)
         log = self._folder / f"{model.name}-{port}.log"
         url = f"http://127.0.0.1:{port}"

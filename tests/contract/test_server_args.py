@@ -14,7 +14,12 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import shape_folder
-from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, NO_PREFILL_GRAPH, prefill_graph
+from bapo_megatron.rollout.engines.sglang.requirements import (
+    IN_PLACE,
+    NO_PREFILL_GRAPH,
+    ROUTED_KERNEL,
+    prefill_graph,
+)
 from bapo_megatron.rollout.engines.sglang.server_process import (
     server_command,
     server_environment,
@@ -29,6 +34,7 @@ FIELDS = (
     *("error", "model_path", "tp_size", "base_gpu_id", "context_length", "dtype", "mem_fraction_static"),
     *("weight_version", "skip_tokenizer_init", "device", *IN_PLACE),
     *("cuda_graph_config", "enable_memory_saver", "graphs"),
+    *("enable_return_routed_experts", "moe_runner_backend"),
 )
 
 
@@ -37,7 +43,8 @@ def model_of(recipe: Path, config: RunConfig, folder: Path) -> Path:
     about = json.loads((shape_folder(recipe, config.model.hf_path) / "config.json").read_text())
     model = folder / config.model.hf_path.name
     model.mkdir(exist_ok=True)
-    about["architectures"] = [f"{about['model_type'].capitalize()}ForCausalLM"]
+    words = about["model_type"].split("_")
+    about["architectures"] = ["".join(map(str.capitalize, words)) + "ForCausalLM"]
     (model / "config.json").write_text(json.dumps(about))
     return model
 
@@ -49,8 +56,13 @@ def flags_of(config: RunConfig, model: Path, number: int = 0) -> list[str]:
     return command[2:]
 
 
-def resolved(lines: list[list[str]], colocated: bool = False) -> list[dict[str, Any]]:
-    """SGLang's settings for each command line, in one process with the environment of such servers."""
+def resolved(
+    lines: list[list[str]], colocated: bool = False, platform: dict[str, bool] | None = None
+) -> list[dict[str, Any]]:
+    """SGLang's settings for each command line, in one process with the environment of such servers.
+
+    ``platform``: what differs from an H100.
+    """
     try:
         python = sglang_python()
     except ConfigError as error:
@@ -58,7 +70,7 @@ def resolved(lines: list[list[str]], colocated: bool = False) -> list[dict[str, 
     environment = server_environment(cuda=True, colocated=colocated)
     ended = subprocess.run(
         [str(python), str(READER)],
-        input=json.dumps({"lines": lines, "fields": FIELDS}),
+        input=json.dumps({"lines": lines, "fields": FIELDS, "platform": platform or {}}),
         env=environment | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -131,3 +143,17 @@ def test_sglang_accepts_the_server_flags_of_every_recipe(colocated: bool, tmp_pa
     assert of_decode["graphs"] == {"decode": "FullCudaGraphBackend"}
     assert of_prefill["graphs"]["prefill"] == "FullCudaGraphBackend"
     assert all("error" in settings for settings in found[len(wanted) + 4 :])
+
+
+@pytest.mark.parametrize(("blackwell", "default"), [(True, "flashinfer_trtllm"), (False, "auto")])
+def test_servers_that_return_routes_are_told_the_experts_on_every_gpu(
+    blackwell: bool, default: str, tmp_path: Path
+) -> None:
+    """Where SGLang would take a kernel that chooses experts itself, whose routes are zeros."""
+    recipe = ROOT / "recipes/qwen3_30b_a3b.py"
+    config = load_recipe(recipe, RunConfig)
+    flags = flags_of(config, model_of(recipe, config, tmp_path))
+    lines = [flags, without(flags, ROUTED_KERNEL[0])]
+    ours, theirs = resolved(lines, platform={"is_sm100": blackwell})
+    assert (ours["enable_return_routed_experts"], ours["moe_runner_backend"]) == (True, "triton")
+    assert theirs["moe_runner_backend"] == default

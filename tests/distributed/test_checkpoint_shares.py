@@ -28,7 +28,7 @@ from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.state.optimizer_state import Piece, cut
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import random_samples, save_tiny_model
+from tests.support.models import random_samples, save_nearly_tied_experts, save_tiny_model
 from tests.support.saves import CountingReader, complete, counting_reads
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -85,7 +85,11 @@ def save_and_measure(
 
 
 def fingerprint(
-    folder: Path, samples: list[Sample] | None, parallel: ParallelConfig, path: Path
+    folder: Path,
+    samples: list[Sample] | None,
+    parallel: ParallelConfig,
+    path: Path,
+    compared_with: Fingerprint | None = None,
 ) -> Fingerprint:
     """The fingerprint of a policy that is trained and saved; or of one that loads what was saved."""
     if samples is None:
@@ -94,7 +98,7 @@ def fingerprint(
     else:
         policy = trained(folder, "bfloat16", samples, parallel)
         complete(policy.save(path))
-    return state_fingerprint(run_config(folder), policy, None)
+    return state_fingerprint(run_config(folder), policy, None, compared_with)
 
 
 def run_config(folder: Path) -> RunConfig:
@@ -164,6 +168,28 @@ def test_a_checkpoint_passes_the_resume_check_at_every_layout(
         assert found["canary"] != stored["canary"]
     found["learning_rate"] *= 2
     assert list(fingerprint_differences(run_config(qwen2), stored, found)) == ["learning_rate"]
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    slow_but(
+        [ParallelConfig(tensor=2, sequence=True, expert=2), ParallelConfig(data=2, expert=2), ONE],
+        ParallelConfig(tensor=2, sequence=True, expert=2),
+    ),
+)
+def test_the_resume_check_does_not_depend_on_ties_of_routers(
+    loaded: ParallelConfig, samples: list[Sample], tmp_path: Path
+) -> None:
+    """A mixture of experts whose routers choose otherwise at every layout."""
+    folder = save_nearly_tied_experts(tmp_path / "experts")
+    written, path = ParallelConfig(data=2, pipeline=2), tmp_path / "policy"
+    stored = run_layout(fingerprint, written, folder, samples, written, path)[0]
+    found = run_layout(fingerprint, loaded, folder, None, loaded, path)[0]
+    assert fingerprint_differences(run_config(folder), stored, found) == {}
+    assert stored["canary"]["routes"] == found["canary"]["routes"] == "random"
+    earlier = run_layout(fingerprint, loaded, folder, None, loaded, path, {"canary": {"log_probs": []}})[0]
+    assert list(earlier["canary"]) == ["log_probs"]
+    assert list(fingerprint_differences(run_config(folder), stored, earlier)) == ["canary"]
 
 
 def flip_one_weight(policy: MegatronPolicy) -> None:

@@ -24,7 +24,7 @@ from bapo_megatron.policy.host_optimizer import HostAdamW
 from bapo_megatron.policy.megatron import MegatronPolicy
 from tests.distributed.test_layouts import layout
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import random_samples, save_tiny_model
+from tests.support.models import EXPERTS, random_samples, save_tiny_model
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -79,9 +79,14 @@ def outcome(
     host_optimizer.BUCKET = bucket
     policy = build(folder, text, dtype, device)
     norms = train(policy, samples)
-    [part] = policy._optimizer.chained_optimizers
-    buckets = len(part.optimizer._copies.buckets) if isinstance(part.optimizer, HostAdamW) else 0
+    inner = [part.optimizer for part in policy._optimizer.chained_optimizers]
+    buckets = sum(len(one._copies.buckets) for one in inner if isinstance(one, HostAdamW))
     return norms, {name: tensor.clone() for name, tensor in policy.hf_weights()}, buckets
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(EXPERTS, tmp_path_factory.mktemp("experts"))
 
 
 LAYOUTS = ["one", "tp2-sp-pp2", "dp2-cp2", "tp2", "pp2-vpp2", "dp3", "tp2-sp-cp2", "dp2-tp2-sp"]
@@ -92,10 +97,26 @@ LAYOUTS = ["one", "tp2-sp-pp2", "dp2-cp2", "tp2", "pp2-vpp2", "dp3", "tp2-sp-cp2
 def test_updates_are_those_of_the_models_device(
     text: str, dtype: str, qwen2: Path, samples: list[Sample]
 ) -> None:
+    check_updates(qwen2, samples, text, dtype)
+
+
+EXPERT_LAYOUTS = ["one", "dp2-ep2", "tp2-sp", "tp2-sp-etp2", "dp2-tp2-sp-ep4", "dp2-pp2-ep2", "dp4-ep2"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("text", slow_but(EXPERT_LAYOUTS, "dp4-ep2"))
+def test_updates_of_experts_are_those_of_the_models_device(
+    text: str, dtype: str, experts: Path, samples: list[Sample]
+) -> None:
+    """Experts have an optimizer of their own in the chain, whose state other ranks share."""
+    check_updates(experts, samples, text, dtype)
+
+
+def check_updates(folder: Path, samples: list[Sample], text: str, dtype: str) -> None:
     """Torch's fused AdamW rounds otherwise than its plain one, by the last bits."""
     parallel = layout(text).parallel
-    plain = run_layout(outcome, parallel, qwen2, samples, text, dtype, "model", FEW)
-    host = run_layout(outcome, parallel, qwen2, samples, text, dtype, "cpu", FEW)
+    plain = run_layout(outcome, parallel, folder, samples, text, dtype, "model", FEW)
+    host = run_layout(outcome, parallel, folder, samples, text, dtype, "cpu", FEW)
     # One rounding of bfloat16, where the last bit of a master weight decides it.
     near = {"rtol": 2**-7, "atol": 1e-6} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-7}
     for (norms, weights, none), (host_norms, host_weights, buckets) in zip(plain, host, strict=True):
@@ -216,6 +237,28 @@ def test_checkpoints_move_between_host_and_device(
     found = run_layout(load, layout(other).parallel, qwen2, samples, other, dtype, onto, path)
     assert all(digests == saved[0] for digests in saved)
     assert all(digests == saved[0] for digests, _, _ in found)
+    assert saved[0]["step"] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"),
+    slow_but(
+        [
+            (("dp2-ep2", "cpu"), ("tp2-sp", "model")),
+            (("tp2-sp-etp2", "model"), ("dp2-ep2", "cpu")),
+            (("one", "cpu"), ("dp2-pp2-ep2", "cpu")),
+        ],
+        (("dp2-ep2", "cpu"), ("tp2-sp", "model")),
+    ),
+    ids=str,
+)
+def test_checkpoints_of_experts_move_between_host_and_device(
+    wrote: tuple[str, str], reads: tuple[str, str], experts: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    (text, device), (other, onto), path = wrote, reads, tmp_path / "checkpoint"
+    saved = run_layout(save, layout(text).parallel, experts, samples, text, "bfloat16", device, path)
+    found = run_layout(load, layout(other).parallel, experts, samples, other, "bfloat16", onto, path)
+    assert all(digests == saved[0] for digests in [*saved, *(one[0] for one in found)])
     assert saved[0]["step"] == ["2"]
 
 

@@ -135,6 +135,26 @@ def test_known_and_unknown_tokens_are_counted(samples: list[Sample], reference: 
         assert 0.8 < sums[4] / sums[3] < 1.0  # one random pair in 28 is the router's
 
 
+def to_the_first_two(samples: list[Sample]) -> list[Sample]:
+    """Every position by experts 0 and 1: all but the first rank of EP have no token."""
+    return [
+        replace(one, routes_R=np.tile(np.array([0, 1], np.uint8), (one.positions, LAYERS, 1)))
+        for one in samples
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", slow_but(["dp2-ep2", "dp2-ep2 full", "dp4-ep4", "tp2-sp-ep2 selective"], "dp2-ep2", "dp4-ep4")
+)
+def test_ranks_without_a_token_take_part(text: str, folder: Path, samples: list[Sample]) -> None:
+    """In the messages, and with gradients of zero; a layer that left them out would hang."""
+    crowded = to_the_first_two(samples)
+    [alone] = answers("one", folder, crowded)
+    [used] = {tuple((load > 0).nonzero()[:, 0].tolist()) for load in alone.experts[0][:, :COUNT]}
+    assert used == (0, 1)
+    check_agreement(answers(text, folder, crowded), alone, crowded)
+
+
 # --- mistakes that are seen ---
 
 
@@ -215,4 +235,4 @@ def test_routes_of_other_tokens_samples_or_layers_are_seen(folder: Path) -> None
         assert (norms[0] == pytest.approx(found["right"][1][0], rel=1e-6)) == is_right, name
         if not is_right:
             assert "send" in said.messages[0]
-            assert "above algorithm.route_mismatch_limit=0.1" in said.messages[0]
+            assert "above algorithm.route_mismatch_limit=0.3" in said.messages[0]

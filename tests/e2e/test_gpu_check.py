@@ -23,13 +23,13 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.hardware import GB
 from bapo_megatron.policy.host_optimizer import _Copies
 from benchmarks import gpu_check as program
-from benchmarks.gpu import environment, handles, host_streams, offload, parity, phases, server
+from benchmarks.gpu import environment, experts, handles, host_streams, offload, parity, phases, server
 from benchmarks.gpu.memory_and_speed import LIMIT, predicted
 from benchmarks.gpu.rows import Row, Size
 from tests.support.workers import run_layout
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = 12
+SECTIONS = 13
 
 
 def gpu_check(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -47,6 +47,8 @@ def test_without_a_gpu_all_but_the_kernels_runs() -> None:
     assert "recompute full: speed" in done.stdout
     assert "recompute none: bounds search" in done.stdout
     assert "torch: weights of a Hugging Face folder, in and out | 51 of 51 equal" in done.stdout
+    assert "torch's experts: weights of a Hugging Face folder, in and out | 135 of 135 equal" in done.stdout
+    assert "| torch's experts in bfloat16 against torch's in float32: log-probs |" in done.stdout
     assert "| T 0.6: float32 logits, the servers' flag |" in done.stdout
     assert "\n## Memory by phase against the rehearsal\n" in done.stdout
     assert (
@@ -262,6 +264,37 @@ def test_room_that_the_save_does_not_have_is_told_at_the_start(
     disk, host = environment.room(tmp_path)
     assert disk.line() == f"| free disk at {tmp_path.parent} | 34 GB | 35 GB | FAILED |"
     assert host.line() == "| free host memory | 41 GB | 40 GB | ok |"
+
+
+def rows_of_experts(name: str | None) -> list[tuple[str, bool | None]]:
+    """The rows of the experts' section, where the bfloat16 policy has one expert that gives nothing."""
+    build = experts.build
+
+    def broken(dtype: Any, recompute: Any) -> Any:
+        policy = build(dtype, recompute)
+        for (own, layer), parameter in policy._weights.local.items():
+            if dtype == "bfloat16" and layer == 1 and name is not None and own.endswith(name):
+                parameter.data.zero_()
+        return policy
+
+    experts.build = broken  # type: ignore[assignment]
+    return [(row.name, row.ok) for row in experts.rows(Size.smallest("cpu"), Path())]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [None, "experts.5.linear_fc2.weight"])
+def test_a_wrong_expert_fails_the_check(name: str | None) -> None:
+    [found] = run_layout(rows_of_experts, ParallelConfig(), name)
+    failed = [row for row, is_ok in found if not is_ok]
+    assert len(found) == 4
+    if name is None:
+        assert failed == []
+    else:
+        assert [row.partition(": ")[2] for row in failed] == [
+            "weights of a Hugging Face folder, in and out",
+            "log-probs",
+            "gradient norm",
+        ]
 
 
 def test_the_budgets_are_ten_minutes() -> None:

@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 
 from bapo_megatron import cli
+from bapo_megatron.commands.verify import check
 from bapo_megatron.commands.verify.layout_reference import read_layout_reference, write_layout_reference
 from bapo_megatron.policy import megatron
 from bapo_megatron.policy.attention import core as attention
@@ -25,7 +26,7 @@ from bapo_megatron.policy.passes import Passes
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.types import TokenStats
 from tests.support.forked_commands import start_bapo
-from tests.support.models import save_tiny_model
+from tests.support.models import save_nearly_tied_experts, save_tiny_model
 from tests.support.tiers import slow_but
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
@@ -90,6 +91,73 @@ def test_a_sound_layout(
         assert line.endswith("ok")
     assert re.search(r"all 6 quantities agree over \d{3} tokens of \d+ samples", printed)
     assert list(tmp_path.iterdir()) == []  # no run directory
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_nearly_tied_experts(tmp_path_factory.mktemp("experts"))
+
+
+EXPERT_LAYOUTS = (
+    ["--parallel.tensor=2", "--parallel.sequence", "--parallel.expert=2"],
+    ["--parallel.data=2", "--parallel.pipeline=2", "--parallel.expert=2"],
+    ["--parallel.context=2", "--parallel.expert-tensor=2", "--batch.recompute=selective"],
+)
+
+
+@pytest.mark.parametrize(
+    "flags", slow_but(EXPERT_LAYOUTS, EXPERT_LAYOUTS[0]), ids=["tp2-sp-ep2", "dp2-pp2-ep2", "cp2-etp2"]
+)
+def test_rounding_decides_no_route_of_a_mixture_of_experts(
+    flags: list[str],
+    experts: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The sound layouts of a model whose routers' choices differ at every layout. A wrong expert is seen."""
+    path = tmp_path / "reference.npz"
+    assert verify(experts, f"--save={path}") == 0
+    assert verify(experts, *flags, f"--certificate={path}") == 0, output(capfd)
+    assert "all 6 quantities agree" in output(capfd)
+    with monkeypatch.context() as patch:
+        break_expert(patch)
+        assert verify(experts, *flags, f"--certificate={path}") == 1
+        assert "the layouts differ, first in the log-probs" in output(capfd)
+    # By the routers' own choices the same layouts differ.
+    monkeypatch.setattr(check, "with_random_routes", lambda samples, *_: list(samples))
+    own = tmp_path / "own.npz"
+    assert verify(experts, f"--save={own}") == 0
+    assert verify(experts, *flags, f"--certificate={own}") == 1
+    assert "the layouts differ, first in the log-probs" in output(capfd)
+
+
+def break_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank holds a wrong row of one matrix of its last expert."""
+    sound = megatron.build_optimizer
+
+    def build_optimizer(settings: object, model: list, dtype: torch.dtype) -> object:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            matrices = [weight for name, weight in model[0].named_parameters() if ".experts." in name]
+            with torch.no_grad():
+                matrices[-1][0] *= 1.5
+        return sound(settings, model, dtype)
+
+    monkeypatch.setattr(megatron, "build_optimizer", build_optimizer)
+
+
+def test_a_certificate_without_routes_is_of_something_else(
+    experts: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As earlier versions wrote them of a mixture of experts."""
+    path = tmp_path / "reference.npz"
+    assert verify(experts, f"--save={path}") == 0
+    stored = read_layout_reference(path)
+    assert stored.identity.pop("canary.routes") == "random"
+    write_layout_reference(path, stored)
+    capfd.readouterr()
+    assert verify(experts, f"--certificate={path}") == 2
+    assert "canary.routes: None in the certificate, 'random' here" in capfd.readouterr().err
 
 
 def break_log_prob(monkeypatch: pytest.MonkeyPatch) -> None:

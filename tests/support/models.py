@@ -84,6 +84,19 @@ def save_tiny_model(family: str, folder: Path, seed: int = 0, **shape: int) -> P
     return folder
 
 
+def save_nearly_tied_experts(folder: Path) -> Path:
+    """A mixture of experts as a folder, whose routers cannot tell experts apart: rounding decides."""
+    model = tiny_model(EXPERTS)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in model.model.layers:  # type: ignore[arg-type, union-attr]
+            gate_EH = layer.mlp.gate.weight
+            noise_EH = torch.randn(gate_EH.shape, generator=generator)
+            gate_EH.copy_(gate_EH[:1] * (1 + 1e-7 * noise_EH))
+    model.save_pretrained(folder)
+    return folder
+
+
 def random_samples(count: int, seed: int = 0, longest: int = 60) -> list[Sample]:
     """Samples of very different lengths, the shortest a prompt and a response of one token each."""
     generator = np.random.default_rng(seed)

@@ -1,11 +1,12 @@
 """SGLang's own reading of server flags on a machine that plays an H100. Run in SGLang's environment.
 
-Reads ``{"lines": [[flag, ...], ...], "fields": [...]}`` from standard input: the flags of servers after
-``sglang.launch_server``, and settings by name. Each line is parsed by the real ``ServerArgs``, resolved with
-all the checks that a server makes before it starts a process (flags that exclude each other, the context
-against the model's, the backends of the platform), and published; then SGLang makes the backends of the CUDA
-graphs that its server would capture. Prints a JSON list: of each line the settings with ``graphs``, the class
-of each phase's backend, or ``{"error": ...}``.
+Reads ``{"lines": [[flag, ...], ...], "fields": [...], "platform": {...}}`` from standard input: the flags of
+servers after ``sglang.launch_server``, settings by name, and what SGLang's platform says other than of an
+H100 where it chooses kernels (``{"is_sm100": true}``: Blackwell). Each line is parsed by the real
+``ServerArgs``, resolved with all the checks that a server makes before it starts a process (flags that
+exclude each other, the context against the model's, the backends of the platform), and published; then SGLang
+makes the backends of the CUDA graphs that its server would capture. Prints a JSON list: of each line the
+settings with ``graphs``, the class of each phase's backend, or ``{"error": ...}``.
 
 The H100 is played in torch, which every probe of SGLang asks in the end; answers that they remember from the
 import are forgotten. Which graphs are the default is asked of ``utils.is_cuda``, what attention does of names
@@ -145,7 +146,8 @@ def main() -> None:
     """Read, resolve, print."""
     wanted = json.load(sys.stdin)
     play_h100()
-    found = [resolved(argv) for argv in wanted["lines"]]
+    with runtime_context.override_platform(**wanted["platform"]):
+        found = [resolved(argv) for argv in wanted["lines"]]
     if doubting := doubters():  # after it, for modules that were imported on the way
         sys.exit("not everything sees an H100: " + ", ".join(doubting))
     print(json.dumps([{k: v for k, v in one.items() if k in wanted["fields"]} for one in found]))

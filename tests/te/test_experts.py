@@ -16,6 +16,7 @@ from bapo_megatron.planning.rehearsal.transformer_engine import layers
 from checkpoints_tools import to_hf, to_megatron
 from tests.distributed.test_expert_checkpoints import load_and_look, train_and_save
 from tests.distributed.test_layouts import Answer, check_agreement
+from tests.distributed.test_route_replay import to_the_first_two
 from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
 from tests.support.tiers import slow_but
@@ -64,6 +65,15 @@ def test_the_grouped_layer_agrees_with_torch(
     assert te.calls.keys() >= KERNELS
 
 
+@pytest.mark.parametrize("text", slow_but(["dp2-ep2", "dp4-ep4", "tp2-sp-ep2 full"], "dp2-ep2"))
+def test_ranks_without_a_token_take_part(
+    text: str, te: TransformerEngineProcess, moe: Path, samples: list[Sample]
+) -> None:
+    crowded = to_the_first_two(samples)
+    [alone] = answers(te, "one", moe, crowded, layers=False, fused_adam=False)
+    check_agreement(answers(te, text, moe, crowded), alone, crowded)
+
+
 def experts_in_turn() -> None:
     """Every expert's rows to its neighbour, in the forward pass."""
     from transformer_engine.pytorch.module import grouped_linear
@@ -101,6 +111,23 @@ def test_a_broken_expert_layer_fails_the_comparison(
 ) -> None:
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         check_agreement(answers(te, text, moe, samples, change=mistake), reference, samples)
+
+
+def gpu_rows() -> list[str]:
+    """The rows of `make gpu-check` of experts that do not hold, and its first."""
+    from benchmarks.gpu import experts
+    from benchmarks.gpu.rows import Size
+
+    first, *others = experts.rows(Size.smallest("cpu"), Path())
+    return [first.name, *(row.line() for row in (first, *others) if not row.ok)]
+
+
+@pytest.mark.slow
+def test_the_gpu_check_compares_the_grouped_layer(te: TransformerEngineProcess) -> None:
+    [[name, *failed]] = te.run(gpu_rows, ParallelConfig())
+    assert name.startswith("Transformer Engine's grouped layer: weights")
+    assert failed == []
+    assert te.calls.keys() >= {"te_general_grouped_gemm", "make_row_id_map"}
 
 
 @pytest.mark.parametrize("begun_with", slow_but(["te", "torch"], "te"))

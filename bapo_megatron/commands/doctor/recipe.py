@@ -76,6 +76,8 @@ class RecipeFacts:
     require_api_key: bool = False
     colocated: bool = False
     """The servers are on the GPUs that train."""
+    needs_routes: bool = False
+    """The run asks servers for the experts of each token (``rollout.route_replay``)."""
     allow_weak_sandbox: bool = False
     forgeable_rows: int = 0
     """Rows of the dataset with tests that a program can pass by forging."""
@@ -272,6 +274,7 @@ def facts_of(config: RunConfig) -> RecipeFacts:
         python=None if sglang.python is None else str(sglang.python),
         on_update=sglang.on_update,
         colocated=sglang.colocated,
+        needs_routes=rollout.route_replay != "off",
         longest_sequence=config.longest_request,
         dtype=config.model.dtype,
         runs_programs=needs_sandbox(config.reward, config.reward_functions),

@@ -19,11 +19,14 @@ from bapo_megatron.commands.doctor.recipe import RecipeFacts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State, one_line
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.rollout.engines.sglang.requirements import (
+    CHOOSING_KERNELS,
     FP32_HEAD,
     IN_PLACE,
     NO_PREFILL_GRAPH,
     OUTLIVING,
     RESERVED_TOKENS,
+    ROUTED_KERNEL,
+    ROUTES,
     flag,
     install_command,
     prefill_graph,
@@ -42,7 +45,10 @@ from bapo_megatron.runtime.run_paths import RunPaths
 SECTION = "servers"
 DEADLINE_S = 10.0
 """Seconds for one answer."""
-_SAME_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SAME_SHAPE = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+)
 """Fields of `config.json` that are equal where two folders hold versions of one model."""
 _INPUT_RESERVE = 6
 """SGLang's `max_req_input_len` is its context without these."""
@@ -253,12 +259,26 @@ def _setting_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Itera
             needed = "no cache that outlives new weights: it would serve keys and values of earlier ones"
             fix = f"start it without {flag(field)}"
             yield DoctorRow(SECTION, url, "problem", f"has {flag(field)}", needed, fix)
+    if facts.needs_routes:
+        yield from _route_rows(url, server)
     if facts.on_update == "in_place":
         for field in IN_PLACE:
             if server.get(field) is False:
                 needed = f"{_IN_PLACE[field]} with rollout.sglang.on_update=in_place"
                 lacks = f"no {flag(field)}"
                 yield DoctorRow(SECTION, url, "problem", lacks, needed, f"start it with {flag(field)}")
+
+
+def _route_rows(url: str, server: dict[str, Any]) -> Iterator[DoctorRow]:
+    """Rows of a server that cannot return the routes that ``rollout.route_replay`` asks for."""
+    needed = "the routes that rollout.route_replay asks for"
+    if server.get(ROUTES) is False:
+        yield DoctorRow(
+            SECTION, url, "problem", f"no {flag(ROUTES)}", needed, f"start it with {flag(ROUTES)}"
+        )
+    if (kernel := server.get("moe_runner_backend")) in CHOOSING_KERNELS:
+        found, fix = f"a kernel that chooses experts itself, {kernel}", " ".join(ROUTED_KERNEL)
+        yield DoctorRow(SECTION, url, "problem", found, needed, f"start it with {fix}")
 
 
 def _difference(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:

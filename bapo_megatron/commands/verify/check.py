@@ -44,7 +44,13 @@ from bapo_megatron.commands.verify.layout_reference import (
 )
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import flat
-from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored
+from bapo_megatron.data.canary import (
+    CanarySpec,
+    canary_sequences,
+    scored,
+    unscored,
+    with_random_routes,
+)
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
@@ -102,7 +108,8 @@ def measure_totals(
 
 
 def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list[MicroBatch]:
-    return pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
+    routed = with_random_routes(samples, config.seed, read_model_shape(config.model.hf_path))
+    return pack_samples(routed, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
 
 
 _PLACES = 64
@@ -287,9 +294,11 @@ def _matching_reference(path: Path, config: VerifyConfig) -> LayoutReference:
 
 def _identity(config: VerifyConfig) -> dict[str, Any]:
     """Identity of a measurement: model, canary and objective, which must be equal in both layouts."""
-    named = {
+    has_experts = read_model_shape(config.model.hf_path).experts is not None
+    named: dict[str, dict[str, Any]] = {
         "model": {**model_digests(config.model.hf_path), "dtype": config.model.dtype},
-        "canary": dataclasses.asdict(config.canary),
+        # A certificate of an earlier version has the routers' own routes, which rounding decides.
+        "canary": {**dataclasses.asdict(config.canary), **({"routes": "random"} if has_experts else {})},
         "rollout": {"temperature": config.rollout.temperature},
         "algorithm": {
             "loss_mean": config.algorithm.loss_mean,

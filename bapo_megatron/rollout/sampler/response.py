@@ -225,7 +225,8 @@ def without_routes(answer: Generation, request: GenerateRequest, engine: str) ->
         return None
     return (
         f"{engine}: answers without routes, which rollout.route_replay asks for: start an SGLang server with "
-        "--enable-return-routed-experts, or set rollout.route_replay=off"
+        "--enable-return-routed-experts --moe-runner-backend triton (on Blackwell the default kernel returns "
+        "zeros), or set rollout.route_replay=off"
     )
 
 

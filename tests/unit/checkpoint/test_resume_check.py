@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,7 @@ def canary(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         CanarySpec(seed=20, tokens=192, longest=64, vocab=100), config().algorithm.bounds
     )
     monkeypatch.setattr(resume_check, "_canary", lambda _config: sequences)
+    monkeypatch.setattr(resume_check, "read_model_shape", lambda _folder: SimpleNamespace(experts=None))
     return sequences
 
 

@@ -24,7 +24,13 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import PROOF_PATH, VARI
 
 ROOT = Path(__file__).parents[3]
 KEY = "k" * 43
-SHAPE = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 4}
+SHAPE = {
+    "model_type": "qwen2",
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_experts_per_tok": 8,
+}
 
 
 class Played:
@@ -154,6 +160,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
         "problem",
         "vocab_size 264, the recipe's 9",
     ),
+    "experts": (
+        "/model_info",
+        {},
+        {"model": SHAPE | {"num_experts_per_tok": 4}},
+        "problem",
+        "num_experts_per_tok 8, the recipe's 4",
+    ),
     "context": ("/server_info", {}, {"longest_sequence": 257}, "problem", "sequences of 256 tokens"),
     "dtype": ("/server_info", {"dtype": "bfloat16"}, {}, "optional", "dtype bfloat16"),
     "head": (
@@ -177,6 +190,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
         {},
         "problem",
         "--hicache-storage-backend",
+    ),
+    "routes": (
+        "/server_info",
+        {"enable_return_routed_experts": False},
+        {"needs_routes": True},
+        "problem",
+        "no --enable-return-routed-experts",
+    ),
+    "kernel": (
+        "/server_info",
+        {"enable_return_routed_experts": True, "moe_runner_backend": "flashinfer_trtllm"},
+        {"needs_routes": True},
+        "problem",
+        "a kernel that chooses experts itself, flashinfer_trtllm",
     ),
     "cache": (
         "/server_info",

@@ -20,7 +20,11 @@ from bapo_megatron.algo.bounds import (
     published_code,
     search_bounds,
 )
-from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored
+from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored, with_random_routes
+from bapo_megatron.data.packing import UNKNOWN_BYTE, pack_samples
+from bapo_megatron.data.routes import route_problem
+from bapo_megatron.hf.config import ExpertShape, model_shape
+from bapo_megatron.types import RouteShape
 
 SPEC = CanarySpec(seed=3, tokens=4000, longest=200, vocab=50)
 
@@ -105,3 +109,49 @@ def test_fixed_bounds_leave_the_advantages_alone() -> None:
     measured = [np.zeros(len(one.token_ids) - 1, np.float32) for one in sequences]
     samples = scored(sequences, measured, grpo(), "token")
     assert [sample.advantage for sample in samples] == [one.advantage for one in sequences]
+
+
+DENSE = model_shape(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 50,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+    },
+    "a test",
+)
+
+
+@pytest.mark.parametrize(("experts", "per_token"), [(8, 2), (128, 8), (7, 3), (4, 4), (300, 8)])
+def test_every_position_of_a_mixture_of_experts_has_a_route(experts: int, per_token: int) -> None:
+    """Prompts, too: in a pack only padding has none. All experts are taken about as often."""
+    model = dataclasses.replace(DENSE, experts=ExpertShape(experts, per_token, 24, True))
+    plain = unscored(canary_sequences(SPEC, balanced()))
+    samples = with_random_routes(plain, 5, model)
+    shape, counts = RouteShape(3, per_token, experts), np.zeros(experts)
+    for sample in samples:
+        assert sample.routes_R is not None
+        assert sample.routes_R.shape == (sample.positions, 3, per_token)
+        assert sample.routes_R.dtype == shape.dtype
+        assert route_problem(sample.routes_R, shape) is None
+        counts += np.bincount(sample.routes_R.ravel(), minlength=experts)
+    assert counts.max() < 2 * counts.mean()
+    assert counts.min() > counts.mean() / 2
+    for pack in pack_samples(samples, 256):
+        assert pack.route_TLK is not None
+        assert pack.replays_routes
+        unknown = UNKNOWN_BYTE if pack.route_TLK.dtype == torch.uint8 else -1
+        known = (pack.route_TLK != unknown).all(-1).all(-1)
+        assert int(known.sum()) == sum(positions for _, _, positions in pack.rows)
+    again, other = (with_random_routes(plain, seed, model)[1].routes_R for seed in (5, 6))
+    np.testing.assert_array_equal(samples[1].routes_R, again)
+    assert not np.array_equal(samples[1].routes_R, other)
+
+
+def test_a_dense_model_has_no_routes() -> None:
+    plain = unscored(canary_sequences(SPEC, balanced()))
+    assert with_random_routes(plain, 5, DENSE) == plain

@@ -19,6 +19,7 @@ from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.rollout.engines.local.model import LocalModel
 from bapo_megatron.rollout.engines.sglang.route_wire import decoded_routes
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
+from bapo_megatron.rollout.sampler.response import without_routes
 from bapo_megatron.rollout.sampler.step_batches import (
     StepFiles,
     read_step,
@@ -171,6 +172,24 @@ def test_wrong_routes_are_refused(name: str) -> None:
     routes, says = BAD[name]
     with pytest.raises(BadReply, match=f"request 'r': its routes are wrong: {says}"):
         generation_of(REQUEST, reply(routes))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_routes_of_zeros_are_none(tokens: int) -> None:
+    """What a server returns whose kernel chooses experts itself: the run stops, and names the flag."""
+    request = replace(REQUEST, params=SamplingParams(1.0, tokens, ()))
+    zeros = [[[0, 0], [0, 0]]] * tokens
+    found = generation_of(request, reply(zeros, tokens))
+    assert found.routes_R is None
+    told = without_routes(found, request, "http://a:1")
+    assert "http://a:1: answers without routes" in str(told)
+    assert "--moe-runner-backend triton" in str(told)
+    with pytest.raises(BadReply, match=r"token 0 went to the experts \[0, 0\] of layer 0"):
+        generation_of(request, reply([[[0, 0], [0, 1]], *zeros[1:]], tokens))
+    one = replace(request, routes=RouteShape(layers=2, per_token=1, experts=8))
+    alone = generation_of(one, reply([[[0], [0]]] * tokens, tokens)).routes_R
+    assert alone is not None
+    assert not alone.any()
 
 
 @pytest.mark.parametrize("experts", [8, 128, 256, 300])

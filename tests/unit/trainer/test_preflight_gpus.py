@@ -111,6 +111,32 @@ def test_servers_of_a_bfloat16_model_keep_their_logits_in_float32(
     assert ("--enable-fp32-lm-head" in server_flags(config)) is given
 
 
+ROUTED = ["--enable-return-routed-experts", "--moe-runner-backend", "triton"]
+
+
+@pytest.mark.parametrize(
+    ("replay", "cuda", "own", "given"),
+    [
+        ("off", True, (), []),
+        ("replay", True, (), ROUTED),
+        ("measure", True, ("--log-level", "info"), ROUTED),
+        ("replay", False, (), ROUTED[:1]),
+        ("replay", True, ("--moe-runner-backend", "flashinfer_trtllm_routed"), ROUTED[:1]),
+        ("replay", True, ("--moe-runner-backend=flashinfer_trtllm_routed",), ROUTED[:1]),
+        ("replay", True, ("--moe-a2a-backend", "deepep"), ROUTED[:1]),
+    ],
+)
+def test_servers_that_return_routes_have_a_kernel_that_is_told_its_experts(
+    replay: Literal["off", "measure", "replay"], cuda: bool, own: tuple[str, ...], given: list[str]
+) -> None:
+    """On Blackwell SGLang's default chooses experts within, and the routes would be zeros."""
+    config = run(flags=own)
+    config = replace(config, rollout=replace(config.rollout, route_replay=replay))
+    found = server_flags(config, cuda=cuda)
+    assert tuple(found[len(found) - len(own) :]) == own
+    assert [one for one in found[: len(found) - len(own)] if one in ROUTED] == given
+
+
 def test_the_engine_is_checked_where_the_run_samples() -> None:
     plain = "tests.support.plain_engine:PlainBackend"
     rollout = RolloutConfig(engine=plain, custom_engine=PlainConfig(copies=0))

@@ -28,6 +28,20 @@ SGLang's default, graphs in pieces (``breakable``), crashes a colocated server w
 memory (``BreakableCudaGraphBackend`` raises NotImplementedError). It also keeps only weak references to the
 pieces' inputs: greedy responses were silently wrong (sglang issue 37606)."""
 
+ROUTES = "enable_return_routed_experts"
+"""The setting of servers that return routes (``rollout.route_replay``)."""
+
+ROUTED_KERNEL = ("--moe-runner-backend", "triton")
+"""The flag of servers on GPUs that return routes: a kernel that is told the experts of each token.
+
+SGLang notes routes where it chooses experts outside of the kernel. On Blackwell its default for Qwen3 MoE is
+``flashinfer_trtllm`` (``_qwen3_moe_family_overrides``), which chooses within it: every route would be zeros
+(``bind_runner_backend`` in layers/moe/topk.py). On Hopper the default is this kernel.
+"""
+
+CHOOSING_KERNELS = ("flashinfer_trtllm", "experimental_sgl_trtllm", "triton_kernel", "flashinfer_mxfp4")
+"""Kernels of experts (``moe_runner_backend``) that choose within, and so return no routes."""
+
 IN_PLACE = ("disable_radix_cache", "disable_overlap_schedule")
 """The settings (fields of ``ServerArgs``, flags with dashes) of servers with ``on_update=in_place``.
 

@@ -3,8 +3,8 @@
 A request asks with ``return_routed_experts`` from the position that predicts its first token on
 (``routed_experts_start_len``), so the rows are those of the answer's tokens. They are all but a hundredth of
 an answer: 2,048 characters a token of Qwen3-30B-A3B. So they are cut out before JSON is parsed, and packed at
-once; ``pybase64`` decodes them in a fiftieth of the standard library's time. Used by ``engine.py``,
-``server_process.py`` and ``wire.py``.
+once; ``pybase64`` decodes them in a fiftieth of the standard library's time. Used by ``engine.py``
+and ``wire.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import pybase64
 
 from bapo_megatron.data.routes import route_problem, unknown_expert
 from bapo_megatron.types import GenerateRequest, Generation, RouteShape
-
-FLAG = "--enable-return-routed-experts"
-"""The flag of a server that returns routes."""
 
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
 

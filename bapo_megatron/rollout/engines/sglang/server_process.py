@@ -38,10 +38,11 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
     IN_PLACE,
     NO_PREFILL_GRAPH,
     RESERVED_TOKENS,
+    ROUTED_KERNEL,
+    ROUTES,
     flag,
     install_command,
 )
-from bapo_megatron.rollout.engines.sglang.route_wire import FLAG as ROUTES_FLAG
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.runtime.child_process import ChildProcess
@@ -108,10 +109,17 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         # Not on a CPU: there SGLang answers the release calls without it.
         *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
         *(NO_PREFILL_GRAPH if cuda and not _names(sglang.flags, NO_PREFILL_GRAPH[0]) else ()),
-        *((ROUTES_FLAG,) if config.rollout.route_replay != "off" else ()),
+        *(_routes(sglang.flags, cuda) if config.rollout.route_replay != "off" else ()),
         *(_patience(config) if not _names(sglang.flags, _WATCHDOG) else ()),
         *more_flags(sglang),
     ]
+
+
+def _routes(own: Sequence[str], cuda: bool) -> list[str]:
+    """The flags of servers that return routes. A recipe's ``own`` choice of a kernel, or of a way between
+    GPUs that has kernels of its own, is kept."""
+    chosen = _names(own, ROUTED_KERNEL[0]) or _names(own, "--moe-a2a-backend")
+    return [flag(ROUTES), *(ROUTED_KERNEL if cuda and not chosen else ())]
 
 
 def _patience(config: RunConfig) -> list[str]:

@@ -94,6 +94,9 @@ def _routes(
 ) -> np.ndarray | None:
     """The routes of an answer; None if it has none. BadReply if they are none of the model.
 
+    Zeros alone are none: nothing was noted, because the server's kernel chooses experts itself
+    (``ROUTED_KERNEL`` in requirements.py).
+
     Unknown ones for the tokens of an abort without routes: the request waited in the server's queue, because
     its cache was full (``_handle_abort_req`` in tokenizer_manager.py).
     """
@@ -104,6 +107,8 @@ def _routes(
     try:
         return decoded_routes(text, tokens, request.routes)
     except ValueError as error:
+        if not bytes(text).strip(b"A="):  # zeros alone, in base64
+            return None
         raise BadReply(f"request {request.request_id!r}: its routes are wrong: {error}") from error
 
 

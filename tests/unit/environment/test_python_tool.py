@@ -116,6 +116,37 @@ def test_a_mistake_of_grammar_and_an_exit() -> None:
     ]
 
 
+def test_a_call_that_ends_its_interpreter_quietly_is_not_kept() -> None:
+    """Played again before each later call, it would silence all of them."""
+    turns = [block(code) for code in ("x = 1", "import os\nos._exit(0)", "print(x)")]
+    replies = check_durable(PythonTool, TASK, FENCED, turns)
+    assert replies[1:] == [
+        Reply("error: its interpreter ended with 0; nothing of this call is kept", metrics=BADLY, note=[1]),
+        Reply("1", metrics=WELL, note=[1]),
+    ]
+
+
+def test_earlier_calls_are_silent_also_below_print() -> None:
+    assert said("import os\nn = os.write(1, b'once\\n')", "print(n)") == ["once", "5"]
+    assert said("import sys\nprint('once', file=sys.__stdout__)", "1") == ["once", "1"]
+
+
+def test_a_session_sees_what_its_calls_have_seen() -> None:
+    """The order of a set of texts, and what numpy's global generator draws, here that of a stand-in."""
+    order, again = said("s = list({str(n) for n in range(50)})\nprint(s)", "print(s)")
+    assert order == again
+    numpy = "import os, sys\nos.makedirs('numpy', exist_ok=True)\nopen('numpy/__init__.py', 'w').close()\n"
+    numpy += "text = 'drawn = None\\ndef seed(n):\\n    global drawn\\n    drawn = n'\n"
+    numpy += "n = open('numpy/random.py', 'w').write(text)\n"
+    numpy += "sys.path.insert(0, os.getcwd())\nimport numpy.random\nnumpy.random.drawn"
+    assert said(numpy, "numpy.random.drawn") == ["0", "0"]
+
+
+def test_the_names_of_a_session_are_those_of_its_main_module() -> None:
+    code = "import pickle\ndef five():\n    return 5\npickle.loads(pickle.dumps(five))()"
+    assert said(code, "pickle.loads(pickle.dumps(five))()") == ["5", "5"]
+
+
 def test_missing_walls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_tool, "_missing_walls", lambda: ["no network namespace"])
     with pytest.raises(ConfigError, match="lacks walls on this machine: no network .* allow_weak_sandbox in"):

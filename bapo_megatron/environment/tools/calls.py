@@ -41,8 +41,9 @@ def tool_calls(turn: str) -> list[Call]:
 
 
 def without_calls(turn: str) -> str:
-    """The text of a turn beside its calls and its thinking part."""
-    return _CALL.sub("", answer_part(turn)).strip()
+    """The text of a turn beside its calls and its thinking part. What is no call, only begun as one, stays:
+    who reads the text can say what is wrong with it."""
+    return _CALL.sub(lambda found: found[0] if _call(found[1]).problem else "", answer_part(turn)).strip()
 
 
 def _call(text: str) -> Call:

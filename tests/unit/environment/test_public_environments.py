@@ -77,12 +77,29 @@ def test_openenv() -> None:
 
 
 def test_verifiers() -> None:
-    """A game of its own environment over kills, with draws; and a task's own reward of one answer."""
+    """A game of its own environment over kills, with draws; and a task's own reward of one answer.
+
+    Rewards see the prompt, and turns without their thoughts. What is no single conversation is refused.
+    """
     played = found("play_verifiers")
     prompt, said, reward = played["game"]
     assert prompt == [{"role": "user", "content": "Guess my number."}]
     assert [one and one.split()[0] for one in said] == ["higher", "lower", None]
     assert reward == 1.5  # the task's, and what the game has recorded
+    assert played["thoughts"][1][0].split()[0] == "higher"
+    assert played["thoughts"][2] == 1.5
+    blocks = [block.split()[:2] for block in played["transcript"].split("\n\n")]
+    assert blocks == [
+        ["[user]", "Guess"],
+        ["[assistant]", "3"],
+        ["[user]", "higher"],
+        ["[assistant]", "6"],
+    ]
+    for name, prompt in (("twice", "Guess my number."), ("other", "Guess again.")):
+        assert played[f"{name}-taskset"] == (
+            f"run() opens a conversation of 'player' beside the episode's, with the prompt {prompt!r}: an "
+            "episode is one conversation, on the prompt of its row"
+        )
     assert [played[name][1:] for name in ("right", "wrong")] == [[[None], 1.0], [[None], 0.0]]
 
 

@@ -65,8 +65,12 @@ def test_textarena() -> None:
 
 
 def test_openenv() -> None:
-    """A session over kills: its seed makes the replay draw the same; the reward comes with the end."""
-    text, whole, refused = found("play_openenv")
+    """A session over kills: its seed makes the replay draw the same; the reward comes with the end. One that
+    is lost goes on in a new one, if that answers the same."""
+    text, whole, refused, kept, lost = found("play_openenv")
+    assert [one.split()[0] for one in kept] == ["higher", "higher", "lower"]
+    assert lost.startswith("the server's session was lost, and a new one answers action 1 with 'higher 0.")
+    assert lost.endswith(": give extra_info.reset a seed")
     assert [said and said.split()[0] for said, _ in text] == ["higher", "lower", None]
     assert [reward for _, reward in text] == [None, None, pytest.approx(1 / 3)]
     assert json.loads(whole) == {"asked": 1, "text": text[0][0]}

@@ -149,7 +149,8 @@ def _completion(turn: str, body: dict[str, Any]) -> dict[str, Any]:
     """
     number = sum(one["role"] == "assistant" for one in body["messages"])
     calls: list[dict[str, Any]] = []
-    for call in tool_calls(turn):
+    offered = body.get("tools")
+    for call in tool_calls(turn, offered if isinstance(offered, list) else []):
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         if call.problem is None:
             calls.append({"id": f"call_{number}_{len(calls)}", "type": "function", "function": function})

@@ -307,6 +307,17 @@ def test_a_call_that_cannot_be_read_stays_in_the_text() -> None:
     assert len(message["tool_calls"]) == 1
 
 
+def test_the_call_of_a_llama_model_is_one_where_the_request_has_tools() -> None:
+    turn = '{"name": "add", "parameters": {"a": 1}}'
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    for tools, calls in (([tool], 1), ([], 0)):
+        body = {"messages": [QUESTION], "tools": tools}
+        [(_, answer)] = asked([(body, True)], [turn], tools_in_prompts=True)
+        message = answer["choices"][0]["message"]
+        assert len(message.get("tool_calls", [])) == calls
+        assert message["content"] == ("" if calls else turn)
+
+
 def test_what_a_request_cannot_have_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
     chat_server._TOLD.clear()
     body = {"messages": [QUESTION], "stop": ["\n"], "max_tokens": None, "tool_choice": "auto", "top_p": 1}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,9 @@ from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.tools.calls import settings_of
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import ChildProcess
+
+_LAST_BYTES = 4096
+"""Bytes of a program's output that are read: its end, however much it has printed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class EndpointEnvironment(LoopEnvironment):
                     await asyncio.sleep(pause_s := min(1.1 * pause_s, 0.25))  # there may be hundreds
             finally:
                 await asyncio.shield(asyncio.to_thread(child.close))
-            printed.seek(0)
+            printed.seek(max(0, printed.seek(0, os.SEEK_END) - _LAST_BYTES))
             words = printed.read().decode(errors="replace").split()
         if code != 0:
             raise RuntimeError(f"{self._own.command} ended with {code}. {self._refusal}".strip())

@@ -16,6 +16,7 @@ Workers of environments load it by that name.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -101,6 +102,10 @@ The last line's value is printed, if the call ends with an expression, and the t
 that a call defines are those of ``__main__``, as in a script: pickle and dataclasses look there.
 """
 
+TURN_LIMITS = 4
+"""Time of all calls of a turn, as multiples of ``limit_s``: else a turn of many calls that hang would run
+into ``environment.step_limit_s``, and fail the response, in place of an error that the model reads."""
+
 _KEPT = "nothing of this call is kept"
 
 
@@ -148,9 +153,14 @@ class PythonTool(Environment):
         calls = self._calls(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=list(self._lost))
-        outputs, errors = [], 0
+        outputs, errors, began = [], 0, time.monotonic()
         for code in calls:
-            output, failed = (f"error: {code}", True) if isinstance(code, ValueError) else self._run(code)
+            if isinstance(code, ValueError):
+                output, failed = f"error: {code}", True
+            elif time.monotonic() - began > TURN_LIMITS * self._settings.limit_s:
+                output, failed = self._left_out(code), True
+            else:
+                output, failed = self._run(code)
             outputs.append(output)
             errors += failed
         metrics = {"calls": float(len(calls)), "call_errors": float(errors)}
@@ -185,6 +195,12 @@ class PythonTool(Environment):
         if ended is None or ended.code not in (WELL, BADLY):
             self._lost.append(len(self._codes) - 1)
         return self._said(ended), ended is None or ended.code != WELL
+
+    def _left_out(self, code: str) -> str:
+        """Note a call for which its turn has no time: what the model is told."""
+        self._codes.append(code)
+        self._lost.append(len(self._codes) - 1)
+        return "error: not run: the calls before it in this turn took too long"
 
     def _said(self, ended: Ended | None) -> str:
         if ended is None:

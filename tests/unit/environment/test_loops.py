@@ -161,6 +161,18 @@ def test_a_program_without_a_command_or_a_reward_is_named() -> None:
         play(EndpointEnvironment, TASK, program("chats"), ["6"])
 
 
+def test_of_a_long_output_the_end_is_read() -> None:
+    code = "import os; os.write(1, b'x' * 10**6)"  # then the task's program, whose reward is the last word
+    settings = {
+        "command": [
+            sys.executable,
+            "-c",
+            f"{code}; import runpy; runpy.run_path({AGENT!r}, run_name='__main__')",
+        ]
+    }
+    assert play(EndpointEnvironment, TASK, settings, ["6"]) == [Reply(None, reward=1.0)]
+
+
 def test_the_variables_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """No proxy between it and its endpoint; the address under all its names."""
     monkeypatch.setenv("OPENAI_API_BASE", "https://api.example/v1")

@@ -84,6 +84,21 @@ def test_what_a_call_takes_too_long_for_is_not_kept() -> None:
     ]
 
 
+def test_a_turn_of_many_slow_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are left out count as calls that are not kept, also after a kill."""
+    monkeypatch.setattr(python_tool, "TURN_LIMITS", 1)
+    turns = [call("x = 1"), call("while True: pass") + call("x = 2") + call("x = 3"), call("x")]
+    replies = check_durable(PythonTool, TASK, {"limit_s": 2.0}, turns, cuts=[2])
+    assert replies[1] == Reply(
+        "error: it took longer than 2 s; nothing of this call is kept\n"
+        "error: not run: the calls before it in this turn took too long\n"
+        "error: not run: the calls before it in this turn took too long",
+        metrics={"calls": 3.0, "call_errors": 3.0},
+        note=[1, 2, 3],
+    )
+    assert replies[2].observation == "1"
+
+
 def test_the_walls_of_the_sandbox() -> None:
     """No file of the run, no process, no network, no key of the environment; memory has a limit."""
     found = said(

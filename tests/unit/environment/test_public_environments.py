@@ -46,13 +46,13 @@ def found(script: str, *arguments: Path, given: object = None) -> Any:
 
 
 def test_textarena() -> None:
-    """Seven games over kills; an observation is the new text, or all that the game repeats."""
+    """Eight games over kills; an observation is the new text, or all that the game repeats."""
     games = found("play_textarena")
     refused = games.pop("refused")
     assert refused.startswith(
         "the prompt's last message does not end with the first observation of Secretary-v0"
     )
-    assert len(games) == 7
+    assert len(games) == 8
     first, second = (said for said, _ in games["GuessTheNumber-v0"][0][:2])
     assert first == "[Player] [3]\n[GAME] The target number is higher."
     assert second == "[Player] I guess [12]\n[GAME] The target number is lower."
@@ -62,6 +62,7 @@ def test_textarena() -> None:
             assert (said[0] is None) == (all_of_it[0] is None)
             assert said[0] is None or all_of_it[0].strip().endswith(said[0])
     assert games["TowerOfHanoi-v0"][0][-1] == [None, 1.0]
+    assert games["ThreeCardMonte-v0"][0][-1] == [None, 0.0]  # of two invalid moves
 
 
 def test_openenv() -> None:

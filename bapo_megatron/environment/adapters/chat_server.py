@@ -78,6 +78,7 @@ def variables(base_url: str, key: str) -> dict[str, str]:
 async def _serve() -> str:
     application = web.Application(client_max_size=64 << 20)
     application.router.add_post("/v1/chat/completions", _complete)
+    application.router.add_route("*", "/{rest:.*}", _not_here)
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -93,9 +94,18 @@ async def _complete(request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         return await _answered(request, body, asyncio.ensure_future(answer(body)))
     except Refused as error:
-        message = {"error": {"message": str(error), "type": "invalid_request_error"}}
-        # OpenAI's client would ask again: it takes 409 for a lock that is soon free.
-        return web.json_response(message, status=error.status, headers={"x-should-retry": "false"})
+        return _refused(error)
+
+
+async def _not_here(request: web.Request) -> web.Response:
+    offered = "POST /v1/chat/completions alone is offered here: set the client to chat completions"
+    return _refused(Refused(404, f"{request.method} {request.path} is not there; {offered}"))
+
+
+def _refused(error: Refused) -> web.Response:
+    message = {"error": {"message": str(error), "type": "invalid_request_error"}}
+    # OpenAI's client would ask again: it takes 409 for a lock that is soon free.
+    return web.json_response(message, status=error.status, headers={"x-should-retry": "false"})
 
 
 async def _answered(

@@ -89,10 +89,12 @@ class EndpointEnvironment(LoopEnvironment):
         try:
             if body.get("tools") and not self._own.tools_in_prompts:
                 raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
-            return await self._conversation.answer(body["messages"])
+            turn = await self._conversation.answer(body["messages"])
         except Refused as error:
             self._refusal = f"Its request was refused: {error}"
             raise
         except asyncio.CancelledError:
             self._refusal = "Its client gave up a request that the model had not answered: raise its timeout"
             raise
+        self._refusal = ""  # what was refused or given up has been mended
+        return turn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bapo_megatron.environment.tools.calls import Call, argument, tool_calls, without_calls
+from tests.support.chat_templates import family_tokenizer
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>'
 
@@ -74,6 +75,21 @@ def test_calls_of_llama() -> None:
         assert tool_calls(answer) == []
     [broken] = tool_calls("<|python_tag|>print(1)")
     assert str(broken.problem).startswith("the tool call is no JSON: ")
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2.5", "Llama 3.1"])
+def test_the_calls_that_a_template_writes_are_read(family: str) -> None:
+    """As the template itself shows the model's earlier calls, with the thinking part that it may begin."""
+    arguments = {"code": "print('ä </b>', \"x\")\ny"}
+    call = {"type": "function", "function": {"name": "python", "arguments": arguments}}
+    question = {"role": "user", "content": "?"}
+    messages = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer = family_tokenizer(family)
+    prompt = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text.startswith(prompt)
+    turn = text.removeprefix(prompt).rstrip().removesuffix(tokenizer.eos_token)
+    assert tool_calls(turn) == [Call("python", arguments)]
 
 
 def test_json_that_is_nested_without_end_is_a_problem() -> None:

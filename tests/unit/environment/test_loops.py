@@ -402,6 +402,43 @@ def test_a_question_whose_client_has_gone_may_be_asked_again() -> None:
     assert json.loads(found[1][1])["choices"][0]["message"]["content"] == "6"
 
 
+def test_another_api_is_named() -> None:
+    class Responses(Patient):
+        async def second(self) -> None:
+            async with self.session.post("responses", json={"input": "higher"}) as answer:
+                self.found.append((answer.status, await answer.json()))
+            await super().second()
+
+    async def played() -> list[Any]:
+        agent = Responses(TASK, {})
+        agent.go_on.set()
+        assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+        return agent.found
+
+    _, (status, answer), _ = asyncio.run(asyncio.wait_for(played(), 60))
+    assert status == 404
+    assert answer["error"]["message"] == (
+        "POST /v1/responses is not there; POST /v1/chat/completions alone is offered here: set the client to "
+        "chat completions"
+    )
+
+
+def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
+    class Mended(Patient):
+        async def second(self) -> None:
+            await self.post(TURN)
+            await super().second()
+            raise RuntimeError(f"broken. {self._refusal}".strip())
+
+    async def played() -> list[Reply]:
+        agent = Mended(TASK, {})
+        agent.go_on.set()
+        return await two_turns(agent)
+
+    with pytest.raises(RuntimeError, match=r"^broken\.$"):
+        asyncio.run(asyncio.wait_for(played(), 60))
+
+
 def test_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same one, too: who asks twice at a time wants two answers. OpenAI's client is told not to ask
     again, which it does after 409."""

@@ -3,6 +3,6 @@
 ``from bapo_megatron.environment import Environment`` is the import of users' files.
 """
 
-from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
+from bapo_megatron.environment.interface import Environment, Reply, Task, Turn, unjudged
 
-__all__ = ["Environment", "Reply", "Task", "Turn"]
+__all__ = ["Environment", "Reply", "Task", "Turn", "unjudged"]

@@ -91,3 +91,11 @@ class Environment:
 
     def close(self) -> None:
         """Release what the episode holds. Called at its end, also after an error; not after a kill."""
+
+
+def unjudged(_prompt: Any, _response: str) -> float:
+    """Reward 0 of a response whose environment gave none: cut before its end, or never begun.
+
+    For ``reward.function``, where the environment gives all rewards and rows have no answer.
+    """
+    return 0.0

@@ -94,7 +94,16 @@ def ground_truth_check(function: str, begun: bool = False) -> Callable[[str], st
     def check_either(ground_truth: str) -> str | None:
         return (check_tests if is_tests(ground_truth) else math.check_ground_truth)(ground_truth)
 
-    check = {"math": check_math, "code": check_tests, "math_or_code": check_either}.get(function)
+    def check_one(ground_truth: str) -> str | None:
+        if ground_truth.strip() == "-":  # of rows for environments
+            return (
+                "'-' stands for no answer: where an environment gives the rewards set "
+                "reward.function=bapo_megatron.environment:unjudged, else leave the row out"
+            )
+        return of[function](ground_truth)
+
+    of = {"math": check_math, "code": check_tests, "math_or_code": check_either}
+    check = check_one if function in of else None
     return _accepted if begun and check else check
 
 

@@ -1,7 +1,7 @@
 """An agent program, with nothing but the standard library: it plays a guessing game over chat completions.
 
 It reads its task on stdin, asks the endpoint of OPENAI_BASE_URL, and prints its reward. Arguments change
-what it does: ``rewrites`` (its history), ``streams``, ``tools``, ``dies``, ``waits``, ``silent``.
+what it does: ``rewrites`` (its history), ``streams``, ``tools``, ``dies``, ``waits``, ``silent``, ``chats``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def main() -> None:
         if "rewrites" in sys.argv:
             messages[0] = {"role": "user", "content": "Guess again."}
         messages.append({"role": "user", "content": "higher" if number > guess else "lower"})
-    if "silent" not in sys.argv:
+    if "chats" in sys.argv:
+        print("done")
+    elif "silent" not in sys.argv:
         print(f"done\n{1 / asked}")
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,27 +17,38 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
+from bapo_megatron.environment.adapters.conversation import Refused
 from bapo_megatron.environment.tools.calls import tool_calls, without_calls
 
 Answer = Callable[[dict[str, Any]], Awaitable[str]]
 """What answers a request of an episode. Raises ``Refused``."""
 
-Said = tuple[str, str]
-"""Role and text of a message. An assistant's text is not compared: programs write calls as they like."""
+KEEP_ALIVE_S = 10.0
+"""Time between two blanks, which JSON may begin with, that are sent while the model answers: clients and
+proxies end a connection that is silent for long (OpenAI's after 600 s), and a turn may take longer."""
 
-_NOT_OFFERED = {"stream": (None, False), "logprobs": (None, False), "n": (None, 1)}
+_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "logprobs": (None, False),
+    "n": (None, 1),
+}
 """Fields of a request that change the answer's form, with the values that do not."""
+
+_UNHEEDED: dict[str, tuple[Any, ...]] = {
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto"),
+    "functions": (None, []),
+    "stop": (None, []),
+    "max_tokens": (None,),
+    "max_completion_tokens": (None,),
+}
+"""Fields that bind the model where they are heeded, with the values that do not. Here they do nothing."""
+
+_TOLD: set[str] = set()
+"""Those of which this worker has told."""
 
 _URLS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[str]] = WeakKeyDictionary()
 _ANSWERS: dict[str, Answer] = {}
-
-
-class Refused(Exception):
-    """Refusal of a request, with its HTTP status and the reason. Raised by ``EndpointEnvironment``."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 async def opened(key: str, answer: Answer) -> str:
@@ -52,22 +65,20 @@ def closed(key: str) -> None:
     _ANSWERS.pop(key, None)
 
 
-def said(messages: list[dict[str, Any]]) -> list[Said]:
-    """Role and text of each message; the text of an assistant's is empty."""
-    return [(str(one.get("role")), "" if one.get("role") == "assistant" else _text(one)) for one in messages]
-
-
-def _text(message: dict[str, Any]) -> str:
-    content = message.get("content") or ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if any(part.get("type") != "text" for part in parts):
-        raise Refused(400, "a message has content that is no text")
-    return "".join(part["text"] for part in parts)
+def variables(base_url: str, key: str) -> dict[str, str]:
+    """Environment of the program. No proxy may come between it and its endpoint, as httpx would have it; and
+    langchain and older litellm read another name of the address, which may be that of a real service."""
+    without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if without.strip() != "*":
+        without = ",".join(filter(None, [without, "127.0.0.1"]))
+    own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
+    return {**os.environ, **own, "no_proxy": without, "NO_PROXY": without}
 
 
 async def _serve() -> str:
     application = web.Application(client_max_size=64 << 20)
     application.router.add_post("/v1/chat/completions", _complete)
+    application.router.add_route("*", "/{rest:.*}", _not_here)
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -75,40 +86,96 @@ async def _serve() -> str:
     return f"http://{host}:{port}/v1"
 
 
-async def _complete(request: web.Request) -> web.Response:
+async def _complete(request: web.Request) -> web.StreamResponse:
     try:
         answer = _ANSWERS.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
         if answer is None:
             raise Refused(401, "no episode has this key")
         body = await _body(request)
-        return web.json_response(_completion(await answer(body), str(body.get("model", "policy"))))
+        return await _answered(request, body, asyncio.ensure_future(answer(body)))
     except Refused as error:
-        message = {"error": {"message": str(error), "type": "invalid_request_error"}}
-        return web.json_response(message, status=error.status)
+        return _refused(error)
+
+
+async def _not_here(request: web.Request) -> web.Response:
+    offered = "POST /v1/chat/completions alone is offered here: set the client to chat completions"
+    return _refused(Refused(404, f"{request.method} {request.path} is not there; {offered}"))
+
+
+def _refused(error: Refused) -> web.Response:
+    message = {"error": {"message": str(error), "type": "invalid_request_error"}}
+    # OpenAI's client would ask again: it takes 409 for a lock that is soon free.
+    return web.json_response(message, status=error.status, headers={"x-should-retry": "false"})
+
+
+async def _answered(
+    request: web.Request, body: dict[str, Any], turn: asyncio.Future[str]
+) -> web.StreamResponse:
+    """The answer to a request, which begins with blanks if it takes long. Refused, at once if at all."""
+    response: web.StreamResponse | None = None
+    try:
+        while not (await asyncio.wait([turn], timeout=KEEP_ALIVE_S))[0]:
+            if response is None:
+                response = web.StreamResponse(headers={"Content-Type": "application/json"})
+                await response.prepare(request)
+            await response.write(b" ")
+        completion = _completion(turn.result(), body)
+    finally:
+        turn.cancel()
+    if response is None:
+        return web.json_response(completion)
+    await response.write(json.dumps(completion).encode())
+    await response.write_eof()
+    return response
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Refused(400, "the request is no JSON") from None
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise Refused(400, "the request has no list of messages")
     for name, allowed in _NOT_OFFERED.items():
         if body.get(name) not in allowed:
             raise Refused(400, f"{name}={body[name]!r} is not offered here: leave it out")
+    for name, allowed in _UNHEEDED.items():
+        if body.get(name) not in allowed and name not in _TOLD:
+            _TOLD.add(name)
+            print(
+                f"environment: the agent's requests have {name}={repr(body[name])[:80]}, which does nothing "
+                "here: the run's settings say how its model samples",
+                file=sys.stderr,
+                flush=True,
+            )
     return body
 
 
-def _completion(turn: str, model: str) -> dict[str, Any]:
-    """The answer for a turn of the model: its text, and its calls in the form of Qwen and Hermes models."""
-    calls = []
-    for number, call in enumerate(tool_calls(turn)):
+def _completion(turn: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer for a turn of the model: its text, and its calls in OpenAI's form.
+
+    Ids differ from turn to turn, because programs keep answers and calls by them, and are the same after a
+    replay. Tokens are not counted here; programs that add up ``usage`` read zeros.
+    """
+    number = sum(one["role"] == "assistant" for one in body["messages"])
+    calls: list[dict[str, Any]] = []
+    offered = body.get("tools")
+    for call in tool_calls(turn, offered if isinstance(offered, list) else []):
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         if call.problem is None:
-            calls.append({"id": f"call_{number}", "type": "function", "function": function})
+            calls.append({"id": f"call_{number}_{len(calls)}", "type": "function", "function": function})
     message = {"role": "assistant", "content": without_calls(turn) if calls else turn}
-    finished = {"finish_reason": "tool_calls" if calls else "stop"}
-    choice = {"index": 0, "message": {**message, **({"tool_calls": calls} if calls else {})}, **finished}
-    about = {"id": "turn", "object": "chat.completion", "created": int(time.time()), "model": model}
-    return {**about, "choices": [choice]}
+    choice = {
+        "index": 0,
+        "message": {**message, **({"tool_calls": calls} if calls else {})},
+        "finish_reason": "tool_calls" if calls else "stop",
+        "logprobs": None,
+    }
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": str(body.get("model", "policy")),
+        "choices": [choice],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }

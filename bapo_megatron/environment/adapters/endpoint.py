@@ -21,10 +21,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bapo_megatron.environment.adapters import chat_server
-from bapo_megatron.environment.adapters.chat_server import Refused, Said
+from bapo_megatron.environment.adapters.conversation import Conversation, Refused
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.tools.calls import settings_of
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import ChildProcess
+
+_LAST_BYTES = 4096
+"""Bytes of a program's output that are read: its end, however much it has printed."""
 
 
 @dataclass(frozen=True)
@@ -45,56 +49,52 @@ class EndpointEnvironment(LoopEnvironment):
 
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint; its reward, or None."""
-        variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
+        if not self._own.command:
+            raise ConfigError("environment.settings has no command: give the agent program and its arguments")
+        variables, pause_s = chat_server.variables(base_url, key), 0.02
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
             given.write(json.dumps(asdict(self.task)).encode())
             given.seek(0)
             child = ChildProcess(self._own.command, variables, guarded=True, stdin=given, stdout=printed)
             try:
                 while (code := child.wait_end(0)) is None:
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(pause_s := min(1.1 * pause_s, 0.25))  # there may be hundreds
             finally:
                 await asyncio.shield(asyncio.to_thread(child.close))
-            printed.seek(0)
-            lines = printed.read().decode(errors="replace").split()
+            printed.seek(max(0, printed.seek(0, os.SEEK_END) - _LAST_BYTES))
+            words = printed.read().decode(errors="replace").split()
         if code != 0:
             raise RuntimeError(f"{self._own.command} ended with {code}. {self._refusal}".strip())
-        return float(lines[-1]) if lines else None
+        try:
+            return float(words[-1]) if words else None
+        except ValueError:
+            raise RuntimeError(
+                f"{self._own.command} has printed {words[-1][:80]!r} last, which is no reward: print a "
+                "number at the end, or nothing on stdout"
+            ) from None
 
     async def play(self, ask: Ask) -> float | None:
         """Give the program an endpoint for as long as it runs."""
-        self._own = settings_of(EndpointSettings, self.settings)
-        self._policy, self._refusal, self._asking = ask, "", asyncio.Lock()
-        self._history, self._has_asked = chat_server.said(self.task.messages), False
+        self._own, self._refusal = settings_of(EndpointSettings, self.settings), ""
+        self._conversation = Conversation(self.task.messages, self.role, ask)
         key = secrets.token_hex(16)
         try:
             return await self.run(await chat_server.opened(key, self._answer), key)
         finally:
             chat_server.closed(key)
+            self._conversation.close()
 
     async def _answer(self, body: dict[str, Any]) -> str:
         """The policy's turn for a request."""
         try:
             if body.get("tools") and not self._own.tools_in_prompts:
                 raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
-            if self._asking.locked():
-                raise Refused(409, "an episode is one conversation: ask one question at a time")
-            async with self._asking:
-                turn = await self._policy(self._new(chat_server.said(body["messages"])))
-                self._history = [*self._history, ("assistant", "")]
-                return turn
+            turn = await self._conversation.answer(body["messages"])
         except Refused as error:
             self._refusal = f"Its request was refused: {error}"
             raise
-
-    def _new(self, messages: list[Said]) -> str | None:
-        """What the messages add to the conversation; None for the first, which are the prompt."""
-        old, new = messages[: len(self._history)], messages[len(self._history) :]
-        if old != self._history or bool(new) != self._has_asked:
-            raise Refused(
-                409, "it rewrites what was said before, or does not begin with the dataset's prompt"
-            )
-        if any(role != self.role for role, _ in new):
-            raise Refused(409, f"it adds a message that is no {self.role}'s: set `role` in a subclass")
-        self._has_asked, self._history = True, messages
-        return "\n".join(text for _, text in new) if new else None
+        except asyncio.CancelledError:
+            self._refusal = "Its client gave up a request that the model had not answered: raise its timeout"
+            raise
+        self._refusal = ""  # what was refused or given up has been mended
+        return turn

@@ -1,7 +1,7 @@
 """Adapter of a loop: a user's own ``async def play(ask)`` as an environment, a turn of the model an ``ask``.
 
 Durable by replay: a new object runs ``play`` again, and answers its questions from the journal. Only the
-standard library is imported. Used by ``endpoint.py`` and ``verifiers_v1.py``.
+standard library is imported. Used by ``conversation.py``, ``endpoint.py`` and ``verifiers_v1.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class LoopEnvironment(Environment):
         self._turns: asyncio.Queue[str] = asyncio.Queue()
         self._replies: asyncio.Queue[Reply | Exception] = asyncio.Queue()
         self._playing: asyncio.Task[None] | None = None
+        self._is_asking = self._is_closed = False
 
     async def play(self, ask: Ask) -> float | None:
         """Play the episode: ``await ask(observation)`` is the model's next turn. Its end is the episode's.
@@ -45,18 +46,31 @@ class LoopEnvironment(Environment):
 
     def close(self) -> None:
         """End the loop, wherever it is."""
+        self._is_closed = True
         if self._playing is not None:
             self._playing.cancel()
 
     async def _ask(self, observation: str | None) -> str:
+        if self._is_asking:  # each would get the turn that answers another
+            raise RuntimeError(
+                "play() asks while its last question has no answer, or was given up: an episode is one "
+                "conversation, so await each ask() before the next, and never cancel one"
+            )
+        self._is_asking = True
         self._replies.put_nowait(Reply(observation or ""))
-        return await self._turns.get()
+        turn = await self._turns.get()
+        self._is_asking = False
+        return turn
 
     async def _play(self) -> None:
         try:
             self._replies.put_nowait(Reply(None, reward=await self.play(self._ask)))
         except Exception as error:  # the step that waits raises it
             self._replies.put_nowait(error)
+        except BaseException as error:  # sys.exit() in a task would end the worker, with all that it holds
+            if self._is_closed:
+                raise
+            self._replies.put_nowait(_ended(error))
 
     async def _next(self) -> Reply:
         found = await self._replies.get()
@@ -75,3 +89,10 @@ class LoopEnvironment(Environment):
                 f"play() asks first {first.observation[:200]!r}, and the prompt's last message is "
                 f"{prompt[:200]!r}: ask(None), or put into the dataset's prompts what the loop asks"
             )
+
+
+def _ended(error: BaseException) -> RuntimeError:
+    """What a step raises for a ``play`` that left with ``error``, no Exception."""
+    ended = RuntimeError(f"play() ended with {error!r}")
+    ended.__cause__ = error
+    return ended

@@ -4,8 +4,9 @@
     environment.settings = {"url": "http://localhost:8000", "action": "message", "observation": "text"}
 
 A row's ``extra_info`` may have ``reset``: arguments of the server's reset, such as ``{"seed": 3}``, without
-which a server that draws cannot replay. Rewards of the steps add up. Tried with openenv-core 0.3.0. Workers
-of environments load it by that name.
+which a server that draws cannot replay. Rewards of the steps add up. A session that is lost, because the
+server was started again, or ended what was idle, is replayed in a new one. Tried with openenv-core 0.3.0.
+Workers of environments load it by that name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from openenv.core import GenericEnvClient
+from websockets.exceptions import ConnectionClosed
 
 from bapo_megatron.environment.interface import Environment, Reply, Task
 from bapo_megatron.environment.tools.calls import answer_part, settings_of
@@ -45,21 +47,48 @@ class OpenEnv(Environment):
         if not self._settings.url:
             raise ConfigError("environment.settings has no url: give the address of an OpenEnv server")
         self._client: Any = None
+        self._acted: list[tuple[str, str]] = []
+        """Actions so far, and what was shown after each."""
 
     async def step(self, turn: str) -> Reply:
         """Act in the session, which the first step opens."""
+        action = answer_part(turn).strip()
+        try:
+            reply = await self._reply(action)
+        except (ConnectionError, ConnectionClosed):
+            if self._client is None:  # a new one could not be opened
+                raise
+            await self.close()
+            reply = await self._reply(action)
+        if reply.observation is not None:
+            self._acted.append((action, reply.observation))
+        return reply
+
+    async def _reply(self, action: str) -> Reply:
+        """What the server answers to an action, in a session that has had those before it."""
         if self._client is None:
-            self._client = GenericEnvClient(base_url=self._settings.url)
-            await self._client.connect()
-            await self._client.reset(**self.task.extra_info.get("reset", {}))
-        result = await self._client.step({self._settings.action: answer_part(turn).strip()})
+            client = GenericEnvClient(base_url=self._settings.url)
+            await client.connect()
+            self._client = client
+            await client.reset(**self.task.extra_info.get("reset", {}))
+            for place, (acted, shown) in enumerate(self._acted, 1):
+                if (again := (await self._sent(acted)).observation) != shown:
+                    raise ValueError(
+                        f"the server's session was lost, and a new one answers action {place} with "
+                        f"{str(again)[:100]!r} in place of {shown[:100]!r}: give extra_info.reset a seed"
+                    )
+        return await self._sent(action)
+
+    async def _sent(self, action: str) -> Reply:
+        result = await self._client.step({self._settings.action: action})
         said = None if result.done else self._shown(result.observation)
         return Reply(said, reward=None if result.reward is None else float(result.reward))
 
     async def close(self) -> None:  # type: ignore[override]
         """Close the session."""
         if self._client is not None:
-            await self._client.close()
+            client, self._client = self._client, None
+            await client.close()
 
     def _shown(self, observation: Mapping[str, Any]) -> str:
         field = self._settings.observation

@@ -51,8 +51,7 @@ class TextArena(Environment):
         """Make the move: the turn without its thinking part. The only player's reward comes with the end."""
         over, _ = self._game.step(action=answer_part(turn).strip())
         if over:
-            rewards, _ = self._game.close()
-            return Reply(None, reward=float(rewards[0]))
+            return Reply(None, reward=reward_of(*self._game.close()))
         before, self._shown = self._shown, observed(self._game)
         said = self._shown.removeprefix(before).strip() if self._new_text_only else self._shown
         return Reply(said)
@@ -70,6 +69,15 @@ def observed(game: Any) -> str:
     """What its player sees now."""
     _, observation = game.get_observation()
     return str(observation)
+
+
+def reward_of(rewards: Mapping[int, Any], about: Mapping[int, Mapping[str, Any]]) -> float:
+    """The only player's reward. Some games of 0.7.4 (Countdown, Cryptarithm, Slitherlink, ThreeCardMonte) end
+    invalid moves with the reward and its reason the wrong way round."""
+    reward = rewards[0]
+    if isinstance(reward, str):
+        reward = str(about[0]["reason"]).removeprefix("Invalid Move: ")
+    return float(reward)
 
 
 def rows(env_id: str, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:

@@ -36,7 +36,8 @@ class VerifiersV1(LoopEnvironment):
         task = next(itertools.islice(iter(environment.taskset), self.task.extra_info["idx"], None))
         random.setstate(state)
         episode = vf.Episode(env=vf.EnvInfo(id=environment.config.env_id), task=_traced(task))
-        await environment.setup(agents := _Agents(ask=ask, traces=episode.traces))
+        agents = _Agents(ask=ask, traces=episode.traces, prompt=_prompt(task), talks=[])
+        await environment.setup(agents)
         await environment.run(task, agents)
         await environment.finalize(task, episode)
         return float(sum(trace.reward for trace in episode.traces))
@@ -44,12 +45,12 @@ class VerifiersV1(LoopEnvironment):
 
 class _Agents(SimpleNamespace):
     def __getattr__(self, name: str) -> _Agent:
-        return _Agent(name, self.__dict__["ask"], self.__dict__["traces"])
+        return _Agent(name, self)
 
 
 class _Agent:
-    def __init__(self, name: str, ask: Ask, traces: list[Any]) -> None:
-        self._name, self._ask, self._traces = name, ask, traces
+    def __init__(self, name: str, all_agents: Any) -> None:
+        self._name, self._all = name, all_agents
 
     async def run(self, task: Any) -> Any:
         async with self.interaction(task) as interaction:
@@ -59,22 +60,51 @@ class _Agent:
     @asynccontextmanager
     async def interaction(self, task: Any) -> AsyncIterator[Any]:
         """A conversation on the task, whose rewards judge its end; ``turn`` is the policy's next turn."""
-        trace: Any = vf.Trace(
-            task=_traced(task), agent=vf.AgentInfo(config=vf.AgentConfig(), name=self._name)
-        )
+        info = vf.AgentInfo(config=vf.AgentConfig(), name=self._name)
+        trace: Any = vf.Trace(task=_traced(task), agent=info)
+        _add(trace, _prompt(task), sampled=False)
 
         async def turn(message: Any = None) -> Any:
-            texts = [message] if isinstance(message, str) else [one.content for one in message or []]
-            answer = vf.AssistantMessage(content=await self._ask("\n".join(texts) if texts else None))
-            for said in (*(vf.UserMessage(content=text) for text in texts), answer):
-                parent = len(trace.nodes) - 1 if trace.nodes else None
-                trace.nodes.append(vf.MessageNode(parent=parent, message=said, sampled=said is answer))
+            given = [vf.UserMessage(content=message)] if isinstance(message, str) else message or []
+            self._check(task, trace, given)
+            _add(trace, given, sampled=False)
+            observation = "\n".join(one.content for one in given) if given else None
+            answer = _answer(await self._all.ask(observation))
+            _add(trace, [answer], sampled=True)
             return vf.Segment([answer])
 
         yield SimpleNamespace(trace=trace, turn=turn)
         trace.is_completed = trace.ok = True
         await task.score(trace)
-        self._traces.append(trace)
+        self._all.traces.append(trace)
+
+    def _check(self, task: Any, trace: Any, given: Any) -> None:
+        """ValueError where a prompt opens a conversation that the policy has not seen: an episode is one."""
+        opens = not given and not trace.num_turns
+        if opens and (self._all.talks or _prompt(task) != self._all.prompt):
+            raise ValueError(
+                f"run() opens a conversation of {self._name!r} beside the episode's, with the prompt "
+                f"{task.data.prompt_text[:80]!r}: an episode is one conversation, on the prompt of its row"
+            )
+        self._all.talks.append(self._name)
+
+
+def _prompt(task: Any) -> list[Any]:
+    said = (vf.SystemMessage, task.data.system_prompt), (vf.UserMessage, task.data.prompt_text)
+    return [kind(content=text) for kind, text in said if text]
+
+
+def _answer(turn: str) -> Any:
+    """The policy's turn with its thoughts apart, as a server with a parser of them gives it to rewards."""
+    thought, found, said = turn.rpartition("</think>")
+    thoughts = {"reasoning_content": thought.strip().removeprefix("<think>").strip()} if found else {}
+    return vf.AssistantMessage(content=said.strip() if found else turn, **thoughts)
+
+
+def _add(trace: Any, messages: Any, sampled: bool) -> None:
+    for message in messages:
+        parent = len(trace.nodes) - 1 if trace.nodes else None
+        trace.nodes.append(vf.MessageNode(parent=parent, message=message, sampled=sampled))
 
 
 @cache
@@ -87,8 +117,7 @@ def loaded(settings: str) -> Any:
 def rows(settings: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
     """Rows of a dataset, in the fields of ``data.path``: the first ``count`` tasks, with system prompts."""
     for task in itertools.islice(iter(loaded(json.dumps(settings)).taskset), count):
-        said = {"system": task.data.system_prompt, "user": task.data.prompt_text}
-        prompt = [{"role": role, "content": text} for role, text in said.items() if text]
+        prompt = [{"role": one.role, "content": one.content} for one in _prompt(task)]
         judged = {
             "reward_model": {"ground_truth": "-", "style": "rule"},
             "extra_info": {"idx": task.data.idx},

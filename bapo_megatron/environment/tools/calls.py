@@ -1,5 +1,11 @@
 """Tool calls in a turn of the model, and the settings of a tool; pure functions on text.
 
+Read are the forms in which the templates of the models that are trained here ask for calls:
+
+    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>                          Qwen, Hermes
+    <tool_call><function=add><parameter=a>1</parameter></function></tool_call>             Qwen3-Coder
+    {"name": "add", "parameters": {"a": 1}}, alone, maybe behind <|python_tag|>            Llama 3.1, 3.2
+
 Only the standard library is imported: an environment may run in an interpreter of its own. Used by
 ``calculator.py``, ``python_tool.py`` and ``environment/adapters/``.
 """
@@ -8,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, get_type_hints
 
@@ -16,6 +22,15 @@ from bapo_megatron.errors import ConfigError
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 """A call of Qwen and Hermes models. The last may be open: its end is the token that ended the turn."""
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)(?:\n?</parameter>|\Z)", re.DOTALL)
+"""An argument. The template puts a line break on either side of a value; others belong to it."""
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_PYTHON_TAG = "<|python_tag|>"
+
+Tools = Sequence[Any]
+"""Schemas of tools, as OpenAI's chat completions have them. They say which arguments are no texts."""
 
 T = TypeVar("T")
 
@@ -35,27 +50,81 @@ def answer_part(turn: str) -> str:
     return turn.rpartition("</think>")[2]
 
 
-def tool_calls(turn: str) -> list[Call]:
-    """The calls of a turn, ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, in their order."""
-    return [_call(found) for found in _CALL.findall(answer_part(turn))]
+def tool_calls(turn: str, tools: Tools | None = None) -> list[Call]:
+    """The calls of a turn, in their order. ``tools``: what may be called; None: not known. Where nothing
+    may be, an object alone is an answer."""
+    text = answer_part(turn)
+    found = [_call(one, tools or ()) for one in _CALL.findall(text)]
+    return found or (_object_alone(text) if tools is None or tools else [])
 
 
 def without_calls(turn: str) -> str:
-    """The text of a turn beside its calls and its thinking part."""
-    return _CALL.sub("", answer_part(turn)).strip()
+    """The text of a turn that has calls, beside them and its thinking part. What is no call, only begun as
+    one, stays: who reads the text can say what is wrong with it."""
+    text = answer_part(turn)
+    if not _CALL.search(text):
+        return ""
+    return _CALL.sub(lambda found: found[0] if _call(found[1], ()).problem else "", text).strip()
 
 
-def _call(text: str) -> Call:
+def _call(text: str, tools: Tools) -> Call:
+    if function := _FUNCTION.match(text):
+        name = function[1].strip()
+        types = _types(name, tools)
+        found = {key.strip(): value for key, value in _PARAMETER.findall(function[2])}
+        return Call(name, {key: _typed(value, types.get(key)) for key, value in found.items()})
     try:
         call = json.loads(text)
     except (ValueError, RecursionError) as error:
         return Call(problem=f"the tool call is no JSON: {error}")
+    return _call_of(call, "arguments")
+
+
+def _call_of(call: Any, field: str) -> Call:
+    """The call that an object is, with its arguments in ``field``."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return Call(problem='the tool call is no object with a "name"')
-    arguments = call.get("arguments", {})
+    arguments = call.get(field, {})
     if not isinstance(arguments, dict):
-        return Call(problem='the "arguments" of the tool call are no object')
+        return Call(problem=f'the "{field}" of the tool call are no object')
     return Call(call["name"], arguments)
+
+
+def _object_alone(text: str) -> list[Call]:
+    """The call of a Llama model, whose whole turn is an object; none if it is an answer."""
+    stripped = text.strip()
+    is_tagged, body = stripped.startswith(_PYTHON_TAG), stripped.removeprefix(_PYTHON_TAG)
+    if not is_tagged and not (body.startswith("{") and body.endswith("}")):
+        return []
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return [Call(problem=f"the tool call is no JSON: {error}")] if is_tagged else []
+    call = _call_of(found, "parameters")
+    is_call = call.problem is None and "parameters" in found
+    return [call] if is_call or is_tagged else []
+
+
+def _types(name: str, tools: Tools) -> dict[str, Any]:
+    """The type of each argument of a tool, as far as its schema says it."""
+    for one in tools:
+        function = one.get("function") if isinstance(one, dict) else None
+        if isinstance(function, dict) and function.get("name") == name:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            known = properties.items() if isinstance(properties, dict) else ()
+            return {key: schema.get("type") for key, schema in known if isinstance(schema, dict)}
+    return {}
+
+
+def _typed(value: str, kind: Any) -> Any:
+    """A value that is written without quotes: a text, unless the schema has another type and it is one."""
+    if kind is None or kind == "string":
+        return value
+    try:
+        return _PYTHON_WORDS[value] if value in _PYTHON_WORDS else json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def argument(call: Call, tool: str, name: str) -> str:

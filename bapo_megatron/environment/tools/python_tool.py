@@ -6,8 +6,9 @@
 A call sees what the calls before it have defined, as in a notebook. Between two calls nothing runs: the
 session is rebuilt from the turns, by running the earlier calls again, silently, in a fresh sandbox
 (docs/rewards.md#the-sandbox). So an episode costs no process while the model samples, and after a kill it
-goes on. What earlier calls draw is seeded; what they read from a clock differs. A turn without a call is the
-answer, which ends the episode; ``reward.function`` judges it. A call costs a sandbox
+goes on. What earlier calls draw is seeded (``random``, numpy's global generator, the order of sets); what
+they read from a clock differs, and what they draw from the system, as numpy's ``default_rng()`` does. A turn
+without a call is the answer, which ends the episode; ``reward.function`` judges it. A call costs a sandbox
 (benchmarks/results/code_sandbox.md: about 20 a second and core), and the time of the calls before it.
 Workers of environments load it by that name.
 """
@@ -15,6 +16,7 @@ Workers of environments load it by that name.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,8 +29,26 @@ from bapo_megatron.reward.code import last_code_block
 from bapo_megatron.reward.sandbox.requirements import FIX, sandbox_notes
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
-RUNNER = r"""
-import ast, contextlib, io, json, linecache, random, sys, traceback
+WELL, BADLY = 100, 101
+"""Exit codes of a call that ran to its end, and of one that raised. Others are those of an interpreter that
+the call itself ended, also by ``os._exit(0)``: played again, it would end all calls behind it."""
+
+RUNNER = (
+    r"""
+import ast, contextlib, io, json, linecache, os, random, sys, traceback, types
+from importlib.machinery import PathFinder
+
+class Seeds:
+    # Seeds numpy's generator when it is imported: what a call has drawn, it must draw again.
+    def find_spec(self, name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path) if name == "numpy.random" else None
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+            def exec_module(module):
+                load(module)
+                module.seed(0)
+            spec.loader.exec_module = exec_module
+        return spec
 
 def run(code, space, shows):
     tree = ast.parse(code, "<call>")
@@ -39,13 +59,26 @@ def run(code, space, shows):
         if value is not None:
             print(repr(value))
 
+def run_before(codes, space):
+    # Silently: also what is written to the descriptor goes where stderr goes, nowhere.
+    output, shown = sys.stdout, os.dup(1)
+    os.dup2(2, 1)
+    for code in codes:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(BaseException):
+            run(code, space, False)
+    with contextlib.suppress(ValueError):
+        output.flush()
+    os.dup2(shown, 1)
+    os.close(shown)
+
 def main():
     session = json.load(sys.stdin)
     random.seed(0)
-    space = {"__name__": "__main__"}
-    for code in session["before"]:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(BaseException):
-            run(code, space, False)
+    sys.meta_path.insert(0, Seeds())
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    space = module.__dict__
+    if session["before"]:
+        run_before(session["before"], space)
     code = session["code"]
     linecache.cache["<call>"] = (len(code), None, (code + "\n").splitlines(True), "<call>")
     try:
@@ -54,14 +87,24 @@ def main():
         frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == "<call>"]
         lines = [*traceback.format_list(frames[-3:]), *traceback.format_exception_only(error)]
         print("".join(lines), end="")
-        sys.exit(1)
+        sys.exit(BADLY)
+    sys.exit(WELL)
 
+WELL, BADLY = """
+    + f"{WELL}, {BADLY}"
+    + r"""
 main()
 """
+)
 """Program of the sandbox: runs the calls before without output, then the call; prints what it ends with.
 
-The last line's value is printed, if the call ends with an expression, and the traceback of an error.
+The last line's value is printed, if the call ends with an expression, and the traceback of an error. Names
+that a call defines are those of ``__main__``, as in a script: pickle and dataclasses look there.
 """
+
+TURN_LIMITS = 4
+"""Time of all calls of a turn, as multiples of ``limit_s``: else a turn of many calls that hang would run
+into ``environment.step_limit_s``, and fail the response, in place of an error that the model reads."""
 
 _KEPT = "nothing of this call is kept"
 
@@ -110,9 +153,14 @@ class PythonTool(Environment):
         calls = self._calls(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=list(self._lost))
-        outputs, errors = [], 0
+        outputs, errors, began = [], 0, time.monotonic()
         for code in calls:
-            output, failed = (f"error: {code}", True) if isinstance(code, ValueError) else self._run(code)
+            if isinstance(code, ValueError):
+                output, failed = f"error: {code}", True
+            elif time.monotonic() - began > TURN_LIMITS * self._settings.limit_s:
+                output, failed = self._left_out(code), True
+            else:
+                output, failed = self._run(code)
             outputs.append(output)
             errors += failed
         metrics = {"calls": float(len(calls)), "call_errors": float(errors)}
@@ -141,12 +189,18 @@ class PythonTool(Environment):
         """Run a call: its output, and whether it failed."""
         before = [one for place, one in enumerate(self._codes) if place not in self._lost]
         limit_s = self._settings.limit_s
-        with Sandbox(RUNNER, "", self._settings.memory_mb, limit_s) as sandbox:
+        with Sandbox(RUNNER, "", self._settings.memory_mb, limit_s, hash_seed=0) as sandbox:
             ended = sandbox.run(json.dumps({"before": before, "code": code}), limit_s)
         self._codes.append(code)
-        if ended is None or ended.code not in (0, 1):
+        if ended is None or ended.code not in (WELL, BADLY):
             self._lost.append(len(self._codes) - 1)
-        return self._said(ended), ended is None or ended.code != 0
+        return self._said(ended), ended is None or ended.code != WELL
+
+    def _left_out(self, code: str) -> str:
+        """Note a call for which its turn has no time: what the model is told."""
+        self._codes.append(code)
+        self._lost.append(len(self._codes) - 1)
+        return "error: not run: the calls before it in this turn took too long"
 
     def _said(self, ended: Ended | None) -> str:
         if ended is None:
@@ -155,7 +209,7 @@ class PythonTool(Environment):
         if len(output) > 2 * half:
             left_out = len(output) - 2 * half
             output = f"{output[:half]}\n[{left_out} characters]\n{output[-half:]}"
-        if ended.code in (0, 1):
+        if ended.code in (WELL, BADLY):
             return output
         return f"{output}\nerror: its interpreter ended with {ended.code}; {_KEPT}".lstrip("\n")
 

@@ -67,8 +67,12 @@ class Sandbox:
     as a trial.
     """
 
-    def __init__(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> None:
-        """Start and isolate it; raises SandboxError. ``prelude`` runs before the source in its namespace."""
+    def __init__(
+        self, source: str, prelude: str, memory_mb: int, case_limit_s: float, hash_seed: int | None = None
+    ) -> None:
+        """Start and isolate it; raises SandboxError. ``prelude`` runs before the source in its namespace.
+        ``hash_seed``: of the hashes of texts, so that a program that runs again sees its sets in one order;
+        None: others in each sandbox."""
         self._box = box = os.path.realpath(tempfile.mkdtemp(prefix="bapo_box_"))
         self._case_limit_s = case_limit_s
         job = {
@@ -80,9 +84,12 @@ class Sandbox:
             "readable": _READABLE.get(sys.executable),
         }
         root = str(Path(bapo_megatron.__file__).resolve().parents[1])
-        command = [sys.executable, "-I", "-B", "-X", "utf8", "-c", _BEGIN, root]
+        variables, isolated = _environment(box), ["-I"]
+        if hash_seed is not None:  # a variable, which -I would ignore; its other two parts are kept
+            variables, isolated = {**variables, "PYTHONHASHSEED": str(hash_seed)}, ["-P", "-s"]
+        command = [sys.executable, *isolated, "-B", "-X", "utf8", "-c", _BEGIN, root]
         try:
-            self._child = AnsweringChild(command, _environment(box), Path(box), quiet=True)
+            self._child = AnsweringChild(command, variables, Path(box), quiet=True)
         except BaseException:
             remove_tree(self._box)
             raise

@@ -4,6 +4,9 @@ import random
 
 import verifiers.v1 as vf
 
+TRANSCRIPTS = []
+"""What the reward has seen of each episode."""
+
 
 class GuessData(vf.TaskData):
     """The number to find."""
@@ -17,6 +20,7 @@ class GuessTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def found(self, task, trace) -> float:
         """Whether the last turn is the number."""
+        TRANSCRIPTS.append(trace.transcript)
         return float(trace.last_reply.strip() == str(task.number))
 
 

@@ -14,6 +14,7 @@ GAMES = {
     "TowerOfHanoi-v0": ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"],
     "FrozenLake-v0": ["[right]", "[down]", "[up]"],
     "Blackjack-v0": ["[Hit]", "[Stand]", "[Stand]"],
+    "ThreeCardMonte-v0": ["I take one.", "I take one."],
     "Secretary-v0": ["[continue]", "[continue]", "[accept]"],
 }
 found = {}

@@ -2,6 +2,8 @@
 
 import json
 
+import guess_taskset
+
 from bapo_megatron.environment import Task
 from bapo_megatron.environment.adapters.verifiers_v1 import VerifiersV1, rows
 from tests.support.scripted_episodes import check_durable
@@ -15,9 +17,18 @@ def played(taskset, turns):
     return [row["prompt"], [reply.observation for reply in replies], replies[-1].reward]
 
 
+transcripts = guess_taskset.TRANSCRIPTS
 found = {
     "game": played("guess-taskset", ["3", "9", "6"]),
     "right": played("plain-taskset", ["6"]),
     "wrong": played("plain-taskset", ["5"]),
 }
+thoughts = ["<think>\nLow.\n</think>\n\n3", "6"]
+found["thoughts"] = played("guess-taskset", thoughts)
+found["transcript"] = transcripts[-1]
+for taskset in ("twice-taskset", "other-taskset"):
+    try:
+        played(taskset, ["6", "6"])
+    except ValueError as error:
+        found[taskset] = str(error)
 print("FOUND", json.dumps(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bapo_megatron.environment.tools.calls import Call, argument, tool_calls, without_calls
+from tests.support.chat_templates import family_tokenizer
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>'
 
@@ -26,6 +27,69 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>'
 )
 def test_calls_of_a_turn(turn: str, calls: list[Call]) -> None:
     assert tool_calls(turn) == calls
+
+
+CODER = "<tool_call>\n<function=run>\n{}</function>\n</tool_call>"
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "run",
+        "parameters": {
+            "properties": {
+                "code": {"type": "string"},
+                "times": {"type": "integer"},
+                "fast": {"type": "boolean"},
+                "of": {"type": ["array", "null"]},
+            }
+        },
+    },
+}
+
+
+def parameter(name: str, value: str) -> str:
+    return f"<parameter={name}>\n{value}\n</parameter>\n"
+
+
+def test_calls_of_qwen3_coder() -> None:
+    """Values without quotes, of several lines, with tags in them; types by the schema, where there is one."""
+    code = "\nif x:\n    print('</function> <parameter=', \"ä\")\n"
+    turn = CODER.format(parameter("code", code) + parameter("times", "3") + parameter("fast", "True"))
+    assert tool_calls(f"I run it. {turn}") == [Call("run", {"code": code, "times": "3", "fast": "True"})]
+    assert tool_calls(turn, [SCHEMA]) == [Call("run", {"code": code, "times": 3, "fast": True})]
+    assert without_calls(f"I run it. {turn}") == "I run it."
+    mistyped = CODER.format(parameter("times", "three") + parameter("of", "[1]"))
+    assert tool_calls(mistyped, [SCHEMA]) == [Call("run", {"times": "three", "of": [1]})]
+    assert tool_calls("<tool_call>\n<function=run>\n<parameter=code>\n1") == [Call("run", {"code": "1"})]
+    for odd in ([None], [{"function": {"name": "run", "parameters": 5}}]):
+        assert tool_calls(mistyped, odd) == [Call("run", {"times": "three", "of": "[1]"})]
+
+
+def test_calls_of_llama() -> None:
+    """The whole turn is an object; where nothing may be called it is an answer."""
+    written = '{"name": "add", "parameters": {"a": "1"}}'
+    for turn in (written, f"<|python_tag|>{written}", f"<think>Hm.</think>\n{written}\n"):
+        assert tool_calls(turn) == tool_calls(turn, [SCHEMA]) == [Call("add", {"a": "1"})]
+        assert tool_calls(turn, []) == []
+        assert without_calls(turn) == ""
+    for answer in ('{"name": "Ada"}', "{x}", '{"name": "add", "parameters": 5}', f"{written} I say."):
+        assert tool_calls(answer) == []
+    [broken] = tool_calls("<|python_tag|>print(1)")
+    assert str(broken.problem).startswith("the tool call is no JSON: ")
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2.5", "Llama 3.1"])
+def test_the_calls_that_a_template_writes_are_read(family: str) -> None:
+    """As the template itself shows the model's earlier calls, with the thinking part that it may begin."""
+    arguments = {"code": "print('ä </b>', \"x\")\ny"}
+    call = {"type": "function", "function": {"name": "python", "arguments": arguments}}
+    question = {"role": "user", "content": "?"}
+    messages = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer = family_tokenizer(family)
+    prompt = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text.startswith(prompt)
+    turn = text.removeprefix(prompt).rstrip().removesuffix(tokenizer.eos_token)
+    assert tool_calls(turn) == [Call("python", arguments)]
 
 
 def test_json_that_is_nested_without_end_is_a_problem() -> None:

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment.adapters import chat_server, conversation
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
+from bapo_megatron.errors import ConfigError
 from tests.support.scripted_episodes import check_durable, play
 
 pytestmark = pytest.mark.integration
@@ -79,6 +81,46 @@ def test_a_closed_loop_ends() -> None:
     assert ended == ["closed"]
 
 
+def test_two_questions_at_a_time_are_refused() -> None:
+    """The second would get the turn that answers the first, and all behind it those of others."""
+
+    class Both(LoopEnvironment):
+        async def play(self, ask: Ask) -> float | None:
+            await ask(None)
+            await asyncio.gather(ask("one"), ask("two"))
+            return 1.0
+
+    with pytest.raises(RuntimeError, match="asks while its last question has no answer, or was given up"):
+        play(Both, TASK, {}, ["3", "4", "5"])
+
+
+def test_a_question_that_was_given_up_is_the_last() -> None:
+    class Hasty(LoopEnvironment):
+        async def play(self, ask: Ask) -> float | None:
+            await ask(None)
+            first = asyncio.ensure_future(ask("one"))
+            await asyncio.sleep(0)
+            first.cancel()
+            await ask("two")
+            return 1.0
+
+    with pytest.raises(RuntimeError, match="asks while its last question has no answer, or was given up"):
+        play(Hasty, TASK, {}, ["3", "4", "5"])
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+def test_a_loop_that_leaves_without_an_exception_fails_alone(error: BaseException) -> None:
+    """Its step would wait for its whole limit, or the worker would end with all that it holds."""
+
+    class Leaves(LoopEnvironment):
+        async def play(self, ask: Ask) -> float | None:
+            await ask(None)
+            raise error
+
+    with pytest.raises(RuntimeError, match=rf"play\(\) ended with {type(error).__name__}"):
+        play(Leaves, TASK, {}, ["3"])
+
+
 # --- agent programs ------------------------------------------------------------------------------
 
 
@@ -110,6 +152,37 @@ def test_programs_that_are_refused(argument: str, problem: str) -> None:
 def test_tools_that_the_prompts_describe() -> None:
     settings = program("tools", tools_in_prompts=True)
     assert play(EndpointEnvironment, TASK, settings, ["6"]) == [Reply(None, reward=1.0)]
+
+
+def test_a_program_without_a_command_or_a_reward_is_named() -> None:
+    with pytest.raises(ConfigError, match="environment.settings has no command: give the agent program"):
+        play(EndpointEnvironment, TASK, {}, ["3"])
+    with pytest.raises(RuntimeError, match="has printed 'done' last, which is no reward: print a number"):
+        play(EndpointEnvironment, TASK, program("chats"), ["6"])
+
+
+def test_of_a_long_output_the_end_is_read() -> None:
+    code = "import os; os.write(1, b'x' * 10**6)"  # then the task's program, whose reward is the last word
+    settings = {
+        "command": [
+            sys.executable,
+            "-c",
+            f"{code}; import runpy; runpy.run_path({AGENT!r}, run_name='__main__')",
+        ]
+    }
+    assert play(EndpointEnvironment, TASK, settings, ["6"]) == [Reply(None, reward=1.0)]
+
+
+def test_the_variables_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxy between it and its endpoint; the address under all its names."""
+    monkeypatch.setenv("OPENAI_API_BASE", "https://api.example/v1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    for given, wanted in (("", "127.0.0.1"), (".corp,x", ".corp,x,127.0.0.1"), ("*", "*")):
+        monkeypatch.setenv("NO_PROXY", given)
+        found = chat_server.variables("http://127.0.0.1:5/v1", "secret")
+        assert (found["no_proxy"], found["NO_PROXY"]) == (wanted, wanted)
+    assert {found[name] for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE")} == {"http://127.0.0.1:5/v1"}
+    assert found["OPENAI_API_KEY"] == "secret"
 
 
 def _is_waiting(process: psutil.Process) -> bool:
@@ -157,7 +230,7 @@ def asked(bodies: list[tuple[Any, bool]], turns: list[str], **settings: Any) -> 
 
     class Own(Raw):
         def __init__(self, task: Task, _: Any) -> None:
-            super().__init__(task, {})
+            super().__init__(task, settings)
 
         async def run(self, base_url: str, key: str) -> float | None:
             assert base_url.startswith("http://127.0.0.1:")
@@ -168,41 +241,251 @@ def asked(bodies: list[tuple[Any, bool]], turns: list[str], **settings: Any) -> 
     return found
 
 
+QUESTION = TASK.messages[0]
+TURN = {"role": "assistant", "content": "Hm."}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
 def test_requests_by_hand() -> None:
     """Calls in OpenAI's form, a tool's answer as the observation, and a reason for each refusal."""
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    question = TASK.messages[0]
-    second = [question, {"role": "assistant", "content": "Hm."}, {"role": "tool", "content": "2"}]
+    second = [QUESTION, TURN, {"role": "tool", "content": "2"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "Guess my number."}]}]
     found = asked(
         [
-            ({"messages": [question]}, False),
+            ({"messages": [QUESTION]}, False),
             ("{", True),
             ({"messages": "x"}, True),
-            ({"messages": [question], "n": 2}, True),
-            ({"messages": [question], "logprobs": True}, True),
+            ({"messages": [QUESTION], "n": 2}, True),
+            ({"messages": [QUESTION], "logprobs": True}, True),
+            ({"messages": ["hello"]}, True),
+            ({"messages": [{"role": "user", "content": 5}]}, True),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, True),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, True),
             ({"messages": second}, True),
+            ({"messages": [{"role": "system", "content": "Be brief."}, QUESTION]}, True),
             ({"messages": parts}, True),
-            ({"messages": [*second[:2], question]}, True),
+            ({"messages": parts}, True),
+            ({"messages": second[:2]}, True),
+            ({"messages": [*second[:2], QUESTION]}, True),
             ({"messages": second}, True),
+            ({"messages": second[2:]}, True),
         ],
-        ["I add. " + call, "Done."],
+        ["I add. " + CALL, "Done."],
     )
-    assert [status for status, _ in found] == [401, 400, 400, 400, 400, 400, 409, 200, 409, 200]
+    assert [status for status, _ in found] == [401, *[400] * 8, 409, 409, 200, 409, 409, 409, 200, 409]
     reasons = [answer["error"]["message"] for status, answer in found if status != 200]
+    rewrites = "it rewrites what was said before, or does not begin with the dataset's prompt: message 0 is "
     assert reasons == [
         "no episode has this key",
         "the request is no JSON",
         "the request has no list of messages",
         "n=2 is not offered here: leave it out",
         "logprobs=True is not offered here: leave it out",
-        "a message has content that is no text",
-        "it rewrites what was said before, or does not begin with the dataset's prompt",
-        "it adds a message that is no tool's: set `role` in a subclass",
+        "message 0 is no object with a role",
+        "message 0 has a content that is neither text nor a list of parts",
+        "message 0 has content that is no text",
+        "message 0 has content that is no text",
+        "it begins with more than the dataset's prompt: the model's turn",
+        f"{rewrites}system: 'Be brief.', and was user: 'Guess my number.'",
+        "it asks the same again, and has the answer: a turn is sampled once",
+        "it adds no message to the conversation",
+        "it adds a message that is no tool's: set `role` in a subclass, or leave out user: 'Guess my "
+        "number.'",
+        f"{rewrites}tool: '2', and was user: 'Guess my number.'",
     ]
     first, last = (answer["choices"][0] for status, answer in found if status == 200)
     assert first["finish_reason"] == "tool_calls"
     assert first["message"]["content"] == "I add."
     assert first["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert last["message"] == {"role": "assistant", "content": "Done."}
+
+
+def test_answers_and_calls_have_names_of_their_own() -> None:
+    """Programs keep answers and calls by their ids, and add up what they used."""
+    tool = {"role": "tool", "content": "2"}
+    bodies = [{"messages": [QUESTION]}, {"messages": [QUESTION, TURN, tool]}]
+    found = [answer for _, answer in asked([(one, True) for one in bodies], [CALL + CALL, CALL])]
+    assert [one["id"] for one in found] == ["chatcmpl-0", "chatcmpl-1"]
+    calls = [call["id"] for one in found for call in one["choices"][0]["message"]["tool_calls"]]
+    assert calls == ["call_0_0", "call_0_1", "call_1_0"]
+    assert found[0]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+
+
+def test_a_call_that_cannot_be_read_stays_in_the_text() -> None:
+    broken = '<tool_call>{"name": </tool_call>'
+    [(_, answer)] = asked([({"messages": [QUESTION]}, True)], [f"I add. {CALL} {broken}"])
+    message = answer["choices"][0]["message"]
+    assert message["content"] == f"I add.  {broken}"
+    assert len(message["tool_calls"]) == 1
+
+
+def test_the_call_of_a_llama_model_is_one_where_the_request_has_tools() -> None:
+    turn = '{"name": "add", "parameters": {"a": 1}}'
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    for tools, calls in (([tool], 1), ([], 0)):
+        body = {"messages": [QUESTION], "tools": tools}
+        [(_, answer)] = asked([(body, True)], [turn], tools_in_prompts=True)
+        message = answer["choices"][0]["message"]
+        assert len(message.get("tool_calls", [])) == calls
+        assert message["content"] == ("" if calls else turn)
+
+
+def test_what_a_request_cannot_have_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    chat_server._TOLD.clear()
+    body = {"messages": [QUESTION], "stop": ["\n"], "max_tokens": None, "tool_choice": "auto", "top_p": 1}
+    for _ in range(2):
+        asked([(body, True)], ["3"])
+    assert capfd.readouterr().err == (
+        "environment: the agent's requests have stop=['\\n'], which does nothing here: the run's settings "
+        "say how its model samples\n"
+    )
+
+
+class Patient(EndpointEnvironment):
+    """An agent in this process, which asks twice, the second time as ``second`` does."""
+
+    def __init__(self, task: Task, settings: Any) -> None:
+        super().__init__(task, {})
+        self.go_on = asyncio.Event()
+        self.found: list[Any] = []
+
+    async def run(self, base_url: str, key: str) -> float | None:
+        """Ask for the first turn, then again."""
+        headers = {"Authorization": f"Bearer {key}"}
+        async with aiohttp.ClientSession(base_url + "/", headers=headers) as self.session:
+            await self.post(QUESTION)
+            await self.second()
+        return None
+
+    async def post(self, *messages: dict[str, Any]) -> None:
+        """Send a request; note its status, its text, and whether a client should ask again."""
+        async with self.session.post("chat/completions", json={"messages": messages}) as answer:
+            again = answer.headers.get("x-should-retry")
+            self.found.append((answer.status, await answer.text(), again))
+
+    async def second(self) -> None:
+        """Ask the second question."""
+        await self.post(QUESTION, TURN, {"role": "user", "content": "higher"})
+
+
+async def two_turns(agent: Patient) -> list[Reply]:
+    """Its replies; the second turn of the model comes when ``go_on`` is set."""
+    replies = [await agent.step("3")]
+    await agent.go_on.wait()
+    return [*replies, await agent.step("6")]
+
+
+def test_a_question_whose_client_has_gone_may_be_asked_again() -> None:
+    """Clients have limits of time, and ask again; the model's turn may take longer."""
+
+    class Impatient(Patient):
+        async def second(self) -> None:
+            gone = asyncio.ensure_future(super().second())
+            while not self._conversation._waits.locked():
+                await asyncio.sleep(0)
+            gone.cancel()
+            while self._conversation._waits.locked():
+                await asyncio.sleep(0)
+            again = asyncio.ensure_future(super().second())
+            while not self._conversation._waits.locked():
+                await asyncio.sleep(0)
+            self.go_on.set()
+            await again
+
+    async def played() -> list[Any]:
+        agent = Impatient(TASK, {})
+        assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+        return agent.found
+
+    found = asyncio.run(asyncio.wait_for(played(), 60))
+    assert [status for status, _, _ in found] == [200, 200]
+    assert json.loads(found[1][1])["choices"][0]["message"]["content"] == "6"
+
+
+def test_another_api_is_named() -> None:
+    class Responses(Patient):
+        async def second(self) -> None:
+            async with self.session.post("responses", json={"input": "higher"}) as answer:
+                self.found.append((answer.status, await answer.json()))
+            await super().second()
+
+    async def played() -> list[Any]:
+        agent = Responses(TASK, {})
+        agent.go_on.set()
+        assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+        return agent.found
+
+    _, (status, answer), _ = asyncio.run(asyncio.wait_for(played(), 60))
+    assert status == 404
+    assert answer["error"]["message"] == (
+        "POST /v1/responses is not there; POST /v1/chat/completions alone is offered here: set the client to "
+        "chat completions"
+    )
+
+
+def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
+    class Mended(Patient):
+        async def second(self) -> None:
+            await self.post(TURN)
+            await super().second()
+            raise RuntimeError(f"broken. {self._refusal}".strip())
+
+    async def played() -> list[Reply]:
+        agent = Mended(TASK, {})
+        agent.go_on.set()
+        return await two_turns(agent)
+
+    with pytest.raises(RuntimeError, match=r"^broken\.$"):
+        asyncio.run(asyncio.wait_for(played(), 60))
+
+
+def test_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same one, too: who asks twice at a time wants two answers. OpenAI's client is told not to ask
+    again, which it does after 409."""
+    monkeypatch.setattr(conversation, "TAKE_OVER_S", 0.01)
+
+    class Twice(Patient):
+        async def second(self) -> None:
+            first = asyncio.ensure_future(super().second())
+            while not self._conversation._waits.locked():
+                await asyncio.sleep(0)
+            await super().second()
+            await self.post(QUESTION, TURN, {"role": "user", "content": "lower"})
+            self.go_on.set()
+            await first
+
+    async def played() -> list[Any]:
+        agent = Twice(TASK, {})
+        assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+        return agent.found
+
+    found = asyncio.run(asyncio.wait_for(played(), 60))
+    assert [(status, again) for status, _, again in found] == [
+        (200, None),
+        (409, "false"),
+        (409, "false"),
+        (200, None),
+    ]
+    assert "one conversation: ask one question at a time" in found[1][1]
+
+
+def test_blanks_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's limit is on silence; JSON may begin with white space."""
+    monkeypatch.setattr(chat_server, "KEEP_ALIVE_S", 0.01)
+
+    class Slow(Patient):
+        async def second(self) -> None:
+            body = {"messages": [QUESTION, TURN, {"role": "user", "content": "higher"}]}
+            async with self.session.post("chat/completions", json=body) as answer:
+                self.found.append(await answer.content.readexactly(2))
+                self.go_on.set()
+                self.found.append(json.loads(await answer.text()))
+
+    async def played() -> list[Any]:
+        agent = Slow(TASK, {})
+        assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+        return agent.found
+
+    _, blanks, answer = asyncio.run(asyncio.wait_for(played(), 60))
+    assert blanks == b"  "
+    assert answer["choices"][0]["message"]["content"] == "6"

@@ -46,13 +46,13 @@ def found(script: str, *arguments: Path, given: object = None) -> Any:
 
 
 def test_textarena() -> None:
-    """Seven games over kills; an observation is the new text, or all that the game repeats."""
+    """Eight games over kills; an observation is the new text, or all that the game repeats."""
     games = found("play_textarena")
     refused = games.pop("refused")
     assert refused.startswith(
         "the prompt's last message does not end with the first observation of Secretary-v0"
     )
-    assert len(games) == 7
+    assert len(games) == 8
     first, second = (said for said, _ in games["GuessTheNumber-v0"][0][:2])
     assert first == "[Player] [3]\n[GAME] The target number is higher."
     assert second == "[Player] I guess [12]\n[GAME] The target number is lower."
@@ -62,11 +62,16 @@ def test_textarena() -> None:
             assert (said[0] is None) == (all_of_it[0] is None)
             assert said[0] is None or all_of_it[0].strip().endswith(said[0])
     assert games["TowerOfHanoi-v0"][0][-1] == [None, 1.0]
+    assert games["ThreeCardMonte-v0"][0][-1] == [None, 0.0]  # of two invalid moves
 
 
 def test_openenv() -> None:
-    """A session over kills: its seed makes the replay draw the same; the reward comes with the end."""
-    text, whole, refused = found("play_openenv")
+    """A session over kills: its seed makes the replay draw the same; the reward comes with the end. One that
+    is lost goes on in a new one, if that answers the same."""
+    text, whole, refused, kept, lost = found("play_openenv")
+    assert [one.split()[0] for one in kept] == ["higher", "higher", "lower"]
+    assert lost.startswith("the server's session was lost, and a new one answers action 1 with 'higher 0.")
+    assert lost.endswith(": give extra_info.reset a seed")
     assert [said and said.split()[0] for said, _ in text] == ["higher", "lower", None]
     assert [reward for _, reward in text] == [None, None, pytest.approx(1 / 3)]
     assert json.loads(whole) == {"asked": 1, "text": text[0][0]}
@@ -77,12 +82,29 @@ def test_openenv() -> None:
 
 
 def test_verifiers() -> None:
-    """A game of its own environment over kills, with draws; and a task's own reward of one answer."""
+    """A game of its own environment over kills, with draws; and a task's own reward of one answer.
+
+    Rewards see the prompt, and turns without their thoughts. What is no single conversation is refused.
+    """
     played = found("play_verifiers")
     prompt, said, reward = played["game"]
     assert prompt == [{"role": "user", "content": "Guess my number."}]
     assert [one and one.split()[0] for one in said] == ["higher", "lower", None]
     assert reward == 1.5  # the task's, and what the game has recorded
+    assert played["thoughts"][1][0].split()[0] == "higher"
+    assert played["thoughts"][2] == 1.5
+    blocks = [block.split()[:2] for block in played["transcript"].split("\n\n")]
+    assert blocks == [
+        ["[user]", "Guess"],
+        ["[assistant]", "3"],
+        ["[user]", "higher"],
+        ["[assistant]", "6"],
+    ]
+    for name, prompt in (("twice", "Guess my number."), ("other", "Guess again.")):
+        assert played[f"{name}-taskset"] == (
+            f"run() opens a conversation of 'player' beside the episode's, with the prompt {prompt!r}: an "
+            "episode is one conversation, on the prompt of its row"
+        )
     assert [played[name][1:] for name in ("right", "wrong")] == [[[None], 1.0], [[None], 0.0]]
 
 

@@ -84,6 +84,21 @@ def test_what_a_call_takes_too_long_for_is_not_kept() -> None:
     ]
 
 
+def test_a_turn_of_many_slow_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are left out count as calls that are not kept, also after a kill."""
+    monkeypatch.setattr(python_tool, "TURN_LIMITS", 1)
+    turns = [call("x = 1"), call("while True: pass") + call("x = 2") + call("x = 3"), call("x")]
+    replies = check_durable(PythonTool, TASK, {"limit_s": 2.0}, turns, cuts=[2])
+    assert replies[1] == Reply(
+        "error: it took longer than 2 s; nothing of this call is kept\n"
+        "error: not run: the calls before it in this turn took too long\n"
+        "error: not run: the calls before it in this turn took too long",
+        metrics={"calls": 3.0, "call_errors": 3.0},
+        note=[1, 2, 3],
+    )
+    assert replies[2].observation == "1"
+
+
 def test_the_walls_of_the_sandbox() -> None:
     """No file of the run, no process, no network, no key of the environment; memory has a limit."""
     found = said(
@@ -114,6 +129,37 @@ def test_a_mistake_of_grammar_and_an_exit() -> None:
         "SystemExit: bye",
         "a",
     ]
+
+
+def test_a_call_that_ends_its_interpreter_quietly_is_not_kept() -> None:
+    """Played again before each later call, it would silence all of them."""
+    turns = [block(code) for code in ("x = 1", "import os\nos._exit(0)", "print(x)")]
+    replies = check_durable(PythonTool, TASK, FENCED, turns)
+    assert replies[1:] == [
+        Reply("error: its interpreter ended with 0; nothing of this call is kept", metrics=BADLY, note=[1]),
+        Reply("1", metrics=WELL, note=[1]),
+    ]
+
+
+def test_earlier_calls_are_silent_also_below_print() -> None:
+    assert said("import os\nn = os.write(1, b'once\\n')", "print(n)") == ["once", "5"]
+    assert said("import sys\nprint('once', file=sys.__stdout__)", "1") == ["once", "1"]
+
+
+def test_a_session_sees_what_its_calls_have_seen() -> None:
+    """The order of a set of texts, and what numpy's global generator draws, here that of a stand-in."""
+    order, again = said("s = list({str(n) for n in range(50)})\nprint(s)", "print(s)")
+    assert order == again
+    numpy = "import os, sys\nos.makedirs('numpy', exist_ok=True)\nopen('numpy/__init__.py', 'w').close()\n"
+    numpy += "text = 'drawn = None\\ndef seed(n):\\n    global drawn\\n    drawn = n'\n"
+    numpy += "n = open('numpy/random.py', 'w').write(text)\n"
+    numpy += "sys.path.insert(0, os.getcwd())\nimport numpy.random\nnumpy.random.drawn"
+    assert said(numpy, "numpy.random.drawn") == ["0", "0"]
+
+
+def test_the_names_of_a_session_are_those_of_its_main_module() -> None:
+    code = "import pickle\ndef five():\n    return 5\npickle.loads(pickle.dumps(five))()"
+    assert said(code, "pickle.loads(pickle.dumps(five))()") == ["5", "5"]
 
 
 def test_missing_walls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

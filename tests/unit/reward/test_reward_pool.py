@@ -410,3 +410,19 @@ def test_each_function_checks_the_ground_truths_it_reads() -> None:
         assert [check(truth) for truth in fine] == [None] * len(fine)
         assert all(check(truth) for truth in wrong), function
     assert ground_truth_check(SCORE) is None
+
+
+def test_rows_without_an_answer_are_for_environments() -> None:
+    """What judges the rows of public environments where those gave no reward, and what says so."""
+    for function in ("math", "code", "math_or_code"):
+        check = ground_truth_check(function)
+        assert check is not None
+        assert str(check("-")).startswith(
+            "'-' stands for no answer: where an environment gives the rewards set "
+            "reward.function=bapo_megatron.environment:unjudged"
+        )
+    assert ground_truth_check(UNJUDGED) is None
+    assert load_function(UNJUDGED)(None, "\\boxed{-}") == 0.0  # type: ignore[arg-type]
+
+
+UNJUDGED = "bapo_megatron.environment:unjudged"

@@ -3,10 +3,9 @@
     environment.function = "bapo_megatron.environment.adapters.openenv:OpenEnv"
     environment.settings = {"url": "http://localhost:8000", "action": "message", "observation": "text"}
 
-A row's ``extra_info`` may have ``reset``: arguments of the server's reset, such as ``{"seed": 3}``, without
-which a server that draws cannot replay. Rewards of the steps add up. A session that is lost, because the
-server was started again, or ended what was idle, is replayed in a new one. Tried with openenv-core 0.3.0.
-Workers of environments load it by that name.
+A row's ``extra_info`` may have ``reset``, arguments of the server's reset: without ``{"seed": 3}`` or the like
+a server that draws cannot replay. A lost session is replayed in a new one. Rewards of the steps add up. Tried
+with openenv-core 0.3.0. Workers of environments load it by that name.
 """
 
 from __future__ import annotations
@@ -71,12 +70,10 @@ class OpenEnv(Environment):
             await client.connect()
             self._client = client
             await client.reset(**self.task.extra_info.get("reset", {}))
-            for place, (acted, shown) in enumerate(self._acted, 1):
-                if (again := (await self._sent(acted)).observation) != shown:
-                    raise ValueError(
-                        f"the server's session was lost, and a new one answers action {place} with "
-                        f"{str(again)[:100]!r} in place of {shown[:100]!r}: give extra_info.reset a seed"
-                    )
+            for action_before, shown in self._acted:
+                if (again := (await self._sent(action_before)).observation) != shown:
+                    found = f"{str(again)[:100]!r} in place of {shown[:100]!r}: give extra_info.reset a seed"
+                    raise ValueError(f"a session was lost, and a new one answers {found}")
         return await self._sent(action)
 
     async def _sent(self, action: str) -> Reply:
@@ -86,8 +83,8 @@ class OpenEnv(Environment):
 
     async def close(self) -> None:  # type: ignore[override]
         """Close the session."""
-        if self._client is not None:
-            client, self._client = self._client, None
+        client, self._client = self._client, None
+        if client is not None:
             await client.close()
 
     def _shown(self, observation: Mapping[str, Any]) -> str:

@@ -1,0 +1,85 @@
+"""The agents and traces of verifiers' v1 environments, with the policy of an episode behind every agent.
+
+One conversation is one trace, which rewards judge; an episode has one. Used by ``verifiers_v1.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import verifiers.v1 as vf
+
+
+class Agents(SimpleNamespace):
+    """The agents of an environment's ``run``, by any name: each is the policy. Made by ``VerifiersV1``."""
+
+    def __getattr__(self, name: str) -> _Agent:
+        return _Agent(name, self)
+
+
+class _Agent:
+    def __init__(self, name: str, all_agents: Any) -> None:
+        self._name, self._all = name, all_agents
+
+    async def run(self, task: Any) -> Any:
+        async with self.interaction(task) as interaction:
+            await interaction.turn()
+        return interaction.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: Any) -> AsyncIterator[Any]:
+        """A conversation on the task, whose rewards judge its end; ``turn`` is the policy's next turn."""
+        info = vf.AgentInfo(config=vf.AgentConfig(), name=self._name)
+        trace: Any = vf.Trace(task=traced(task), agent=info)
+        _add(trace, prompt_of(task), sampled=False)
+
+        async def turn(message: Any = None) -> Any:
+            given = [vf.UserMessage(content=message)] if isinstance(message, str) else message or []
+            self._check(task, trace, given)
+            _add(trace, given, sampled=False)
+            observation = "\n".join(one.content for one in given) if given else None
+            answer = _answer(await self._all.ask(observation))
+            _add(trace, [answer], sampled=True)
+            return vf.Segment([answer])
+
+        yield SimpleNamespace(trace=trace, turn=turn)
+        trace.is_completed = trace.ok = True
+        await task.score(trace)
+        self._all.traces.append(trace)
+
+    def _check(self, task: Any, trace: Any, given: Any) -> None:
+        """ValueError where a prompt opens a conversation that the policy has not seen: an episode is one."""
+        opens = not given and not trace.num_turns
+        if opens and (self._all.talks or prompt_of(task) != self._all.prompt):
+            raise ValueError(
+                f"run() opens a conversation of {self._name!r} beside the episode's, with the prompt "
+                f"{task.data.prompt_text[:80]!r}: an episode is one conversation, on the prompt of its row"
+            )
+        self._all.talks.append(self._name)
+
+
+def prompt_of(task: Any) -> list[Any]:
+    """The messages that a task begins with."""
+    said = (vf.SystemMessage, task.data.system_prompt), (vf.UserMessage, task.data.prompt_text)
+    return [kind(content=text) for kind, text in said if text]
+
+
+def _answer(turn: str) -> Any:
+    """The policy's turn with its thoughts apart, as a server with a parser of them gives it to rewards."""
+    thought, found, said = turn.rpartition("</think>")
+    thoughts = {"reasoning_content": thought.strip().removeprefix("<think>").strip()} if found else {}
+    return vf.AssistantMessage(content=said.strip() if found else turn, **thoughts)
+
+
+def _add(trace: Any, messages: Any, sampled: bool) -> None:
+    for message in messages:
+        parent = len(trace.nodes) - 1 if trace.nodes else None
+        trace.nodes.append(vf.MessageNode(parent=parent, message=message, sampled=sampled))
+
+
+def traced(task: Any) -> Any:
+    """The task as a trace names it."""
+    return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
-import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bapo_megatron.environment.adapters import chat_server
+from bapo_megatron.environment.adapters.agent_process import run_agent
 from bapo_megatron.environment.adapters.chat_server import Refused, Said
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.tools.calls import settings_of
-from bapo_megatron.runtime.child_process import ChildProcess
 
 
 @dataclass(frozen=True)
@@ -45,21 +43,12 @@ class EndpointEnvironment(LoopEnvironment):
 
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint; its reward, or None."""
-        variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
-            given.write(json.dumps(asdict(self.task)).encode())
-            given.seek(0)
-            child = ChildProcess(self._own.command, variables, guarded=True, stdin=given, stdout=printed)
-            try:
-                while (code := child.wait_end(0)) is None:
-                    await asyncio.sleep(0.02)
-            finally:
-                await asyncio.shield(asyncio.to_thread(child.close))
-            printed.seek(0)
-            lines = printed.read().decode(errors="replace").split()
+        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
+        task = json.dumps(asdict(self.task)).encode()
+        code, last = await run_agent(self._own.command, task, variables)
         if code != 0:
             raise RuntimeError(f"{self._own.command} ended with {code}. {self._refusal}".strip())
-        return float(lines[-1]) if lines else None
+        return float(last) if last else None
 
     async def play(self, ask: Ask) -> float | None:
         """Give the program an endpoint for as long as it runs."""

@@ -251,7 +251,9 @@ def test_a_job_of_odd_names_reads_none_as_shell(tmp_path: Path) -> None:
     for line in lines:
         stub = 'srun() { printf "%s\\0" "$@"; }\nBAPO_LOGS=/logs BAPO_WAIT_S=5\n'
         shell = stub + line.partition(" & pids")[0]
-        found = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
         words = found.stdout.split("\0")
         assert f"/{odd}.sqsh" in words
         assert f"/{odd}:/{odd},{ROOT}:{ROOT},{ROOT / odd}/logs:/nemo_run" in words

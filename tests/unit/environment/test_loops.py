@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,26 @@ def test_a_program_over_kills() -> None:
     replies = check_durable(EndpointEnvironment, TASK, program(), ["3", "9", "6"])
     assert replies == [Reply("higher"), Reply("lower"), Reply(None, reward=1 / 3)]
     assert play(EndpointEnvironment, TASK, program("silent"), ["6"]) == [Reply(None)]
+
+
+@pytest.mark.parametrize("argument", ["spied", "prints"])
+def test_what_a_program_runs_cannot_read_its_task_again(argument: str) -> None:
+    """It holds the ground truth. Standard input is inherited, into sandboxes too, and a file has a start."""
+    assert play(EndpointEnvironment, TASK, program(argument), ["6"]) == [Reply(None, reward=1.0)]
+
+
+def test_a_program_that_never_reads_its_task_holds_nothing_up() -> None:
+    long = replace(TASK, extra_info={"text": "x" * 1_000_000})
+    with pytest.raises(ValueError, match="ended before it asked the model"):
+        play(EndpointEnvironment, long, {"command": [sys.executable, "-c", "pass"]}, ["6"])
+
+
+def test_a_program_reaches_the_endpoint_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would see the turns and the key of the episode."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert play(EndpointEnvironment, TASK, program(), ["6"]) == [Reply(None, reward=1.0)]
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,21 @@ def test_a_job_that_could_not_be_told_to_stop_does_not_stop_at_its_next_time_lim
     assert not (run / "stop").exists()
 
 
+@pytest.mark.parametrize("job", ["--user=me", "12 --user=me", "../../..", "12,13", "-1"])
+def test_a_state_file_names_no_argument_of_slurm(
+    run: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bapo cancel --now` would have called `scancel --user=me`, which ends all jobs of the user."""
+    monkeypatch.setattr(run_job, "_call", lambda *command: pytest.fail(f"called {command}"))
+    (run / "slurm.state").write_text(STATE.replace("job=41", f"job={job}"))
+    for ask in (
+        lambda: run_job.cancel(run, at_once=True),
+        lambda: read_status(run),
+    ):
+        with pytest.raises(ConfigError, match=f"slurm.state: job='{job}' is no job of Slurm"):
+            ask()
+
+
 def test_no_answer_of_slurm_is_not_an_empty_queue(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_job, "queue_state", lambda _job: None)
     with pytest.raises(ConfigError, match="Slurm does not answer, so job 41 of .* is not cancelled"):

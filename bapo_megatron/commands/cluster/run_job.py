@@ -106,7 +106,7 @@ def lock_holder(run: Path) -> int | None:
     The lock is looked up in /proc/locks, not tried: a run that starts in the same moment would be refused.
     """
     try:
-        lock = RunPaths(run).lock.stat()
+        lock = RunPaths(run).lock.lstat()  # a link could name the lock of another program, to be ended
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None

@@ -328,6 +328,18 @@ def test_no_answer_of_slurm_is_not_an_empty_queue(run: Path, monkeypatch: pytest
         cancel(run)
 
 
+def test_a_lock_that_is_a_link_names_no_process_to_end(tmp_path: Path) -> None:
+    """It may lead to the lock of anything that runs here, which `bapo cancel` would end."""
+    with (tmp_path / "other").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/.lock").symlink_to(tmp_path / "other")
+        assert lock_holder(tmp_path / "run") is None
+        (tmp_path / "run/.lock").unlink()
+        (tmp_path / "other").rename(tmp_path / "run/.lock")
+        assert lock_holder(tmp_path / "run") == os.getpid()
+
+
 def test_a_lock_of_another_file_with_the_same_inode_number_is_not_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from bapo_megatron.hf.export import _copy_reference
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.engines.local.model import _load
+from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.rollout.sampler.process import _record_event
 from bapo_megatron.runtime.files import check_files_inside, file_below, file_inside
 from checkpoints_tools import cli, to_hf, to_megatron
@@ -432,6 +434,25 @@ def test_safetensors_whose_header_lies(content: bytes, model: Path) -> None:
 def test_a_whole_file_is_read(model: Path) -> None:
     save_file({"a": torch.ones(2, 2)}, model / "model.safetensors")
     assert [tensor.name for tensor in read_safetensors(model / "model.safetensors")] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 100_000, "generation_config.json cannot be read"),
+        ("[]", "generation_config.json cannot be read"),
+        ("{", "generation_config.json cannot be read"),
+        (
+            '{"eos_token_id": ["x"]}',
+            r"eos_token_id=\['x'\]: it must be a token id, or several",
+        ),
+        ('{"eos_token_id": {"a": 1}}', "it must be a token id, or several"),
+    ],
+)
+def test_stop_tokens_that_are_none_are_one_line(model: Path, text: str, says: str) -> None:
+    (model / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        stop_token_ids(model, SimpleNamespace(eos_token_id=1))
 
 
 def test_no_name_of_a_folder_reaches_the_terminal_raw(

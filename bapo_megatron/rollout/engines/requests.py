@@ -165,7 +165,7 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
         found = listed if isinstance(listed, list) else [listed]
         if not all(one is None or type(one) is int for one in found):
             raise ConfigError(
-                f"model.hf_path: {hf_path / name} has eos_token_id={listed!r:.200}: it must be a token id, or "
+                f"model.hf_path: {hf_path / name} has eos_token_id={listed!r:.200}: it must be a token id or "
                 "several; mend the file"
             )
         stops.update(found)

@@ -444,9 +444,9 @@ def test_a_whole_file_is_read(model: Path) -> None:
         ("{", "generation_config.json cannot be read"),
         (
             '{"eos_token_id": ["x"]}',
-            r"eos_token_id=\['x'\]: it must be a token id, or several",
+            r"eos_token_id=\['x'\]: it must be a token id or several",
         ),
-        ('{"eos_token_id": {"a": 1}}', "it must be a token id, or several"),
+        ('{"eos_token_id": {"a": 1}}', "it must be a token id or several"),
     ],
 )
 def test_stop_tokens_that_are_none_are_one_line(model: Path, text: str, says: str) -> None:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, printable
 
 USAGE = """\
 usage: bapo-ckpt COMMAND ...
@@ -51,10 +51,11 @@ def run(arguments: Sequence[str]) -> int:
         kind = COMMANDS[arguments[0]]
         return tyro.cli(kind, prog=f"bapo-ckpt {arguments[0]}", args=list(arguments[1:])).run()
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     except OSError as error:  # no permission, a read-only or failing disk; 1 would say that two models differ
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        what = f"{error.filename or 'a file'}: {error.strerror or error}"
+        print(printable(f"error: {what}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; nothing was left behind", file=sys.stderr)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Protocol
 
 import tyro
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, printable
 from checkpoints_tools.conversion import Settings
 from checkpoints_tools.to_hf import to_hf
 from checkpoints_tools.to_megatron import to_megatron
@@ -56,7 +56,7 @@ class ToMegatron:
 
     def run(self) -> int:
         """Convert, and print what was written."""
-        print(to_megatron(self.hf_dir, self.out, self.grid, self.flags.settings()))
+        print(printable(str(to_megatron(self.hf_dir, self.out, self.grid, self.flags.settings()))))
         return 0
 
 
@@ -98,7 +98,7 @@ class ToHf:
             self.flags.settings(),
             self.quantize,
         )
-        print(result)
+        print(printable(str(result)))
         return 0
 
 
@@ -120,7 +120,7 @@ class Inspect:
         from checkpoints_tools.inspection import as_text, inspect_checkpoint
 
         found = inspect_checkpoint(self.path, self.step, self.hf_reference)
-        print(dumps(found.as_json(), indent=2) if self.json else as_text(found))
+        print(dumps(found.as_json(), indent=2) if self.json else printable(as_text(found)))
         return 0
 
 
@@ -160,7 +160,7 @@ class Verify:
             self.weights_only,
             settings,
         )
-        print(dumps(found.as_json(), indent=2) if self.json else found)
+        print(dumps(found.as_json(), indent=2) if self.json else printable(str(found)))
         return 0 if found.equal else 1
 
 
@@ -201,7 +201,7 @@ class Reshard:
             self.step,
             self.flags.settings(),
         )
-        print(result)
+        print(printable(str(result)))
         return 0
 
 

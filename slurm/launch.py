@@ -12,7 +12,8 @@ What NeMo-Run cannot express, and how this file does it:
 - The paths of logs depend on the restart, which only the job knows: another `--output` in `srun_args` comes
   after NeMo-Run's own, and so wins; the same for the working directory.
 - It replaces `/nemo_run` wherever it stands in the script, so no path may hold it (`bapo submit` refuses).
-- It writes variables and arguments without quotes: this file quotes what needs them.
+- It writes variables and srun's arguments without quotes: this file quotes what needs them. The path of its
+  own log, which it does not let one quote, is /dev/null: ours comes after it.
 - Its experiments put the time into every path, and ask `sacct` for the state of jobs. They are not used:
   `SlurmExecutor` and its batch request make the script, and `bapo status` reports the run's state.
 """
@@ -39,6 +40,14 @@ wait() {{
 }}"""
 
 
+class _JobDetails(SlurmJobDetails):
+    """NeMo-Run's paths of a job's logs. Made by ``executor_of``."""
+
+    @property
+    def srun_stdout(self) -> Path:
+        return Path("/dev/null")
+
+
 def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
     """NeMo-Run executor of one group of nodes."""
     role = group["role"]
@@ -55,17 +64,17 @@ def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
         gpus_per_node=job["gpus_per_node"] or None,
         job_name_prefix="",
         signal=f"B:USR1@{job['lead_s']}",
-        container_image=job["container"],
-        container_mounts=job["mounts"],
+        container_image=job["container"] and shlex.quote(job["container"]),
+        container_mounts=[shlex.quote(mount) for mount in job["mounts"]],
         setup_lines=_SETUP.format(
             library=shlex.quote(f"{job['templates']}/lib/job.sh"), arguments=job["arguments"]
         ),
         srun_args=[shlex.quote(where), *more],
         additional_parameters={"requeue": True, "no_kill": True, **job["sbatch"]},
         heterogeneous=len(job["groups"]) > 1,
-        tunnel=nemo_run.LocalTunnel(job_dir=job["run"]),
+        tunnel=nemo_run.LocalTunnel(job_dir=shlex.quote(job["run"])),  # in srun's arguments alone
         packager=nemo_run.Packager(),
-        job_details=SlurmJobDetails(job_name=job["name"], folder=f"{job['run']}/logs"),
+        job_details=_JobDetails(job_name=job["name"], folder=f"{job['run']}/logs"),
         wait_time_for_group_job=0,
         monitor_group_job=False,
     )

@@ -29,7 +29,7 @@ from bapo_megatron.checkpoint.reader import READERS, manifest_of, read_checkpoin
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import RunConfig
-from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.errors import CheckpointError, ConfigError, printable
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, on_all_ranks
 from bapo_megatron.runtime.files import file_below, remove_folder, sync_file, sync_folder
@@ -171,7 +171,8 @@ def make_fork(config: RunConfig, source: ForkSource) -> None:
             break
         refused[step] = problem
         if is_main():
-            print(f"--fork {source}: passing over the checkpoint of step {step}: {problem}", flush=True)
+            passed = f"--fork {source}: passing over the checkpoint of step {step}: {problem}"
+            print(printable(passed), flush=True)
     # Published last: until then the checkpoint has a hidden name, and a killed process leaves no run behind.
     _on_main(lambda: _publish(directory, source, hidden, step))
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bapo_megatron.checkpoint.writer import Digests, digest
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, printable
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
@@ -66,7 +66,7 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
         except CheckpointError as error:
             problems.append(f"{path}: {error}")
             if is_main():
-                print(f"passing over {problems[-1]}", flush=True)
+                print(printable(f"passing over {problems[-1]}"), flush=True)
     if problems:
         raise CheckpointError(
             "no checkpoint of the run is whole:\n"

@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from bapo_megatron.checkpoint.after_export import AfterExport
+from bapo_megatron.errors import printable
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.run_paths import RunPaths, step_leftovers
 
@@ -120,7 +121,8 @@ class StepExports:
         else:
             why = ended.stderr.strip() or f"it ended with exit code {ended.exit_code}"
             self._on_event({"kind": "export_failed", **fields, "message": why.splitlines()[-1]})
-            print(f"warning: the export of step {step} has failed: {why}", file=sys.stderr, flush=True)
+            text = printable(f"warning: the export of step {step} has failed: {why}")
+            print(text, file=sys.stderr, flush=True)
         if self._next is not None:
             waiting, self._next = self._next, None
             self._start(waiting)

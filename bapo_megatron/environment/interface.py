@@ -50,8 +50,8 @@ class Reply:
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers for the step's metrics, by name; each is averaged over the episodes that report it."""
     note: Any = None
-    """Plain JSON of at most 64 KiB, kept in the journal for ``restore``, which gets the last that is not
-    None."""
+    """Plain JSON of at most 64 KiB and 100 levels, kept in the journal for ``restore``, which gets the last
+    that is not None."""
 
 
 class Environment:

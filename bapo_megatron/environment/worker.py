@@ -46,6 +46,10 @@ MOST_CHARACTERS = 4 << 20
 NOTE_BYTES = 64 << 10
 """Longest note, as JSON."""
 
+NOTE_LEVELS = 100
+"""Most lists and objects within each other in a note. Those of a policy's call have as many as it likes, and
+JSON is written and read at each place of the way to the journal and back by recursion."""
+
 
 def main() -> None:
     """Entry point: serve calls until the input ends."""
@@ -255,10 +259,20 @@ def _checked(reply: Reply) -> dict[str, Any]:
     reward = None if reply.reward is None else _number("reward", reply.reward)
     for name, value in dict(reply.metrics).items():
         metrics[str(name)] = _number(f"metrics[{name!r}]", value)
+    if _is_deep(reply.note, NOTE_LEVELS):
+        raise ValueError(f"Reply.note has more than {NOTE_LEVELS} lists and objects within each other")
     size = len(json.dumps(reply.note))
     if size > NOTE_BYTES:
         raise ValueError(f"Reply.note has {size} bytes as JSON; at most {NOTE_BYTES} may be")
     return {"observation": said, "reward": reward, "metrics": metrics, "note": reply.note}
+
+
+def _is_deep(value: Any, levels: int) -> bool:
+    """Whether a value has more than ``levels`` lists and objects within each other."""
+    if not isinstance(value, (dict, list, tuple)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deep(one, levels - 1) for one in inner)
 
 
 def _number(name: str, value: Any) -> float:

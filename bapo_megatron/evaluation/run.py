@@ -28,7 +28,7 @@ from bapo_megatron import __version__
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.validation import settings_of_scores
 from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, load_suite, programs_of
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
     FORMAT,
@@ -446,4 +446,4 @@ class _Progress:
 
 def _report(kind: str, **fields: Any) -> None:
     text = ", ".join(f"{name}={value}" for name, value in fields.items())
-    print(f"{kind.replace('_', ' ')}: {text}", flush=True)
+    print(printable(f"{kind.replace('_', ' ')}: {text}"), flush=True)

@@ -171,7 +171,7 @@ class AnsweringChild(ChildProcess):
         line = self._read_line(deadline)
         try:
             return json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ChildDied(f"it answered no JSON: {line[:200]!r}") from error
 
     def end_questions(self) -> None:

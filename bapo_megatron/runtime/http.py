@@ -1,13 +1,15 @@
 """HTTP client of single requests, of the standard library: no redirects, a limit of bytes, proxies if asked.
 
 For programs that must start at once or run where packages are broken. Engines and judges, which send many
-requests, have aiohttp. Used by ``commands/doctor/servers.py``, ``events/targets.py`` and
+requests, have aiohttp. ``without_proxy`` is for children that reach this machine by HTTP. Used by
+``commands/doctor/servers.py``, ``environment/adapters/agent_process.py``, ``events/targets.py`` and
 ``rollout/engines/sglang/server_process.py``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,10 @@ from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 _MOST_BYTES = 8 << 20
+
+_NO_PROXY = ("no_proxy", "NO_PROXY")
+"""Names of the variable with the hosts that are reached without a proxy; the first takes precedence."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Answer:
         """The JSON object of a response with status 200; else an empty one."""
         try:
             found = json.loads(self.content) if self.status == 200 else None
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         return found if isinstance(found, dict) else {}
 
@@ -66,3 +72,18 @@ def ask(
     except HTTPError as error:
         with error:
             return Answer(error.code, error.reason, error.read(_MOST_BYTES))
+
+
+def without_proxy(host: str | None = None) -> dict[str, str]:
+    """NO_PROXY of a child with this machine's addresses; empty where no proxy is set, or ``*`` has all.
+
+    Most HTTP clients ask the proxy of HTTP_PROXY even for 127.0.0.1. ``host``: another address of this
+    machine.
+    """
+    if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
+        return {}
+    given = next((value for name in _NO_PROXY if (value := os.environ.get(name))), "")
+    if given.strip() == "*":  # which has its meaning alone, not in a list
+        return {}
+    hosts = dict.fromkeys([*filter(None, given.split(",")), *_LOOPBACK, *filter(None, [host])])
+    return dict.fromkeys(_NO_PROXY, ",".join(hosts))

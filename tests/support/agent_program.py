@@ -1,13 +1,15 @@
 """An agent program, with nothing but the standard library: it plays a guessing game over chat completions.
 
 It reads its task on stdin, asks the endpoint of OPENAI_BASE_URL, and prints its reward. Arguments change
-what it does: ``rewrites`` (its history), ``streams``, ``tools``, ``dies``, ``waits``, ``silent``, ``chats``.
+what it does: ``rewrites`` (its history), ``streams``, ``tools``, ``dies``, ``waits``, ``silent``, ``chats``,
+``prints`` (much), ``spied`` (it ends with 4 if a program that it runs can read its task).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import urllib.request
@@ -27,6 +29,10 @@ def ask(messages: list[dict[str, object]], **more: object) -> dict[str, object]:
 def main() -> None:
     """Play until the number is found."""
     task = json.load(sys.stdin)
+    if "spied" in sys.argv and subprocess.run(["cat", "/proc/self/fd/0"], capture_output=True).stdout:
+        sys.exit(4)
+    if "prints" in sys.argv:
+        print("so long " * 100_000)
     messages = [*task["messages"]]
     more = {"stream": True} if "streams" in sys.argv else {"tools": [{}]} if "tools" in sys.argv else {}
     asked = 0

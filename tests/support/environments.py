@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import time
@@ -32,6 +33,8 @@ def acted(self: Environment, turn: str, turns: int) -> Reply:
         return Reply("x" * (5 << 20))
     if turn == "no reply":
         return "text"  # type: ignore[return-value]
+    if turn == "nested note":  # as the arguments of a call may be, which a policy writes
+        return Reply("kept", note=json.loads(970 * "[" + 970 * "]"))
     if turn == "note":
         return Reply("noted", note="x" * (70 << 10))
     if turn == "nan":

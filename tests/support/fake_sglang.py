@@ -17,6 +17,8 @@ class FakeServer:
         self.version = "0"
         self.answers: dict[str, tuple[int, Any]] = {}
         """Path to the status and body that replace its own."""
+        self.raw: dict[str, web.Response] = {}
+        """Path to the whole answer that replaces its own."""
         self.hangs: set[str] = set()
         self.on_abort: list[int] = []
         """Requests wait for an abort, and have so many tokens then: one entry for each."""
@@ -69,6 +71,8 @@ class FakeServer:
             return web.Response()
         if path in self.hangs:
             await asyncio.sleep(3)
+        if path in self.raw:
+            return self.raw[path]
         if path in self.answers:
             status, answer = self.answers[path]
             return web.json_response(answer, status=status)

@@ -23,6 +23,10 @@ from bapo_megatron.planning.hardware import GPUS
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}|\d+")
 _EXAMPLES = {"time": ', in quotes: "24:00:00" is 24 hours, and Slurm takes "24" for 24 minutes'}
 _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
+_FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""Characters that no line of a job's script can hold: what follows a line end would be a command."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,21 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
             yield f"mounts: {mount!r} must be HOST:CONTAINER"
     if cluster.mounts and cluster.container is None:
         yield "mounts are of a container, and there is none: set container, or leave them out"
+    yield from _broken_lines(cluster)
     for name in cluster.environment:
         if not _NAME.fullmatch(name):
             yield f"environment.{name}: NeMo-Run writes names of variables in capitals; write it so"
+
+
+def _broken_lines(cluster: ClusterFile) -> Iterator[str]:
+    """Texts that would break a line of the job's script."""
+    for flag in cluster.sbatch:
+        if not _FLAG.fullmatch(flag):
+            yield f"sbatch.{flag!a} is no flag of sbatch: write its name without dashes in front"
+    names = ("account", "partition", "qos", "constraint", "mem", "container")
+    texts = {name: getattr(cluster, name) for name in names}
+    texts |= {f"sbatch.{flag}": value for flag, value in cluster.sbatch.items()}
+    texts |= {f"mounts[{place}]": mount for place, mount in enumerate(cluster.mounts)}
+    for name, text in texts.items():
+        if text is not None and CONTROL.search(text):
+            yield f"{name} = {text!a} has a line end or another control character: leave it out"

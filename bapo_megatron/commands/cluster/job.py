@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from bapo_megatron.commands.cluster.cluster_file import ClusterFile
+from bapo_megatron.commands.cluster.cluster_file import CONTROL, ClusterFile
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.hardware import GB
@@ -151,6 +151,12 @@ class ClusterJob:
             )
         if problem := self._no_servers():
             yield problem
+        for what, text in {"name": self.config.name, **self._paths()}.items():
+            if CONTROL.search(str(text)):
+                yield (
+                    f"{what} {str(text)!a} has a line end or another control character, which no line of "
+                    "a job's script can hold: rename it"
+                )
         for path in (self.root, self.templates, self.run_dir, self.recipe):
             if "/nemo_run" in str(path):
                 yield f"{path}: NeMo-Run replaces /nemo_run in every path; rename the folder"
@@ -176,13 +182,16 @@ class ClusterJob:
         """Missing container mounts: paths that every task needs, with what to add to `mounts`."""
         if self.cluster.container is None:
             return []
-        needed = {
+        return list(missing_mounts(self._paths(), self.cluster.mounts))
+
+    def _paths(self) -> dict[str, Path]:
+        """Paths that every task needs, by their roles."""
+        return {
             "folder of the submission": self.root,
             "checkout": self.templates.parent,
             "run directory": self.run_dir,
             "recipe": self.recipe,
         }
-        return list(missing_mounts(needed, self.cluster.mounts))
 
     def summary(self) -> list[str]:
         """Summary of the job: the lines of `bapo plan`, or the nodes alone where the GPU type or the model's
@@ -300,7 +309,7 @@ class ClusterJob:
         """The job's specification for `slurm/launch.py`, as plain values."""
         cluster = self.cluster
         return {
-            "name": f"bapo-{self.config.name}",
+            "name": f"bapo-{self.config.name}".replace("/", "-"),  # a part of the log's file name
             "run": str(self.run_dir),
             "root": str(self.root),
             "templates": str(self.templates),

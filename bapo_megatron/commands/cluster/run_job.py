@@ -16,9 +16,11 @@ from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _DEADLINE_S = 15.0
+_MOST_STATE_BYTES = 1 << 20
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
 
 
@@ -42,14 +44,22 @@ class JobState:
 
 
 def read_job_state(run: Path) -> JobState | None:
-    """The state file of the run's job; None if no job was ever started for it."""
+    """The state file of the run's job; None if no job was ever started for it. ConfigError if it is no plain
+    file, or names no job.
+
+    The job is an argument of Slurm's commands: `scancel --user=...` would end every job of the user.
+    """
+    path = RunPaths(run).slurm_state
     try:
-        lines = RunPaths(run).slurm_state.read_text().splitlines()
+        with read_plain(path) as file:
+            lines = file.read(_MOST_STATE_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return None
     found = dict(line.partition("=")[::2] for line in lines)
+    if not re.fullmatch(r"[0-9]{0,15}", job := found.get("job", "")):
+        raise ConfigError(f"{path}: job={job[:200]!r} is no job of Slurm: no job wrote that; delete the file")
     return JobState(
-        job=found.get("job", ""),
+        job=job,
         restart=_number(found.get("restart")),
         status=found.get("status", ""),
         end=_number(found.get("end")),
@@ -96,7 +106,7 @@ def lock_holder(run: Path) -> int | None:
     The lock is looked up in /proc/locks, not tried: a run that starts in the same moment would be refused.
     """
     try:
-        lock = RunPaths(run).lock.stat()
+        lock = RunPaths(run).lock.lstat()  # a link could name the lock of another program, to be ended
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None

@@ -8,7 +8,6 @@ ConfigError if there is none. Used by ``commands.py``.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
 from bapo_megatron.runtime.events.progress import Patience, read_progress
 from bapo_megatron.runtime.files import file_time
-from bapo_megatron.runtime.jsonl_log import tail_rows
+from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
@@ -188,8 +187,10 @@ def _engines(run: Path, metrics: dict[str, Any], now: float, of_job: bool) -> tu
 
 def _is_ready(file: Path, now: float) -> bool:
     try:
-        return now - file.stat().st_mtime < FRESH_S and json.loads(file.read_text())["state"] == "ready"
-    except (OSError, ValueError, KeyError):  # it is being replaced
+        with read_plain(file) as opened:
+            found = parse_row(opened.read(_MOST_ENTRY_BYTES))
+        return now - file.stat().st_mtime < FRESH_S and found.get("state") == "ready"
+    except (OSError, ValueError):  # it is being replaced
         return False
 
 
@@ -272,6 +273,7 @@ def ago(seconds: float | None) -> str:
 
 
 _LINES = 40
+_MOST_ENTRY_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 20
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 
+from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.settings import out_of_range, wrong_types
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.report.metric_table import MetricTable, read_metrics
@@ -25,6 +28,15 @@ PAGE = "index.html"
 """File of the page in a report's folder."""
 
 _TITLE = re.compile(rb"(?s)<title>.* \xc2\xb7 (training report|comparison)</title>")
+
+
+_COUNTS = (
+    *("algorithm.reuse_epochs", "algorithm.updates_per_epoch", "rollout.max_staleness"),
+    *("evaluation.every", "evaluation.samples"),
+)
+"""Fields of a stored configuration that the page computes with."""
+_MOST_CANDIDATES = 1_000_000
+"""Most candidates of a bound; the paper's have 37 and 16."""
 
 
 class Headline(TypedDict):
@@ -121,10 +133,42 @@ def read_run(run_dir: Path) -> RunRecord:
         steps,
         read_metrics(paths.updates),
         read_events(paths.events) if paths.events.exists() else [],
-        read_config(run_dir) or {},
+        _config_of(run_dir),
         read_metrics(paths.evaluations),
         lineage_text(run_dir),
     )
+
+
+def configured_bounds(config: Mapping[str, Any]) -> BoundsConfig | None:
+    """The clipping bounds in a stored configuration; None if it has none."""
+    named = {field.name: f"algorithm.bounds.{field.name}" for field in fields(BoundsConfig)}
+    stored = {name: config[key] for name, key in named.items() if key in config}
+    return BoundsConfig(**stored) if {"low_start", "high_start"} <= stored.keys() else None
+
+
+def _config_of(run_dir: Path) -> dict[str, Any]:
+    """The stored configuration; empty if there is none. ConfigError for values that no run can have had: who
+    made the folder may have written anything, and a step of 1e-12 has more candidates than any memory."""
+    config = read_config(run_dir) or {}
+    for problem in _impossible(config):
+        raise ConfigError(f"{RunPaths(run_dir).config}: {problem[:200]}: mend the file")
+    return config
+
+
+def _impossible(config: Mapping[str, Any]) -> Iterator[str]:
+    """Values that the page computes with and no run can have had; not what newer versions refuse as well."""
+    for name in _COUNTS:
+        if (value := config.get(name)) is not None and type(value) is not int:
+            yield f"{name}={value!r} must be a whole number"
+    if not isinstance(path := config.get("model.hf_path", ""), str):
+        yield f"model.hf_path={path!r} must be a text"
+    if (bounds := configured_bounds(config)) is None:
+        return
+    yield from (f"algorithm.bounds.{problem}" for problem in (*wrong_types(bounds), *out_of_range(bounds)))
+    for name in ("low", "high"):
+        start, end, step = (getattr(bounds, f"{name}_{part}") for part in ("start", "end", "step"))
+        if end > start and not (end - start) / _MOST_CANDIDATES <= step:
+            yield f"algorithm.bounds.{name}_step={step} makes more than {_MOST_CANDIDATES:,} candidates"
 
 
 def headline(steps: MetricTable) -> Headline:

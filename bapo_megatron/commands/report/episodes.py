@@ -9,6 +9,7 @@ its steps costs nothing. Used by ``page.py``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -41,6 +42,7 @@ _ROWS = (
 _SHARES = ("given_share", "finish_stop", "finish_length", "finish_turns", "finish_failed")
 _REWARD = "environment/reward_turn_"
 """First part of the names of the rewards by turn."""
+_REWARD_TURN = re.compile(f"{_REWARD}([0-9]{{1,9}})")
 
 MOST_TOKENS = 1000
 """Most tokens of a block that are shown: half of them from its start, half from its end."""
@@ -60,7 +62,7 @@ Speaker = Literal["prompt", "model", "environment"]
 
 def _reward_turns(metrics: Iterable[str]) -> list[int]:
     """The numbers of the answers that have a reward, from 1."""
-    return sorted({int(name.removeprefix(_REWARD)) for name in metrics if name.startswith(_REWARD)})
+    return sorted({int(turn[1]) for name in metrics if (turn := _REWARD_TURN.fullmatch(name))})
 
 
 def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:

@@ -7,13 +7,13 @@ of the interpretation are fixed thresholds on logged metrics. Used by ``page.py`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from bapo_megatron.algo.bounds import BoundsConfig, describe, preset_name, sum_count
-from bapo_megatron.commands.report.data import Headline, RunRecord, headline, mean
+from bapo_megatron.commands.report.data import Headline, RunRecord, configured_bounds, headline, mean
 from bapo_megatron.commands.report.text import number, percent
 from bapo_megatron.runtime.jsonl_log import Row
 
@@ -42,9 +42,7 @@ class SearchOutcome:
 
 def bounds_of(run: RunRecord) -> BoundsConfig | None:
     """The clipping bounds that a run was configured with; None if its directory does not say."""
-    named = {field.name: f"algorithm.bounds.{field.name}" for field in fields(BoundsConfig)}
-    stored = {name: run.config[key] for name, key in named.items() if key in run.config}
-    return BoundsConfig(**stored) if "low_start" in stored and "high_start" in stored else None
+    return configured_bounds(run.config)
 
 
 def search_outcome(run: RunRecord) -> SearchOutcome | None:

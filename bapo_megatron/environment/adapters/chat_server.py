@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -63,16 +62,6 @@ async def opened(key: str, answer: Answer) -> str:
 def closed(key: str) -> None:
     """The episode of ``key`` is over: its requests are refused."""
     _ANSWERS.pop(key, None)
-
-
-def variables(base_url: str, key: str) -> dict[str, str]:
-    """Environment of the program. No proxy may come between it and its endpoint, as httpx would have it; and
-    langchain and older litellm read another name of the address, which may be that of a real service."""
-    without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    if without.strip() != "*":
-        without = ",".join(filter(None, [without, "127.0.0.1"]))
-    own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
-    return {**os.environ, **own, "no_proxy": without, "NO_PROXY": without}
 
 
 async def _serve() -> str:

@@ -14,21 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
-import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bapo_megatron.environment.adapters import chat_server
+from bapo_megatron.environment.adapters.agent_process import run_agent
 from bapo_megatron.environment.adapters.conversation import Conversation, Refused
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.tools.calls import settings_of
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.child_process import ChildProcess
-
-_LAST_BYTES = 4096
-"""Bytes of a program's output that are read: its end, however much it has printed."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +44,20 @@ class EndpointEnvironment(LoopEnvironment):
 
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint; its reward, or None."""
-        if not self._own.command:
+        command = self._own.command
+        if not command:
             raise ConfigError("environment.settings has no command: give the agent program and its arguments")
-        variables, pause_s = chat_server.variables(base_url, key), 0.02
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
-            given.write(json.dumps(asdict(self.task)).encode())
-            given.seek(0)
-            child = ChildProcess(self._own.command, variables, guarded=True, stdin=given, stdout=printed)
-            try:
-                while (code := child.wait_end(0)) is None:
-                    await asyncio.sleep(pause_s := min(1.1 * pause_s, 0.25))  # there may be hundreds
-            finally:
-                await asyncio.shield(asyncio.to_thread(child.close))
-            printed.seek(max(0, printed.seek(0, os.SEEK_END) - _LAST_BYTES))
-            words = printed.read().decode(errors="replace").split()
+        # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service.
+        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
+        code, last = await run_agent(command, json.dumps(asdict(self.task)).encode(), variables)
         if code != 0:
-            raise RuntimeError(f"{self._own.command} ended with {code}. {self._refusal}".strip())
+            raise RuntimeError(f"{command} ended with {code}. {self._refusal}".strip())
         try:
-            return float(words[-1]) if words else None
+            return float(last) if last else None
         except ValueError:
             raise RuntimeError(
-                f"{self._own.command} has printed {words[-1][:80]!r} last, which is no reward: print a "
-                "number at the end, or nothing on stdout"
+                f"{command} has printed {last[:80]!r} last, which is no reward: print a number at the end, "
+                "or nothing on stdout"
             ) from None
 
     async def play(self, ask: Ask) -> float | None:

@@ -3,8 +3,8 @@
     environment.function = "bapo_megatron.environment.adapters.openenv:OpenEnv"
     environment.settings = {"url": "http://localhost:8000", "action": "message", "observation": "text"}
 
-A row's ``extra_info`` may have ``reset``, arguments of the server's reset: without ``{"seed": 3}`` or the like
-a server that draws cannot replay. A lost session is replayed in a new one. Rewards of the steps add up. Tried
+A row's ``extra_info`` may have ``reset``, arguments of the server's reset: without ``{"seed": 3}`` or so a
+server that draws cannot replay. A lost session is replayed in a new one. Rewards of the steps add up. Tried
 with openenv-core 0.3.0. Workers of environments load it by that name.
 """
 

@@ -28,8 +28,9 @@ MOST_BITS = 10_000
 """Longest number, numerator or denominator: 3,010 digits."""
 
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})  # noqa: RUF001
-_PLAIN = re.compile(r"[-+*/%^().,\d\s]*\d[\s)]*[-+*/%^][-+*/%^().,\d\s]*\d[\s)]*=?")
-"""A line that is nothing but an expression, with an operator in it; ``=`` may follow."""
+_PLAIN = re.compile(r"[-+*/%^().,\d\s]+=?")
+_OPERATOR = re.compile(r"\d[\s)]*[-+*/%^]")
+_LAST_NUMBER = re.compile(r"\d[\s)]*=?")
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -82,8 +83,20 @@ class Calculator(Environment):
         """The expression of each call, or the ValueError of a call that has none."""
         if self._format == "plain":
             line = answer_part(turn).strip().rpartition("\n")[2]
-            return [lambda: line.rstrip("= ")] if _PLAIN.fullmatch(line) else []
+            return [lambda: line.rstrip("= ")] if _is_plain(line) else []
         return [lambda call=call: argument(call, "calculator", "expression") for call in tool_calls(turn)]  # type: ignore[misc]
+
+
+def _is_plain(line: str) -> bool:
+    """Whether a line is nothing but an expression, with an operator in it; ``=`` may follow.
+
+    Three looks, each in time linear in the line: a policy writes lines of a hundred thousand characters, and
+    one expression for all of it tries every pair of places.
+    """
+    if not _PLAIN.fullmatch(line) or (first := _OPERATOR.search(line)) is None:
+        return False
+    last = max(line.rfind(digit, first.end()) for digit in set(filter(str.isdecimal, line)))
+    return last >= 0 and _LAST_NUMBER.fullmatch(line, last) is not None
 
 
 def evaluate(expression: str) -> str:

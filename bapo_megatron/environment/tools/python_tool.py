@@ -26,6 +26,7 @@ from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
 from bapo_megatron.environment.tools.calls import answer_part, argument, settings_of, tool_calls
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code import last_code_block
+from bapo_megatron.reward.sandbox.isolation import be_untraceable
 from bapo_megatron.reward.sandbox.requirements import FIX, sandbox_notes
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
@@ -142,6 +143,7 @@ class PythonTool(Environment):
         """Code of all calls so far that ran."""
         self._lost: list[int] = []
         """Places of those that are not kept: they took too long, or ended their interpreter."""
+        _hide()
         if not self._settings.allow_weak_sandbox and (notes := _missing_walls()):
             raise ConfigError(
                 f"the sandbox of the Python tool lacks walls on this machine: {'; '.join(notes)}. Grant "
@@ -212,6 +214,12 @@ class PythonTool(Environment):
         if ended.code in (WELL, BADLY):
             return output
         return f"{output}\nerror: its interpreter ended with {ended.code}; {_KEPT}".lstrip("\n")
+
+
+@cache
+def _hide() -> None:
+    """Keep programs off this process's memory, with the answers of the dataset, where walls are missing."""
+    be_untraceable()
 
 
 @cache

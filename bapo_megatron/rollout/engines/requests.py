@@ -20,8 +20,10 @@ import numpy as np
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.mixture import mixture_settings
 from bapo_megatron.data.prompts import MixedSource
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
+from bapo_megatron.runtime.files import read_file_inside
 from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTokens, RouteShape
 
 
@@ -149,14 +151,24 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
     """The stop tokens: the end-of-sequence ids of the tokenizer, generation_config.json and config.json.
 
     Chat models have several. SGLang stops at all that these files name, whatever a request says, so every
-    engine must.
+    engine must. ConfigError if one of the files names something else.
     """
     stops = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
-        path = Path(hf_path) / name
-        if path.is_file():
-            listed = json.loads(path.read_text()).get("eos_token_id")
-            stops.update(listed if isinstance(listed, list) else [listed])
+        try:
+            listed = json.loads(read_file_inside(hf_path, name)).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (ValueError, RecursionError, AttributeError) as error:
+            why = f"{hf_path / name} cannot be read: {str(error)[:200]}"
+            raise ConfigError(f"model.hf_path: {why}") from None
+        found = listed if isinstance(listed, list) else [listed]
+        if not all(one is None or type(one) is int for one in found):
+            raise ConfigError(
+                f"model.hf_path: {hf_path / name} has eos_token_id={listed!r:.200}: it must be a token id or "
+                "several; mend the file"
+            )
+        stops.update(found)
     return tuple(sorted(stops - {None}))
 
 

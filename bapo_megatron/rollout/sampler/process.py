@@ -29,7 +29,7 @@ import uvloop
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.suites import Suite
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Need
 from bapo_megatron.reward.pool import RewardPool
@@ -314,7 +314,7 @@ def _record_event(events: list[dict[str, Any]], kind: str, **fields: Any) -> Non
     shown = {name: f"\n{text}" if "\n" in (text := str(value)) else text for name, value in fields.items()}
     text = ", ".join(f"{name}={value}" for name, value in shown.items())
     with suppress(OSError):  # a log on a full disk
-        print(f"sampler: {kind.replace('_', ' ')}: {text}", flush=True)
+        print(printable(f"sampler: {kind.replace('_', ' ')}: {text}"), flush=True)
 
 
 if __name__ == "__main__":

@@ -115,10 +115,11 @@ def read_example(directory: Path, step: int) -> tuple[np.ndarray, Rollout]:
     of ``read_step``, for a compressed file, and for a step without responses.
     """
     with _opened(directory, step) as (file, arrays):
+        # First, as it refuses compressed files: ten megabytes of them may hold a header of ten gigabytes.
+        columns = column_file(step_path(directory, step).absolute(), file, arrays.zip).columns
         groups = json.loads(arrays["header"].tobytes())["groups"]
         if not any(group["rollouts"] for group in groups):
             raise ConfigError(f"{step_path(directory, step)} has no responses: the step trained on nothing")
-        columns = column_file(step_path(directory, step).absolute(), file, arrays.zip).columns
         return _example(groups, partial(_values, file, columns))
 
 

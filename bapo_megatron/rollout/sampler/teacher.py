@@ -17,7 +17,7 @@ import numpy as np
 from bapo_megatron.algo.reference_kl_config import DistillationConfig
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped
-from bapo_megatron.reward.endpoints.api_key import key_of, key_problem
+from bapo_megatron.reward.endpoints.api_key import key_of, key_problem, redacted
 from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient, shown, url_problem
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup
@@ -41,7 +41,8 @@ class Teacher:
     def __init__(self, config: DistillationConfig, longest: int) -> None:
         """``longest``: tokens of the longest sequence."""
         self._config = config
-        key, most = key_of(config.api_key_env), 4096 + _BYTES_A_TOKEN * longest
+        self._key = key = key_of(config.api_key_env)
+        most = 4096 + _BYTES_A_TOKEN * longest
         limits = (config.timeout_s, config.give_up_s, config.concurrency, key)
         self._servers = [JsonClient(f"{url.rstrip('/')}/generate", *limits, most) for url in config.urls]
         self._tokenizers = [JsonClient(f"{url.rstrip('/')}/tokenize", *limits, most) for url in config.urls]
@@ -56,7 +57,7 @@ class Teacher:
                 await client.connect()
                 for text in texts:
                     body = {"prompt": text, "add_special_tokens": False}
-                    _check_vocabulary(client.address, text, dataset.tokenizer, await client.ask(body))
+                    self._check_vocabulary(client.address, text, dataset.tokenizer, await client.ask(body))
             except EndpointError as error:
                 raise RunStopped(
                     f"{FIELD}.urls: {error}; start the teacher there (with its tokenizer), or correct the "
@@ -83,7 +84,7 @@ class Teacher:
             try:
                 # Patience with the last one alone: while others answer, a dead server holds nothing up.
                 answer = await (server.ask(body) if place == places[-1] else server.ask_once(body))
-                return _log_probs(server.address, answer, response_ids)
+                return self._read(server.address, answer, response_ids)
             except EndpointError as error:
                 problems.append(str(error))
             finally:
@@ -92,6 +93,39 @@ class Teacher:
             f"{FIELD}.urls: the teacher gives no log-probs of a sequence of {len(ids)} tokens: "
             f"{'; '.join(problems)}. What is sampled is kept; mend the servers, then give the same command"
         )
+
+    def _read(self, address: str, answer: Any, response_ids: np.ndarray) -> np.ndarray:
+        """The log-probs in an answer, float32 [R]. EndpointError unless they are finite, and those of these
+        ids."""
+        try:
+            rows: Sequence[Sequence[Any]] = answer["meta_info"]["input_token_logprobs"]
+            rows = rows[len(rows) - len(response_ids) :]
+            ids = [row[1] for row in rows]
+            values_R = np.fromiter((row[0] for row in rows), np.float32, len(rows))
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            why = f"{address}: {error!r} in its answer {self._shown(answer)}"
+            raise EndpointError("no log-probs", why) from None
+        if ids != response_ids.tolist():
+            raise EndpointError(
+                "other tokens", f"{address}: its log-probs are of other tokens than were sent"
+            )
+        if not np.isfinite(values_R).all() or (values_R > 1e-4).any():
+            raise EndpointError("broken log-probs", f"{address}: log-probs above 0 or not finite")
+        return values_R
+
+    def _check_vocabulary(self, address: str, text: str, tokenizer: Any, answer: Any) -> None:
+        ours = tokenizer.encode(text, add_special_tokens=False)
+        theirs = answer.get("tokens") if isinstance(answer, dict) else None
+        if theirs != list(ours):
+            raise ConfigError(
+                f"{FIELD}.urls: {address} has another vocabulary than the policy: it has "
+                f"{self._shown(theirs)} for the tokens {list(ours)!r:.200}. Take a teacher of the policy's "
+                "family: its log-probs are of ids"
+            )
+
+    def _shown(self, answer: Any) -> str:
+        """An answer in a message, shortened: a server may send the key back."""
+        return redacted(repr(answer), self._key)[:200]
 
     def _preference(self, place: int) -> tuple[bool, int]:
         """Order of servers: those whose last call succeeded, of them first the one with fewest responses."""
@@ -130,28 +164,3 @@ def check_teacher(config: RunConfig) -> None:
         raise ConfigError(f"{FIELD}.api_key_env: {problem}")
     if distillation.api_key_env and not key_of(distillation.api_key_env):
         raise ConfigError(f"{FIELD}.api_key_env: the environment variable is not set: export the key in it")
-
-
-def _check_vocabulary(address: str, text: str, tokenizer: Any, answer: Any) -> None:
-    ours = tokenizer.encode(text, add_special_tokens=False)
-    theirs = answer.get("tokens") if isinstance(answer, dict) else None
-    if theirs != list(ours):
-        raise ConfigError(
-            f"{FIELD}.urls: {address} has another vocabulary than the policy: it has {theirs!r:.200} for the "
-            f"tokens {list(ours)!r:.200}. Take a teacher of the policy's family: its log-probs are of ids"
-        )
-
-
-def _log_probs(address: str, answer: Any, response_ids: np.ndarray) -> np.ndarray:
-    """The log-probs in an answer. EndpointError unless they are finite, and those of these ids."""
-    try:
-        rows: Sequence[Sequence[Any]] = answer["meta_info"]["input_token_logprobs"]
-        rows = rows[len(rows) - len(response_ids) :]
-        ids, values_R = [row[1] for row in rows], np.array([row[0] for row in rows], np.float32)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EndpointError("no log-probs", f"{address}: {error!r} in its answer {answer!r:.200}") from None
-    if ids != response_ids.tolist():
-        raise EndpointError("other tokens", f"{address}: its log-probs are of other tokens than were sent")
-    if not np.isfinite(values_R).all() or (values_R > 1e-4).any():
-        raise EndpointError("broken log-probs", f"{address}: log-probs above 0 or not finite")
-    return values_R

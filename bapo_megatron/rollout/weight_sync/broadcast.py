@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config import EngineConfig
+from bapo_megatron.errors import printable
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
@@ -239,7 +240,7 @@ class BroadcastSync:
             broadcast.close()
             engines.tell("fail", reason).exception()  # the sync by disk restarts a dead sampler
             self._on_event({"kind": "broadcast_failed", "version": version, "reason": str(error)})
-            print(f"{reason}; falling back to disk", flush=True)
+            print(printable(f"{reason}; falling back to disk"), flush=True)
             return reason
         return None
 

@@ -179,10 +179,9 @@ class EventSender:
             block = file.read(_BLOCK)
             if b"\n" not in block and len(block) == _BLOCK:
                 self._read += len(block)  # a line longer than any event
-            for line in block.splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    self._take(line, self._read)
-                    self._read += len(line)
+            for line in block.split(b"\n")[:-1]:  # a damaged line may hold a carriage return
+                self._take(line, self._read)
+                self._read += len(line) + 1
 
     def deliver(self, at_once: bool = False) -> bool:
         """Send the events that are due, and store each target's resume offset; whether some are queued."""
@@ -288,7 +287,7 @@ def _stored_positions(path: Path) -> dict[str, int]:
     try:
         sent = json.loads(path.read_text())["sent"]
         return {str(key): int(value) for key, value in sent.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return {}
 
 

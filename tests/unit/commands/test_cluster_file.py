@@ -87,6 +87,23 @@ def test_invalid_fields_are_named(tmp_path: Path, text: str, told: str) -> None:
     assert str(path) in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('qos = "q\\ntouch here"\n', r"qos = 'q\\ntouch here' has a line end"),
+        ('container = "c\\r"\n', r"container = 'c\\r' has a line end or another control character"),
+        ('mounts = ["/a:/a\\n"]\ncontainer = "c"\n', r"mounts\[0\] = '/a:/a\\n' has a line end"),
+        ('[sbatch]\ncomment = "c\\ntouch here"\n', r"sbatch.comment = 'c\\ntouch here' has a line end"),
+        ('[sbatch]\n"x\\ntouch here" = "c"\n', r"sbatch.'x\\ntouch here' is no flag of sbatch"),
+    ],
+)
+def test_texts_that_would_end_a_line_of_the_script_are_refused(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(WHOLE + text)
+    with pytest.raises(ConfigError, match=told):
+        load_cluster(path)
+
+
 def test_every_missing_field_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("qos = 'x'\n")

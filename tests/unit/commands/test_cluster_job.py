@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,6 +219,46 @@ def test_warning_for_a_group_of_one_node() -> None:
 def test_paths_that_nemo_run_would_change_are_refused() -> None:
     with pytest.raises(ConfigError, match="rename the folder"):
         check_job(replace(job(), root=Path("/home/x/nemo_run")), force=True)
+
+
+@pytest.mark.parametrize("what", ["name", "run directory"])
+def test_line_ends_in_names_and_paths_are_refused(what: str) -> None:
+    """What follows one in a #SBATCH line would be a command of the job."""
+    broken = "r\ntouch here"
+    config = replace(job().config, name=broken) if what == "name" else job().config
+    run_dir = config.run_dir if what == "name" else Path(broken)
+    wrong = replace(job(), config=replace(config, run_dir=run_dir))
+    with pytest.raises(ConfigError, match=rf"{what} '.*r\\ntouch here' has a line end .*: rename it"):
+        check_job(wrong, force=True)
+
+
+def test_a_name_with_a_slash_is_no_folder_of_the_jobs_log() -> None:
+    assert replace(job(), config=replace(job().config, name="a/b")).specification()["name"] == "bapo-a-b"
+
+
+def test_a_job_of_odd_names_reads_none_as_shell(tmp_path: Path) -> None:
+    """Of the script that NeMo-Run makes, which quotes no argument of srun."""
+    try:
+        nemo_run_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    odd = f'o d\'d $(touch {tmp_path}/ran) `touch {tmp_path}/ran` "q"'
+    cluster = replace(pyxis(), container=f"/{odd}.sqsh", mounts=(f"/{odd}:/{odd}", f"{ROOT}:{ROOT}"))
+    config = replace(job().config, name=odd.replace("/", "."), run_dir=ROOT / odd)
+    script = launch(replace(job(cluster), config=config), dry_run=True)
+    lines = [line for line in script.splitlines() if line.startswith("srun --")]
+    assert len(lines) == 2
+    for line in lines:
+        stub = 'srun() { printf "%s\\0" "$@"; }\nBAPO_LOGS=/logs BAPO_WAIT_S=5\n'
+        shell = stub + line.partition(" & pids")[0]
+        found = subprocess.run(
+            ["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        words = found.stdout.split("\0")
+        assert f"/{odd}.sqsh" in words
+        assert f"/{odd}:/{odd},{ROOT}:{ROOT},{ROOT / odd}/logs:/nemo_run" in words
+        assert str(ROOT / odd) in words
+    assert not (tmp_path / "ran").exists()
 
 
 def test_arguments_survive_the_shell() -> None:

@@ -359,10 +359,37 @@ def test_a_job_that_could_not_be_told_to_stop_does_not_stop_at_its_next_time_lim
     assert not (run / "stop").exists()
 
 
+@pytest.mark.parametrize("job", ["--user=me", "12 --user=me", "../../..", "12,13", "-1"])
+def test_a_state_file_names_no_argument_of_slurm(
+    run: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bapo cancel --now` would have called `scancel --user=me`, which ends all jobs of the user."""
+    monkeypatch.setattr(run_job, "_call", lambda *command: pytest.fail(f"called {command}"))
+    (run / "slurm.state").write_text(STATE.replace("job=41", f"job={job}"))
+    for ask in (
+        lambda: run_job.cancel(run, at_once=True),
+        lambda: read_status(run),
+    ):
+        with pytest.raises(ConfigError, match=f"slurm.state: job='{job}' is no job of Slurm"):
+            ask()
+
+
 def test_no_answer_of_slurm_is_not_an_empty_queue(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_job, "queue_state", lambda _job: None)
     with pytest.raises(ConfigError, match="Slurm does not answer, so job 41 of .* is not cancelled"):
         cancel(run)
+
+
+def test_a_lock_that_is_a_link_names_no_process_to_end(tmp_path: Path) -> None:
+    """It may lead to the lock of anything that runs here, which `bapo cancel` would end."""
+    with (tmp_path / "other").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/.lock").symlink_to(tmp_path / "other")
+        assert lock_holder(tmp_path / "run") is None
+        (tmp_path / "run/.lock").unlink()
+        (tmp_path / "other").rename(tmp_path / "run/.lock")
+        assert lock_holder(tmp_path / "run") == os.getpid()
 
 
 def test_a_lock_of_another_file_with_the_same_inode_number_is_not_the_runs(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bapo_megatron.environment import Reply, Task
 from bapo_megatron.environment.tools.calculator import Calculator, evaluate
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.child_process import within
 from tests.support.scripted_episodes import check_durable
 
 TASK = Task([{"role": "user", "content": "47+86="}])
@@ -140,6 +141,13 @@ def test_calls_in_json_over_a_kill() -> None:
 )
 def test_the_plain_format_takes_the_last_line(turn: str, said: str | None) -> None:
     assert Calculator(TASK, {"format": "plain"}).step(turn).observation == said
+
+
+@pytest.mark.parametrize("line", ["1+" * 200_000 + "x", "1+" * 200_000 + "(", "1)" * 200_000])
+def test_a_long_line_is_no_expression_at_once(line: str) -> None:
+    """Of all pairs of its places one expression tried each, for hours: a policy's turn held the worker."""
+    tool = Calculator(TASK, {"format": "plain"})
+    assert within(60.0, lambda: tool.step(line)).observation is None
 
 
 def test_wrong_settings_are_named() -> None:

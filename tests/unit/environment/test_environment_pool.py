@@ -134,6 +134,7 @@ def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
         ("surrogate", "raised", "surrogates not allowed"),
         ("long", "raised", "5242880 characters; at most 4194304 may be"),
         ("note", "raised", "Reply.note has 71682 bytes as JSON"),
+        ("nested note", "raised", "Reply.note has more than 100 lists and objects within each other"),
         ("nan", "raised", "Reply.reward=nan is no finite number"),
         ("die", "died", "exit code 9"),
         ("hang", "time", "no answer within"),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,26 @@ def test_a_program_over_kills() -> None:
     assert play(EndpointEnvironment, TASK, program("silent"), ["6"]) == [Reply(None)]
 
 
+@pytest.mark.parametrize("argument", ["spied", "prints"])
+def test_what_a_program_runs_cannot_read_its_task_again(argument: str) -> None:
+    """It holds the ground truth. Standard input is inherited, into sandboxes too, and a file has a start."""
+    assert play(EndpointEnvironment, TASK, program(argument), ["6"]) == [Reply(None, reward=1.0)]
+
+
+def test_a_program_that_never_reads_its_task_holds_nothing_up() -> None:
+    long = replace(TASK, extra_info={"text": "x" * 1_000_000})
+    with pytest.raises(ValueError, match="ended before it asked the model"):
+        play(EndpointEnvironment, long, {"command": [sys.executable, "-c", "pass"]}, ["6"])
+
+
+def test_a_program_reaches_the_endpoint_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would see the turns and the key of the episode."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert play(EndpointEnvironment, TASK, program(), ["6"]) == [Reply(None, reward=1.0)]
+
+
 @pytest.mark.parametrize(
     ("argument", "problem"),
     [
@@ -161,28 +182,22 @@ def test_a_program_without_a_command_or_a_reward_is_named() -> None:
         play(EndpointEnvironment, TASK, program("chats"), ["6"])
 
 
+def first(code: str) -> dict[str, Any]:
+    """The settings of a program that runs ``code``, and then plays."""
+    play_it = f"import runpy; runpy.run_path({AGENT!r}, run_name='__main__')"
+    return {"command": [sys.executable, "-c", f"import os; {code}; {play_it}"]}
+
+
 def test_of_a_long_output_the_end_is_read() -> None:
-    code = "import os; os.write(1, b'x' * 10**6)"  # then the task's program, whose reward is the last word
-    settings = {
-        "command": [
-            sys.executable,
-            "-c",
-            f"{code}; import runpy; runpy.run_path({AGENT!r}, run_name='__main__')",
-        ]
-    }
-    assert play(EndpointEnvironment, TASK, settings, ["6"]) == [Reply(None, reward=1.0)]
+    long = first("os.write(1, b'x' * 10**6)")
+    assert play(EndpointEnvironment, TASK, long, ["6"]) == [Reply(None, reward=1.0)]
 
 
-def test_the_variables_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No proxy between it and its endpoint; the address under all its names."""
+def test_no_address_of_a_real_service_is_left_to_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """langchain and older litellm read its other name."""
     monkeypatch.setenv("OPENAI_API_BASE", "https://api.example/v1")
-    monkeypatch.delenv("no_proxy", raising=False)
-    for given, wanted in (("", "127.0.0.1"), (".corp,x", ".corp,x,127.0.0.1"), ("*", "*")):
-        monkeypatch.setenv("NO_PROXY", given)
-        found = chat_server.variables("http://127.0.0.1:5/v1", "secret")
-        assert (found["no_proxy"], found["NO_PROXY"]) == (wanted, wanted)
-    assert {found[name] for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE")} == {"http://127.0.0.1:5/v1"}
-    assert found["OPENAI_API_KEY"] == "secret"
+    same = first("assert os.environ['OPENAI_API_BASE'] == os.environ['OPENAI_BASE_URL']")
+    assert play(EndpointEnvironment, TASK, same, ["6"]) == [Reply(None, reward=1.0)]
 
 
 def _is_waiting(process: psutil.Process) -> bool:

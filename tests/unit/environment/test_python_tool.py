@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ from bapo_megatron.environment import Reply, Task
 from bapo_megatron.environment.tools import python_tool
 from bapo_megatron.environment.tools.python_tool import PythonTool
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.child_process import within
 from tests.support.scripted_episodes import check_durable, play
 
 pytestmark = pytest.mark.integration
@@ -31,6 +33,16 @@ def call(code: str) -> str:
 
 def said(*codes: str, **settings: Any) -> list[str | None]:
     return [one.observation for one in play(PythonTool, TASK, {**FENCED, **settings}, map(block, codes))]
+
+
+def test_a_worker_of_the_tool_cannot_be_traced() -> None:
+    """It holds the answers; a program of the same user would find them where walls are missing."""
+
+    def dumpable() -> int:
+        PythonTool(TASK, {"allow_weak_sandbox": True})
+        return ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE
+
+    assert within(60.0, dumpable) == 0
 
 
 def test_a_session_over_kills() -> None:

@@ -10,7 +10,9 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +23,16 @@ from bapo_megatron.checkpoint.reader import _trainer_state, manifest_of
 from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.data.rows import RowError
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.evaluation.run import find_checkpoint, model_digest
+from bapo_megatron.evaluation.run import _report, find_checkpoint, model_digest
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.export import _copy_reference
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.engines.local.model import _load
+from bapo_megatron.rollout.engines.requests import stop_token_ids
+from bapo_megatron.rollout.sampler.process import _record_event
 from bapo_megatron.runtime.files import check_files_inside, file_below, file_inside
-from checkpoints_tools import to_hf, to_megatron
+from checkpoints_tools import cli, to_hf, to_megatron
 from checkpoints_tools.carried import carried_files
 from checkpoints_tools.formats.distcp import check_backends, read_metadata
 from checkpoints_tools.formats.locate import Format, Location, hf_reference, locate
@@ -430,3 +434,45 @@ def test_safetensors_whose_header_lies(content: bytes, model: Path) -> None:
 def test_a_whole_file_is_read(model: Path) -> None:
     save_file({"a": torch.ones(2, 2)}, model / "model.safetensors")
     assert [tensor.name for tensor in read_safetensors(model / "model.safetensors")] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 100_000, "generation_config.json cannot be read"),
+        ("[]", "generation_config.json cannot be read"),
+        ("{", "generation_config.json cannot be read"),
+        (
+            '{"eos_token_id": ["x"]}',
+            r"eos_token_id=\['x'\]: it must be a token id or several",
+        ),
+        ('{"eos_token_id": {"a": 1}}', "it must be a token id or several"),
+    ],
+)
+def test_stop_tokens_that_are_none_are_one_line(model: Path, text: str, says: str) -> None:
+    (model / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        stop_token_ids(model, SimpleNamespace(eos_token_id=1))
+
+
+def test_no_name_of_a_folder_reaches_the_terminal_raw(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A tensor's name that sets the window's title, by each command of bapo-ckpt that would show it."""
+    name = "a\x1b]0;title\x07\x1b[2J"
+    save_file({name: torch.zeros(1)}, model / "model.safetensors")
+    commands = (["inspect"], ["verify", str(POLICY)], ["to-megatron", str(tmp_path / "out")], ["no\x1b[2J"])
+    codes = [cli.run([command[0], str(model), *command[1:]]) for command in commands]
+    said = capfd.readouterr()
+    assert codes == [0, 1, 2, 2]
+    assert r"a\x1b]0;title\x07\x1b[2J  F32 [1]" in said.out
+    assert r"a\x1b]0;title\x07\x1b[2J is missing in the second" in said.out
+    assert said.err.count("error: ") == 2
+    assert "\x1b" not in said.out + said.err
+
+
+def test_texts_of_servers_reach_no_terminal_raw(capfd: pytest.CaptureFixture[str]) -> None:
+    """An answer of a server is part of the events that a run and an evaluation print."""
+    for show in (partial(_record_event, []), _report):
+        show("engine_lost", reason="status 500: \x1b]0;title\x07")
+    assert capfd.readouterr().out.count(r"engine lost: reason=status 500: \x1b]0;title\x07") == 2

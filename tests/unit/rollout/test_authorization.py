@@ -225,12 +225,36 @@ def test_the_proof_is_repeated_after_a_failed_connection(serve: Callable[..., Se
         assert proofs() == 1
         server.hangs_up = 2  # aiohttp reads once more by itself
         assert not await client.is_alive()
-        server.key = None  # another program has its address now
+        server.proves = server.asks = False  # another program has its address now, and answers everybody
+        assert not await client.is_alive()
+        with pytest.raises(ServerError, match="asks for no API key, and the server that was there does"):
+            await client.weight_version()
+        server.proves = server.asks = True
         assert await client.is_alive()
         await sessions.close()
 
     asyncio.run(run())
-    assert server.seen[-1] == ("/model_info", None)
+
+
+def test_a_server_of_the_run_cannot_be_replaced_by_one_without_a_key(serve: Callable[..., Server]) -> None:
+    """Another user's program may take the port before the server that the run starts listens there."""
+    thief, collector, genuine = serve(None), serve("anything", proves=False), serve(KEY)
+
+    async def run(server: Server, key: KnownKey) -> int:
+        sessions = HttpSessions()
+        authorization = Authorization(server.url, lambda: key, is_own=True)
+        try:
+            return await SglangServer(server.url, sessions, 20.0, authorization).weight_version()
+        finally:
+            await sessions.close()
+
+    for key in (known(), known(is_given=True)):
+        with pytest.raises(ServerError, match="another program has taken its port"):
+            asyncio.run(run(thief, key))
+        with pytest.raises(ServerError, match="status 401"):
+            asyncio.run(run(collector, key))
+        assert asyncio.run(run(genuine, key)) == 0
+    assert thief.keys_seen == collector.keys_seen == {None}
 
 
 def test_a_key_made_after_the_client_is_found(serve: Callable[..., Server], tmp_path: Path) -> None:

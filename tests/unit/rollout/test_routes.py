@@ -233,6 +233,11 @@ def test_no_character_is_taken_that_is_not_base64s() -> None:
                 decoded_routes(memoryview(wrong), 1, shape)
 
 
+def test_routes_without_an_end_are_refused() -> None:
+    with pytest.raises(BadReply, match="no generation"):
+        generation_of(REQUEST, b'{"meta_info": {"routed_experts": "AAAA')
+
+
 def test_routes_that_are_no_base64_are_refused() -> None:
     body = reply(THREE).replace(b'"routed_experts": "AA', b'"routed_experts": "A*')
     with pytest.raises(BadReply, match="its routes are wrong"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import socket
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import aiohttp
 import numpy as np
 import pytest
 import uvloop
+from aiohttp import web
 from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Engine
@@ -35,6 +37,7 @@ from tests.support.fake_sglang import FakeServer
 from tests.support.models import save_tiny_model
 
 CALLS = {"pause_generation": "pause", "abort_request": "abort", "continue_generation": "resume"}
+GZIP = {"Content-Encoding": "gzip"}
 REQUEST = GenerateRequest("r", np.array([1, 2]), SamplingParams(1.0, 2, ()))
 
 
@@ -214,6 +217,41 @@ def test_a_bad_answer_names_the_server(
         engine.generate([REQUEST])
     server.answers.clear()
     assert len(engine.generate([REQUEST])) == 1
+
+
+def raw(path: str, **answer: Any) -> tuple[str, dict[str, Any]]:
+    return path, answer
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        (raw("generate", body=gzip.compress(bytes(64 << 20)), headers=GZIP), "its answer is compressed"),
+        (raw("model_info", body=gzip.compress(b"{}"), headers=GZIP), r"its answer is compressed \('gzip'\)"),
+        (raw("model_info", body=b"[" * 100_000), "no JSON"),
+        (raw("generate", body=b" " * 3000), "its answer is longer than 2,000 bytes"),
+        (raw("model_info", body=b" " * 3000), "its answer is longer than 2,000 bytes"),
+    ],
+)
+def test_an_answer_that_would_fill_the_memory_is_refused(
+    place: tuple[str, dict[str, Any]], says: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a program on the address of a server: the limits hold before JSON is read."""
+    if "2,000" in says:
+        monkeypatch.setattr(http_server, "_MOST_REPLY_BYTES", 2000)
+    path, answer = place
+
+    async def call() -> None:
+        sessions = HttpSessions()
+        client = SglangServer(server.url, sessions, control_timeout=20.0)
+        server.raw[path] = web.Response(**answer)
+        try:
+            await (client.weight_version() if path == "model_info" else client.generate(REQUEST, "r"))
+        finally:
+            await sessions.close()
+
+    with pytest.raises(ServerError, match=f"{server.url}/{path}: {says}"):
+        asyncio.run(call())
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a nan": (changed((META, "output_token_logprobs", 0, 0), float("nan")), "no generation"),
     "a positive log-prob": (changed((META, "output_token_logprobs", 0, 0), 0.5), "above 0"),
     "a log-prob that is none": (changed((META, "output_token_logprobs", 0, 0), None), "no"),
+    "a token of no fields": (changed((META, "output_token_logprobs", 0), []), "no generation"),
     "another stop": (changed((META, "output_token_logprobs", 2, 1), 8), "other tokens"),
 }
 

@@ -124,6 +124,15 @@ def test_an_example_is_read_without_the_rest_of_its_step(tmp_path: Path) -> None
     assert read_example(tmp_path, 1)[1].token_ids_R.tolist() == rollout(10, 0.1).token_ids_R.tolist()
 
 
+def test_a_compressed_step_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    """A report reads the steps of anybody's run: here 100 kB that become 100 MB, and no header."""
+    path = write_step(tmp_path, 1, batch())
+    np.savez_compressed(path, header=np.zeros(100_000_000, np.uint8))
+    assert path.stat().st_size < 200_000
+    with pytest.raises(ConfigError, match=r"its header.npy is compressed; write it with numpy.savez"):
+        read_example(tmp_path, 1)
+
+
 def test_a_step_without_an_example_is_named(tmp_path: Path) -> None:
     write_step(tmp_path, 3, StepBatch((), {}))
     with pytest.raises(ConfigError, match=r"step_000003.npz has no responses: the step trained on nothing"):

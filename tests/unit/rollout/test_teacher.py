@@ -75,11 +75,23 @@ def test_log_probs_of_the_responses_tokens_are_asked_and_read() -> None:
         (rows(-0.5, None, -3.0), "above 0 or not finite"),
         ({"meta_info": {}}, "KeyError"),
         ([], "TypeError"),
+        (rows(-0.5, -1.0, 10**400), "OverflowError"),
+        (rows([-0.5], [-1.0], [-3.0]), "ValueError|TypeError"),  # type: ignore[arg-type]
+        ({"meta_info": {"input_token_logprobs": [[]] * 4}}, "IndexError"),
     ],
 )
 def test_an_answer_that_is_not_the_responses_stops_the_run(answer: Any, match: str) -> None:
     with judge_server(says(answer)) as server, pytest.raises(RunStopped, match=match):
         asked(server)
+
+
+def test_a_key_that_a_server_sends_back_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "k" * 40)
+    echo = {"headers": {"Authorization": f"Bearer {'k' * 40}"}}
+    with judge_server(says(echo)) as server, pytest.raises(RunStopped, match=r"Bearer \[key\]") as raised:
+        asked(server, api_key_env="TEACHER_KEY")
+    assert server.headers[0]["Authorization"] == f"Bearer {'k' * 40}"
+    assert "kkk" not in str(raised.value)
 
 
 def test_a_server_that_refuses_is_passed_over_and_all_that_refuse_stop_the_run() -> None:

@@ -105,6 +105,17 @@ def test_a_torn_line_is_read_once_it_is_complete(run: Path, hook: Webhook) -> No
     assert hook.kinds() == ["done"]
 
 
+def test_a_line_with_a_carriage_return_is_one_line(run: Path, hook: Webhook) -> None:
+    """Of a damaged file: what followed was read again and again, and sent each time."""
+    sender = EventSender(order(run, hook.url))
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind": "start",\r"step": 1}\nx\ry\n{"kind": "done", "step": 9}\n')
+    for _ in range(3):
+        passed(sender)
+    assert hook.kinds() == ["start", "done"]
+    assert sender._read == (run / "events.jsonl").stat().st_size
+
+
 def test_a_log_that_was_deleted_is_read_from_its_beginning(run: Path, hook: Webhook) -> None:
     written(run, "start", "engine_lost")
     sender = EventSender(order(run, hook.url))

@@ -16,6 +16,7 @@ ANSWERS = {
     "/ok": (200, b'{"a": 1}'),
     "/list": (200, b"[1]"),
     "/text": (200, b"hello"),
+    "/deep": (200, b"[" * 100_000),
     "/no": (503, b'{"a": 2}'),
 }
 
@@ -52,7 +53,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("path", "status", "fields"),
-    [("ok", 200, {"a": 1}), ("list", 200, {}), ("text", 200, {}), ("no", 503, {})],
+    [("ok", 200, {"a": 1}), ("list", 200, {}), ("text", 200, {}), ("deep", 200, {}), ("no", 503, {})],
 )
 def test_any_status_is_an_answer(url: str, path: str, status: int, fields: dict[str, int]) -> None:
     answer = ask(f"{url}/{path}", timeout_s=30)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.checkpoint.run_directory import check_writable, only_writer, read_config
-from bapo_megatron.commands.cluster.status import read_status, show_logs, status_text, tail_rows
+from bapo_megatron.commands.cluster.run_job import read_job_state
+from bapo_megatron.commands.cluster.status import _is_ready, read_status, show_logs, status_text, tail_rows
 from bapo_megatron.commands.report.page import write_report
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
@@ -138,6 +139,8 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "status's metrics": ("metrics.jsonl", lambda run: list(tail_rows(run / "metrics.jsonl"))),
     "report": ("metrics.jsonl", lambda run: write_report([run])),
     "report's events": ("events.jsonl", lambda run: read_jsonl(run / "events.jsonl")),
+    "job": ("slurm.state", read_job_state),
+    "server": ("engines/a.json", lambda run: _is_ready(run / "engines/a.json", 0.0)),
     "configuration": ("config.json", read_config),
     "log": ("logs/server-0.log", lambda run: show_logs(run, None)),  # type: ignore[arg-type]
 }
@@ -146,6 +149,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 @pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
 def test_a_fifo_is_not_read(run: Path, name: str, read: Callable[[Path], object], kind: str) -> None:
+    (run / name).parent.mkdir(exist_ok=True)
     if kind == "FIFO":
         os.mkfifo(run / name)
     else:

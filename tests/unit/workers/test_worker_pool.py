@@ -339,6 +339,11 @@ def test_the_last_answer_is_read_where_the_end_is_seen_first() -> None:
     assert pooled(act) == "last"
 
 
+def test_a_line_of_brackets_is_no_answer() -> None:
+    """Within the event loop a RecursionError would be lost, and the call would wait for its limit."""
+    assert process._message(b'{"id": 1, "answer": ' + 100_000 * b"[") is None
+
+
 def test_no_answer_is_lost_or_given_to_another() -> None:
     """600 calls while a worker is killed now and then: each gets its own answer, and gets it once."""
     answers: list[int] = []

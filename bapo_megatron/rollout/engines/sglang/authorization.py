@@ -37,8 +37,8 @@ class KnownKey:
 
     key: ApiKey
     is_given: bool
-    """Whether it is in a file that the user names: it is sent to every server of the recipe. A run's own key
-    is sent only to servers that prove that they have it."""
+    """Whether it is in a file that the user names: it is sent to every server in `urls`. A run's own key is
+    sent only to servers that prove that they have it, and so is every key to servers that the run starts."""
 
 
 def known_key(sglang: SglangConfig, directory: Path) -> KnownKey | None:
@@ -100,14 +100,24 @@ class Authorization:
     """The authorization headers of calls to one server. Lives in one event loop.
 
     The run's own key is sent only after the server has proved that it has it (``api_key.ask_proof``). The
-    proof is repeated after a failed connection: another program may have taken the address. EngineError for a
-    server that must not be called. Made by ``SglangBackend`` for the ``SglangServer``.
+    proof is repeated after a failed connection: another program may have taken the address. It must not pass
+    for the server by asking for no key: who has proved the key once must always, and so must a server that
+    the run has started. EngineError for a server that must not be called. Made by ``SglangBackend`` for the
+    ``SglangServer``.
     """
 
-    def __init__(self, url: str, look: Callable[[], KnownKey | None], is_required: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        look: Callable[[], KnownKey | None],
+        is_required: bool = False,
+        is_own: bool = False,
+    ) -> None:
         """``look`` finds the key, now or later: a server of the run may make it first.
-        ``is_required``: refuse a server that needs no key."""
+        ``is_required``: refuse a server that needs no key, by the recipe. ``is_own``: the run has started the
+        server, with the key."""
         self._url, self._look, self._is_required = url.rstrip("/"), look, is_required
+        self._is_own, self._has_proved = is_own, False
         self._known = look()
         self._lock = asyncio.Lock()
         self._headers: dict[str, str] | None = None
@@ -148,6 +158,12 @@ class Authorization:
             return {}  # it needs a key that this run does not have: its 401 is reported
         else:
             sent = {}
+        if self._is_own or self._has_proved:
+            raise EngineError(
+                f"{self._url}: asks for no API key, and the server that was there does: another program has "
+                "taken its port, or it was started again without the run's key. Free the port, or start it "
+                "with bapo rollout-server and the same --run-dir"
+            )
         if self._is_required:
             raise EngineError(
                 f"{self._url}: asks for no API key, and rollout.sglang.require_api_key is set: start it with "
@@ -164,7 +180,7 @@ class Authorization:
             self._known = self._known or self._look()
         except ConfigError as error:
             raise EngineError(str(error)) from error
-        if self._known is None or self._known.is_given:
+        if self._known is None or (self._known.is_given and not self._is_own):
             return self._known is not None
         proof = await ask_proof(self._url, self._known.key.value, _PROOF_S)
         if proof == "wrong":
@@ -174,6 +190,7 @@ class Authorization:
                 "port (ssh -L, docker -p, a Kubernetes service) no server can prove its address: name its "
                 f"key file with rollout.sglang.api_key_file or {VARIABLE}"
             )
+        self._has_proved |= proof == "proved"
         return proof == "proved"
 
     async def _is_open(self) -> bool:

@@ -109,7 +109,10 @@ class SglangBackend(EngineBackend):
 
         def server_at(url: str) -> SglangServer:
             authorization = Authorization(
-                url, lambda: known_key(sglang, config.directory), sglang.require_api_key
+                url,
+                lambda: known_key(sglang, config.directory),
+                sglang.require_api_key,
+                is_own=not sglang.urls,
             )
             return SglangServer(url, sessions, authorization=authorization)
 

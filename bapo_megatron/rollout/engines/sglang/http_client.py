@@ -38,6 +38,10 @@ _READ_BYTES = 1 << 20
 """Size of a reply's part that is not read yet, above which aiohttp makes the server wait. By default 64 kB:
 replies of megabytes, with routes, would stop at every second packet."""
 
+_MOST_REPLY_BYTES = 2 << 30
+"""Limit of a reply in bytes. The longest by far have routes: 131,072 tokens through the 94 layers of
+Qwen3-235B-A22B take 0.5 GB."""
+
 _CONNECT_S = 60.0
 """Deadline of connecting. The pool's health checks notice a lost machine earlier (``pool.py``)."""
 
@@ -60,10 +64,10 @@ class HttpSessions:
         """Make them within an event loop. There is no limit: one connection per request in flight."""
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S, socket_factory=_probed_socket)
         self.kept = aiohttp.ClientSession(
-            connector=kept, trace_configs=[_reuse_trace()], read_bufsize=_READ_BYTES
+            connector=kept, trace_configs=[_reuse_trace()], read_bufsize=_READ_BYTES, auto_decompress=False
         )
         new = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_probed_socket)
-        self.new = aiohttp.ClientSession(connector=new)
+        self.new = aiohttp.ClientSession(connector=new, auto_decompress=False)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -301,7 +305,7 @@ class SglangServer:
         text = await self._call(self._sessions.new, method, path, sent, timeout)
         try:
             return json.loads(text) if text.strip().startswith((b"{", b"[")) else text.decode()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(f"{self.url}{path}: no JSON: {text[:300]!r}") from error
 
     async def _call(
@@ -315,7 +319,8 @@ class SglangServer:
         """One HTTP call; returns the body of status 200. There are no retries, and no redirects."""
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
         url, connection = self.url + path, {"reused": False}
-        headers = {"Content-Type": "application/json", **await self._headers(url)}
+        plain = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {**plain, **await self._headers(url)}
         try:
             async with session.request(
                 method,
@@ -326,7 +331,7 @@ class SglangServer:
                 trace_request_ctx=connection,
                 allow_redirects=False,
             ) as answer:
-                content = await answer.read()
+                content = await _content(url, answer)
                 if answer.status != 200:
                     raise self._refusal(url, answer.status, content)
                 return content
@@ -366,6 +371,19 @@ class SglangServer:
                 message = f"{message}: {self._authorization.refusal()}"
                 self._authorization.forget()
         return BadRequest(message) if status == 400 else ServerError(message)
+
+
+async def _content(url: str, answer: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer. ServerError for one that is compressed, whose size nobody can tell before it
+    fills the memory, or of more than ``_MOST_REPLY_BYTES``."""
+    if coding := answer.headers.get("Content-Encoding"):
+        raise ServerError(f"{url}: its answer is compressed ({coding[:40]!r}), which was not asked for")
+    parts, size = [], 0
+    while part := await answer.content.readany():
+        parts.append(part)
+        if (size := size + len(part)) > _MOST_REPLY_BYTES:
+            raise ServerError(f"{url}: its answer is longer than {_MOST_REPLY_BYTES:,} bytes")
+    return b"".join(parts)
 
 
 def _with_tensors(digest: str, ranks: Any) -> str:

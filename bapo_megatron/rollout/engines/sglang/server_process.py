@@ -50,7 +50,7 @@ from bapo_megatron.runtime.device import (
     ALLOCATOR_VARIABLE,
     should_have_gpu,
 )
-from bapo_megatron.runtime.http import ask
+from bapo_megatron.runtime.http import ask, without_proxy
 from bapo_megatron.runtime.processes import descendants
 from bapo_megatron.runtime.run_files import open_plain
 
@@ -79,10 +79,6 @@ _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
 _WATCHDOG = "--watchdog-timeout"
-
-_NO_PROXY = ("no_proxy", "NO_PROXY")
-"""Names of the variable with the hosts that are reached without a proxy; the first takes precedence."""
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _RELEASED_GRAPHS = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
 """Makes a release of the tag ``cuda_graph`` free the graphs' memory, with a copy on the host; without it
@@ -211,7 +207,8 @@ def server_environment(
     ``python``: SGLang's interpreter; None: that of ``sglang_python``, if there is one. ``host``: the address
     that it listens on, if that is no loopback address.
     """
-    environment = os.environ | _VARIABLES | _without_proxy(host)
+    # A server ends unless its first requests reach itself (``_execute_server_warmup`` in http_server.py).
+    environment = os.environ | _VARIABLES | without_proxy(host)
     for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
         environment.pop(name, None)
     if key_file is not None:
@@ -239,21 +236,6 @@ def server_environment(
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
     return environment
-
-
-def _without_proxy(host: str | None) -> dict[str, str]:
-    """NO_PROXY with the server's own addresses; empty where no proxy is set, or ``*`` has all addresses.
-
-    A server ends unless its first requests reach itself (``_execute_server_warmup`` in http_server.py). It
-    sends them with ``requests``, which asks the proxy of HTTP_PROXY even for 127.0.0.1.
-    """
-    if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
-        return {}
-    given = next((value for name in _NO_PROXY if (value := os.environ.get(name))), "")
-    if given.strip() == "*":  # which has its meaning alone, not in a list
-        return {}
-    hosts = dict.fromkeys([*filter(None, given.split(",")), *_LOOPBACK, *filter(None, [host])])
-    return dict.fromkeys(_NO_PROXY, ",".join(hosts))
 
 
 def _is_of_launcher(name: str) -> bool:

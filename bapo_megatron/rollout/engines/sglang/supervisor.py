@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.errors import RunStopped
+from bapo_megatron.errors import RunStopped, printable
 from bapo_megatron.rollout.engines.backend import EngineServers, OnEvent
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.server_process import (
@@ -64,7 +64,7 @@ class RunServers(EngineServers):
         elif reason:
             advice = "this run has not started it: end it, and start it again at the same address"
             self._on_event({"kind": "server_hangs", "server": url, "reason": reason, "advice": advice})
-            print(f"the server at {url} hangs ({reason}); {advice}", flush=True)
+            print(printable(f"the server at {url} hangs ({reason}); {advice}"), flush=True)
 
     def hold(self) -> None:
         """Suspend restarts until ``start``."""

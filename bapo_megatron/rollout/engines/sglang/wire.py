@@ -65,9 +65,9 @@ def generate_payload(request: GenerateRequest, rid: str) -> bytes:
 def generation_of(request: GenerateRequest, body: bytes) -> Generation:
     """The generation in an answer to ``request``. BadReply if it is invalid: it must not be trained on."""
     routes = None
-    if request.routes is not None:
-        body, routes = without_routes(body)
     try:
+        if request.routes is not None:
+            body, routes = without_routes(body)
         reply = orjson.loads(body)
         about = reply["meta_info"]
         tokens, log_probs = _tokens(about.get("output_token_logprobs") or [])
@@ -82,7 +82,7 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
         if about.get("num_retractions"):
             generation = without_old_routes(generation)
         listed = reply.get("output_ids")
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadReply(f"no generation: {error!r} in {body[:300]!r}") from error
     for problem in _problems(request, generation, listed):
         raise BadReply(f"request {request.request_id!r}: {problem}")

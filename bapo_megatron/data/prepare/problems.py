@@ -196,8 +196,6 @@ def _answer(row: Mapping[str, Any], several: bool) -> str:
         answer = last_boxed(row[_SOLUTION])
         if answer is None:
             raise RowError("it has no answer, and its solution has no \\boxed{}")
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        answer = str(answer)
     if isinstance(answer, str) and (final := _GSM8K.search(f"\n{answer}")):
         answer = final[1]
     try:

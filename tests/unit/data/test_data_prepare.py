@@ -594,8 +594,9 @@ def test_a_typo_in_the_reward_ends_before_work(tmp_path: Path, monkeypatch: pyte
         ("prepare_rewards:one_argument", "which cannot be called with a prompt and a response"),
         ("prepare_rewards:", "is no module:function"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(says)):
+        with pytest.raises(ConfigError, match=re.escape(says)) as error:
             PrepareOptions(("absent.jsonl",), tmp_path / "out", reward=reward).check()
+        assert f"did you mean {reward}?" not in str(error.value)
     PrepareOptions(("absent.jsonl",), tmp_path / "out", reward="prepare_rewards:same_words").check()
     PrepareOptions(("absent.jsonl",), tmp_path / "out", reward="elsewhere.of_the_cluster:score").check()
 

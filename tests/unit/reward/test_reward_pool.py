@@ -206,7 +206,8 @@ def test_a_long_traceback_is_shortened() -> None:
         ),
         (
             "of_verl",
-            r"is of_verl\(data_source: .str., solution_str: .str., ground_truth.*missing a required argument",
+            r"is of_verl\(data_source: .str., solution_str: .str., ground_truth.*missing a required argument"
+            r".*wrap it: def score\(prompt, response\): return of_verl\(prompt.data_source, response, ",
         ),
         ("later", r"is an async function.*make it a plain one"),
     ],

@@ -21,6 +21,7 @@ from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import begin_checkpoint, finalize_checkpoint
+from bapo_megatron.trainer.checks import check_updates
 from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
 from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.flow_control import (
@@ -32,22 +33,10 @@ from bapo_megatron.trainer.flow_control import (
     wait_for_sampler,
 )
 from bapo_megatron.trainer.profile import profiled
-from bapo_megatron.trainer.records.recorder import (
-    MOVED,
-    StepClock,
-    check_engine_gap,
-    check_one_sign,
-    step_metrics,
-)
+from bapo_megatron.trainer.records.recorder import MOVED, StepClock, step_metrics
 from bapo_megatron.trainer.reference import check_taught, with_reference
 from bapo_megatron.trainer.resume import PartialStep
-from bapo_megatron.trainer.routes import (
-    check_route_mismatch,
-    check_stored_routes,
-    expert_metrics,
-    route_metrics,
-    router_names,
-)
+from bapo_megatron.trainer.routes import check_stored_routes, expert_metrics, route_metrics, router_names
 from bapo_megatron.types import Metrics, StepHeader
 
 
@@ -69,11 +58,7 @@ def train(run: Run) -> None:
             run.sync.push(run.policy, step)  # while the policy has the GPUs: an offloaded one has no weights
             clock.lap("sync")
         _record(run, step, batch.header, updates, clock)
-        # After the step's metrics are on disk: a check that stops the run leaves the numbers that explain it.
-        check_one_sign(step, updates, run.recorder)
-        check_route_mismatch(run.config.algorithm, step, updates, run.recorder)
-        is_first = run.handover.is_colocated and step == run.first_step
-        check_engine_gap(run.config.algorithm, step, updates, run.recorder, is_first)
+        check_updates(run, step, updates)  # after `_record`: a check that stops the run leaves its numbers
         if _is_due(run, step):
             begin_checkpoint(run, step)
         finalize_checkpoint(run, wait=step == run.config.steps)

@@ -217,6 +217,12 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_start(name: str,
         load_function(f"tests.support.reward_functions:{name}")
 
 
+def test_a_file_in_place_of_a_module_is_told_its_module() -> None:
+    """As verl names a reward, by the path of its file."""
+    with pytest.raises(ConfigError, match=r"is a file; name its module, mine:score, .*PYTHONPATH=/lab/code$"):
+        load_function("/lab/code/mine.py:score")
+
+
 @pytest.mark.parametrize("name", ["score", "with_more", "OBJECT"])
 def test_any_callable_of_two_arguments_is_a_reward(name: str) -> None:
     assert callable(load_function(f"tests.support.reward_functions:{name}"))

@@ -34,7 +34,7 @@ from bapo_megatron.trainer.flow_control import (
 )
 from bapo_megatron.trainer.profile import profiled
 from bapo_megatron.trainer.records.recorder import MOVED, StepClock, step_metrics
-from bapo_megatron.trainer.reference import check_taught, with_reference
+from bapo_megatron.trainer.reference import check_teacher_log_probs, with_reference
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.routes import check_stored_routes, expert_metrics, route_metrics, router_names
 from bapo_megatron.types import Metrics, StepHeader
@@ -91,7 +91,7 @@ def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
         # Before the first update: pi_old of all updates of the step is the policy at the step's start.
         groups = with_old_log_probs(run.policy, groups, run.config.batch.pack_tokens, cap, level)
     if algorithm.distillation.enabled:
-        check_taught(step, batch.header)
+        check_teacher_log_probs(step, batch.header)
     if algorithm.reference_kl.enabled:  # after pi_old, at which a penalty in the reward is taken
         groups = with_reference(run.policy, groups, batch.header, algorithm, run.config.batch.pack_tokens)
     parts = [

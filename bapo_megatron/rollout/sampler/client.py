@@ -47,14 +47,14 @@ Event = Callable[[dict[str, Any]], None]
 
 
 class SamplerDied(Exception):
-    """The sampler's process has ended during a call. Only futures of ``tell`` raise it."""
+    """The sampler's process has ended during a call. Only futures of ``submit`` raise it."""
 
 
 class SamplerClient:
     """The ``Sampler`` of the trainer: blocking calls to the sampler's process, which is restarted if it dies.
 
     The call is then repeated, but for the wake-up calls of colocated engines, which name no engine then, and
-    ``tell``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed;
+    ``submit``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed;
     errors that it reports are raised here, as these or as ConfigError. Made by ``trainer/sampling.py``.
     """
 
@@ -109,7 +109,7 @@ class SamplerClient:
         self._weights = (folder, version, step)
         self._call("keep_weights", version, step)
 
-    def tell(self, method: str, *arguments: Any) -> Future[Any]:
+    def submit(self, method: str, *arguments: Any) -> Future[Any]:
         """Begin a call of a weight broadcast. The future fails if an engine does, or the process dies.
 
         A process that dies is restarted only by the next call.
@@ -131,7 +131,7 @@ class SamplerClient:
     def wake(self, names: Sequence[str]) -> list[str]:
         """Wake sleeping engines; names of those that sample again.
 
-        None if the process dies meanwhile: their memory is in an unknown state then.
+        Empty if the process dies meanwhile: their memory is in an unknown state then.
         """
         return self._call("wake", names) or []
 
@@ -143,7 +143,7 @@ class SamplerClient:
     def update(self, call: str, *arguments: Any) -> list[str]:
         """Make a call of ``WeightUpdates``, for weights by handles; names of engines on which it succeeded.
 
-        None if the process dies.
+        Empty if the process dies.
         """
         return self._call(call, *arguments) or []
 

@@ -59,7 +59,7 @@ def train(run: Run) -> None:
             clock.lap("sync")
         _record(run, step, batch.header, updates, clock)
         check_updates(run, step, updates)  # after `_record`: a check that stops the run leaves its numbers
-        if _is_due(run, step):
+        if step % run.config.checkpoint.every == 0 or step == run.config.steps:
             begin_checkpoint(run, step)
         finalize_checkpoint(run, wait=step == run.config.steps)
     if run.has_work:
@@ -169,7 +169,3 @@ def _record(run: Run, step: int, header: StepHeader, updates: Sequence[Metrics],
         names = [*run.update_loss.objective.metric_names(), *corrections, *routes]
         metrics = step_metrics(header, updates, clock, names)
         run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})
-
-
-def _is_due(run: Run, step: int) -> bool:
-    return step % run.config.checkpoint.every == 0 or step == run.config.steps

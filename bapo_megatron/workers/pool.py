@@ -98,7 +98,7 @@ class _Call:
     def fail(
         self, failure: Failure, detail: str, traceback: str = "", place: str = "", beside: int = 0
     ) -> None:
-        """Let the caller know, if it still waits."""
+        """CallFailed for the caller, if it still waits."""
         if not self.future.done():
             name = self.kind.function if self.holder is None else f"{self.kind.function} of {self.holder}"
             self.future.set_exception(CallFailed(name, failure, detail, traceback, place, beside))
@@ -197,7 +197,7 @@ class WorkerPool:
             call.future.cancel()
 
     def deal(self) -> None:
-        """Give calls to workers: to each its own, then those of the queue to who has fewest."""
+        """Dispatch of calls: to each worker its own, then those of the queue to the one with fewest."""
         for worker in self._workers:
             worker.take_own()
         while self.waiting:
@@ -252,7 +252,7 @@ class WorkerPool:
         return [*own, *self.waiting]
 
     def _note_defect(self, task: asyncio.Task[None]) -> None:
-        """Where the pool itself has a mistake its callers get the error, and wait for nothing."""
+        """Pass an error of the pool's own code to all callers, which else would wait for ever."""
         error = None if task.cancelled() else task.exception()
         for call in self._outstanding() if error else ():
             if error and not call.future.done():
@@ -383,7 +383,7 @@ class _WorkerSlot:
         self._pool.deal()
 
     def _out_of_time(self, call: _Call) -> None:
-        """Of an async call, which its worker has cancelled. The machine may have been paused: once more."""
+        """Retry of an async call that its worker has cancelled, once: the machine may have been paused."""
         call.losses += 1
         if call.may_be_repeated():
             self._pool.waiting.appendleft(call)
@@ -391,7 +391,7 @@ class _WorkerSlot:
             call.fail("time", call.late())
 
     def _out_of_memory(self, call: _Call) -> None:
-        """MemoryError of a call beside others, any of which may have taken it: it is asked again alone."""
+        """Retry, alone, of a call with a MemoryError: any of those beside it may have taken the memory."""
         self._is_full = True
         call.crowd = 1
         if call.may_be_repeated():

@@ -573,6 +573,15 @@ def test_an_empty_source_is_named(tmp_path: Path) -> None:
         prepared(tmp_path, [])
 
 
+def test_prompts_about_images_are_invalid() -> None:
+    """Else a policy would be trained on questions about what it cannot see."""
+    row = {"images": [b"\x00"], "reward_model": {"ground_truth": "7"}, "data_source": "geo"}
+    with pytest.raises(RowError, match=r"its prompt is about its images, and models here read text alone"):
+        problem_of({**row, "prompt": [{"role": "user", "content": "<image>How many?"}]}, "a_set", 0)
+    found = problem_of({**row, "prompt": [{"role": "user", "content": "3 + 4 = ?"}]}, "a_set", 0)
+    assert found.question == "3 + 4 = ?"
+
+
 def test_a_reason_is_told_once(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "b"}, {"other": "c"}]
     with pytest.raises(ConfigError, match="nothing was written") as error:

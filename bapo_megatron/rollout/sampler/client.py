@@ -184,8 +184,8 @@ class SamplerClient:
         while True:
             try:
                 return self._exchange(method, *arguments)
-            except SamplerDied as death:
-                self._restart(str(death))
+            except SamplerDied as died:
+                self._restart(str(died))
                 if method in ("start", "load_weights") or method in WAKE_CALLS:
                     # A restart includes the first two. A wake is not repeated: what state it left the
                     # engines in is unknown, so the caller ends their servers.
@@ -234,8 +234,8 @@ class SamplerClient:
                 if self._is_admitted:
                     self._exchange("admit")
                 return
-            except SamplerDied as death:
-                why = str(death)
+            except SamplerDied as died:
+                why = str(died)
 
     def _end(self, kill_reason: str | None) -> str:
         """Reap the process; returns why it ended. StorageFailed if it cannot even be killed."""

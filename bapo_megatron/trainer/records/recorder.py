@@ -76,9 +76,17 @@ class IdleSearch:
         )
 
 
-def holds_responses(journal: Path) -> bool:
-    """Whether a journal has records, so that a run without a checkpoint continues what it had sampled."""
-    return any(path.stat().st_size for path in journal.glob("segments-*.log"))
+def record_beginning(events: EventLog, run_dir: Path, first_step: int, **fields: Any) -> tuple[str, str]:
+    """Record `start` or `resume`, with ``fields``; returns which, and a remark to print.
+
+    The remark is of the responses that an earlier start has left, which was killed before its first
+    checkpoint: the journal has records. Empty if there are none.
+    """
+    kind = "start" if first_step == 1 else "resume"
+    logs = RunPaths(run_dir).journal.glob("segments-*.log")
+    goes_on = first_step == 1 and any(path.stat().st_size for path in logs)
+    events.event(kind, step=first_step, **fields, **({"segments": "kept"} if goes_on else {}))
+    return kind, ", with the responses of its journal" if goes_on else ""
 
 
 class Recorder:
@@ -105,14 +113,11 @@ class Recorder:
                 f"--run-dir"
             )
             return
-        kind, processes = "start" if first_step == 1 else "resume", torch.distributed.get_world_size()
-        goes_on = first_step == 1 and holds_responses(RunPaths(directory).journal)
-        begun = {"segments": "kept"} if goes_on else {}
-        self._events.event(kind, step=first_step, processes=processes, **begun)
+        processes = torch.distributed.get_world_size()
+        kind, kept = record_beginning(self._events, directory, first_step, processes=processes)
         where = f"step {first_step} of {config.steps}"
         if first_step > config.steps:
             where = f"the evaluation of step {config.steps}"
-        kept = ", with the responses of its journal" if goes_on else ""
         print(f"{directory}: {kind} at {where}, processes: {processes}{kept}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)

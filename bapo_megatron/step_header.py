@@ -94,7 +94,7 @@ class ResponseHeader(NamedTuple):
     """Of the tokens that are trained on."""
     checksum: int
     """CRC-32 of the prompt's ids and all columns, with which a rank verifies what it reads."""
-    is_taught: bool = False
+    has_teacher_log_probs: bool = False
     """Whether it has log-probs of the teacher."""
     routes: StoredRoutes | None = None
     """Where its routes are; None if it was sampled without."""

@@ -21,6 +21,7 @@ from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import begin_checkpoint, finalize_checkpoint
+from bapo_megatron.trainer.checks import check_updates
 from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
 from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.flow_control import (
@@ -32,22 +33,10 @@ from bapo_megatron.trainer.flow_control import (
     wait_for_sampler,
 )
 from bapo_megatron.trainer.profile import profiled
-from bapo_megatron.trainer.records.recorder import (
-    MOVED,
-    StepClock,
-    check_engine_gap,
-    check_one_sign,
-    step_metrics,
-)
-from bapo_megatron.trainer.reference import check_taught, with_reference
+from bapo_megatron.trainer.records.recorder import MOVED, StepClock, step_metrics
+from bapo_megatron.trainer.reference import check_teacher_log_probs, with_reference
 from bapo_megatron.trainer.resume import PartialStep
-from bapo_megatron.trainer.routes import (
-    check_route_mismatch,
-    check_stored_routes,
-    expert_metrics,
-    route_metrics,
-    router_names,
-)
+from bapo_megatron.trainer.routes import check_stored_routes, expert_metrics, route_metrics, router_names
 from bapo_megatron.types import Metrics, StepHeader
 
 
@@ -69,12 +58,8 @@ def train(run: Run) -> None:
             run.sync.push(run.policy, step)  # while the policy has the GPUs: an offloaded one has no weights
             clock.lap("sync")
         _record(run, step, batch.header, updates, clock)
-        # After the step's metrics are on disk: a check that stops the run leaves the numbers that explain it.
-        check_one_sign(step, updates, run.recorder)
-        check_route_mismatch(run.config.algorithm, step, updates, run.recorder)
-        is_first = run.handover.is_colocated and step == run.first_step
-        check_engine_gap(run.config.algorithm, step, updates, run.recorder, is_first)
-        if _is_due(run, step):
+        check_updates(run, step, updates)  # after `_record`: a check that stops the run leaves its numbers
+        if step % run.config.checkpoint.every == 0 or step == run.config.steps:
             begin_checkpoint(run, step)
         finalize_checkpoint(run, wait=step == run.config.steps)
     if run.has_work:
@@ -106,7 +91,7 @@ def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
         # Before the first update: pi_old of all updates of the step is the policy at the step's start.
         groups = with_old_log_probs(run.policy, groups, run.config.batch.pack_tokens, cap, level)
     if algorithm.distillation.enabled:
-        check_taught(step, batch.header)
+        check_teacher_log_probs(step, batch.header)
     if algorithm.reference_kl.enabled:  # after pi_old, at which a penalty in the reward is taken
         groups = with_reference(run.policy, groups, batch.header, algorithm, run.config.batch.pack_tokens)
     parts = [
@@ -184,7 +169,3 @@ def _record(run: Run, step: int, header: StepHeader, updates: Sequence[Metrics],
         names = [*run.update_loss.objective.metric_names(), *corrections, *routes]
         metrics = step_metrics(header, updates, clock, names)
         run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})
-
-
-def _is_due(run: Run, step: int) -> bool:
-    return step % run.config.checkpoint.every == 0 or step == run.config.steps

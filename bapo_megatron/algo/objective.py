@@ -19,10 +19,9 @@ from torch import Tensor
 from bapo_megatron.algo.losses import Loss
 from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums, token_mean
 from bapo_megatron.algo.measurements.by_source import by_source
-from bapo_megatron.algo.measurements.clipping import CLIPPING
+from bapo_megatron.algo.measurements.clipping import CLIPPING, RAISED_TOKENS
 from bapo_megatron.algo.measurements.diagnostics import DIAGNOSTICS
 from bapo_megatron.algo.measurements.engine_gap import ENGINE_GAP
-from bapo_megatron.algo.measurements.raised import RAISED_TOKENS
 from bapo_megatron.algo.measurements.staleness import AGE_METRICS, STALENESS
 from bapo_megatron.algo.reference_kl import (
     distillation_loss,

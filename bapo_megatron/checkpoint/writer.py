@@ -7,7 +7,6 @@ Used in ``trainer/`` and this folder.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.interfaces import Saving
-from bapo_megatron.runtime.files import remove_folder, sync_file, sync_folder, write_atomically
+from bapo_megatron.runtime.files import remove_folder, sha256_of, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_leftovers
 from bapo_megatron.runtime.storage import check_not_failing
 
@@ -149,8 +148,7 @@ def _delete(path: Path) -> None:
 
 def digest(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _on_every_rank(value: bool) -> bool:

@@ -20,7 +20,6 @@ from bapo_megatron.data.rows import (
     extra_info_of,
     field_of,
     ground_truth_of,
-    iterate_jsonl,
     messages_of,
     read_rows,
 )
@@ -99,7 +98,6 @@ def load_prompts(
             if check_extra_info and (problem := check_extra_info(prompt.extra_info)):
                 raise RowError(problem)
         except RowError as error:
-            number, error = _as_written(path, tokenizer, several, tools) or (number, error)
             raise ConfigError(f"data.path={path}, row {number} (the first is 0): {error}") from error
         if len(prompt.token_ids_P) <= max_prompt_tokens:
             prompts.append(prompt)
@@ -128,19 +126,6 @@ def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
         "chat_template ignores the messages: mend chat_template.jinja in the model's folder. If they ask the "
         "same, keep one of them; if an environment hides their answers, write something of the row into each"
     )
-
-
-def _as_written(path: Path, tokenizer: Any, several: bool, tools: Tools) -> tuple[int, RowError] | None:
-    """First invalid row of a JSONL file as written, before Arrow has given each column one type.
-
-    If row 7 has a number where the others have text, Arrow may turn the text of row 0 into a number.
-    """
-    for number, row in enumerate(iterate_jsonl(path) if path.suffix == ".jsonl" else ()):
-        try:
-            _prompt(number, row, tokenizer, several, tools)
-        except RowError as error:
-            return number, error
-    return None
 
 
 def _check(ground_truth: str, check_ground_truth: CheckGroundTruth | None) -> None:

@@ -34,6 +34,8 @@ MAX_DEPTH = 100
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z|\\\Z)|[\[{\]}]', re.DOTALL)
 r"""A string, or a bracket outside of strings. An unterminated string extends to the end of the line: else
 every quote in it would be tried as a beginning."""
+_CONVERTED = re.compile(r"timestamp\[|Json\(")
+"""Types of columns whose texts the loader changes: dates, and texts beside other types (05 becomes 5)."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -65,8 +67,7 @@ def _load(path: Path) -> list[Row]:
             dataset = datasets.load_dataset(
                 FORMATS[path.suffix], data_files=glob.escape(str(path)), split="train", cache_dir=cache
             )
-            # Arrow reads texts that are dates as timestamps.
-            if path.suffix == ".jsonl" and "timestamp[" in str(dataset.features):
+            if path.suffix == ".jsonl" and _CONVERTED.search(str(dataset.features)):
                 return list(iterate_jsonl(path))
             return list(dataset)  # while its files exist
         except Exception as error:  # the loaders raise whatever their parser raises
@@ -169,13 +170,31 @@ def messages_of(row: Row) -> list[dict[str, str]]:
 def ground_truth_of(row: Row, several: bool = False) -> str:
     """Ground truth of the row, ``reward_model.ground_truth``, as text: one answer, or the tests of a program.
 
-    ``several``: a list of answers is allowed, too, as JSON, for a user's reward function.
+    ``several``: for a user's reward function, which gets lists, objects and other values as JSON text.
     """
     value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
     answer = _unwrapped(value, several)
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        answer = str(answer)
+    if several and isinstance(answer, (bool, float, list, dict)) and answer != {}:
+        answer = json.dumps(_without_none(answer), ensure_ascii=False, default=str)
     if not isinstance(answer, str) or not answer.strip():
-        raise RowError(f"reward_model.ground_truth is {value!r}; it must be the answer as text, not empty")
+        any_value = "" if several or not isinstance(value, (float, list, dict)) else _OWN
+        raise RowError(
+            f"reward_model.ground_truth is {value!r}; it must be the answer as text, not empty{any_value}"
+        )
     return answer
+
+
+_OWN = "; a reward function of yours takes any JSON value (--reward module:function of `bapo data prepare`)"
+"""Hint at a ground truth that no built-in reward reads."""
+
+
+def _without_none(value: Any) -> Any:
+    """The value without the keys of other rows' objects, which Arrow fills with None."""
+    if isinstance(value, dict):
+        return {key: inner for key, inner in value.items() if inner is not None}
+    return value
 
 
 def _reader_of(text: str, several: bool) -> Callable[[str], Any] | None:
@@ -212,8 +231,8 @@ def extra_info_of(row: Row) -> dict[str, Any]:
     info = row.get("extra_info")
     if info is not None and not isinstance(info, dict):
         raise RowError(f"extra_info is of type {type(info).__name__}; it must be an object")
-    plain = json.loads(json.dumps(info or {}, default=str))
-    return {key: value for key, value in plain.items() if value is not None}
+    plain: dict[str, Any] = _without_none(json.loads(json.dumps(info or {}, default=str)))
+    return plain
 
 
 def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prompt, ...]:

@@ -19,6 +19,7 @@ from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.data.suites import check_prepared_for
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
+from bapo_megatron.runtime.files import sha256_of
 
 NO_TOOLS: Mapping[str, Tools] = MappingProxyType({})
 """Of environments that describe none."""
@@ -62,9 +63,7 @@ def _tools_digest(tools: Mapping[str, Tools]) -> str:
 
 def mixed(source: SourceConfig, found: PromptSet) -> MixedSource:
     """Source of a mixture, from its configuration and its loaded prompts."""
-    with source.file.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return MixedSource(source.name, len(found.prompts), source.weight, digest)
+    return MixedSource(source.name, len(found.prompts), source.weight, sha256_of(source.file))
 
 
 def _load_source(

@@ -6,7 +6,6 @@ folder, ``commands/doctor/``, ``evaluation/``, ``rollout/sampler/`` and ``traine
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from bapo_megatron.data.prompts import Tools, load_prompts
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check, reads_boxes, runs_code
+from bapo_megatron.runtime.files import sha256_of
 from bapo_megatron.types import Prompt
 
 REWARD_FUNCTION = "math_or_code"
@@ -69,7 +69,7 @@ def load_suite(
             f"suite {text}: {found.too_long} of its prompts have more than max_prompt_tokens="
             f"{max_prompt_tokens} tokens; raise that, because all problems must be asked"
         )
-    return Suite(name, path, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
+    return Suite(name, path, sha256_of(path), found.prompts)
 
 
 def programs_of(suite: Suite, reward_function: str) -> frozenset[int]:

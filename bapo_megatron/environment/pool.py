@@ -84,9 +84,9 @@ class EnvironmentPool:
     def __init__(self, config: EnvironmentConfig, traits: Traits, repeats: bool = True) -> None:
         """``repeats``: whether a step whose worker ended is asked again, as a run must: others shared it."""
         self._config, self._repeats = config, repeats
-        places = 1 if traits.own_random else ASYNC_STEPS if traits.is_async else THREADS
+        concurrency = 1 if traits.own_random else ASYNC_STEPS if traits.is_async else THREADS
         self._grace_s = _ASYNC_GRACE_S if traits.is_async else _PLAIN_GRACE_S
-        self._workers = WorkerPool(worker_program(config), config.workers, places)
+        self._workers = WorkerPool(worker_program(config), config.workers, concurrency)
         self._held: set[str] = set()
         """Episodes whose object is in a worker, as far as is known."""
         self._closing: set[asyncio.Task[None]] = set()

@@ -7,7 +7,6 @@ be as it was; ConfigError if it has changed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -39,6 +38,7 @@ from bapo_megatron.evaluation.statistics import (
     sign_flip_p_value,
     standard_deviation,
 )
+from bapo_megatron.runtime.files import sha256_of
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.types import Metrics
 
@@ -187,7 +187,7 @@ def _questions(suite: str, folder: Path, count: int) -> list[str]:
     path = Path(about["path"])
     if not path.is_file():
         raise ConfigError(f"suite {suite}: {path}, which {folder} was asked from, is gone; bring it back")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != about["sha256"]:
+    if sha256_of(path) != about["sha256"]:
         raise ConfigError(
             f"suite {suite}: {path} has changed since {folder} was asked from it; bring it back"
         )

@@ -8,7 +8,6 @@ file is opened again. Used in this folder.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from bapo_megatron.checkpoint.run_directory import only_writer
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.scoring import ScoredResponse
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import sha256_of, write_atomically
 from bapo_megatron.runtime.jsonl_log import JsonlLog, Row
 from bapo_megatron.runtime.storage import writing
 
@@ -145,9 +144,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 def write_summary(folder: Path, settings: Row, metrics: Row) -> None:
     """Write the summary of the suite atomically."""
-    with (folder / RESPONSES).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    content = {**settings, "responses_sha256": digest, "metrics": metrics}
+    content = {**settings, "responses_sha256": sha256_of(folder / RESPONSES), "metrics": metrics}
     write_atomically(folder / SUMMARY, json.dumps(content, indent=2) + "\n")
 
 

@@ -52,7 +52,7 @@ from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, response_score
 from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment, within
 from bapo_megatron.rollout.sampler.whole_response import whole_response
-from bapo_megatron.runtime.files import check_files_inside, write_atomically
+from bapo_megatron.runtime.files import check_files_inside, sha256_of, write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.run_files import open_lock, read_plain
 from bapo_megatron.runtime.written_folders import is_run
@@ -251,14 +251,9 @@ def model_digest(folder: Path) -> str:
     """SHA-256 over the names and SHA-256 of weights, configuration and tokenizer files."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name.endswith(_FILES))
     with ThreadPoolExecutor(8) as threads:
-        digests = list(threads.map(_digest, paths))
+        digests = list(threads.map(sha256_of, paths))
     lines = "".join(f"{digest}  {path.name}\n" for digest, path in zip(digests, paths, strict=True))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _VERSION = 1

@@ -187,7 +187,10 @@ class HfReader:
             return files
         if (self.folder / _SINGLE).exists():
             return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
-        raise ConfigError(f"model.hf_path={self.folder} holds neither {_SINGLE} nor {_INDEX}")
+        raise ConfigError(
+            f"model.hf_path={self.folder} holds neither {_SINGLE} nor {_INDEX}: "
+            "it must be a Hugging Face folder in safetensors (docs/customize.md#files-of-verl-as-they-are)"
+        )
 
     def _file(self, filename: str) -> safe_open:
         if filename not in self._open_files:

@@ -155,6 +155,17 @@ def built_in(reward: RewardConfig) -> BuiltIn:
     return lambda prompt, response: float(is_right(prompt["ground_truth"], response))
 
 
+def _advice(name: str, signature: inspect.Signature) -> str:
+    """Fix for a function with the wrong parameters, such as those that verl calls."""
+    if {"data_source", "solution_str", "ground_truth"} <= signature.parameters.keys():
+        return (
+            f"verl calls such functions; wrap it: def score(prompt, response): return {name}("
+            "prompt.data_source, response, prompt.ground_truth, prompt.extra_info) "
+            "(docs/customize.md#files-of-verl-as-they-are)"
+        )
+    return "Change its parameters (docs/rewards.md#a-reward-of-your-own)"
+
+
 def load_function(
     path: str, settings: Mapping[str, Any] | None = None, field: str = "reward.function"
 ) -> Score:
@@ -181,6 +192,6 @@ def load_function(
         given = "a prompt, a response and reward.settings" if settings else "a prompt and a response"
         raise ConfigError(
             f"{field}={path} is {name}{signature}, which cannot be called with {given} ({error}); "
-            f"{expected}. Change its parameters (docs/rewards.md#a-reward-of-your-own)"
+            f"{expected}. {_advice(name, signature)}"
         ) from error
     return partial(found, **settings) if settings else found

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
@@ -29,6 +30,12 @@ def load_dotted_path(field: str, path: str, kind: str, written: str = "") -> Any
     """
     shown = f"{field}={written or path}"
     module_name, _, name = path.partition(":")
+    if module_name.endswith(".py"):
+        file = Path(module_name)
+        raise ConfigError(
+            f"{shown}: {module_name} is a file; name its module, {file.stem}:{name}, and start where the "
+            f"file is, or set PYTHONPATH={file.parent.absolute()}"
+        )
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -8,6 +8,7 @@ package.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
@@ -66,6 +67,12 @@ def file_time(folder: Path) -> float:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal; the file may be larger than the memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_output_file(flag: str, path: Path) -> None:

@@ -13,7 +13,6 @@ dataset is known by the names of its files. Used in ``checkpoint/``, ``checkpoin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.runtime.files import read_file_inside, sync_file, sync_folder, write_atomically
+from bapo_megatron.runtime.files import read_file_inside, sha256_of, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 MARK = ".bapo-written.json"
@@ -50,7 +49,7 @@ def write_mark(folder: Path, writer: str) -> None:
     paths = {n: path for n, path in sorted(_entries(folder)) if n != MARK and not path.is_dir()}
     files = {name: path.lstat().st_size for name, path in paths.items()}
     digests = {
-        name: _sha256(path)
+        name: sha256_of(path)
         for name, path in paths.items()
         if files[name] < _HASHED_BELOW and stat.S_ISREG(path.lstat().st_mode)
     }
@@ -254,14 +253,9 @@ def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
 def _edited(folder: Path, digests: dict[str, Any]) -> str | None:
     """The first edited file, in words: its SHA-256 is not that in ``digests``."""
     for name, path in _entries(folder):
-        if name in digests and _sha256(path) != digests[name]:
+        if name in digests and sha256_of(path) != digests[name]:
             return f"holds {ascii(name)[1:-1]}, which was changed since, though it is as long as it was"
     return None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Path]]:

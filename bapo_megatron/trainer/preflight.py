@@ -18,7 +18,7 @@ import torch
 
 from bapo_megatron.checkpoint.fork import check_fork
 from bapo_megatron.checkpoint.fork_record import ForkSource
-from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps, known_suites
+from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps
 from bapo_megatron.config import (
     CheckpointConfig,
     LoggingConfig,
@@ -98,20 +98,12 @@ def run_checks(
     else:
         yield lambda: engine_backend(config.rollout.engine).check_weights(config.model.hf_path)
     if config.rollout.replay is None and read_dataset:
-        data = config.data
         yield lambda: _check_sandbox(config)
         yield tools
         yield lambda: load_problems(
-            data, config.reward.function, tokenizer(), tools(), has_steps(config.directory)
+            config.data, config.reward.function, tokenizer(), tools(), has_steps(config.directory)
         )
-        yield lambda: load_suites(
-            config.evaluation,
-            data.max_prompt_tokens,
-            tokenizer(),
-            config.reward.function,
-            lambda suite: tools()[config.source_of_suite(suite)],
-            known_suites(config.directory),
-        )
+        yield lambda: load_suites(config, tokenizer(), tools())
 
 
 def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:

@@ -7,7 +7,7 @@
 ``trainer/build.py`` loads it, ``train.py`` calls ``with_reference``, both on every rank, with
 ``algorithm.reference_kl.coefficient`` above 0. ``algo/reference_kl.py`` has the formulas. The reference is in
 no checkpoint: a resumed run loads it again, and a step's log-probs are a function of its batch alone. For the
-other frozen model, the teacher of ``algorithm.distillation``, ``check_taught`` checks the rollouts.
+other frozen model, the teacher of a distillation, ``check_teacher_log_probs`` checks the rollouts.
 
 Legend: ``_R`` tokens of a response. Used by ``build.py``, ``preflight.py`` and ``train.py``.
 """
@@ -149,9 +149,9 @@ def with_reference(
     return [_penalized(*pair, algorithm) for pair in zip(referred, rewards, strict=True)]
 
 
-def check_taught(step: int, header: StepHeader) -> None:
+def check_teacher_log_probs(step: int, header: StepHeader) -> None:
     """RunStopped, on every rank, unless all responses of ``step`` have the teacher's log-probs."""
-    if not all(one.is_taught for group in header.groups for one in group.responses):
+    if not all(one.has_teacher_log_probs for group in header.groups for one in group.responses):
         raise RunStopped(
             f"step {step}: rollouts without log-probs of the teacher, of a run without distillation: "
             f"train on them with --algorithm.distillation.coefficient 0, or fork the run at step {step - 1} "

@@ -93,7 +93,7 @@ def _sample(
                 watchdog.beat()
                 if reason := preemption.reason():
                     raise Preempted(f"{reason}; {step - 1} of {config.steps} steps are sampled")
-                batch = _ask(sampler, step)
+                batch = _batch_if_ready(sampler, step)
             clock.lap("rollout")
             if record and batch:
                 record.step(step, batch, clock)
@@ -103,17 +103,13 @@ def _sample(
                 sampler.keep_weights(step)
 
 
-def _ask(sampler: SamplerClient | None, step: int) -> StepHeader | None:
+def _batch_if_ready(sampler: SamplerClient | None, step: int) -> StepHeader | None:
     """The header of ``step``, on rank 0, if it exists by now. RunStopped, on all ranks, if none will come."""
-    answer = _batch_or_error(sampler, step) if sampler else None
-    if stopped := broadcast_from_main(answer if isinstance(answer, RunStopped) else None):
-        raise stopped
-    return answer if isinstance(answer, StepHeader) else None
-
-
-def _batch_or_error(sampler: SamplerClient, step: int) -> StepHeader | RunStopped | None:
+    batch, stopped = None, None
     try:
-        batch = sampler.next_batch(step, _WAIT_S)
-    except RunStopped as stopped:
-        return stopped
+        batch = sampler.next_batch(step, _WAIT_S) if sampler else None
+    except RunStopped as error:
+        stopped = error
+    if stopped := broadcast_from_main(stopped):
+        raise stopped
     return batch if isinstance(batch, StepHeader) else None

@@ -1,4 +1,4 @@
-"""Routes (the experts that each token takes in a mixture-of-experts model) in the loop: metrics and checks.
+"""Routes (the experts that each token takes in a mixture-of-experts model) in the loop: their metrics.
 
     experts/imbalance_mean   tokens of a layer's busiest expert over the mean of its experts, 1 where all are
                              as busy: the mean over the layers
@@ -20,13 +20,10 @@ rollouts without routes: ConfigError. Used by ``train.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from bapo_megatron.config import AlgorithmConfig, RolloutConfig
+from bapo_megatron.config import RolloutConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.trainer.records.recorder import Recorder
 from bapo_megatron.types import Metrics, StepHeader
 
 NAMES = ("routes/known", "routes/unknown_tokens", "routes/mismatch", "routes/engine_mismatch")
@@ -80,24 +77,4 @@ def check_stored_routes(rollout: RolloutConfig, step: int, header: StepHeader) -
             f"rollout.route_replay={rollout.route_replay}: {missing} of the {len(responses)} responses of "
             f"step {step} were stored without routes, before the run asked for them; set it to off, or begin "
             "a new run"
-        )
-
-
-def check_route_mismatch(
-    config: AlgorithmConfig, step: int, updates: Sequence[Metrics], recorder: Recorder | None
-) -> None:
-    """Mismatch check of routes, once the step is recorded: a warning and an event above the limit.
-
-    ``updates``: the metrics of the step's updates.
-    """
-    limit = config.route_mismatch_limit
-    found = [share for update in updates if (share := update.get("routes/engine_mismatch")) is not None]
-    if recorder and limit is not None and found and max(found) > limit:
-        recorder.routes_differ(
-            step,
-            f"step {step}: at the same weights engine and trainer send {max(found):.1%} of the tokens to "
-            f"different experts (routes/engine_mismatch), above algorithm.route_mismatch_limit={limit:g}. "
-            "Rounding to bfloat16 does that to about a tenth: if rollout/engine_gap_mean is small, replay "
-            "the routes, or raise the limit; else the engines have other weights, or the routes are of other "
-            "tokens",
         )

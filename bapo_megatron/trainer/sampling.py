@@ -8,16 +8,16 @@ problems. Used by ``build.py``, ``preflight.py`` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import has_steps, known_suites
-from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig
+from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.prompts import Tools
-from bapo_megatron.data.sources import load_problems
+from bapo_megatron.data.sources import NO_TOOLS, load_problems
 from bapo_megatron.data.suites import Suite, load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -58,16 +58,9 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
     Reads the dataset and the suites first. Both end with the block, the sampler before its servers.
     """
     tokenizer = load_tokenizer(config.model.hf_path)
-    tools, function = tools_of(config), config.reward.function
-    problems = load_problems(config.data, function, tokenizer, tools, has_steps(config.directory))
-    suites = load_suites(
-        config.evaluation,
-        config.data.max_prompt_tokens,
-        tokenizer,
-        function,
-        lambda suite: tools[config.source_of_suite(suite)],
-        known_suites(config.directory),
-    )
+    tools, begun = tools_of(config), has_steps(config.directory)
+    problems = load_problems(config.data, config.reward.function, tokenizer, tools, begun)
+    suites = load_suites(config, tokenizer, tools)
     if problems.too_long:
         print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
     if left_out := problems.found - len(problems.prompts):
@@ -85,27 +78,21 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 
 
 def load_suites(
-    evaluation: EvaluationConfig,
-    max_prompt_tokens: int,
-    tokenizer: Any,
-    reward_function: str,
-    tools_of_suite: Callable[[str], Tools] = lambda _suite: (),
-    known: Collection[str] = (),
+    config: RunConfig, tokenizer: Any, tools: Mapping[str, Tools] = NO_TOOLS
 ) -> tuple[Suite, ...]:
     """Evaluation suites of a run, tokenized; none if it has no evaluations.
 
-    ``tools_of_suite``: from a suite's name to the tools of its environment. ``known``: suites of the run's
-    earlier steps. ConfigError if a suite does not exist, ``reward_function`` cannot score it, or two have one
-    name.
+    ``tools``: of the environments, by source. ConfigError if a suite does not exist, `reward.function` cannot
+    score it (but for suites of the run's earlier steps), or two have one name.
     """
-    if not evaluation.every:
+    if not config.evaluation.every:
         return ()
-    flag = "--reward.function"
+    known, limit = known_suites(config.directory), config.data.max_prompt_tokens
+    reward = config.reward.function, "--reward.function"
+    tools_of_suite = lambda suite: tools.get(config.source_of_suite(suite), ())  # noqa: E731
     found = [
-        load_suite(
-            name, tokenizer, max_prompt_tokens, SUITES, reward_function, flag, tools_of_suite, name in known
-        )
-        for name in evaluation.suites
+        load_suite(name, tokenizer, limit, SUITES, *reward, tools_of_suite, name in known)
+        for name in config.evaluation.suites
     ]
     names = [suite.name for suite in found]
     if len(set(names)) < len(names):

@@ -3,13 +3,14 @@
 A kind of call is a function of a worker program (serving.py) with its limit of time. Rewards are scored so
 (reward/pool.py). What happens to a call:
 
-- It waits for a place, first come first served. A worker whose functions are plain has one place, one with
-  async functions ``places``. Its time begins when it is sent: neither waiting nor a start of a worker counts.
+- It waits for a free worker, first come first served. A worker whose functions are plain takes one call at a
+  time, one with async functions ``concurrency``. Its time begins when it is sent: neither waiting nor a start
+  of a worker counts.
 - ``holder`` names the object that it is about. All calls of a holder go to one worker, as long as that lives.
 - Past its time an async call is cancelled in its worker. A worker that does not heed that, or that is not
   async, is killed.
 - A worker that ended leaves suspects: the calls that it had. One that may not be repeated fails. Others are
-  asked again of the next process in that place, before all else, and few at a time, down to one: who ends
+  asked again of the next process in that slot, before all else, and few at a time, down to one: who ends
   workers ends up alone, and fails when it has ended two. So no other call is lost for good because of it.
 
 Used by ``environment/pool.py`` and ``reward/pool.py``.
@@ -38,7 +39,7 @@ TRIES = 2
 """Runs of a repeatable call that may end badly by itself: out of time, or alone in a worker that ended."""
 
 START_TRIES = 2
-"""Starts of a worker in a row; if all fail its place waits for ``RESTART_PAUSE_S``, or until needed."""
+"""Starts of a worker in a row; if all fail its slot waits for ``RESTART_PAUSE_S``, or until needed."""
 
 RESTART_PAUSE_S = 10.0
 
@@ -97,7 +98,7 @@ class _Call:
     def fail(
         self, failure: Failure, detail: str, traceback: str = "", place: str = "", beside: int = 0
     ) -> None:
-        """Let the caller know, if it still waits."""
+        """CallFailed for the caller, if it still waits."""
         if not self.future.done():
             name = self.kind.function if self.holder is None else f"{self.kind.function} of {self.holder}"
             self.future.set_exception(CallFailed(name, failure, detail, traceback, place, beside))
@@ -132,13 +133,13 @@ class WorkerPool:
     Made by the pools of rewards and of environments, which say what is asked.
     """
 
-    def __init__(self, program: WorkerProgram, workers: int, places: int = 1000) -> None:
-        """``places``: most calls that a worker of an async program has at a time."""
-        self.program, self.places = program, places
+    def __init__(self, program: WorkerProgram, workers: int, concurrency: int = 1000) -> None:
+        """``concurrency``: most calls that a worker of an async program has at a time."""
+        self.program, self.concurrency = program, concurrency
         self.waiting: deque[_Call] = deque()
         """Calls that any worker may take."""
-        self._workers = [_Place(self) for _ in range(workers)]
-        self._holders: dict[Hashable, tuple[_Place, int]] = {}
+        self._workers = [_WorkerSlot(self) for _ in range(workers)]
+        self._holders: dict[Hashable, tuple[_WorkerSlot, int]] = {}
         self._numbers = count()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -196,7 +197,7 @@ class WorkerPool:
             call.future.cancel()
 
     def deal(self) -> None:
-        """Give calls to workers: to each its own, then those of the queue to who has fewest."""
+        """Dispatch of calls: to each worker its own, then those of the queue to the one with fewest."""
         for worker in self._workers:
             worker.take_own()
         while self.waiting:
@@ -207,20 +208,20 @@ class WorkerPool:
             free = [worker for worker in self._workers if not worker.own and worker.has_room(call)]
             if not free:
                 break
-            # By objects, too: short calls of many holders would else all go to the first place.
+            # By objects, too: short calls of many holders would else all go to the first slot.
             best = min(free, key=lambda worker: (len(worker.in_flight), len(worker.held)))
             best.take(self.waiting.popleft())
         if self.waiting and all(worker.start_error for worker in self._workers):
             for worker in self._workers:
                 worker.is_wanted.set()
 
-    def note_holder(self, call: _Call, worker: _Place) -> None:
+    def note_holder(self, call: _Call, worker: _WorkerSlot) -> None:
         """``worker`` has the object of ``call`` from now on."""
         if call.holder is not None:
             self._holders[call.holder] = (worker, worker.life)
             worker.held.add(call.holder)
 
-    def cannot_start(self, worker: _Place) -> None:
+    def cannot_start(self, worker: _WorkerSlot) -> None:
         """Move the calls of a worker that cannot be started to another; if there is none, all fail."""
         others = [other for other in self._workers if not other.start_error]
         if others:
@@ -251,15 +252,15 @@ class WorkerPool:
         return [*own, *self.waiting]
 
     def _note_defect(self, task: asyncio.Task[None]) -> None:
-        """Where the pool itself has a mistake its callers get the error, and wait for nothing."""
+        """Pass an error of the pool's own code to all callers, which else would wait for ever."""
         error = None if task.cancelled() else task.exception()
         for call in self._outstanding() if error else ():
             if error and not call.future.done():
                 call.future.set_exception(error)
 
 
-class _Place:
-    """Place of one worker process after the other, with the calls that are its own."""
+class _WorkerSlot:
+    """Slot of one worker process after the other, with the calls that are its own."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -330,7 +331,7 @@ class _Place:
         if any(one.is_suspect() != call.is_suspect() for one in islice(beside, 1)):
             return False  # suspects are only beside suspects
         crowd = min(one.crowd for one in (call, *beside)) if call.is_suspect() else math.inf
-        return len(beside) < min(crowd, self._pool.places if process.is_async else 1)
+        return len(beside) < min(crowd, self._pool.concurrency if process.is_async else 1)
 
     def take_own(self) -> None:
         """Send the calls that only this worker may take, as far as there is room."""
@@ -382,7 +383,7 @@ class _Place:
         self._pool.deal()
 
     def _out_of_time(self, call: _Call) -> None:
-        """Of an async call, which its worker has cancelled. The machine may have been paused: once more."""
+        """Retry of an async call that its worker has cancelled, once: the machine may have been paused."""
         call.losses += 1
         if call.may_be_repeated():
             self._pool.waiting.appendleft(call)
@@ -390,7 +391,7 @@ class _Place:
             call.fail("time", call.late())
 
     def _out_of_memory(self, call: _Call) -> None:
-        """MemoryError of a call beside others, any of which may have taken it: it is asked again alone."""
+        """Retry, alone, of a call with a MemoryError: any of those beside it may have taken the memory."""
         self._is_full = True
         call.crowd = 1
         if call.may_be_repeated():

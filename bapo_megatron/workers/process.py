@@ -1,6 +1,6 @@
 """One process of a worker program, for an event loop: lines of JSON each way, none of which waits.
 
-``WorkerPool`` (pool.py) starts one after the other in each of its places. The process has a temporary
+``WorkerPool`` (pool.py) starts one after the other in each of its slots. The process has a temporary
 directory of its own, and ends with this one, also after ``kill -9``. Used in ``environment/``, ``reward/``
 and this folder.
 """
@@ -99,7 +99,10 @@ class WorkerProcess:
         ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
         def hear(message: dict[str, Any]) -> None:
-            answered(message) if ready.done() else ready.set_result(message)
+            if ready.done():
+                answered(message)
+            else:
+                ready.set_result(message)
 
         try:
             process = cls(*await asyncio.shield(made), hear)

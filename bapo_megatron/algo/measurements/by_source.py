@@ -71,17 +71,17 @@ def source_sums(view: PackView, rows: int) -> Tensor:
     return values_TV.new_zeros(rows, len(columns)).index_add_(0, table[batch.sequence_T + 1], values_TV)
 
 
-def _metrics(prefix: str, of: dict[str, float], total: dict[str, float]) -> Metrics:
+def _metrics(prefix: str, own: dict[str, float], total: dict[str, float]) -> Metrics:
     return {
-        f"{prefix}/policy/tokens": of["tokens"],
-        f"{prefix}/policy/entropy": _share(of["entropy"], of["tokens"]),
-        f"{prefix}/token_share": _share(of["tokens"], total["tokens"]),
-        f"{prefix}/gradient_share": _share(of["mass"], total["mass"]),
-        f"{prefix}/bapo/contribution": _share(of["positive_mass"], of["mass"]),
-        f"{prefix}/bapo/contribution_unclipped": _share(of["positive_unclipped"], of["unclipped"]),
-        f"{prefix}/bapo/clip_fraction_high": _share(of["clipped_high"], of["tokens"]),
-        f"{prefix}/bapo/clip_fraction_low": _share(of["clipped_low"], of["tokens"]),
-        f"{prefix}/bapo/positive_token_fraction": _share(of["positive"], of["tokens"]),
+        f"{prefix}/policy/tokens": own["tokens"],
+        f"{prefix}/policy/entropy": _share(own["entropy"], own["tokens"]),
+        f"{prefix}/token_share": _share(own["tokens"], total["tokens"]),
+        f"{prefix}/gradient_share": _share(own["mass"], total["mass"]),
+        f"{prefix}/bapo/contribution": _share(own["positive_mass"], own["mass"]),
+        f"{prefix}/bapo/contribution_unclipped": _share(own["positive_unclipped"], own["unclipped"]),
+        f"{prefix}/bapo/clip_fraction_high": _share(own["clipped_high"], own["tokens"]),
+        f"{prefix}/bapo/clip_fraction_low": _share(own["clipped_low"], own["tokens"]),
+        f"{prefix}/bapo/positive_token_fraction": _share(own["positive"], own["tokens"]),
     }
 
 

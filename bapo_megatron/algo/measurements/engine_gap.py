@@ -3,7 +3,7 @@
 Engine and trainer compute one function with different kernels, in different orders, perhaps at different
 precisions. The difference makes on-policy data slightly off-policy. A large or growing gap may show an error:
 weights that did not arrive, another temperature, a broken kernel. ``ENGINE_GAP`` measures it in every update;
-the limits are checked by ``check_engine_gap`` in trainer/records/recorder.py.
+the limits are checked by ``check_engine_gap`` in trainer/checks.py.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 

@@ -176,7 +176,7 @@ def reward_problem(path: str) -> str | None:
             return None
         names = [name for name, value in vars(sys.modules.get(module, sys)).items() if callable(value)]
         near = difflib.get_close_matches(function, names, 1) if module in sys.modules else []
-        return f"{error}; did you mean {module}:{near[0]}?" if near else str(error)
+        return f"{error}; did you mean {module}:{near[0]}?" if near and near[0] != function else str(error)
     return None
 
 

@@ -32,6 +32,8 @@ _OF_CHATS = ("prompt", "reward_model")
 """Columns that identify a chat row."""
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns of a prepared row; all other columns go into ``extra_info``."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of what a prompt shows, as verl has them, beside places such as ``<image>`` in its text."""
 _GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
 _ANSWER_LINE = re.compile(
     r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
@@ -151,6 +153,11 @@ def _chat(row: Row, source: str, number: int, instruct: bool, several: bool) -> 
     if isinstance(row.get("prompt"), str):
         row = {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
     messages = [{"role": one["role"], "content": one["content"]} for one in messages_of(row)]
+    for name in _MEDIA:
+        if row.get(name) is not None and any(
+            f"<{name.removesuffix('s')}>" in one["content"] for one in messages
+        ):
+            raise RowError(f"its prompt is about its {name}, and models here read text alone: leave it out")
     if messages[-1]["role"] != "user":
         raise RowError(f"prompt ends with a message of {messages[-1]['role']!r}; the last must be the user's")
     ground_truth = ground_truth_of(row, several)
@@ -196,8 +203,6 @@ def _answer(row: Mapping[str, Any], several: bool) -> str:
         answer = last_boxed(row[_SOLUTION])
         if answer is None:
             raise RowError("it has no answer, and its solution has no \\boxed{}")
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        answer = str(answer)
     if isinstance(answer, str) and (final := _GSM8K.search(f"\n{answer}")):
         answer = final[1]
     try:

@@ -21,6 +21,7 @@ from typing import Any
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX, GeneratedSource, tasks_of
 from bapo_megatron.data.rows import FORMATS, Row, iterate_jsonl, within_depth
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import sha256_of
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 _PARQUET_ROWS = 256
@@ -57,8 +58,7 @@ class FileSource:
 
     def digest(self) -> str:
         """SHA-256 of the file."""
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(self.path)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ChampSource:
 
     def digest(self) -> str:
         """SHA-256 of the package's file."""
-        return hashlib.sha256(self._path.read_bytes()).hexdigest()
+        return sha256_of(self._path)
 
     @cached_property
     def _path(self) -> Path:

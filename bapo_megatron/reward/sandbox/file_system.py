@@ -106,8 +106,8 @@ def _furnish_and_enter(box: str, paths: list[str], owner: str) -> None:
     _mount("tmpfs", box + box, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, own)
     os.chdir(box)
     pivot_root = _PIVOT_ROOT.get(os.uname().machine, -1)
-    _check(_LIBC.syscall(pivot_root, b".", b"."), "pivot_root")
-    _check(_LIBC.umount2(b".", _MNT_DETACH), "umount2")
+    check(_LIBC.syscall(pivot_root, b".", b"."), "pivot_root")
+    check(_LIBC.umount2(b".", _MNT_DETACH), "umount2")
     os.chdir(box)
 
 
@@ -134,7 +134,7 @@ def _make_read_only(root: str, without: int = _MS_NODEV) -> None:
         for place, kept in _mounts_beneath(root):
             _mount(None, place, None, flags | kept | _MS_REMOUNT | _MS_BIND)
     else:
-        _check(result, "mount_setattr")
+        check(result, "mount_setattr")
 
 
 def _mounts_beneath(root: str) -> list[tuple[str, int]]:
@@ -161,10 +161,11 @@ def _mount(source: str | None, place: str, kind: str | None, flags: int, options
     """mount(2). OSError names the place."""
     texts = [None if text is None else os.fsencode(text) for text in (source, place, kind, options)]
     result = _LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
-    _check(result, f"mount {kind or 'a view'} at {place}")
+    check(result, f"mount {kind or 'a view'} at {place}")
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
+    """OSError, with ``what`` was called, for a failed call of libc."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -70,7 +70,7 @@ def enter_namespaces(box: str, number: int) -> Walls:
             if all(spare):
                 _become(walls, box, *spare)
             user, group = os.geteuid(), os.getegid()
-            _check(LIBC.unshare(flags | _CLONE_NEWUSER), "unshare")
+            file_system.check(LIBC.unshare(flags | _CLONE_NEWUSER), "unshare")
             _map_user(user, group)
             walls.own_user |= not walls.notes and _linux() >= (5, 14)
         walls.namespaces = True
@@ -119,8 +119,8 @@ def confine_sandbox(walls: Walls, box: str, readable: list[str], number: int) ->
             walls.notes.append(f"no file system of its own ({error}): programs see the machine's files")
     if walls.namespaces and user != os.geteuid():  # without them it was tried before
         _become(walls, box, user, group)
-    _check(LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    _check(LIBC.capset(struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
+    file_system.check(LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    file_system.check(LIBC.capset(struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
     be_untraceable()
     walls.landlock = landlock.confine(box, ["/"] if walls.own_root else readable, file_system.DEVICES)
     if not (walls.landlock or walls.own_root):
@@ -196,7 +196,7 @@ def be_untraceable() -> None:
 
 def confine_program(walls: Walls, box: str, memory_mb: int, cpu_s: int) -> None:
     """Walls of one program: every limit on this process, for good. OSError if one fails."""
-    _check(LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
+    file_system.check(LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
     _limit(walls, memory_mb, cpu_s)
     audit_hook.watch(box, alone=not (walls.own_root or walls.landlock))
     if walls.filter is not None:
@@ -221,9 +221,3 @@ def _limit(walls: Walls, memory_mb: int, cpu_s: int) -> None:
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
-
-
-def _check(result: int, what: str) -> None:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -56,14 +56,14 @@ class EnginePool:
     Make it in a running event loop, which it needs for its health checks. No engine takes requests before
     it has weights, by ``update``, a broadcast or, in a ``ColocatedPool``, a wake-up. For a request:
     ``reserve``, which never waits (``changed`` is set when an engine may have room), then ``generate``; at
-    its end the caller lowers ``slot.load`` by one and sets ``changed``. An engine has at most ``most``
-    requests in flight, but for those that are reserved ``over_capacity``. Made by ``registry.open_pool``.
+    its end the caller lowers ``slot.load`` by one and sets ``changed``. An engine has ``max_in_flight``
+    requests in flight at most, but for those reserved ``over_capacity``. Made by ``registry.open_pool``.
     """
 
     def __init__(
         self,
         engines: Sequence[Engine],
-        most: int,
+        max_in_flight: int,
         report: Report,
         timeouts: EngineTimeouts | None = None,
         prefix_cache: bool = False,
@@ -72,7 +72,7 @@ class EnginePool:
         their weights change."""
         self._clock = LoopLagClock()
         self._slots = [EngineSlot(engine, last_answer_at=self._clock.now()) for engine in engines]
-        self._most = most
+        self._max_in_flight = max_in_flight
         self._report = report
         self.sent_check = SentCheck(report)
         """Compares the engines' digests with those of the sent weights."""
@@ -92,7 +92,7 @@ class EnginePool:
     @property
     def capacity(self) -> int:
         """Most requests in flight at all engines together."""
-        return len(self._slots) * self._most
+        return len(self._slots) * self._max_in_flight
 
     @property
     def update_s(self) -> float:
@@ -116,11 +116,11 @@ class EnginePool:
         ``over_capacity``: admit it also at full engines, because the trainer waits for it. ``cached``: the
         prefix cache of its last segment.
         """
-        most = math.inf if over_capacity else self._most
+        most = math.inf if over_capacity else self._max_in_flight
         free = [slot for slot in self._slots if slot.is_up and not slot.is_held and slot.load < most]
         if not free:
             return None
-        slot = choose(free, self._most, cached)
+        slot = choose(free, self._max_in_flight, cached)
         slot.load += 1
         return slot
 

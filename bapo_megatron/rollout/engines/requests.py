@@ -179,21 +179,21 @@ ENVIRONMENT = "environment.function"
 def _environment(config: RunConfig) -> str | dict[str, str | None] | None:
     """The value of ``ENVIRONMENT``: one text where all sources have the same; None where none has any."""
     names = config.data.source_names or ("",)
-    of = {name: config.environments[name].function for name in names}
-    functions = set(of.values())
-    return of if len(functions) > 1 else functions.pop()
+    by_source = {name: config.environments[name].function for name in names}
+    functions = set(by_source.values())
+    return by_source if len(functions) > 1 else functions.pop()
 
 
 def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """The identity of a journal: the settings that its records depend on; a resume must not change them."""
     rollout, environment = config.rollout, _environment(config)
     # A program without environments compares the size, and refuses such a journal in words.
-    of: dict[str, Any] = {} if environment is None else {ENVIRONMENT: environment}
+    optional: dict[str, Any] = {} if environment is None else {ENVIRONMENT: environment}
     if dataset.tools_sha256:
-        of["environment.tools"] = dataset.tools_sha256
+        optional["environment.tools"] = dataset.tools_sha256
     size = rollout.group_size if environment is None else f"{rollout.group_size} episodes of an environment"
     return {
-        **of,
+        **optional,
         **mixture_settings(dataset.sources),
         "prompts": len(dataset.prompts),
         "seed": config.seed,

@@ -137,8 +137,8 @@ class WeightUpdates:
 
     async def receive(self, part: WeightPart | Mapping[str, WeightPart]) -> list[str]:
         """Let engines load one bucket: ``part``, or that of the engine's name."""
-        of = part if isinstance(part, Mapping) else {load.name: part for load in self._loads}
-        return await self._on_all(lambda load: load.receive(of[load.name]))
+        by_engine = part if isinstance(part, Mapping) else {load.name: part for load in self._loads}
+        return await self._on_all(lambda load: load.receive(by_engine[load.name]))
 
     async def confirm(self, sent: SentDigests | None = None) -> list[str]:
         """Compare the digests of engines that have got all weights, with those ``sent`` and each other."""

@@ -47,14 +47,14 @@ Event = Callable[[dict[str, Any]], None]
 
 
 class SamplerDied(Exception):
-    """The sampler's process has ended during a call. Only futures of ``tell`` raise it."""
+    """The sampler's process has ended during a call. Only futures of ``submit`` raise it."""
 
 
 class SamplerClient:
     """The ``Sampler`` of the trainer: blocking calls to the sampler's process, which is restarted if it dies.
 
     The call is then repeated, but for the wake-up calls of colocated engines, which name no engine then, and
-    ``tell``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed;
+    ``submit``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed;
     errors that it reports are raised here, as these or as ConfigError. Made by ``trainer/sampling.py``.
     """
 
@@ -109,7 +109,7 @@ class SamplerClient:
         self._weights = (folder, version, step)
         self._call("keep_weights", version, step)
 
-    def tell(self, method: str, *arguments: Any) -> Future[Any]:
+    def submit(self, method: str, *arguments: Any) -> Future[Any]:
         """Begin a call of a weight broadcast. The future fails if an engine does, or the process dies.
 
         A process that dies is restarted only by the next call.
@@ -131,7 +131,7 @@ class SamplerClient:
     def wake(self, names: Sequence[str]) -> list[str]:
         """Wake sleeping engines; names of those that sample again.
 
-        None if the process dies meanwhile: their memory is in an unknown state then.
+        Empty if the process dies meanwhile: their memory is in an unknown state then.
         """
         return self._call("wake", names) or []
 
@@ -143,7 +143,7 @@ class SamplerClient:
     def update(self, call: str, *arguments: Any) -> list[str]:
         """Make a call of ``WeightUpdates``, for weights by handles; names of engines on which it succeeded.
 
-        None if the process dies.
+        Empty if the process dies.
         """
         return self._call(call, *arguments) or []
 
@@ -184,8 +184,8 @@ class SamplerClient:
         while True:
             try:
                 return self._exchange(method, *arguments)
-            except SamplerDied as death:
-                self._restart(str(death))
+            except SamplerDied as died:
+                self._restart(str(died))
                 if method in ("start", "load_weights") or method in WAKE_CALLS:
                     # A restart includes the first two. A wake is not repeated: what state it left the
                     # engines in is unknown, so the caller ends their servers.
@@ -234,8 +234,8 @@ class SamplerClient:
                 if self._is_admitted:
                     self._exchange("admit")
                 return
-            except SamplerDied as death:
-                why = str(death)
+            except SamplerDied as died:
+                why = str(died)
 
     def _end(self, kill_reason: str | None) -> str:
         """Reap the process; returns why it ended. StorageFailed if it cannot even be killed."""

@@ -70,10 +70,11 @@ class HeldOut:
         self._dataset, self._pool, self._scorer = dataset, pool, scorer
         temperature, most = config.evaluation_sampling
         stops, segment = dataset.stop_token_ids, config.rollout.segment_tokens
-        of, plain = environments or {}, Sampling(temperature, most, config.seed, stops, segment)
+        environments = environments or {}
+        plain = Sampling(temperature, most, config.seed, stops, segment)
         sources = {suite.name: config.source_of_suite(suite.name) for suite in suites}
-        takers = turn_takers(of, dataset, most)
-        self._samplings = {name: within(plain, of.get(source)) for name, source in sources.items()}
+        takers = turn_takers(environments, dataset, most)
+        self._samplings = {name: within(plain, environments.get(source)) for name, source in sources.items()}
         """The sampling parameters of each suite's responses."""
         self._turns = {name: takers.get(source) for name, source in sources.items()}
         """What answers the turns of each suite's responses; None for nothing."""

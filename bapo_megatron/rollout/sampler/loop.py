@@ -74,7 +74,7 @@ class SamplerLoop:
         self._changed, self._report, self._rounds, self._is_held = changed, report, rounds, is_held
         self._stepper = stepper
         self._teacher = teacher
-        self._taught: dict[int, list[np.ndarray]] = {}
+        self._of_teacher: dict[int, list[np.ndarray]] = {}
         """The teacher's log-probs of groups whose rewards do not count yet, by number."""
         self._events: list[Record] = []
         """Events that are queued for the next commit."""
@@ -291,11 +291,13 @@ class SamplerLoop:
     async def _score(self, group: OpenGroup) -> None:
         results = await self._scorer.score(group)
         if self._teacher and not self._is_useless([one.reward for one in results]):
-            self._taught[group.number] = await self._teacher.of_group(group)
+            self._of_teacher[group.number] = await self._teacher.of_group(group)
         del self._scoring[group.number]
         for scored, found in self._first_scores.passed(group, results):
             rewards, failures = [one.reward for one in found], [one.failure for one in found if one.failure]
-            self.post(group_scored(scored.number, rewards, failures, self._taught.pop(scored.number, None)))
+            self.post(
+                group_scored(scored.number, rewards, failures, self._of_teacher.pop(scored.number, None))
+            )
             if self._is_useless(rewards):
                 self._drop(scored, "uniform")
 

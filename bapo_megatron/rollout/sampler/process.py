@@ -99,9 +99,20 @@ class Service:
         self._events = events
         is_colocated = isinstance(pool, ColocatedPool)
         self._updates = WeightUpdates(pool) if is_colocated else BroadcastUpdates(pool)
+        self._methods = self._table()
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The reply to one call, with the events since the last reply."""
+        try:
+            reply: tuple[Any, ...] = ("ok", await self._methods[method](*arguments))
+        except _SENT_ERRORS as error:
+            reply = _failed(error)
+        events = self._events.copy()
+        self._events.clear()
+        return (*reply, events)
+
+    def _table(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        """The methods by the names that the trainer calls; which there are depends on the engines."""
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "start": self._start,
             "next_batch": self._next_batch,
@@ -125,13 +136,7 @@ class Service:
             }
             methods["admit"] = partial(self._admit, self._pool)
             methods["expect_handles"] = partial(self._expect_handles, self._pool)
-        try:
-            reply: tuple[Any, ...] = ("ok", await methods[method](*arguments))
-        except _SENT_ERRORS as error:
-            reply = _failed(error)
-        events = self._events.copy()
-        self._events.clear()
-        return (*reply, events)
+        return methods
 
     async def _start(self, first_step: int, state: dict[str, Any] | None) -> None:
         self._held_out.start(first_step)

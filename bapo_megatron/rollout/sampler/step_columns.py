@@ -76,7 +76,7 @@ def _response_header(rollout: Rollout, ids_P: np.ndarray) -> ResponseHeader:
         tokens=len(rollout.token_ids_R),
         versions=VersionSpan.of(rollout.versions_R[mask_R]),
         checksum=checksum(ids_P, rollout),
-        is_taught=teacher_R is not None and bool(np.isfinite(teacher_R).all()),
+        has_teacher_log_probs=teacher_R is not None and bool(np.isfinite(teacher_R).all()),
         routes=rollout.stored_routes,
     )
 

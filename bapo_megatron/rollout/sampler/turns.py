@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.sampler.episode import Answer
 from bapo_megatron.rollout.sampler.response import Response, Sampling
 from bapo_megatron.types import FinishReason, Prompt
+
+T = TypeVar("T")
 
 MOST_RESTARTS = 20
 """Times that a response begins again because its environment could not be brought back; then it has failed.
@@ -206,19 +208,21 @@ def check_environments(config: RunConfig, tokenizer: Any) -> dict[str, Tools]:
 
     ConfigError as ``check_environment``, with the field.
     """
-    of, found = config.environments, dict[str, Tools]()
-    for source, environment in _distinct(of).items():
+    found: dict[str, Tools] = {}
+    for source, environment in _distinct(config.environments).items():
         with _naming_field_of(source, config):
             found[source] = check_environment(environment, config.model.hf_path, tokenizer)
-    return {name: next(found[one] for one in found if of[one] == own) for name, own in of.items()}
+    return _for_all_sources(found, config.environments)
 
 
 def tools_of(config: RunConfig) -> dict[str, Tools]:
     """The tools of the environment of each source, from the classes in a worker. ConfigError if one is not
     there."""
-    of = config.environments
-    found = {name: read_traits(one).tools if one.function else () for name, one in _distinct(of).items()}
-    return {name: next(found[one] for one in found if of[one] == own) for name, own in of.items()}
+    distinct = _distinct(config.environments)
+    found: dict[str, Tools] = {
+        name: read_traits(one).tools if one.function else () for name, one in distinct.items()
+    }
+    return _for_all_sources(found, config.environments)
 
 
 async def open_environment(
@@ -247,13 +251,13 @@ async def open_environments(
 
     ConfigError, ChildError or OSError as ``open_environment``.
     """
-    tokenizing, of = asyncio.Lock(), config.environments
+    tokenizing = asyncio.Lock()
     started: dict[str, Stepping | None] = {}
-    for source, environment in _distinct(of).items():
+    for source, environment in _distinct(config.environments).items():
         with _naming_field_of(source, config):
             made = await open_environment(environment, config.model.hf_path, tokenizer, report, opened)
         started[source] = made and replace(made, tokenizing=tokenizing)
-    found = {name: next(started[one] for one in started if of[one] == own) for name, own in of.items()}
+    found = _for_all_sources(started, config.environments)
     return {name: stepping for name, stepping in found.items() if stepping is not None}
 
 
@@ -264,6 +268,14 @@ def _distinct(environments: Mapping[str, EnvironmentConfig]) -> dict[str, Enviro
         if environment not in found.values():
             found[source] = environment
     return found
+
+
+def _for_all_sources(found: Mapping[str, T], environments: Mapping[str, EnvironmentConfig]) -> dict[str, T]:
+    """What was found for the sources of ``_distinct``, for all sources with an equal environment."""
+    return {
+        name: next(value for first, value in found.items() if environments[first] == environment)
+        for name, environment in environments.items()
+    }
 
 
 _NAMES = "|".join(one.name for one in fields(EnvironmentConfig))

@@ -171,7 +171,7 @@ class BroadcastReceivers(Protocol):
     On rank 0; a call returns a future at once.
     """
 
-    def tell(self, method: str, *arguments: Any) -> Future[Any]:
+    def submit(self, method: str, *arguments: Any) -> Future[Any]:
         """Begin a call of one of ``BroadcastUpdates``'s methods; the future fails if an engine does."""
 
 
@@ -221,24 +221,24 @@ class BroadcastSync:
     ) -> str | None:
         """Try to broadcast the weights; returns why it failed, or None."""
         try:
-            ranks, are_joined = engines.tell("gather").result()
+            ranks, are_joined = engines.submit("gather").result()
             if not ranks:
                 raise BroadcastError("no engine answers that takes broadcasts")
             if not (are_joined and broadcast.is_open):
-                broadcast.open(ranks, lambda group: engines.tell("join", group))
+                broadcast.open(ranks, lambda group: engines.submit("join", group))
             # Sampling pauses before the first bucket, so that no token comes from mixed weights; engines
             # resume when the digests of all have been compared.
-            engines.tell("begin", version).result()
+            engines.submit("begin", version).result()
             watched = DigestingIterator(weights, self._make_digester)
-            broadcast.send(iter(watched), lambda bucket: engines.tell("receive", bucket))
-            engines.tell("confirm", watched.sent()).result()
-            engines.tell("resume", version, step).result()
+            broadcast.send(iter(watched), lambda bucket: engines.submit("receive", bucket))
+            engines.submit("confirm", watched.sent()).result()
+            engines.submit("resume", version, step).result()
         except Exception as error:  # of any kind: the fallback is the disk
             reason = f"a broadcast of weights failed: {error}"
             # The group first: the sampler answers one call at a time, and a `receive` that still waits for
             # data ends with the group.
             broadcast.close()
-            engines.tell("fail", reason).exception()  # the sync by disk restarts a dead sampler
+            engines.submit("fail", reason).exception()  # the sync by disk restarts a dead sampler
             self._on_event({"kind": "broadcast_failed", "version": version, "reason": str(error)})
             print(printable(f"{reason}; falling back to disk"), flush=True)
             return reason

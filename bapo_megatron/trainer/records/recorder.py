@@ -1,9 +1,7 @@
-"""Recorder of a run (metrics, events.jsonl, progress line), and the engine mismatch and one-sign checks.
+"""Recorder of a run: metrics, events.jsonl, progress line; the clock and the metrics of a step.
 
 ``Recorder`` is on rank 0 alone. If none of the first 16 stale updates has moved BAPO's bounds, it says once
-that the run so far equals one with fixed bounds. The checks are called on every rank, once a step's metrics
-are written; GapError, on every rank, for a gap that must stop the run. Used by ``train.py``, and in
-``trainer/`` and this folder.
+that the run so far equals one with fixed bounds. Used by ``train.py``, and in ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
@@ -18,11 +16,9 @@ import torch
 
 from bapo_megatron.algo.bounds import BoundsConfig, describe
 from bapo_megatron.checkpoint.store import Saved
-from bapo_megatron.config import AlgorithmConfig, RunConfig
+from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import unused_settings
-from bapo_megatron.errors import GapError
 from bapo_megatron.reward.functions import is_built_in
-from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.runtime.jsonl_log import EventLog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
@@ -80,20 +76,17 @@ class IdleSearch:
         )
 
 
-FIRST_GAP_LIMIT = 0.5
-"""Limit of the mean engine gap, in nats, in the first step that colocated engines sampled.
-Kernels and precision make 0.05; weights of another model, or without one of their tensors, whole nats."""
+def record_beginning(events: EventLog, run_dir: Path, first_step: int, **fields: Any) -> tuple[str, str]:
+    """Record `start` or `resume`, with ``fields``; returns which, and a remark to print.
 
-
-def kept_segments(run_dir: Path, first_step: int) -> tuple[dict[str, str], str]:
-    """Field of the `start` event, and words of its line, of a run that continues what it had sampled.
-
-    That is one without a checkpoint whose journal has records; both are empty for any other.
+    The remark is of the responses that an earlier start has left, which was killed before its first
+    checkpoint: the journal has records. Empty if there are none.
     """
+    kind = "start" if first_step == 1 else "resume"
     logs = RunPaths(run_dir).journal.glob("segments-*.log")
-    if first_step == 1 and any(path.stat().st_size for path in logs):
-        return {"segments": "kept"}, ", with the responses of its journal"
-    return {}, ""
+    goes_on = first_step == 1 and any(path.stat().st_size for path in logs)
+    events.event(kind, step=first_step, **fields, **({"segments": "kept"} if goes_on else {}))
+    return kind, ", with the responses of its journal" if goes_on else ""
 
 
 class Recorder:
@@ -110,7 +103,8 @@ class Recorder:
         directory = config.directory
         self._events = EventLog(RunPaths(directory).events)
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, self._events.event)
-        self._said_one_sign = self._said_routes = False
+        self._warned: set[str] = set()
+        """Kinds of warnings that were printed."""
         self._idle_search = IdleSearch(config.algorithm.bounds, first_step)
         self._progress = Progress(config.steps, first_step)
         if not has_work:
@@ -119,32 +113,15 @@ class Recorder:
                 f"--run-dir"
             )
             return
-        kind, processes = "start" if first_step == 1 else "resume", torch.distributed.get_world_size()
-        field, kept = kept_segments(directory, first_step)
-        self._events.event(kind, step=first_step, processes=processes, **field)
+        processes = torch.distributed.get_world_size()
+        kind, kept = record_beginning(self._events, directory, first_step, processes=processes)
         where = f"step {first_step} of {config.steps}"
         if first_step > config.steps:
             where = f"the evaluation of step {config.steps}"
         print(f"{directory}: {kind} at {where}, processes: {processes}{kept}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
-        reference = config.algorithm.reference_kl
-        if reference.in_loss and reference.estimator == "k1":
-            print(
-                "warning: algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not "
-                "depend on the reference, so it holds the policy to nothing: take k2 or k3, or place=reward",
-                flush=True,
-            )
-        reward = config.reward
-        pays_wrong = any(is_built_in(one) or one == "llm_judge" for one in config.reward_functions)
-        if pays_wrong and reward.failed > reward.wrong:
-            print(
-                f"warning: reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a "
-                f"response that hangs its scorer gets more than a wrong one; lower reward.failed",
-                flush=True,
-            )
-        sections = (config.data, reward, config.algorithm, config.optimizer, config.evaluation)
-        for text in unused_settings(*sections):
+        for text in _warnings(config):
             print(f"warning: {text}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:
@@ -168,19 +145,12 @@ class Recorder:
         if on_gap == "warn":
             print(f"warning: {message}", flush=True)
 
-    def one_sign(self, step: int, message: str) -> None:
-        """Record that most searches of a step saw advantages of one sign; print it the first time."""
-        self._events.event("one_sign", step=step, message=message)
-        if not self._said_one_sign:
+    def warning(self, kind: str, step: int, message: str) -> None:
+        """Record an event of this ``kind``, and print its message the first time."""
+        self._events.event(kind, step=step, message=message)
+        if kind not in self._warned:
             print(f"warning: {message}", flush=True)
-        self._said_one_sign = True
-
-    def routes_differ(self, step: int, message: str) -> None:
-        """Record that engine and trainer choose different experts; print it the first time."""
-        self._events.event("routes_differ", step=step, message=message)
-        if not self._said_routes:
-            print(f"warning: {message}", flush=True)
-        self._said_routes = True
+        self._warned.add(kind)
 
     def all_rejected(self, update: int, responses: int) -> None:
         """Record and print that ``algorithm.corrections`` rejected every response of an update."""
@@ -214,6 +184,23 @@ class Recorder:
         self._progress.close()
         self._metrics.close()
         self._events.close()
+
+
+def _warnings(config: RunConfig) -> Iterator[str]:
+    """Settings of a run that are allowed, and hardly meant."""
+    reference, reward = config.algorithm.reference_kl, config.reward
+    if reference.in_loss and reference.estimator == "k1":
+        yield (
+            "algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on the "
+            "reference, so it holds the policy to nothing: take k2 or k3, or place=reward"
+        )
+    pays_wrong = any(is_built_in(one) or one == "llm_judge" for one in config.reward_functions)
+    if pays_wrong and reward.failed > reward.wrong:
+        yield (
+            f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
+            "its scorer gets more than a wrong one; lower reward.failed"
+        )
+    yield from unused_settings(config.data, reward, config.algorithm, config.optimizer, config.evaluation)
 
 
 class StepClock:
@@ -269,75 +256,3 @@ def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
         else:
             means[name] = sum(values) / len(values) if values else None
     return means
-
-
-def check_engine_gap(
-    config: AlgorithmConfig,
-    step: int,
-    updates: Sequence[Metrics],
-    recorder: Recorder | None,
-    is_first: bool = False,
-) -> None:
-    """The engine mismatch check (``algo/measurements/engine_gap.py``), once the step is recorded.
-
-    A gap above its limits is a warning, or GapError on every rank. ``updates``: the metrics of the step's
-    updates, equal on every rank. ``is_first``: they are the first since colocated engines got their weights
-    from this process. A gap above ``FIRST_GAP_LIMIT`` then means that the engines have other weights, and
-    always stops the run.
-    """
-    excess = list(gap_excess(config, updates))
-    if not excess:
-        return
-    message = f"step {step}: engine and trainer differ about the same tokens: {'; '.join(excess)}"
-    must_stop = is_first and has_other_weights(config, updates)
-    on_gap: Literal["warn", "stop"] = "stop" if must_stop else config.on_gap
-    if recorder:
-        recorder.engine_gap(step, message, on_gap)
-    if on_gap == "stop":
-        barrier()  # the first process to fail ends the others: rank 0 must have written the event
-        way = "raise the limit" if must_stop else "raise the limit or set algorithm.on_gap=warn"
-        also = f", and above {FIRST_GAP_LIMIT:g} in the first step of colocated engines" if must_stop else ""
-        raise GapError(
-            f"{message}{also}. Do the engines have the trainer's weights, temperature and precision? "
-            f"If the gap is known and harmless, {way}"
-        )
-
-
-def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bool:
-    """Whether the mean gap of a step's first update is so large that the engines must have other weights.
-
-    A larger ``gap_mean_limit`` of the recipe replaces ``FIRST_GAP_LIMIT``; None switches the check off.
-    """
-    if config.gap_mean_limit is None:
-        return False
-    gaps = (gap for update in updates if (gap := update["rollout/engine_gap_mean"]) is not None)
-    gap = next(gaps, None)
-    return gap is not None and not gap <= max(FIRST_GAP_LIMIT, config.gap_mean_limit)  # nan is above any
-
-
-def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | None) -> None:
-    """One-sign check: a warning if most tokens of a step had bounds from searches that saw one sign alone.
-
-    Such a search has nothing to balance: positive tokens are clipped at the first c_high, negative ones at
-    the last c_low, as by fixed bounds.
-    """
-    shares = [share for update in updates if (share := update.get("bapo/one_sign_tokens")) is not None]
-    if recorder and shares and (mean := sum(shares) / len(shares)) > 0.5:
-        recorder.one_sign(
-            step,
-            f"step {step}: {mean:.0%} of the tokens had bounds from searches that saw one sign alone, which "
-            f"balance nothing: raise algorithm.bounds.bounds_tokens, or set it to None and "
-            f"algorithm.bounds.scope to update",
-        )
-
-
-def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[str]:
-    """Engine gaps above their limits: a text for each, with the gap and the limit in nats."""
-    limits = {"mean": config.gap_mean_limit, "max": config.gap_max_limit}
-    for name, limit in limits.items():
-        for update in updates:
-            gap = update[f"rollout/engine_gap_{name}"]
-            if limit is not None and gap is not None and not gap <= limit:  # nan is above any limit
-                yield (
-                    f"rollout/engine_gap_{name} is {gap:.3g} nats, above algorithm.gap_{name}_limit={limit:g}"
-                )

@@ -23,7 +23,7 @@ from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jso
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
-from bapo_megatron.trainer.records.recorder import StepClock, kept_segments, step_metrics
+from bapo_megatron.trainer.records.recorder import StepClock, record_beginning, step_metrics
 from bapo_megatron.types import GroupHeader, Metrics, StepHeader
 
 SHARE = "bapo/sampled_positive_share"
@@ -121,9 +121,7 @@ class RolloutRecord:
         self._events = EventLog(self._paths.events)
         self._metrics = MetricsLog(config.directory, config.logging, first_step - 1, self._events.event)
         if first_step <= config.steps:
-            kind = "start" if first_step == 1 else "resume"
-            field, kept = kept_segments(config.directory, first_step)
-            self._events.event(kind, step=first_step, rollout_only=True, **field)
+            kind, kept = record_beginning(self._events, config.directory, first_step, rollout_only=True)
             where = f"{config.directory}: {kind} at step {first_step} of {config.steps}{kept}"
             print(f"{where}, --rollout-only: nothing is trained or evaluated", flush=True)
 

@@ -12,7 +12,7 @@ import torch
 from bapo_megatron.algo.measurements.engine_gap import gap_metrics, gap_sums
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError, GapError
-from bapo_megatron.trainer.records import recorder as mismatch
+from bapo_megatron.trainer import checks as mismatch
 
 MEAN, MAX = "rollout/engine_gap_mean", "rollout/engine_gap_max"
 

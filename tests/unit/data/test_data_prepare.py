@@ -573,6 +573,15 @@ def test_an_empty_source_is_named(tmp_path: Path) -> None:
         prepared(tmp_path, [])
 
 
+def test_prompts_about_images_are_invalid() -> None:
+    """Else a policy would be trained on questions about what it cannot see."""
+    row = {"images": [b"\x00"], "reward_model": {"ground_truth": "7"}, "data_source": "geo"}
+    with pytest.raises(RowError, match=r"its prompt is about its images, and models here read text alone"):
+        problem_of({**row, "prompt": [{"role": "user", "content": "<image>How many?"}]}, "a_set", 0)
+    found = problem_of({**row, "prompt": [{"role": "user", "content": "3 + 4 = ?"}]}, "a_set", 0)
+    assert found.question == "3 + 4 = ?"
+
+
 def test_a_reason_is_told_once(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "b"}, {"other": "c"}]
     with pytest.raises(ConfigError, match="nothing was written") as error:
@@ -594,8 +603,9 @@ def test_a_typo_in_the_reward_ends_before_work(tmp_path: Path, monkeypatch: pyte
         ("prepare_rewards:one_argument", "which cannot be called with a prompt and a response"),
         ("prepare_rewards:", "is no module:function"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(says)):
+        with pytest.raises(ConfigError, match=re.escape(says)) as error:
             PrepareOptions(("absent.jsonl",), tmp_path / "out", reward=reward).check()
+        assert f"did you mean {reward}?" not in str(error.value)
     PrepareOptions(("absent.jsonl",), tmp_path / "out", reward="prepare_rewards:same_words").check()
     PrepareOptions(("absent.jsonl",), tmp_path / "out", reward="elsewhere.of_the_cluster:score").check()
 

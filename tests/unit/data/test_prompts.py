@@ -11,6 +11,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,7 +126,8 @@ BROKEN_ROWS: dict[str, tuple[Any, str]] = {
     "no ground truth": (row(reward_model={"style": "rule"}), "ground_truth is None"),
     "no reward model": ({k: v for k, v in row().items() if k != "reward_model"}, "reward_model is missing"),
     "empty ground truth": (row(truth=" "), "ground_truth is ' '"),
-    "number as ground truth": (row(truth=5), "ground_truth is 5"),
+    "fraction as ground truth": (row(truth=5.5), "ground_truth is 5.5; it must be the answer as text"),
+    "object as ground truth": (row(truth={"target": 5}), "a reward function of yours takes any JSON value"),
     "two answers": (row(truth='["1", "2"]'), "2 answers"),
     "no prompt": (row(prompt=None), "prompt is missing"),
     "empty prompt": (row(prompt=[]), "prompt is empty"),
@@ -151,6 +154,45 @@ def test_a_broken_row_is_named(file: Path, name: str) -> None:
 def test_ground_truths_that_only_look_like_json_stay(file: Path, truth: str) -> None:
     (prompt,) = load_prompts(write(file, [row(truth=truth)]), CharacterTokenizer(), 10).prompts
     assert prompt.ground_truth == truth
+
+
+OWN_TRUTHS: list[tuple[Any, str]] = [
+    (5, "5"),
+    (0.5, "0.5"),
+    (True, "true"),
+    ({"target": 24, "numbers": [4, 6]}, '{"target": 24, "numbers": [4, 6]}'),
+    ([3, 4], "[3, 4]"),
+]
+
+
+@pytest.mark.parametrize(("truth", "text"), OWN_TRUTHS, ids=[text for _, text in OWN_TRUTHS])
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_a_reward_of_ones_own_takes_any_ground_truth_as_json(
+    tmp_path: Path, ending: str, truth: Any, text: str
+) -> None:
+    path = tmp_path / f"rows{ending}"
+    if ending == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(truth=truth)]), path)
+    else:
+        write(path, [row(truth=truth)])
+    (prompt,) = load_prompts(path, CharacterTokenizer(), 10).prompts
+    assert prompt.ground_truth == text
+
+
+def test_whole_numbers_are_answers_for_every_reward(file: Path) -> None:
+    """Texts beside them stay as they are written: the loader would make 5 of 05, and 1000.0 of 1e3."""
+    path = write(file, [row("a", truth="05"), row("b", truth=5), row("c", truth="1e3")])
+    found = load_prompts(path, CharacterTokenizer(), 10, lambda _: None).prompts
+    assert [prompt.ground_truth for prompt in found] == ["05", "5", "1e3"]
+
+
+def test_objects_of_other_rows_leave_no_keys(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([row("a", truth={"a": 1}), row("b", truth={"b": 2})]), path
+    )
+    found = load_prompts(path, CharacterTokenizer(), 10).prompts
+    assert [prompt.ground_truth for prompt in found] == ['{"a": 1}', '{"b": 2}']
 
 
 def test_a_list_that_was_written_as_python(file: Path) -> None:

@@ -297,5 +297,7 @@ def test_results_say_what_the_first_study_found() -> None:
         in _sentences()[0]
     )
     assert all(mean[method, 8] < mean[method, 4] for method in methods)
+    level = [f"{mean['grpo', passes]:.3f}" for passes in (1, 2, 4, 8)]
+    assert "GRPO had {} on-policy, {}, {} and {} at 2, 4 and 8 passes".format(*level) in _sentences()[0]
     page = (ROOT / "docs/results.md").read_text()
     assert f"GRPO at 2 on the same prompts: {_gain(reward, ('gspo', 8), ('grpo', 2))}" in page

@@ -65,8 +65,8 @@ class Player:
         return result
 
     def processes(self) -> list[int]:
-        places = self.pool._workers._workers
-        return [place._process.pid for place in places if place._process]
+        slots = self.pool._workers._workers
+        return [slot._process.pid for slot in slots if slot._process]
 
 
 def played(settings: EnvironmentConfig, act: Callable[[Player], Awaitable[Any]]) -> Any:

@@ -15,7 +15,14 @@ import pytest
 
 from bapo_megatron.checkpoint.run_directory import known_suites
 from bapo_megatron.cli import run
-from bapo_megatron.config import EvaluationConfig, RewardConfig, SglangConfig
+from bapo_megatron.config import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    SglangConfig,
+)
 from bapo_megatron.data.suites import Suite, load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
 from bapo_megatron.evaluation import run as evaluation_run
@@ -173,13 +180,19 @@ def test_a_suite_of_free_text_needs_a_reward_that_reads_it(tmp_path: Path) -> No
         load_suite(str(path), tokenizer, 100)
 
 
+def run_with_suites(directory: Path, *suites: Path, reward: str = "math") -> RunConfig:
+    data = DataConfig(directory / "train.jsonl", max_prompt_tokens=100)
+    run = RunConfig("suites", ModelConfig(MODEL), data, run_dir=directory)
+    evaluation = EvaluationConfig(every=5, suites=tuple(map(str, suites)))
+    return replace(run, evaluation=evaluation, reward=RewardConfig(function=reward))
+
+
 def test_a_run_reads_its_suites_for_its_own_reward(tmp_path: Path) -> None:
     path, tokenizer = write_suite(tmp_path / "texts", FREE_TEXT), load_tokenizer(MODEL)
-    evaluation = EvaluationConfig(every=5, suites=(str(path),))
-    [suite] = load_suites(evaluation, 100, tokenizer, "mine:score")
+    [suite] = load_suites(run_with_suites(tmp_path, path, reward="mine:score"), tokenizer)
     assert suite.name == "texts"
     with pytest.raises(ConfigError, match=r"reward_model.ground_truth"):
-        load_suites(evaluation, 100, tokenizer, "math")
+        load_suites(run_with_suites(tmp_path, path), tokenizer)
 
 
 def test_a_run_that_has_begun_keeps_the_ground_truths_of_its_suites(tmp_path: Path) -> None:
@@ -191,12 +204,11 @@ def test_a_run_that_has_begun_keeps_the_ground_truths_of_its_suites(tmp_path: Pa
     metrics.write_text("")
     assert known_suites(tmp_path) == []
     metrics.write_text('{"step": 1}\n')
-    known = known_suites(tmp_path)
-    [suite] = load_suites(EvaluationConfig(5, (str(old),)), 100, tokenizer, "math", known=known)
+    [suite] = load_suites(run_with_suites(tmp_path, old), tokenizer)
     assert len(suite.prompts) == 3
     new = write_suite(tmp_path / "new", FREE_TEXT)
     with pytest.raises(ConfigError, match=rf"^suite {new}, .*reward_model.ground_truth"):
-        load_suites(EvaluationConfig(5, (str(old), str(new))), 100, tokenizer, "math", known=known)
+        load_suites(run_with_suites(tmp_path, old, new), tokenizer)
 
 
 def test_boxes_are_not_counted_for_a_reward_of_the_users() -> None:

@@ -16,6 +16,7 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.planning.advice import problems
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape
 from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.summary import duration
 
 ROOT = Path(__file__).parents[3]
 _PREFIXES = ("--parallel.", "--batch.")
@@ -39,6 +40,7 @@ COMMANDS = list(documented())
 
 def test_the_documentation_has_such_commands() -> None:
     assert {"doctor.md", "slurm.md"} <= {page for page, _, _ in COMMANDS}
+    assert len(list(figures_of_the_paper())) == 9
 
 
 @pytest.mark.parametrize(("page", "recipe", "flags"), COMMANDS)
@@ -47,3 +49,19 @@ def test_documented_layouts_fit_on_their_gpus(page: str, recipe: Path, flags: tu
     job = Job(run, find_shape(recipe, run.model.hf_path), PlanOptions())
     assert not problems(job)
     assert not make_plan(job).verdict.memory
+
+
+def figures_of_the_paper() -> Iterator[tuple[str, str]]:
+    """Commands on GPUs in the table of docs/results.md, and the time of each row."""
+    table = (ROOT / "docs/results.md").read_text().split("### The paper's figures")[1].split("\n### ")[0]
+    for row in re.findall(r"^\|.*\|$", table, flags=re.M):
+        for command in re.findall(r"`bapo (?:train|submit) (recipes/[^`]*)`", row):
+            yield command, row.split(" | ")[-1].rstrip(" |")
+
+
+@pytest.mark.parametrize(("command", "time"), figures_of_the_paper())
+def test_times_of_the_papers_figures_are_the_plans(command: str, time: str) -> None:
+    recipe, *flags = command.replace(" --cluster FILE", "").split()
+    run = tyro.cli(RunConfig, default=load_recipe(ROOT / recipe, RunConfig), args=flags)
+    plan = make_plan(Job(run, find_shape(ROOT / recipe, run.model.hf_path), PlanOptions()))
+    assert duration(plan.run_seconds) in time

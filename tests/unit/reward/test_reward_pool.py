@@ -206,7 +206,8 @@ def test_a_long_traceback_is_shortened() -> None:
         ),
         (
             "of_verl",
-            r"is of_verl\(data_source: .str., solution_str: .str., ground_truth.*missing a required argument",
+            r"is of_verl\(data_source: .str., solution_str: .str., ground_truth.*missing a required argument"
+            r".*wrap it: def score\(prompt, response\): return of_verl\(prompt.data_source, response, ",
         ),
         ("later", r"is an async function.*make it a plain one"),
     ],
@@ -214,6 +215,12 @@ def test_a_long_traceback_is_shortened() -> None:
 def test_a_function_that_cannot_be_called_is_refused_before_the_start(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"reward.function=tests.support.reward_functions:{name} {message}"):
         load_function(f"tests.support.reward_functions:{name}")
+
+
+def test_a_file_in_place_of_a_module_is_told_its_module() -> None:
+    """As verl names a reward, by the path of its file."""
+    with pytest.raises(ConfigError, match=r"is a file; name its module, mine:score, .*PYTHONPATH=/lab/code$"):
+        load_function("/lab/code/mine.py:score")
 
 
 @pytest.mark.parametrize("name", ["score", "with_more", "OBJECT"])

@@ -19,7 +19,7 @@ from bapo_megatron.runtime.events.kinds import (
 )
 
 ROOT = Path(__file__).parents[3]
-WRITERS = "_stop_signals|_?event|_?report(?:_problem)?|_tell(?:_of)?|_note|_announced"
+WRITERS = "_stop_signals|_?event|_?report(?:_problem)?|_tell(?:_of)?|_note|_announced|warning"
 WRITTEN = re.compile(rf'(?:"kind":\s*|\bevent(?:: str)?\s?=\s?|\b(?:{WRITERS})\(\s*)"(\w+)"')
 
 

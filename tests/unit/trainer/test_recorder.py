@@ -22,7 +22,8 @@ from bapo_megatron.config import (
     RunConfig,
 )
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from bapo_megatron.trainer.records.recorder import MOVED, Recorder, StepClock, check_one_sign, step_metrics
+from bapo_megatron.trainer.checks import check_one_sign
+from bapo_megatron.trainer.records.recorder import MOVED, Recorder, StepClock, step_metrics
 from bapo_megatron.types import StepHeader
 from tests.support.bapo_objective import objective
 from tests.support.batches import NO_FILE
@@ -62,7 +63,8 @@ class OneSignNotes:
     def __init__(self) -> None:
         self.taken: list[tuple[int, str]] = []
 
-    def one_sign(self, step: int, message: str) -> None:
+    def warning(self, kind: str, step: int, message: str) -> None:
+        assert kind == "one_sign"
         self.taken.append((step, message))
 
 

@@ -11,10 +11,10 @@ import torch
 
 from bapo_megatron.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.trainer.checks import check_route_mismatch
 from bapo_megatron.trainer.preflight import check_route_replay
 from bapo_megatron.trainer.routes import (
     EXPERT_NAMES,
-    check_route_mismatch,
     check_stored_routes,
     expert_metrics,
     route_metrics,
@@ -62,7 +62,8 @@ class Said:
     def __init__(self) -> None:
         self.messages: list[str] = []
 
-    def routes_differ(self, _step: int, message: str) -> None:
+    def warning(self, kind: str, _step: int, message: str) -> None:
+        assert kind == "routes_differ"
         self.messages.append(message)
 
 

@@ -38,7 +38,7 @@ def kind(
 def pooled(
     act: Callable[[WorkerPool], Awaitable[Any]],
     workers: int = 1,
-    places: int = 1000,
+    concurrency: int = 1000,
     start_limit_s: float = LONG_S,
     **settings: Any,
 ) -> Any:
@@ -46,7 +46,7 @@ def pooled(
 
     async def main() -> Any:
         program = WorkerProgram(COMMAND, {"kind": "async", **settings}, start_limit_s=start_limit_s)
-        pool = WorkerPool(program, workers, places)
+        pool = WorkerPool(program, workers, concurrency)
         await pool.start()
         try:
             return await asyncio.wait_for(act(pool), LONG_S)
@@ -99,7 +99,7 @@ def test_a_call_too_many_waits_for_a_place() -> None:
         meeting[0].cancel()
         return await together(meeting)
 
-    results = pooled(act, places=3)
+    results = pooled(act, concurrency=3)
     assert isinstance(results[0], asyncio.CancelledError)
     assert len({*results[1:]}) == 1
 
@@ -361,7 +361,7 @@ def test_no_answer_is_lost_or_given_to_another() -> None:
             os.kill(pids_of(pool)[at // 100 % 2], signal.SIGKILL)
         await asyncio.gather(*calls)
 
-    pooled(act, workers=2, places=7)
+    pooled(act, workers=2, concurrency=7)
     assert sorted(answers) == list(range(600))
 
 
@@ -412,7 +412,7 @@ def test_a_call_that_waits_for_a_lost_object_is_told(tmp_path: Path) -> None:
         os.kill(pids_of(pool)[0], signal.SIGKILL)
         return await together([begun, *queued])
 
-    begun, queued, again = pooled(act, places=1)
+    begun, queued, again = pooled(act, concurrency=1)
     assert str(begun) == "act of a: died: signal SIGKILL"
     assert str(queued) == "count of a: died: the worker that held it has ended: signal SIGKILL"
     assert again[1] == 1
@@ -471,7 +471,7 @@ def test_a_cancelled_call_leaves_its_place() -> None:
             call.cancel()
         assert await pool.call(kind("wait"), 0) == pid
 
-    pooled(act, places=2)
+    pooled(act, concurrency=2)
 
 
 @pytest.mark.parametrize(

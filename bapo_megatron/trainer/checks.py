@@ -1,0 +1,125 @@
+"""Checks of a step's updates: the engine gap, the routes of experts, searches that saw one sign alone.
+
+``check_updates`` is collective; the loop calls it once the step's metrics are written, so that a check that
+stops the run leaves the numbers that explain it. A failed check is a warning and an event, on rank 0; the
+engine gap may also stop the run: GapError, on every rank. Used by ``train.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.errors import GapError
+from bapo_megatron.runtime.distributed import barrier
+from bapo_megatron.trainer.build import Run
+from bapo_megatron.trainer.records.recorder import Recorder
+from bapo_megatron.types import Metrics
+
+FIRST_GAP_LIMIT = 0.5
+"""Limit of the mean engine gap, in nats, in the first step that colocated engines sampled.
+Kernels and precision make 0.05; weights of another model, or without one of their tensors, whole nats."""
+
+
+def check_updates(run: Run, step: int, updates: Sequence[Metrics]) -> None:
+    """All checks of the ``updates`` of ``step``, whose metrics are equal on every rank. Collective."""
+    algorithm, recorder = run.config.algorithm, run.recorder
+    check_one_sign(step, updates, recorder)
+    check_route_mismatch(algorithm, step, updates, recorder)
+    is_first = run.handover.is_colocated and step == run.first_step
+    check_engine_gap(algorithm, step, updates, recorder, is_first)
+
+
+def check_engine_gap(
+    config: AlgorithmConfig,
+    step: int,
+    updates: Sequence[Metrics],
+    recorder: Recorder | None,
+    is_first: bool = False,
+) -> None:
+    """The engine mismatch check (``algo/measurements/engine_gap.py``), once the step is recorded.
+
+    A gap above its limits is a warning, or GapError on every rank. ``updates``: the metrics of the step's
+    updates, equal on every rank. ``is_first``: they are the first since colocated engines got their weights
+    from this process. A gap above ``FIRST_GAP_LIMIT`` then means that the engines have other weights, and
+    always stops the run.
+    """
+    excess = list(gap_excess(config, updates))
+    if not excess:
+        return
+    message = f"step {step}: engine and trainer differ about the same tokens: {'; '.join(excess)}"
+    must_stop = is_first and has_other_weights(config, updates)
+    on_gap: Literal["warn", "stop"] = "stop" if must_stop else config.on_gap
+    if recorder:
+        recorder.engine_gap(step, message, on_gap)
+    if on_gap == "stop":
+        barrier()  # the first process to fail ends the others: rank 0 must have written the event
+        way = "raise the limit" if must_stop else "raise the limit or set algorithm.on_gap=warn"
+        also = f", and above {FIRST_GAP_LIMIT:g} in the first step of colocated engines" if must_stop else ""
+        raise GapError(
+            f"{message}{also}. Do the engines have the trainer's weights, temperature and precision? "
+            f"If the gap is known and harmless, {way}"
+        )
+
+
+def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bool:
+    """Whether the mean gap of a step's first update is so large that the engines must have other weights.
+
+    A larger ``gap_mean_limit`` of the recipe replaces ``FIRST_GAP_LIMIT``; None switches the check off.
+    """
+    if config.gap_mean_limit is None:
+        return False
+    gaps = (gap for update in updates if (gap := update["rollout/engine_gap_mean"]) is not None)
+    gap = next(gaps, None)
+    return gap is not None and not gap <= max(FIRST_GAP_LIMIT, config.gap_mean_limit)  # nan is above any
+
+
+def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | None) -> None:
+    """One-sign check: a warning if most tokens of a step had bounds from searches that saw one sign alone.
+
+    Such a search has nothing to balance: positive tokens are clipped at the first c_high, negative ones at
+    the last c_low, as by fixed bounds.
+    """
+    shares = [share for update in updates if (share := update.get("bapo/one_sign_tokens")) is not None]
+    if recorder and shares and (mean := sum(shares) / len(shares)) > 0.5:
+        recorder.warning(
+            "one_sign",
+            step,
+            f"step {step}: {mean:.0%} of the tokens had bounds from searches that saw one sign alone, which "
+            f"balance nothing: raise algorithm.bounds.bounds_tokens, or set it to None and "
+            f"algorithm.bounds.scope to update",
+        )
+
+
+def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[str]:
+    """Engine gaps above their limits: a text for each, with the gap and the limit in nats."""
+    limits = {"mean": config.gap_mean_limit, "max": config.gap_max_limit}
+    for name, limit in limits.items():
+        for update in updates:
+            gap = update[f"rollout/engine_gap_{name}"]
+            if limit is not None and gap is not None and not gap <= limit:  # nan is above any limit
+                yield (
+                    f"rollout/engine_gap_{name} is {gap:.3g} nats, above algorithm.gap_{name}_limit={limit:g}"
+                )
+
+
+def check_route_mismatch(
+    config: AlgorithmConfig, step: int, updates: Sequence[Metrics], recorder: Recorder | None
+) -> None:
+    """Mismatch check of routes, once the step is recorded: a warning and an event above the limit.
+
+    ``updates``: the metrics of the step's updates.
+    """
+    limit = config.route_mismatch_limit
+    found = [share for update in updates if (share := update.get("routes/engine_mismatch")) is not None]
+    if recorder and limit is not None and found and max(found) > limit:
+        recorder.warning(
+            "routes_differ",
+            step,
+            f"step {step}: at the same weights engine and trainer send {max(found):.1%} of the tokens to "
+            f"different experts (routes/engine_mismatch), above algorithm.route_mismatch_limit={limit:g}. "
+            "Rounding to bfloat16 does that to about a tenth: if rollout/engine_gap_mean is small, replay "
+            "the routes, or raise the limit; else the engines have other weights, or the routes are of other "
+            "tokens",
+        )

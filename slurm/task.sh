@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Entry point of an srun's tasks, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`.
+# Entry point of an srun's tasks, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`,
+# or `task.sh probe [flags of probe.py]`.
 set -u
 role=$1
 shift
+# The cluster file's variables once more: in a container those of the image have taken their place.
+eval "${BAPO_TASK_SETTINGS:-}"
+unset BAPO_TASK_SETTINGS
 . "$BAPO_LIB/settings.sh"
 . "$BAPO_LIB/run_paths.sh"
 . "$BAPO_LIB/events.sh"
@@ -105,5 +109,6 @@ rollout() {  # all servers of one node
 
 case $role in
     trainer | rollout) "$role" "$@" ;;
-    *) bapo_refuse "task.sh $role: there are trainer and rollout" ;;
+    probe) exec "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
+    *) bapo_refuse "task.sh $role: there are trainer, rollout and probe" ;;
 esac

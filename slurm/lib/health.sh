@@ -2,7 +2,9 @@
 # Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, once for a job.
 
 bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NODE.json and FOLDER/verdict
-    local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags gpus=${SLURM_GPUS_PER_NODE:-0}
+    local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags gpus
+    gpus=SLURM_GPUS_PER_NODE_HET_GROUP_$group  # in a heterogeneous job each group has its own
+    gpus=${!gpus:-${SLURM_GPUS_PER_NODE:-0}}
     nodes=$(bapo_nodes "$group" | paste -sd,)
     mkdir -p "$folder"
     echo "$SLURM_JOB_ID-$BAPO_RESTART" >"$folder/canary"
@@ -11,7 +13,7 @@ bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NOD
     read -ra flags <<<"$BAPO_HEALTH_FLAGS"
     timeout -k 5 "$BAPO_HEALTH_WAIT_S" srun "${bapo_flags[@]}" --ntasks-per-node=1 \
         "--ntasks=$(bapo_nodes "$group" | wc -l)" --overlap \
-        "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "--folder=$folder" "--nodes=$nodes" "--disk=$BAPO_RUN" \
+        bash "$BAPO_SLURM/task.sh" probe "--folder=$folder" "--nodes=$nodes" "--disk=$BAPO_RUN" \
         "--gpus=${gpus##*:}" "--deadline-s=$((BAPO_HEALTH_WAIT_S * 9 / 10))" "${flags[@]}"
 }
 

@@ -8,6 +8,7 @@ BAPO_PYTHON=${BAPO_PYTHON:-python}                  # interpreter with bapo-mega
 BAPO_MODULES=${BAPO_MODULES:-}                      # environment modules, loaded before anything starts
 BAPO_CONTAINER=${BAPO_CONTAINER:-}                  # image for pyxis; none: no container
 BAPO_MOUNTS=${BAPO_MOUNTS:-}                        # HOST:CONTAINER,... for pyxis
+BAPO_TASK_SETTINGS=${BAPO_TASK_SETTINGS:-}          # `export` lines of every task, stronger than the image's
 BAPO_LEAD_S=${BAPO_LEAD_S:-600}                     # before the end of the job, to save and stop
 BAPO_MARGIN_S=${BAPO_MARGIN_S:-60}                  # before the end of the job, to kill ranks that still save
 BAPO_WAIT_S=${BAPO_WAIT_S:-900}                     # for the other ranks, once the first has ended

@@ -22,7 +22,21 @@ from bapo_megatron.planning.hardware import GPUS
 
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}|\d+")
 _EXAMPLES = {"time": ', in quotes: "24:00:00" is 24 hours, and Slurm takes "24" for 24 minutes'}
-_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OF_THE_FILE = ("account", "partition", "time", "qos", "constraint", "mem", "cpus-per-task")
+_OF_THE_JOB = {
+    "signal": "set lead_s",
+    **dict.fromkeys(
+        ("nodes", "ntasks", "ntasks-per-node"), "set trainer_nodes, rollout_nodes, tasks_per_node"
+    ),
+    **dict.fromkeys(("gpus", "gpus-per-task", "gpus-per-socket"), "set gpus_per_node, or sbatch.gres"),
+    **dict.fromkeys(("output", "error", "job-name", "open-mode"), "the logs have names of their own"),
+    **dict.fromkeys(("requeue", "no-requeue", "no-kill"), "the job decides that; set [budgets]"),
+    **dict.fromkeys(
+        ("array", "wrap", "wait", "test-only", "parsable"), "a run is one job, and not waited for"
+    ),
+}
+"""Flags of sbatch that cannot be in the table ``sbatch``, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -180,4 +194,25 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
         yield "mounts are of a container, and there is none: set container, or leave them out"
     for name in cluster.environment:
         if not _NAME.fullmatch(name):
-            yield f"environment.{name}: NeMo-Run writes names of variables in capitals; write it so"
+            yield f"environment.{name}: a variable's name has letters, digits and _ alone"
+    yield from _invalid_flags(cluster)
+
+
+def _invalid_flags(cluster: ClusterFile) -> Iterator[str]:
+    """Flags of the table ``sbatch`` that would change what the file, or the job itself, relies on."""
+    for name, value in cluster.sbatch.items():
+        flag = name.replace("_", "-")
+        if flag in _OF_THE_FILE:
+            yield f"sbatch.{name}: the key {flag.replace('-', '_')} of this file sets it"
+        elif flag in _OF_THE_JOB:
+            yield f"sbatch.{name} is the job's own: {_OF_THE_JOB[flag]}"
+        elif flag.startswith("container"):
+            yield f"sbatch.{name}: the job's script runs outside of the container; set container, mounts"
+        elif flag == "gpus-per-node" or (flag == "gres" and value.startswith("gpu")):
+            # "8", "h100:8", "gpu:8", "gpu:h100:8,nvme:1"
+            count = value.split(",")[0].rpartition(":")[2]
+            if count != str(cluster.gpus_per_node):
+                yield (
+                    f"sbatch.{name} = {value!r} must ask for gpus_per_node = {cluster.gpus_per_node} GPUs, "
+                    f"e.g. {value.split(',')[0].rpartition(':')[0] or 'h100'}:{cluster.gpus_per_node}"
+                )

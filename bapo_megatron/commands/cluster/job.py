@@ -152,9 +152,16 @@ class ClusterJob:
             )
         if problem := self._no_servers():
             yield problem
-        for path in (self.root, self.templates, self.run_dir, self.recipe):
-            if "/nemo_run" in str(path):
-                yield f"{path}: NeMo-Run replaces /nemo_run in every path; rename the folder"
+        # In paths, flags and variables alike: it would change them without a word.
+        for word in sorted({word for word in self._words() if "/nemo_run" in word}):
+            yield f"{word}: NeMo-Run replaces /nemo_run in every path; rename the folder"
+
+    def _words(self) -> Iterator[str]:
+        """All texts of the specification that get into the job's script."""
+        cluster = self.cluster
+        yield from (str(self.root), str(self.templates), str(self.run_dir), cluster.container or "")
+        yield from (*shlex.split(self.arguments()), *cluster.mounts)
+        yield from (*self.settings().values(), *cluster.sbatch.values())
 
     def _no_servers(self) -> str | None:
         """Problem of a job without SGLang servers; None if it starts some, is given some, or needs none."""
@@ -285,18 +292,29 @@ class ClusterJob:
                 f"--memory-gb {health.memory_gb:g} --disk-gb {health.disk_gb:g} --clock-s {health.clock_s:g}"
             ),
         }
+        inside = dict(cluster.environment)
+        if cluster.sglang_python is not None:
+            inside = {"BAPO_SGLANG_PYTHON": cluster.sglang_python} | inside
         if cluster.container is not None:
             found |= {"BAPO_CONTAINER": cluster.container, "BAPO_MOUNTS": ",".join(cluster.mounts)}
-        if cluster.sglang_python is not None:
-            found["BAPO_SGLANG_PYTHON"] = cluster.sglang_python
-        return {name: str(value) for name, value in found.items()} | cluster.environment
+            # pyxis lets the image's own variables win over the job's: task.sh sets these again.
+            found["BAPO_TASK_SETTINGS"] = "\n".join(
+                f"export {name}={shlex.quote(value)}" for name, value in inside.items()
+            )
+        return {name: str(value) for name, value in found.items()} | inside
 
     def groups(self) -> Sequence[dict[str, Any]]:
         """Groups of nodes: the trainer's, then those of the rollout servers."""
         roles = [("trainer", self.trainer_nodes, self.tasks_per_node)]
         if self.rollout_nodes:
             roles.append(("rollout", self.rollout_nodes, 1))
-        return [{"role": role, "nodes": nodes, "tasks": tasks} for role, nodes, tasks in roles]
+        # The one task of a rollout node has all its servers: it gets the cores that a node's ranks would.
+        cores = {"trainer": self.cluster.cpus_per_task}
+        cores["rollout"] = cores["trainer"] and cores["trainer"] * self.tasks_per_node
+        return [
+            {"role": role, "nodes": nodes, "tasks": tasks, "cpus_per_task": cores[role]}
+            for role, nodes, tasks in roles
+        ]
 
     def specification(self) -> dict[str, Any]:
         """The job's specification for `slurm/launch.py`, as plain values."""

@@ -218,6 +218,10 @@ def test_warning_for_a_group_of_one_node() -> None:
 def test_paths_that_nemo_run_would_change_are_refused() -> None:
     with pytest.raises(ConfigError, match="rename the folder"):
         check_job(replace(job(), root=Path("/home/x/nemo_run")), force=True)
+    with pytest.raises(ConfigError, match="/shared/nemo_run/bin/python: NeMo-Run replaces"):
+        check_job(job(replace(pyxis(), python="/shared/nemo_run/bin/python")), force=True)
+    with pytest.raises(ConfigError, match="/nemo_run/data: NeMo-Run replaces"):
+        check_job(replace(job(), flags=("--data.path", "/nemo_run/data")), force=True)
 
 
 def test_arguments_survive_the_shell() -> None:
@@ -233,6 +237,7 @@ def test_settings_hold_what_the_cluster_file_says() -> None:
     assert found["BAPO_MOUNTS"] == f"/shared:/shared,/scratch:/scratch,{ROOT}:{ROOT}"
     assert found["BAPO_HEALTH_FLAGS"] == "--memory-gb 1000 --disk-gb 1700 --clock-s 5"
     assert found["NCCL_DEBUG"] == "WARN"
+    assert [group["cpus_per_task"] for group in job().groups()] == [12, 96]
 
 
 def test_the_command_line() -> None:

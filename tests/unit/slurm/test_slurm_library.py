@@ -558,6 +558,20 @@ def test_the_probe_gets_the_number_of_gpus_of_any_type(
     assert f"--gpus={count}" in (tmp_path / "calls").read_text().splitlines()
 
 
+def test_the_probe_of_a_heterogeneous_job_gets_its_groups_gpus(shell: Shell, tmp_path: Path) -> None:
+    """Slurm names the variable after the group there, and no other: no GPU of a large job was counted."""
+    found = shell(
+        PROBE.replace("bapo_health\n", "bapo_probe 0; bapo_probe 1\n"),
+        NODES="n1",
+        ANSWER="no",
+        SLURM_HET_SIZE="2",
+        SLURM_GPUS_PER_NODE_HET_GROUP_0="8",
+        SLURM_GPUS_PER_NODE_HET_GROUP_1="h100:4",
+    )
+    counts = [word for word in (tmp_path / "calls").read_text().split() if word.startswith("--gpus=")]
+    assert counts == ["--gpus=8", "--gpus=4"], found.stderr
+
+
 @pytest.mark.parametrize(
     ("other", "status", "state", "code"),
     [

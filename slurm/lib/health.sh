@@ -57,6 +57,11 @@ bapo_health() {
         exit 1
     fi
     nodes=$(cut -d' ' -f1 <<<"$bad" | sort -u | paste -sd,)
+    if [[ $nodes = *,* && $nodes = "$(bapo_all_nodes | tr ' ' '\n' | sort -u | paste -sd,)" ]]; then
+        # On others it would be the same; and where there are none the job would wait in the queue for ever.
+        bapo_stop health "every node is bad: the setup, or a limit of the probe, and not the nodes" "$bad" 1
+        exit 1
+    fi
     if [[ -n ${bapo_state[excluded]} ]]; then
         bapo_stop health "nodes ${bapo_state[excluded]} were left out before; others are bad now" "$bad" 1
         exit 1

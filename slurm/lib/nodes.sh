@@ -1,6 +1,9 @@
 # shellcheck shell=bash
 # Nodes of a job: host lists, rendezvous address and ports, srun's flags; and questions to Slurm.
 
+# A user's defaults of Slurm's commands would change their answers: with SQUEUE_STATES=PENDING, no job runs.
+unset "${!SQUEUE_@}" "${!SINFO_@}" "${!SCANCEL_@}"
+
 # Output of a Slurm command. A busy controller refuses for minutes, and no answer must not pass for one: the
 # command is tried again, for BAPO_SLURM_WAIT_S; not one that this node lacks. Only the last try may complain.
 bapo_ask() {
@@ -49,7 +52,7 @@ bapo_lost_nodes() {
     failed=$(sed -n 's/^srun: error: Node failure on \([^ ]*[^ .]\).*/\1/p' "$BAPO_LOGS/job.log" 2>/dev/null |
         paste -sd,)
     {
-        bapo_ask sinfo -h -N -n "$nodes" -t down,fail -o %N | grep .
+        bapo_ask sinfo -a -h -N -n "$nodes" -t down,fail -o %N | grep .
         [[ -z $failed ]] || comm -12 <(bapo_nodes 0 | sort) <(scontrol show hostnames "$failed" | sort)
     } | sort -u
 }

@@ -93,6 +93,13 @@ bapo_may_requeue() {  # kind, exit code
     return 1
 }
 
+bapo_excluded() {  # job id, nodes: with those that the job leaves out already (sbatch --exclude)
+    local before
+    before=$(scontrol show job -o "$1" 2>/dev/null | sed -n "s/^JobId=$1 .* ExcNodeList=\([^ ]*\).*/\1/p")
+    [[ $before != "(null)" ]] || before=
+    echo "${before:+$before,}$2"
+}
+
 # Requeue this job, without the given nodes. Slurm then kills this shell. TERM is ignored meanwhile: nodes can
 # be excluded only after the requeue, while the job is pending.
 bapo_requeue() {
@@ -103,7 +110,7 @@ bapo_requeue() {
         [[ -n $excluded ]] || exit 0
         for id in $(bapo_components); do
             for _ in 1 2 3 4 5; do  # the job must be pending first
-                scontrol update "JobId=$id" "ExcNodeList=$excluded" && break
+                scontrol update "JobId=$id" "ExcNodeList=$(bapo_excluded "$id" "$excluded")" && break
                 sleep 0.5
             done
         done

@@ -46,6 +46,17 @@ bapo_check_numbers() {
     done
 }
 
+# Slurm gives a job the limits of the shell that submitted it, and login nodes limit programs.
+bapo_check_limits() {
+    local flag found
+    for flag in -t -v; do
+        found=$(ulimit "$flag")
+        [[ $found = unlimited ]] || bapo_refuse "ulimit $flag is $found in this job (-t: seconds of a" \
+            "processor, -v: kB of memory), as in the shell that submitted it: submit with sbatch" \
+            "--propagate=NONE; in a cluster file, [sbatch] propagate = \"NONE\""
+    done
+}
+
 bapo_run_directory() {  # recipe and flags of `bapo train`: where the run is
     local recipe=$1 run=
     shift

@@ -19,6 +19,7 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _DEADLINE_S = 15.0
+_DEFAULTS = ("SQUEUE_", "SCANCEL_")
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
 
 
@@ -81,8 +82,10 @@ class SlurmError(Exception):
 
 def _call(*command: str) -> str:
     """The standard output of a Slurm command. SlurmError if it fails, hangs or is not installed."""
+    # Without the user's defaults: SQUEUE_STATES hides jobs, SCANCEL_INTERACTIVE asks back.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DEFAULTS)}
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmError(f"{command[0]}: {error}") from None
     if found.returncode:

@@ -19,11 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bapo_megatron.commands.cluster.cluster_file import load_cluster
+from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
 from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.run_paths import RunPaths
 
 USAGE = "usage: bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags of bapo train]"
@@ -132,13 +133,24 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
         # Before the submission: launch.py writes the script there, and Slurm opens the job's log there.
         RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
-    # NeMo-Run's environment has other versions of packages than this one, which PYTHONPATH would mix in.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    specification = job.specification()
+    environment, left_out = submission_environment(
+        os.environ, specification["settings"], job.templates / "lib"
+    )
+    if left_out and not dry_run:
+        print(
+            f"warning: {', '.join(left_out)} of this shell: not handed on to the job, whose cluster file "
+            f"decides ([environment] has variables of its tasks, [sbatch] more flags)",
+            file=sys.stderr,
+        )
     found = subprocess.run(
-        command, input=json.dumps(job.specification()), capture_output=True, text=True, env=environment
+        command, input=json.dumps(specification), capture_output=True, text=True, env=environment
     )
     if found.returncode:
         raise ConfigError(f"the job was not submitted:\n{(found.stderr or found.stdout).strip()}")
+    for line in found.stderr.splitlines():
+        if line.startswith("sbatch:"):  # the site's words; NeMo-Run warns of things that are not used
+            print(printable(line), file=sys.stderr)
     return found.stdout
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster
+from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
 from bapo_megatron.commands.cluster.submit import SubmitCommand, launch, nemo_run_python, submit
 from bapo_megatron.config import RunConfig
@@ -249,6 +250,47 @@ def test_the_command_line() -> None:
         SubmitCommand.of(["--cluster", "c.toml"])
     with pytest.raises(ConfigError, match="has examples of FILE"):
         SubmitCommand.of(["r.py", "--cluster"])
+
+
+def test_a_job_gets_no_variables_that_would_change_it() -> None:
+    """Defaults of sbatch, the job that the shell is in, and settings of a job by plain sbatch."""
+    shell = {
+        "HF_TOKEN": "x",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_CPU_BIND": "none",
+        "BAPO_SGLANG_PYTHON": "/sglang",
+        "BAPO_PYTHON": "python",
+        "BAPO_DEVICE": "cpu",
+        "SBATCH_ACCOUNT": "a",
+        "PYTHONPATH": "/x",
+    }
+    library = ROOT / "slurm/lib"
+    kept, left_out = submission_environment(shell, {"BAPO_PYTHON"}, library)
+    assert sorted(kept) == ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF", "SLURM_CPU_BIND"]
+    assert left_out == ["BAPO_DEVICE", "SBATCH_ACCOUNT"]
+    in_a_job = {**shell, "SLURM_JOB_ID": "7", "SLURM_TRES_PER_TASK": "cpu=4"}
+    inside, _ = submission_environment(in_a_job, (), library)
+    assert sorted(inside) == ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF"]
+
+
+def test_a_submission_tells_what_the_site_says_and_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (
+        ("sbatch", "true"),
+        ("python", 'echo "nemo: noise" >&2\necho "sbatch: 12 hours left" >&2\necho "4711${BAPO_DEVICE-}"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("BAPO_NEMO_RUN_PYTHON", str(tmp_path / "python"))
+    monkeypatch.setenv("BAPO_DEVICE", "cpu")
+    run = replace(job(), config=replace(job().config, run_dir=tmp_path / "run"))
+    assert launch(run, dry_run=False) == "4711\n"
+    said = capsys.readouterr().err
+    assert "warning: BAPO_DEVICE of this shell: not handed on to the job" in said
+    assert "sbatch: 12 hours left\n" in said
+    assert "noise" not in said
 
 
 def test_without_slurm_the_message_says_where_to_submit(

@@ -330,3 +330,15 @@ def test_a_lock_of_another_file_with_the_same_inode_number_is_not_the_runs(
     assert lock_holder(tmp_path) is None
     with (tmp_path / ".lock").open():
         assert lock_holder(tmp_path) == os.getpid()
+
+
+def test_a_users_defaults_of_squeue_do_not_hide_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQUEUE_STATES=RUNNING hides a job that waits: `bapo cancel` would find none in the queue."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ -n "$SQUEUE_STATES" ] || echo "PENDING|Priority"\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    assert run_job.queue_state("41") == ("PENDING", "Priority")

@@ -257,6 +257,63 @@ def test_a_node_without_a_command_of_slurms_is_not_asked_again(shell: Shell, tmp
     assert (tmp_path / "asked").read_text() == 2 * "x\n"
 
 
+def test_a_users_defaults_of_squeue_do_not_change_a_jobs_answers(shell: Shell, tmp_path: Path) -> None:
+    """SQUEUE_STATES=PENDING hides every running job: none would be requeued."""
+    (tmp_path / "bin/squeue").write_text('#!/bin/sh\n[ -n "$SQUEUE_STATES" ] || echo RUNNING\n')
+    (tmp_path / "bin/sinfo").write_text(
+        '#!/bin/sh\n[ -z "$SINFO_PARTITION" ] && [ "$1" = -a ] && echo n1\ntrue\n'
+    )
+    found = shell("bapo_kind_of_end 1", SQUEUE_STATES="PENDING", SINFO_PARTITION="cpu")
+    assert found.stdout == "node\n"
+
+
+def test_nodes_that_the_user_has_left_out_stay_out(shell: Shell, tmp_path: Path) -> None:
+    """`sbatch --exclude`: an update of ExcNodeList replaces the whole list."""
+    script = """
+        scontrol() {
+            [[ $1 = show ]] || { echo "$*" >>"$BAPO_RUN/updates"; return 0; }
+            echo "JobId=7 HetJobId=7 NodeList=n1 ExcNodeList=n[8-9] NumNodes=1"
+            echo "JobId=8 HetJobId=7 NodeList=n2 ExcNodeList=(null) NumNodes=1"
+        }
+        builtin() { exit; }
+        bapo_requeue n1,n2
+    """
+    ids = {f"SLURM_JOB_ID_HET_GROUP_{group}": str(7 + group) for group in (0, 1)}
+    shell(script, SLURM_HET_SIZE="2", **ids)
+    assert (tmp_path / "updates").read_text().splitlines() == [
+        "requeue 7",
+        "update JobId=7 ExcNodeList=n[8-9],n1,n2",
+        "update JobId=8 ExcNodeList=n1,n2",
+    ]
+
+
+def test_limits_of_the_login_node_are_refused(shell: Shell) -> None:
+    """Slurm hands them on: a rank would die after an hour of its processor's time."""
+    assert shell("bapo_check_limits; echo well").stdout == "well\n"
+    for limit in ("-t 3600", "-v 16000000"):
+        found = shell(f"ulimit {limit}; bapo_check_limits")
+        assert found.returncode == 2
+        assert f"ulimit {limit[:2]} is {limit[3:]} in this job" in found.stderr
+        assert "sbatch --propagate=NONE" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        ({}, "0 of 1"),
+        ({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "8"}, "7 of 8"),
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1", "BAPO_SHARDS": "8"}, "3 of 8"),
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1"}, "element 3 of 1: arrays begin at 0"),
+    ],
+)
+def test_an_element_of_an_array_knows_how_many_there_are(
+    shell: Shell, array: dict[str, str], told: str
+) -> None:
+    """`--array=3` repeats one of eight, and Slurm says that there is one."""
+    found = shell('bapo_shard; echo "$BAPO_SHARD of $BAPO_SHARDS"', **array)
+    assert told in found.stdout + found.stderr
+
+
 def test_a_signal_during_the_decision_does_not_stop_a_job_that_slurm_takes_back(
     shell: Shell, tmp_path: Path
 ) -> None:
@@ -548,6 +605,18 @@ def test_a_probe_that_could_not_run_does_not_exclude_every_node(
     """A wrong interpreter or image: without all nodes of a partition the job would wait for ever."""
     found = shell(PROBE, NODES=nodes, ANSWER=answer)
     assert told in found.stdout, found.stderr
+
+
+def test_nodes_that_are_all_bad_are_not_excluded(shell: Shell, tmp_path: Path) -> None:
+    """A broken environment, or memory_gb too high: a job without all of a partition would wait for ever."""
+    verdict = PROBE.replace(
+        "bapo_health\n", 'printf "n1 x\\nn2 x\\n" >"$BAPO_RUN/health/0/verdict"; bapo_health'
+    )
+    (tmp_path / "health/0").mkdir(parents=True)
+    both = shell(verdict, NODES="n1 n2", ANSWER="yes")
+    assert "STOPPED: health: every node is bad: the setup" in both.stdout, both.stderr
+    assert both.returncode == 1
+    assert "without n1,n2\n" in shell(verdict, NODES="n1 n2 n3", ANSWER="yes").stdout
 
 
 @pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])

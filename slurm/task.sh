@@ -7,6 +7,12 @@ shift
 # The cluster file's variables once more: in a container those of the image have taken their place.
 eval "${BAPO_TASK_SETTINGS:-}"
 unset BAPO_TASK_SETTINGS
+# A container may lack the user's home, where SGLang and Triton keep what they compile; without it they fail.
+if ! { mkdir -p "${HOME:-}" && [[ -w $HOME ]]; } 2>/dev/null; then
+    echo "the home ${HOME:-} cannot be written to here: compiled kernels go to a folder of this task in /tmp"
+    HOME=$(mktemp -d "/tmp/bapo-home.XXXXXX") || exit 1
+fi
+export HOME
 . "$BAPO_LIB/settings.sh"
 . "$BAPO_LIB/run_paths.sh"
 . "$BAPO_LIB/events.sh"

@@ -60,15 +60,24 @@ def launched_world_size() -> int | None:
     shell of an interactive job) is no launcher, and neither is a batch script, which has a SLURM_PROCID but
     no step.
     """
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    has_rank = "RANK" in os.environ and not _has_rank_of_pyxis()
+    if not has_rank and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         for name, value in _from_slurm().items():
             os.environ.setdefault(name, value)
-    if "RANK" not in os.environ:
+        has_rank = True
+    if not has_rank:
         return None
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"RANK is set but {', '.join(missing)} is not: start the run with torchrun or srun")
     return int(os.environ["WORLD_SIZE"])
+
+
+def _has_rank_of_pyxis() -> bool:
+    """Whether RANK is pyxis's, which sets RANK and LOCAL_RANK alone, for images with a PYTORCH_VERSION."""
+    given = os.environ.get
+    alone = "PYTORCH_VERSION" in os.environ and "WORLD_SIZE" not in os.environ
+    return alone and given("RANK") == given("SLURM_PROCID")
 
 
 def _from_slurm() -> dict[str, str]:

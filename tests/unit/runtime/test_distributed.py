@@ -127,6 +127,22 @@ def test_srun_tells_the_ranks_of_this_node(
 
 
 @pytest.mark.usefixtures("step")
+def test_pyxis_sets_the_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For images with a PYTORCH_VERSION, such as NVIDIA's. A step of one task is no launcher then, either."""
+    for name, value in {"PYTORCH_VERSION": "2.13", "RANK": "5", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launched_world_size() == 8
+    assert [os.environ[name] for name in TORCHRUN] == ["5", "1", "8", "gpu07", "23456"]
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert launched_world_size() is None
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ConfigError, match="RANK is set but WORLD_SIZE"):
+        launched_world_size()
+
+
+@pytest.mark.usefixtures("step")
 def test_srun_with_a_meeting_point_of_the_job_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "4444")

@@ -110,7 +110,7 @@ def test_a_tasks_variables_are_stronger_than_the_images(tmp_path: Path) -> None:
     image = {"NCCL_DEBUG": "of the image", "BAPO_SGLANG_PYTHON": "of the image"}
     mine = {**job.settings(), "BAPO_LIB": f"{ROOT}/slurm/lib", "BAPO_PYTHON": str(python), **image}
     command = ["bash", str(ROOT / "slurm/task.sh"), "probe", "--gpus=8"]
-    environment = {"PATH": os.environ["PATH"], **mine}
+    environment = {"PATH": os.environ["PATH"], "HOME": "/", **mine}
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
     probe = f"{ROOT}/slurm/probe.py --gpus=8"
     # One variable has the token, as in any task: a filter by names must not meet another that holds it.

@@ -12,15 +12,18 @@ import pytest
 from tests.unit.slurm.conftest import SLURM, Shell
 
 
-def run_rank(folder: Path, program: str, lines: str = "") -> subprocess.CompletedProcess[str]:
+def run_rank(
+    folder: Path, program: str, lines: str = "", home: str = "/"
+) -> subprocess.CompletedProcess[str]:
     """Run rank 3, whose interpreter is the script ``program``. ``lines``: what bash reads before task.sh."""
-    (folder / "ended").mkdir()
+    (folder / "ended").mkdir(exist_ok=True)
     rank, begin = folder / "rank", folder / "begin"
     rank.write_text(f"#!/bin/bash\n{program}\n")
     rank.chmod(0o755)
     begin.write_text(lines)
     environment = {
         "PATH": os.environ["PATH"],
+        "HOME": home,
         "BASH_ENV": str(begin),
         "SLURM_PROCID": "3",
         "SLURM_LOCALID": "3",
@@ -68,3 +71,18 @@ def test_a_rank_killed_by_another_signal_is_a_crash(
     assert done.returncode == code
     assert f"rank 3 on n1 was killed by {number.name}" in done.stdout
     assert shell("bapo_first_failure").stdout == f"3 {code}\n"
+
+
+def test_a_task_without_the_users_home_has_another(tmp_path: Path) -> None:
+    """Most containers do not mount it, and what compiles kernels at run time writes there."""
+    found = run_rank(tmp_path, 'test -w "$HOME" && echo "$HOME"; rmdir "$HOME"', home="/proc/none")
+    said, home = found.stdout.splitlines()
+    assert said.startswith("the home /proc/none cannot be written to here")
+    assert home.startswith("/tmp/bapo-home.")
+    without = run_rank(tmp_path, 'rmdir "$HOME"', home="").stdout
+    assert without.startswith("the home  cannot be written to here")
+
+
+def test_a_task_keeps_a_home_that_it_has(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    assert run_rank(tmp_path, 'echo "$HOME"', home=f"{tmp_path}/home").stdout == f"{tmp_path}/home\n"

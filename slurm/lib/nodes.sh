@@ -59,6 +59,8 @@ bapo_lost_nodes() {
 
 bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none, or Slurm does not say
     local end
+    local TZ=UTC0  # an hour of the autumn is there twice in local time
+    export TZ
     # A user's own format of times may lack the day.
     end=$(SLURM_TIME_FORMAT=standard bapo_ask squeue -h -j "$SLURM_JOB_ID" -o %e | head -n 1)
     # No answer: `date -d ""` would be midnight, long past, and the ranks would be told to stop at once.

@@ -29,7 +29,7 @@ bapo_kind_of_end() {
     local code=$1
     if ((code == 0)); then echo finished
     elif [[ -e $BAPO_RUN/$BAPO_STOP_FILE ]]; then echo cancelled
-    elif [[ $(bapo_job_state) != RUNNING ]]; then echo slurm
+    elif ! bapo_is_running; then echo slurm
     elif [[ -n $(bapo_lost_nodes) ]]; then echo node
     elif [[ -n $BAPO_NO_ENGINES ]]; then echo engines
     elif ((code == 85)) || [[ -n $BAPO_SIGNAL ]]; then
@@ -120,6 +120,10 @@ bapo_requeue() {
 
 # RUNNING, too, if Slurm does not answer: this shell lives, so that its job is not over.
 bapo_job_state() { { bapo_ask squeue -h -j "$SLURM_JOB_ID" -o %T || echo RUNNING; } | head -n 1; }
+
+bapo_is_running() {  # also while Slurm stops, continues (before it preempts) or shrinks the job
+    [[ $(bapo_job_state) =~ ^(RUNNING|SIGNALING|STOPPED|SUSPENDED|RESIZING|CONFIGURING)$ ]]
+}
 
 # End the job after the trainer has ended with CODE: requeue or stop. Does not return for a requeued job.
 bapo_finish() {

@@ -211,6 +211,7 @@ class ClusterJob:
                 f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
                 f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
             )
+        yield from self._shares()
         if self.cluster.rollout_nodes > self.rollout_nodes:
             yield (
                 f"rollout_nodes = {self.cluster.rollout_nodes} of the cluster file is left out: the recipe's "
@@ -220,6 +221,21 @@ class ClusterJob:
             yield (
                 "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
                 "back (docs/operations.md); two nodes in each group go on without one rollout node"
+            )
+
+    def _shares(self) -> Iterator[str]:
+        """Memory and cores that are left to Slurm's defaults, mostly a small share of a node."""
+        cluster, given = self.cluster, {name.replace("_", "-") for name in self.cluster.sbatch}
+        if cluster.mem is None and not given & {"mem-per-cpu", "mem-per-gpu"}:
+            yield (
+                "mem is not set: Slurm gives a share of a node's memory for each core, and a save needs most "
+                'of it; mem = "0" in the cluster file asks for all'
+            )
+        whole = cluster.exclusive or given & {"cpus-per-gpu", "exclusive"}
+        if cluster.cpus_per_task is None and not whole:
+            yield (
+                "neither cpus_per_task nor exclusive is set: Slurm gives a task one core, if the site has no "
+                "other default; set one of them in the cluster file"
             )
 
     def _disk_need(self) -> float | None:

@@ -18,6 +18,9 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
+RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")
+"""States of a job whose processes run: also while Slurm sends a signal, or gives nodes back."""
+
 _DEADLINE_S = 15.0
 _DEFAULTS = ("SQUEUE_", "SCANCEL_")
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
@@ -144,7 +147,7 @@ def cancel(run: Path, at_once: bool = False) -> str:
     state = queued[0] if queued else ""
     if job is not None and state:
         try:
-            if at_once or state != "RUNNING":
+            if at_once or state not in RUNNING_STATES:
                 _call("scancel", job.job)
                 return f"job {job.job} is cancelled"
             # Before the signal: the job's script looks for this file once its ranks have saved, and a job

@@ -18,7 +18,13 @@ from typing import Any, TextIO
 
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
-from bapo_megatron.commands.cluster.run_job import JobState, lock_holder, queue_state, read_job_state
+from bapo_megatron.commands.cluster.run_job import (
+    RUNNING_STATES,
+    JobState,
+    lock_holder,
+    queue_state,
+    read_job_state,
+)
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS, event_text, is_trouble
 from bapo_megatron.runtime.events.progress import Patience, read_progress
@@ -26,6 +32,12 @@ from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
+
+_QUEUED_STATES = (
+    *("PENDING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "EXPEDITING"),
+    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+)
+"""States of a job that Slurm still has, beside ``RUNNING_STATES``."""
 
 FRESH_S = 60.0
 """Age of an entry in RUN/engines at which its server counts as gone, seconds."""
@@ -138,7 +150,7 @@ def _state(run: Path, job: JobState | None) -> str:
     if queued is None:
         return f"{job.status} (Slurm does not answer here)"
     state, reason = queued
-    if state in ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "SUSPENDED"):
+    if state in (*RUNNING_STATES, *_QUEUED_STATES):
         return f"{state} ({reason})" if reason else state
     if job.status == "running":
         return f"{state or 'not in the queue'}; it ended without a record"

@@ -21,6 +21,7 @@ from pathlib import Path
 from bapo_megatron.commands.cluster.cluster_file import load_cluster
 from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
+from bapo_megatron.commands.cluster.run_job import RUNNING_STATES, queue_state, read_job_state
 from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
@@ -119,7 +120,18 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
         print(f"warning: {warning}", file=sys.stderr)
     if command.dry_run:
         print("\n".join(job.summary()), file=sys.stderr)
+    elif (other := earlier_job(job.run_dir)) is not None:
+        print(f"warning: {other}; of two jobs of a run the second stops", file=sys.stderr)
     return launch(job, command.dry_run)
+
+
+def earlier_job(run: Path) -> str | None:
+    """Words for the job of this run that is in the queue; None if there is none, or Slurm does not answer."""
+    found = read_job_state(run)
+    state = (queue_state(found.job) or ("", ""))[0] if found else ""
+    if found is None or state not in (*RUNNING_STATES, "PENDING"):
+        return None
+    return f"job {found.job} of {run} is {state}: `bapo cancel {shlex.quote(str(run))}` lets it save and stop"
 
 
 def launch(job: ClusterJob, dry_run: bool) -> str:

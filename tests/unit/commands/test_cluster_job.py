@@ -11,7 +11,13 @@ import pytest
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster
 from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
-from bapo_megatron.commands.cluster.submit import SubmitCommand, launch, nemo_run_python, submit
+from bapo_megatron.commands.cluster.submit import (
+    SubmitCommand,
+    earlier_job,
+    launch,
+    nemo_run_python,
+    submit,
+)
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
@@ -250,6 +256,35 @@ def test_the_command_line() -> None:
         SubmitCommand.of(["--cluster", "c.toml"])
     with pytest.raises(ConfigError, match="has examples of FILE"):
         SubmitCommand.of(["r.py", "--cluster"])
+
+
+def test_memory_and_cores_that_are_left_to_slurm_are_told() -> None:
+    def told(**fields: object) -> list[str]:
+        warnings = check_job(job(replace(pyxis(), **fields)), force=False)
+        return [line.split(" is ")[0] for line in warnings if line.startswith(("mem", "neither"))]
+
+    neither = "neither cpus_per_task nor exclusive"
+    assert told() == []
+    assert told(mem=None) == ["mem"]
+    assert told(mem=None, sbatch={"mem_per_gpu": "200G"}) == []
+    assert told(cpus_per_task=None) == []
+    assert told(cpus_per_task=None, exclusive=False) == [neither]
+    assert told(exclusive=False) == []
+    assert told(cpus_per_task=None, exclusive=False, sbatch={"cpus-per-gpu": "12"}) == []
+
+
+@pytest.mark.parametrize(("state", "told"), [("PENDING", True), ("SIGNALING", True), ("COMPLETED", False)])
+def test_a_second_job_of_a_run_is_told_before_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: bool
+) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.queue_state", lambda _job: (state, ""))
+    assert earlier_job(tmp_path) is None
+    (tmp_path / "slurm.state").write_text("job=41\nstatus=requeued\n")
+    found = earlier_job(tmp_path)
+    words = f"job 41 of {tmp_path} is {state}: `bapo cancel {tmp_path}` lets it save and stop"
+    assert found == (words if told else None)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.queue_state", lambda _job: None)
+    assert earlier_job(tmp_path) is None
 
 
 def test_a_job_gets_no_variables_that_would_change_it() -> None:

@@ -342,3 +342,19 @@ def test_a_users_defaults_of_squeue_do_not_hide_a_job(
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
     assert run_job.queue_state("41") == ("PENDING", "Priority")
+
+
+@pytest.mark.parametrize("state", ["SIGNALING", "REQUEUE_HOLD", "STAGE_OUT"])
+def test_a_job_that_slurm_still_has_did_not_end(
+    run: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: (state, ""))
+    assert read_status(run).state == state
+
+
+def test_a_job_that_slurm_is_signalling_is_told_to_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, ...]] = []
+    monkeypatch.setattr(run_job, "queue_state", lambda _job: ("SIGNALING", ""))
+    monkeypatch.setattr(run_job, "_call", lambda *command: called.append(command))
+    assert "told to save and stop" in cancel(run)
+    assert called == [("scancel", "--batch", "--signal=USR1", "41")]

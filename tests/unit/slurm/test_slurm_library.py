@@ -156,6 +156,9 @@ def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
         (85, 'echo "stopped: told to stop by SIGUSR1" >"$BAPO_LOGS/trainer-n1-0.log"', "preemption"),
         (1, 'touch "$BAPO_RUN/stop"', "cancelled"),
         (85, "squeue() { echo CANCELLED; }", "slurm"),
+        (85, "squeue() { echo COMPLETING; }", "slurm"),
+        (85, "squeue() { echo; }", "slurm"),
+        (85, "squeue() { echo SIGNALING; }", "preemption"),  # Slurm continues a job before it preempts it
         (1, "sinfo() { echo n1; }", "node"),
         (143, "BAPO_NO_ENGINES=yes", "engines"),
     ],
@@ -233,6 +236,13 @@ def test_the_users_format_of_times_does_not_change_a_jobs_end(shell: Shell) -> N
         bapo_end_time
     """
     assert shell(script, TZ="UTC", SLURM_TIME_FORMAT="%H:%M").stdout == "1000000000\n"
+
+
+@pytest.mark.parametrize("end", ["1792888200", "1792891800"])
+def test_a_job_may_end_in_the_hour_that_is_there_twice(shell: Shell, end: str) -> None:
+    """25 October 2026, half past two in Berlin, in summer time and an hour later."""
+    script = f"squeue() {{ date -d @{end} +%FT%T; }}; bapo_end_time"
+    assert shell(script, TZ="CET-1CEST,M3.5.0,M10.5.0/3").stdout == f"{end}\n"
 
 
 def test_a_busy_controller_does_not_keep_a_job_from_its_requeue(shell: Shell, tmp_path: Path) -> None:

@@ -4,6 +4,21 @@
 # A user's defaults of Slurm's commands would change their answers: with SQUEUE_STATES=PENDING, no job runs.
 unset "${!SQUEUE_@}" "${!SINFO_@}" "${!SCANCEL_@}"
 
+# sbatch hands on the variables of the job that it was called in: by `checkpoint.after_export`, or in a shell
+# of `salloc`. A job would take the groups and the nodes of the other for its own, and Slurm 24.11 refuses two
+# different numbers of cores.
+bapo_forget_other_job() {
+    local name cores
+    if [[ ${SLURM_JOB_ID_HET_GROUP_0:-${SLURM_JOB_ID:-}} != "${SLURM_JOB_ID:-}" ]]; then
+        for name in "${!SLURM_@}"; do
+            [[ $name != *_HET_GROUP_* && $name != SLURM_HET_SIZE ]] || unset "$name"
+        done
+    fi
+    cores=$(sed -n 's/.*cpu[=:]\([0-9][0-9]*\).*/\1/p' <<<"${SLURM_TRES_PER_TASK:-}")
+    [[ -z $cores || $cores = "${SLURM_CPUS_PER_TASK:-$cores}" ]] || unset SLURM_TRES_PER_TASK
+}
+bapo_forget_other_job
+
 # Output of a Slurm command. A busy controller refuses for minutes, and no answer must not pass for one: the
 # command is tried again, for BAPO_SLURM_WAIT_S; not one that this node lacks. Only the last try may complain.
 bapo_ask() {

@@ -85,5 +85,11 @@ bapo_load_modules() {
     done
 }
 
-# Ranks must be told to save before they are killed: of a lead below the margin, half stays for the save.
-bapo_fit_margin() { ((BAPO_MARGIN_S < BAPO_LEAD_S)) || BAPO_MARGIN_S=$((BAPO_LEAD_S / 2)); }
+# srun waits for ranks that it cannot kill for Slurm's KillWait, and the requeue comes after that. But ranks
+# must be told to save before they are killed: of a lead below the margin, half stays for the save.
+bapo_fit_margin() {
+    local kill_wait
+    kill_wait=$(scontrol show config 2>/dev/null | sed -n 's/^KillWait *= *\([1-9][0-9]*\) .*/\1/p')
+    ((BAPO_MARGIN_S >= ${kill_wait:-0} + 15)) || BAPO_MARGIN_S=$((kill_wait + 30))
+    ((BAPO_MARGIN_S < BAPO_LEAD_S)) || BAPO_MARGIN_S=$((BAPO_LEAD_S / 2))
+}

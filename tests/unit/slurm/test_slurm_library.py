@@ -510,6 +510,43 @@ def test_ranks_are_told_to_save_before_they_are_killed(
     assert (tmp_path / "margin").read_text() == f"{margin}\n", found.stderr
 
 
+@pytest.mark.parametrize(
+    ("margin", "lead", "fitted"), [("60", "600", "150"), ("200", "600", "200"), ("60", "120", "60")]
+)
+def test_a_site_may_wait_longer_for_processes_that_it_kills(
+    shell: Shell, margin: str, lead: str, fitted: str
+) -> None:
+    """Its job would be over before the requeue."""
+    config = (
+        'scontrol() { echo "KillWait                = 120 sec"; }; bapo_fit_margin; echo "$BAPO_MARGIN_S"'
+    )
+    assert shell(config, BAPO_MARGIN_S=margin, BAPO_LEAD_S=lead).stdout == f"{fitted}\n"
+
+
+def test_a_job_that_another_job_submits_has_its_own_nodes(shell: Shell) -> None:
+    """As `checkpoint.after_export` may do: sbatch hands the variables of the run's job on."""
+    other = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID_HET_GROUP_0": "5",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n7",
+        "SLURM_TRES_PER_TASK": "cpu=12",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    script = """
+        scontrol() { tr , '\\n' <<<"$3"; }
+        bapo_srun_flags 0 eval
+        echo "$(bapo_all_nodes)" "${SLURM_TRES_PER_TASK-none}" "${bapo_flags[@]}"
+    """
+    words = shell(script, **other).stdout.split()
+    assert words[:2] == ["n1", "none"]
+    assert not any(word.startswith("--het-group") for word in words)
+    own = {**other, "SLURM_JOB_ID_HET_GROUP_0": "7", "SLURM_CPUS_PER_TASK": "12"}
+    words = shell(script, **own).stdout.split()
+    assert words[0] == "n7"
+    assert "cpu=12" in words
+    assert "--het-group=0" in words
+
+
 @pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
 def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
     found = shell("bapo_check_numbers", **{name: value})

@@ -40,7 +40,7 @@ def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator
     ]
     for what, path in paths.items():
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in shown):
-            folder = path.parent if what == "recipe" else path
+            folder = path.parent if what == "recipe" or what.startswith("data file") else path
             yield f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
             shown.append(PurePosixPath(folder))  # once told, it also covers the paths below it
 
@@ -189,6 +189,12 @@ class ClusterJob:
             "checkout": self.templates.parent,
             "run directory": self.run_dir,
             "recipe": self.recipe,
+            "model": self.root / self.config.model.hf_path,
+        }
+        data = self.config.data
+        needed |= {
+            f"data file of {one.name}" if data.sources else "data file": self.root / one.path
+            for one in data.files
         }
         return list(missing_mounts(needed, self.cluster.mounts))
 

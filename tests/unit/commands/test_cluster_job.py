@@ -149,6 +149,16 @@ def test_a_container_must_mount_what_its_tasks_read() -> None:
     assert any(line.endswith("to mounts; without --dry-run this is refused") for line in warnings)
     assert not job(replace(cluster, mounts=(f"{ROOT.parent}:{ROOT.parent}:rw",))).missing_mounts()
     assert not job(replace(cluster, container=None, mounts=())).missing_mounts()
+    config = job().config
+    read = (
+        replace(config.model, hf_path=Path("/models/a")),
+        replace(config.data, path=Path("/data/b/c.jsonl")),
+    )
+    inputs = replace(job(), config=replace(config, model=read[0], data=read[1]))
+    assert [line.partition(": add ")[2] for line in inputs.missing_mounts()] == [
+        '"/models/a:/models/a" to mounts',
+        '"/data/b:/data/b" to mounts',
+    ]
     outside = replace(job(), config=replace(job().config, run_dir=Path("/fast/run")))
     assert outside.missing_mounts() == [
         'the container does not mount the run directory /fast/run: add "/fast/run:/fast/run" to mounts'

@@ -28,7 +28,7 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a Slurm job, as plain data from RUN/slurm.state, which slurm/lib/state.sh writes.
+    """State of a Slurm job, as plain data: once it begins, from RUN/slurm.state (slurm/lib/state.sh writes it).
 
     A number that the file lacks is 0, a text "". Made by ``read_job_state`` for `bapo status` and `bapo
     cancel`.
@@ -37,7 +37,7 @@ class JobState:
     job: str
     restart: int
     status: str
-    """`running`, `requeued`, `done`, `stopped` or `cancelled`."""
+    """`submitted` (it has not begun), `running`, `requeued`, `done`, `stopped` or `cancelled`."""
     end: int
     """End of the job's time limit, in seconds since 1970; 0 if it has none."""
     nodes: str
@@ -46,7 +46,31 @@ class JobState:
 
 
 def read_job_state(run: Path) -> JobState | None:
-    """The state file of the run's job; None if no job was ever started for it."""
+    """The state of the run's job; None if no job was ever started or, by `bapo submit`, submitted for it.
+
+    A job that was submitted has no state file before it begins, which may be days later. It counts as the
+    run's once the job before it is over.
+    """
+    begun, submitted = _read_state_file(run), _submitted(run)
+    if submitted is None or (begun is not None and submitted <= _number(begun.job)):
+        return begun
+    is_over = begun is None or begun.status in ("done", "stopped", "cancelled")
+    if not is_over and begun is not None:
+        queued = queue_state(begun.job)  # it may have been killed, and left no word
+        is_over = queued is not None and queued[0] not in (*RUNNING_STATES, "PENDING")
+    if not is_over:
+        return begun
+    return JobState(str(submitted), 0, "submitted", 0, "", "", dict.fromkeys(_COUNTERS, 0))
+
+
+def _submitted(run: Path) -> int | None:
+    try:
+        return _number(RunPaths(run).submitted_job.read_text().strip()) or None
+    except FileNotFoundError:
+        return None
+
+
+def _read_state_file(run: Path) -> JobState | None:
     try:
         lines = RunPaths(run).slurm_state.read_text().splitlines()
     except FileNotFoundError:

@@ -79,9 +79,13 @@ def read_status(run: Path, now: float | None = None) -> Status:
     """The status of ``run`` now. ConfigError if it is no run directory."""
     now = time.time() if now is None else now
     paths = RunPaths(run)
-    if not any(path.exists() for path in (paths.config, paths.slurm_state, paths.events)):
+    known = (paths.config, paths.slurm_state, paths.events, paths.submitted_job)
+    if not any(path.exists() for path in known):
         names = f"{paths.config.name} nor {paths.slurm_state.name}"
-        raise ConfigError(f"{run} is no run directory: it has neither {names}")
+        raise ConfigError(
+            f"{run} is no run directory: it has neither {names} (nor has that of a job by plain sbatch which "
+            f"still waits: `squeue --me`)"
+        )
     job = read_job_state(run)
     metrics = next(tail_rows(paths.metrics), {})
     config = read_config(run) or {}
@@ -152,6 +156,8 @@ def _state(run: Path, job: JobState | None) -> str:
     state, reason = queued
     if state in (*RUNNING_STATES, *_QUEUED_STATES):
         return f"{state} ({reason})" if reason else state
+    if job.status == "submitted":
+        return f"{state or 'not in the queue'}; it ended before its script began (`bapo logs`)"
     if job.status == "running":
         return f"{state or 'not in the queue'}; it ended without a record"
     if job.status == "requeued":
@@ -276,19 +282,30 @@ def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
         folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
     ]
     if not starts:
-        return sorted(RunPaths(run).logs.glob("*.log"))
+        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run)
     job = read_job_state(run)
+    if job and job.status == "submitted" and (outputs := _outputs(run)):
+        return outputs
     starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
     folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
     logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
     return [path for path in logs if every_rank or _is_shown(path.name)]
 
 
+def _outputs(run: Path) -> list[Path]:
+    """Slurm's own output of a job that has not begun to write logs, or could not."""
+    job = read_job_state(run)
+    return sorted(RunPaths(run).logs.glob(f"sbatch_*_{job.job}.out")) if job else []
+
+
 def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
     """Print the last lines of each log. ConfigError if the run has none."""
     logs = newest_logs(run, every_rank)
     if not logs:
-        raise ConfigError(f"{run} has no logs: a run that was started by hand writes to its terminal")
+        raise ConfigError(
+            f"{run} has no logs: a job that waits has none yet, and a run that was started by hand writes to "
+            f"its terminal"
+        )
     for path in logs:
         with read_plain(path) as file:
             size = file.seek(0, os.SEEK_END)

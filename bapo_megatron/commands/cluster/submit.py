@@ -26,6 +26,7 @@ from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError, printable
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 USAGE = "usage: bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags of bapo train]"
@@ -143,7 +144,10 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
         )
     if not dry_run:
         # Before the submission: launch.py writes the script there, and Slurm opens the job's log there.
-        RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
+        try:
+            RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run directory {job.run_dir} cannot be written to here: {error}") from None
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
     specification = job.specification()
     environment, left_out = submission_environment(
@@ -163,6 +167,8 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
     for line in found.stderr.splitlines():
         if line.startswith("sbatch:"):  # the site's words; NeMo-Run warns of things that are not used
             print(printable(line), file=sys.stderr)
+    if not dry_run:
+        write_atomically(RunPaths(job.run_dir).submitted_job, found.stdout)
     return found.stdout
 
 

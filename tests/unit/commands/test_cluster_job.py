@@ -332,6 +332,7 @@ def test_a_submission_tells_what_the_site_says_and_what_it_leaves_out(
     monkeypatch.setenv("BAPO_DEVICE", "cpu")
     run = replace(job(), config=replace(job().config, run_dir=tmp_path / "run"))
     assert launch(run, dry_run=False) == "4711\n"
+    assert (tmp_path / "run/logs/submitted.job").read_text() == "4711\n"
     said = capsys.readouterr().err
     assert "warning: BAPO_DEVICE of this shell: not handed on to the job" in said
     assert "sbatch: 12 hours left\n" in said

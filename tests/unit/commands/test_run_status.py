@@ -358,3 +358,53 @@ def test_a_job_that_slurm_is_signalling_is_told_to_save(run: Path, monkeypatch: 
     monkeypatch.setattr(run_job, "_call", lambda *command: called.append(command))
     assert "told to save and stop" in cancel(run)
     assert called == [("scancel", "--batch", "--signal=USR1", "41")]
+
+
+def test_a_job_that_waits_for_its_first_start_has_a_status_and_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for days, and the commands that `bapo submit` names must work until it begins."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/submitted.job").write_text("41\n")
+    called: list[tuple[str, ...]] = []
+
+    def answer(*command: str) -> str:
+        called.append(command)
+        return "PENDING|Priority\n" if command[0] == "squeue" else ""
+
+    monkeypatch.setattr(run_job, "_call", answer)
+    assert "41, PENDING (Priority), restart 0" in status_text(read_status(tmp_path))
+    assert cancel(tmp_path) == "job 41 is cancelled"
+    assert called[-1] == ("scancel", "41")
+    with pytest.raises(ConfigError, match="a job that waits has none yet"):
+        show_logs(tmp_path, io.StringIO())
+    monkeypatch.setattr(run_job, "_call", lambda *_: "")
+    (tmp_path / "logs/sbatch_bapo-x_41.out").write_text("/shared/slurm/lib/job.sh: No such file\n")
+    assert "not in the queue; it ended before its script began" in read_status(tmp_path).state
+    assert [path.name for path in newest_logs(tmp_path)] == ["sbatch_bapo-x_41.out"]
+
+
+@pytest.mark.parametrize(
+    ("status", "before", "job"),
+    [
+        ("stopped", None, "57"),
+        ("running", ("RUNNING", ""), "41"),
+        ("requeued", ("PENDING", ""), "41"),
+        ("running", ("", ""), "57"),  # scancel has ended it
+        ("running", None, "41"),  # Slurm does not answer
+    ],
+)
+def test_a_submitted_job_is_the_runs_once_the_one_before_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, before: tuple[str, str] | None, job: str
+) -> None:
+    monkeypatch.setattr(run_job, "queue_state", lambda _job: before)
+    (tmp_path / "slurm.state").write_text(f"job=41\nstatus={status}\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/submitted.job").write_text("57\n")
+    found = read_job_state(tmp_path)
+    assert found is not None
+    assert found.job == job
+    (tmp_path / "slurm.state").write_text("job=57\nstatus=done\n")
+    found = read_job_state(tmp_path)
+    assert found is not None
+    assert (found.job, found.status) == ("57", "done")

@@ -28,7 +28,7 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a Slurm job, as plain data: once it begins, from RUN/slurm.state (slurm/lib/state.sh writes it).
+    """State of a Slurm job, as plain data from RUN/slurm.state, which slurm/lib/state.sh writes.
 
     A number that the file lacks is 0, a text "". Made by ``read_job_state`` for `bapo status` and `bapo
     cancel`.

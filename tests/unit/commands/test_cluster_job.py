@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -269,7 +270,7 @@ def test_the_command_line() -> None:
 
 
 def test_memory_and_cores_that_are_left_to_slurm_are_told() -> None:
-    def told(**fields: object) -> list[str]:
+    def told(**fields: Any) -> list[str]:
         warnings = check_job(job(replace(pyxis(), **fields)), force=False)
         return [line.split(" is ")[0] for line in warnings if line.startswith(("mem", "neither"))]
 

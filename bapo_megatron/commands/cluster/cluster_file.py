@@ -1,7 +1,7 @@
 """Cluster file: the TOML settings of a Slurm site, which ``bapo submit --cluster FILE`` reads and checks.
 
 ``load_cluster`` raises one ConfigError with all problems of names and types, or else of values, before
-anything is submitted. Used by ``job.py`` and ``submit.py``.
+anything is submitted. Used by ``job.py``, ``partition.py`` and ``submit.py``.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _build(found: Mapping[str, Any]) -> ClusterFile:
     return ClusterFile(**values)
 
 
-def _seconds(time: str) -> int:
+def seconds_of(time: str) -> int:
     """The seconds of a time limit as Slurm reads it: D-HH[:MM[:SS]], HH:MM:SS, MM:SS, or minutes."""
     days, dash, clock = time.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
@@ -173,7 +173,7 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
     """Range errors: values of the right type that are out of range or contradict each other."""
     if not _TIME.fullmatch(cluster.time):
         yield f"time = {cluster.time!r} is no time; write it as HH:MM:SS or D-HH:MM:SS"
-    elif cluster.lead_s >= (limit := _seconds(cluster.time)):
+    elif cluster.lead_s >= (limit := seconds_of(cluster.time)):
         yield (
             f"lead_s = {cluster.lead_s} must be below time = {cluster.time!r}, {limit} s: every start would "
             f"be told to stop at once; lower lead_s, or raise time"

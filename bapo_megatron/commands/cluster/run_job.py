@@ -1,7 +1,7 @@
 """The job of a run: a Slurm job or a process of this machine, its state, and its cancellation.
 
 Slurm's commands are called with a deadline. ConfigError if there is nothing to cancel. Used by
-``commands.py`` and ``status.py``.
+``commands.py``, ``partition.py``, ``status.py`` and ``submit.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")
 """States of a job whose processes run: also while Slurm sends a signal, or gives nodes back."""
 
 _DEADLINE_S = 15.0
-_DEFAULTS = ("SQUEUE_", "SCANCEL_")
+_DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
 
 
@@ -90,7 +90,7 @@ def _read_state_file(run: Path) -> JobState | None:
 def queue_state(job: str) -> tuple[str, str] | None:
     """Queue state and reason of a job; ("", "") if squeue does not list it, None if Slurm does not answer."""
     try:
-        found = _call("squeue", "-h", "-j", job, "-o", "%T|%r")
+        found = call_slurm("squeue", "-h", "-j", job, "-o", "%T|%r")
     except SlurmError as error:
         return ("", "") if "Invalid job id" in str(error) else None
     lines = found.splitlines()
@@ -103,11 +103,11 @@ def queue_state(job: str) -> tuple[str, str] | None:
 class SlurmError(Exception):
     """Error of a Slurm command that failed, gave no answer in time, or is not installed.
 
-    Raised by ``_call``.
+    Raised by ``call_slurm``.
     """
 
 
-def _call(*command: str) -> str:
+def call_slurm(*command: str) -> str:
     """The standard output of a Slurm command. SlurmError if it fails, hangs or is not installed."""
     # Without the user's defaults: SQUEUE_STATES hides jobs, SCANCEL_INTERACTIVE asks back.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_DEFAULTS)}
@@ -172,12 +172,12 @@ def cancel(run: Path, at_once: bool = False) -> str:
     if job is not None and state:
         try:
             if at_once or state not in RUNNING_STATES:
-                _call("scancel", job.job)
+                call_slurm("scancel", job.job)
                 return f"job {job.job} is cancelled"
             # Before the signal: the job's script looks for this file once its ranks have saved, and a job
             # that does not find it would requeue itself.
             write_atomically(RunPaths(run).stop, "bapo cancel\n")
-            _call("scancel", "--batch", "--signal=USR1", job.job)
+            call_slurm("scancel", "--batch", "--signal=USR1", job.job)
         except SlurmError as error:
             # A job that goes on must not take its next time limit for the end that was asked for.
             RunPaths(run).stop.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from pathlib import Path
 from bapo_megatron.commands.cluster.cluster_file import load_cluster
 from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
+from bapo_megatron.commands.cluster.partition import partition_warnings
 from bapo_megatron.commands.cluster.run_job import RUNNING_STATES, queue_state, read_job_state
 from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.commands.train_flags import train_flags
@@ -121,9 +122,17 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
         print(f"warning: {warning}", file=sys.stderr)
     if command.dry_run:
         print("\n".join(job.summary()), file=sys.stderr)
-    elif (other := earlier_job(job.run_dir)) is not None:
-        print(f"warning: {other}; of two jobs of a run the second stops", file=sys.stderr)
+    else:
+        for warning in _queue_warnings(job):
+            print(f"warning: {warning}", file=sys.stderr)
     return launch(job, command.dry_run)
+
+
+def _queue_warnings(job: ClusterJob) -> Iterator[str]:
+    """What Slurm says against the submission, on a machine where it answers."""
+    yield from partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes)
+    if (other := earlier_job(job.run_dir)) is not None:
+        yield f"{other}; of two jobs of a run the second stops"
 
 
 def earlier_job(run: Path) -> str | None:

@@ -12,6 +12,7 @@ import pytest
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster
 from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
+from bapo_megatron.commands.cluster.partition import partition_warnings
 from bapo_megatron.commands.cluster.submit import (
     SubmitCommand,
     earlier_job,
@@ -296,6 +297,40 @@ def test_a_second_job_of_a_run_is_told_before_it_waits(
     assert found == (words if told else None)
     monkeypatch.setattr("bapo_megatron.commands.cluster.submit.queue_state", lambda _job: None)
     assert earlier_job(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "time", "told"),
+    [
+        ("batch|infinite|16", "30-0", []),
+        ("batch|1-00:00:00|9\nbatch|1-00:00:00|7", "24:00:00", []),
+        (
+            "batch|4:00:00|16",
+            "24:00:00",
+            ["time = '24:00:00' is above the limit of partition batch, 4:"],
+        ),
+        ("a|4:00:00|16\nb|2-00:00:00|16", "24:00:00", []),
+        (
+            "batch|infinite|8\nbatch|infinite|4",
+            "1:00:00",
+            ["the job takes 16 nodes, and partition batch has 12"],
+        ),
+        ("", "24:00:00", []),
+    ],
+)
+def test_what_a_partition_cannot_give_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sinfo: str, time: str, told: list[str]
+) -> None:
+    """Slurm would take the job, and let it wait for ever."""
+    (tmp_path / "sinfo").write_text(f'#!/bin/sh\n[ -z "$SINFO_FORMAT" ] && printf "{sinfo}\n"\n')
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("SINFO_FORMAT", "%N")
+    found = list(partition_warnings(replace(pyxis(), time=time), 16))
+    assert [line[: len(words)] for line, words in zip(found, told, strict=True)] == told
+    (tmp_path / "sinfo").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list(partition_warnings(replace(pyxis(), time=time), 16)) == []
 
 
 def test_a_job_gets_no_variables_that_would_change_it() -> None:

@@ -301,7 +301,7 @@ def test_a_job_that_could_not_be_told_to_stop_does_not_stop_at_its_next_time_lim
         raise run_job.SlurmError(f"{command[0]}: Unable to contact slurm controller")
 
     monkeypatch.setattr(run_job, "queue_state", lambda _job: ("RUNNING", ""))
-    monkeypatch.setattr(run_job, "_call", refused)
+    monkeypatch.setattr(run_job, "call_slurm", refused)
     with pytest.raises(ConfigError, match="job 41 could not be cancelled: scancel: Unable to contact"):
         cancel(run)
     assert not (run / "stop").exists()
@@ -355,7 +355,7 @@ def test_a_job_that_slurm_still_has_did_not_end(
 def test_a_job_that_slurm_is_signalling_is_told_to_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[tuple[str, ...]] = []
     monkeypatch.setattr(run_job, "queue_state", lambda _job: ("SIGNALING", ""))
-    monkeypatch.setattr(run_job, "_call", lambda *command: called.append(command))
+    monkeypatch.setattr(run_job, "call_slurm", lambda *command: called.append(command))
     assert "told to save and stop" in cancel(run)
     assert called == [("scancel", "--batch", "--signal=USR1", "41")]
 
@@ -372,13 +372,13 @@ def test_a_job_that_waits_for_its_first_start_has_a_status_and_can_be_cancelled(
         called.append(command)
         return "PENDING|Priority\n" if command[0] == "squeue" else ""
 
-    monkeypatch.setattr(run_job, "_call", answer)
+    monkeypatch.setattr(run_job, "call_slurm", answer)
     assert "41, PENDING (Priority), restart 0" in status_text(read_status(tmp_path))
     assert cancel(tmp_path) == "job 41 is cancelled"
     assert called[-1] == ("scancel", "41")
     with pytest.raises(ConfigError, match="a job that waits has none yet"):
         show_logs(tmp_path, io.StringIO())
-    monkeypatch.setattr(run_job, "_call", lambda *_: "")
+    monkeypatch.setattr(run_job, "call_slurm", lambda *_: "")
     (tmp_path / "logs/sbatch_bapo-x_41.out").write_text("/shared/slurm/lib/job.sh: No such file\n")
     assert "not in the queue; it ended before its script began" in read_status(tmp_path).state
     assert [path.name for path in newest_logs(tmp_path)] == ["sbatch_bapo-x_41.out"]

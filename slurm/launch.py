@@ -50,7 +50,10 @@ wait() {{
 def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
     """NeMo-Run executor of one group of nodes."""
     role, extra = group["role"], sbatch_flags(job["sbatch"])
-    ending = ["--wait=0", "--no-kill"] if role == "rollout" else ['--wait="$BAPO_WAIT_S"']
+    # Ranks of a node are neighbours: a site's or a user's other order would spread a tensor group over nodes.
+    ending = ["--distribution=block", '--wait="$BAPO_WAIT_S"']
+    if role == "rollout":
+        ending = ["--wait=0", "--no-kill"]
     common = ["--kill-on-bad-exit=0", "--open-mode=append", "--cpu-bind=none", "--export=ALL"]
     more = [*common, f'--output="$BAPO_LOGS/{role}-%N-%t.log"', *ending]
     settings = [f"export {name}={shlex.quote(value)}" for name, value in job["settings"].items()]

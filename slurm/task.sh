@@ -13,6 +13,10 @@ if ! { mkdir -p "${HOME:-}" && [[ -w $HOME ]]; } 2>/dev/null; then
     HOME=$(mktemp -d "/tmp/bapo-home.XXXXXX") || exit 1
 fi
 export HOME
+if [[ -n ${TMPDIR:-} && ! -w $TMPDIR ]]; then  # a folder of the node, which the container does not mount
+    echo "TMPDIR=$TMPDIR cannot be written to here: temporary files go to /tmp"
+    unset TMPDIR
+fi
 . "$BAPO_LIB/settings.sh"
 . "$BAPO_LIB/run_paths.sh"
 . "$BAPO_LIB/events.sh"

@@ -92,6 +92,8 @@ bapo_srun_flags() {  # group, role
     bapo_flags+=("--chdir=$BAPO_ROOT" --cpu-bind=none --export=ALL)
     ((${SLURM_HET_SIZE:-1} > 1)) && bapo_flags+=("--het-group=$1")
     if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi
+    # Ranks of a node are neighbours: a site's or a user's other order would spread a tensor group over nodes.
+    [[ $2 != trainer ]] || bapo_flags+=(--distribution=block)
     [[ -n $BAPO_CONTAINER ]] || return 0
     bapo_flags+=("--container-image=$BAPO_CONTAINER" "--container-workdir=$BAPO_ROOT")
     # Named, so that the steps of one start share it: the probe unpacks the image, the ranks start at once.

@@ -623,6 +623,13 @@ def test_tasks_get_the_jobs_variables_where_jobs_begin_without_the_users(shell: 
         assert "--export=ALL" in shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"').stdout.split()
 
 
+def test_the_ranks_of_a_node_are_neighbours(shell: Shell) -> None:
+    """SLURM_DISTRIBUTION=cyclic would put the ranks of a tensor group on as many nodes."""
+    for role, blocks in (("probe", False), ("trainer", True), ("rollout", False)):
+        found = shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"', SLURM_DISTRIBUTION="cyclic")
+        assert ("--distribution=block" in found.stdout.split()) is blocks
+
+
 PROBE = """
     bapo_nodes() { printf '%s\\n' $NODES; }
     srun() {

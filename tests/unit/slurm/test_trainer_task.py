@@ -13,7 +13,7 @@ from tests.unit.slurm.conftest import SLURM, Shell
 
 
 def run_rank(
-    folder: Path, program: str, lines: str = "", home: str = "/"
+    folder: Path, program: str, lines: str = "", home: str = "/", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run rank 3, whose interpreter is the script ``program``. ``lines``: what bash reads before task.sh."""
     (folder / "ended").mkdir(exist_ok=True)
@@ -35,6 +35,7 @@ def run_rank(
         "BAPO_ROOT": str(folder),
         "BAPO_PYTHON": str(rank),
         "BAPO_EXPECTED": "0",
+        **variables,
     }
     command = ["bash", str(SLURM / "task.sh"), "trainer", "recipe.py"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -81,6 +82,16 @@ def test_a_task_without_the_users_home_has_another(tmp_path: Path) -> None:
     assert home.startswith("/tmp/bapo-home.")
     without = run_rank(tmp_path, 'rmdir "$HOME"', home="").stdout
     assert without.startswith("the home  cannot be written to here")
+
+
+@pytest.mark.parametrize(("folder", "kept"), [("/proc/none", False), ("/tmp", True)])
+def test_a_folder_for_temporary_files_that_is_not_there_is_not_used(
+    tmp_path: Path, folder: str, kept: bool
+) -> None:
+    """A site's TMPDIR is on the node, and no container mounts it: nvcc would write nothing."""
+    said = run_rank(tmp_path, 'echo "rank: ${TMPDIR-none}"', TMPDIR=folder).stdout
+    assert said.endswith("rank: /tmp\n" if kept else "rank: none\n")
+    assert ("TMPDIR=/proc/none cannot be written to here" in said) is not kept
 
 
 def test_a_task_keeps_a_home_that_it_has(tmp_path: Path) -> None:

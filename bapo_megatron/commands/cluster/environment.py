@@ -14,6 +14,8 @@ from pathlib import Path
 
 _OF_CLIENTS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_SACK_KEY")
 """Slurm's variables that say where and who its controller is, and not what a job is."""
+_OF_CONTAINERS = tuple(f"PYXIS_CONTAINER_{name}" for name in ("IMAGE", "MOUNTS", "WORKDIR", "NAME", "SAVE"))
+"""Defaults of pyxis for every srun: also of a job that has no container."""
 _OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_")
 
 
@@ -33,7 +35,7 @@ def submission_environment(
         is_of_a_job = in_a_job and name.startswith(_OF_JOBS) and name not in _OF_CLIENTS
         if name == "PYTHONPATH" or is_of_a_job:
             continue
-        if name in of_plain_sbatch or name.startswith("SBATCH_"):
+        if name in of_plain_sbatch or name.startswith(("SBATCH_", *_OF_CONTAINERS)):
             if name not in settings:
                 left_out.append(name)
             continue

@@ -343,12 +343,13 @@ def test_a_job_gets_no_variables_that_would_change_it() -> None:
         "BAPO_PYTHON": "python",
         "BAPO_DEVICE": "cpu",
         "SBATCH_ACCOUNT": "a",
+        "PYXIS_CONTAINER_IMAGE": "other.sqsh",
         "PYTHONPATH": "/x",
     }
     library = ROOT / "slurm/lib"
     kept, left_out = submission_environment(shell, {"BAPO_PYTHON"}, library)
     assert sorted(kept) == ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF", "SLURM_CPU_BIND"]
-    assert left_out == ["BAPO_DEVICE", "SBATCH_ACCOUNT"]
+    assert left_out == ["BAPO_DEVICE", "PYXIS_CONTAINER_IMAGE", "SBATCH_ACCOUNT"]
     in_a_job = {**shell, "SLURM_JOB_ID": "7", "SLURM_TRES_PER_TASK": "cpu=4"}
     inside, _ = submission_environment(in_a_job, (), library)
     assert sorted(inside) == ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF"]

@@ -20,6 +20,8 @@ fi
 . "$BAPO_LIB/settings.sh"
 . "$BAPO_LIB/run_paths.sh"
 . "$BAPO_LIB/events.sh"
+# The code of this checkout, also where a job was not submitted from its root: an image has a copy of its own.
+export PYTHONPATH=${BAPO_SLURM%/slurm}${PYTHONPATH:+:$PYTHONPATH}
 
 forward_signal() {  # signal: send it to the rank; before the rank starts there is nothing to save
     # shellcheck disable=SC2046  # a rank that bash has started, and whose pid is not yet in $child

@@ -31,11 +31,10 @@ def submission_environment(
     in_a_job = "SLURM_JOB_ID" in shell
     kept, left_out = {}, []
     for name, value in shell.items():
-        # NeMo-Run's environment has other versions of packages than this one, which PYTHONPATH would mix in.
-        is_of_a_job = in_a_job and name.startswith(_OF_JOBS) and name not in _OF_CLIENTS
-        if name == "PYTHONPATH" or is_of_a_job:
+        if in_a_job and name.startswith(_OF_JOBS) and name not in _OF_CLIENTS:
             continue
-        if name in of_plain_sbatch or name.startswith(("SBATCH_", *_OF_CONTAINERS)):
+        # NeMo-Run's environment has other versions of packages than this one, which PYTHONPATH would mix in.
+        if name == "PYTHONPATH" or name in of_plain_sbatch or name.startswith(("SBATCH_", *_OF_CONTAINERS)):
             if name not in settings:
                 left_out.append(name)
             continue

@@ -349,7 +349,7 @@ def test_a_job_gets_no_variables_that_would_change_it() -> None:
     library = ROOT / "slurm/lib"
     kept, left_out = submission_environment(shell, {"BAPO_PYTHON"}, library)
     assert sorted(kept) == ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF", "SLURM_CPU_BIND"]
-    assert left_out == ["BAPO_DEVICE", "PYXIS_CONTAINER_IMAGE", "SBATCH_ACCOUNT"]
+    assert left_out == ["BAPO_DEVICE", "PYTHONPATH", "PYXIS_CONTAINER_IMAGE", "SBATCH_ACCOUNT"]
     in_a_job = {**shell, "SLURM_JOB_ID": "7", "SLURM_TRES_PER_TASK": "cpu=4"}
     inside, _ = submission_environment(in_a_job, (), library)
     assert sorted(inside) == ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF"]
@@ -367,6 +367,7 @@ def test_a_submission_tells_what_the_site_says_and_what_it_leaves_out(
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("BAPO_NEMO_RUN_PYTHON", str(tmp_path / "python"))
     monkeypatch.setenv("BAPO_DEVICE", "cpu")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     run = replace(job(), config=replace(job().config, run_dir=tmp_path / "run"))
     assert launch(run, dry_run=False) == "4711\n"
     assert (tmp_path / "run/logs/submitted.job").read_text() == "4711\n"

@@ -97,3 +97,12 @@ def test_a_folder_for_temporary_files_that_is_not_there_is_not_used(
 def test_a_task_keeps_a_home_that_it_has(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     assert run_rank(tmp_path, 'echo "$HOME"', home=f"{tmp_path}/home").stdout == f"{tmp_path}/home\n"
+
+
+def test_a_rank_runs_the_code_of_the_checkout(tmp_path: Path) -> None:
+    """Not the copy in the image, where the job was submitted from another folder."""
+    for before, path in (("", "/shared/checkout"), ("/x", "/shared/checkout:/x")):
+        found = run_rank(
+            tmp_path, 'echo "$PYTHONPATH"', BAPO_SLURM="/shared/checkout/slurm", PYTHONPATH=before
+        )
+        assert found.stdout == f"{path}\n"

@@ -11,9 +11,15 @@ What NeMo-Run cannot express, and how this file does it:
   `setup_lines`, supervises the trainer and decides about a requeue (slurm/lib/job.sh).
 - The paths of logs depend on the restart, which only the job knows: another `--output` in `srun_args` comes
   after NeMo-Run's own, and so wins; the same for the working directory.
-- It replaces `/nemo_run` wherever it stands in the script, so no path may hold it (`bapo submit` refuses).
-- It writes variables and srun's arguments without quotes: this file quotes what needs them. The path of its
-  own log, which it does not let one quote, is /dev/null: ours comes after it.
+- pyxis refuses an option that is given twice, and NeMo-Run would add its own mounts and working directory. So
+  it does not hear of the container: its flags are in `srun_args`.
+- It traces the script while it exports variables, into a log that others may read. Ours, which may hold a
+  token, are exported in `setup_lines`, after the trace is off.
+- All groups get the trainer's cores of a task. A rollout node has one task for all its servers: `_with_cores`
+  corrects the header.
+- It replaces `/nemo_run` wherever it stands in the script, so nothing may hold it (`bapo submit` refuses).
+- It writes arguments without quotes: this file quotes what needs them.
+- The path of its own log, which it does not let one quote, is /dev/null: ours comes after it.
 - Its experiments put the time into every path, and ask `sacct` for the state of jobs. They are not used:
   `SlurmExecutor` and its batch request make the script, and `bapo status` reports the run's state.
 """
@@ -22,6 +28,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -33,6 +40,7 @@ from nemo_run.core.execution.slurm import SlurmBatchRequest, SlurmExecutor, Slur
 
 _SETUP = """\
 set +vx
+{settings}
 . {library}
 bapo_begin {arguments}
 wait() {{
@@ -50,27 +58,28 @@ class _JobDetails(SlurmJobDetails):
 
 def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
     """NeMo-Run executor of one group of nodes."""
-    role = group["role"]
-    where = ("--container-workdir=" if job["container"] else "--chdir=") + job["root"]
-    ending = ["--wait=0", "--no-kill"] if role == "rollout" else ['--wait="$BAPO_WAIT_S"']
+    role, extra = group["role"], sbatch_flags(job["sbatch"])
+    # Ranks of a node are neighbours: a site's or a user's other order would spread a tensor group over nodes.
+    ending = ["--distribution=block", '--wait="$BAPO_WAIT_S"']
+    if role == "rollout":
+        ending = ["--wait=0", "--no-kill"]
     common = ["--kill-on-bad-exit=0", "--open-mode=append", "--cpu-bind=none", "--export=ALL"]
-    if job["container"]:
-        common.append('--container-name="$BAPO_CONTAINER_NAME"')  # the probe has unpacked it
     more = [*common, f'--output="$BAPO_LOGS/{role}-%N-%t.log"', *ending]
+    settings = [f"export {name}={shlex.quote(value)}" for name, value in job["settings"].items()]
     return SlurmExecutor(
         **{name: value for name, value in job["slurm"].items() if value is not None},
         nodes=group["nodes"],
         ntasks_per_node=group["tasks"],
-        gpus_per_node=job["gpus_per_node"] or None,
+        gpus_per_node=gpus_flag(job["gpus_per_node"], extra),
         job_name_prefix="",
         signal=f"B:USR1@{job['lead_s']}",
-        container_image=job["container"] and shlex.quote(job["container"]),
-        container_mounts=[shlex.quote(mount) for mount in job["mounts"]],
         setup_lines=_SETUP.format(
-            library=shlex.quote(f"{job['templates']}/lib/job.sh"), arguments=job["arguments"]
+            settings="\n".join(settings),
+            library=shlex.quote(f"{job['templates']}/lib/job.sh"),
+            arguments=job["arguments"],
         ),
-        srun_args=[shlex.quote(where), *more],
-        additional_parameters={"requeue": True, "no_kill": True, **job["sbatch"]},
+        srun_args=[shlex.quote(f"--chdir={job['root']}"), *container_flags(job), *more],
+        additional_parameters={"requeue": True, "no_kill": True, **extra},
         heterogeneous=len(job["groups"]) > 1,
         tunnel=nemo_run.LocalTunnel(job_dir=shlex.quote(job["run"])),  # in srun's arguments alone
         packager=nemo_run.Packager(),
@@ -80,12 +89,35 @@ def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
     )
 
 
+def container_flags(job: dict[str, Any]) -> list[str]:
+    """pyxis's flags of a group's srun, each once; none without a container."""
+    if not job["container"]:
+        return []
+    flags = [f"--container-image={job['container']}", f"--container-workdir={job['root']}"]
+    if job["mounts"]:
+        flags.append(f"--container-mounts={','.join(job['mounts'])}")
+    # Named: the probe has unpacked it.
+    return [*map(shlex.quote, flags), '--container-name="$BAPO_CONTAINER_NAME"']
+
+
+def sbatch_flags(given: dict[str, str]) -> dict[str, Any]:
+    """The cluster file's flags of sbatch, under NeMo-Run's names; one without a value is a switch."""
+    return {name.replace("-", "_"): value or True for name, value in given.items()}
+
+
+def gpus_flag(count: int, sbatch: dict[str, Any]) -> Any:
+    """Value of `--gpus-per-node`: the file's own flag (`h100:8`), or the number; None for `--gres` and 0."""
+    if str(sbatch.get("gres", "")).startswith("gpu"):
+        return None
+    return sbatch.get("gpus_per_node") or count or None
+
+
 def script_of(job: dict[str, Any]) -> str:
     """The batch script of the job."""
     groups = job["groups"]
     executors = [executor_of(job, group) for group in groups]
     executor = SlurmExecutor.merge(executors, num_tasks=len(groups))
-    executor.job_dir = f"{job['run']}/logs"  # NeMo-Run mounts it, and begins there if nothing else is said
+    executor.job_dir = f"{job['run']}/logs"  # NeMo-Run begins there if nothing else is said
     task = shlex.quote(f"{job['templates']}/task.sh")
     request = SlurmBatchRequest(
         launch_cmd=["sbatch", "--parsable"],
@@ -93,9 +125,23 @@ def script_of(job: dict[str, Any]) -> str:
         command_groups=[[f"bash {task} {group['role']} {job['arguments']}"] for group in groups],
         executor=executor,
         max_retries=0,  # the library requeues
-        extra_env={name: shlex.quote(value) for name, value in job["settings"].items()},
+        extra_env={},  # they would be traced
     )
-    return request.materialize()
+    return _with_cores(request.materialize(), groups)
+
+
+def _with_cores(script: str, groups: list[dict[str, Any]]) -> str:
+    """``script`` with each group's own `--cpus-per-task` in its part of the header."""
+    mark = "\n#SBATCH hetjob\n"
+    parts = script.split(mark)
+    for number, group in enumerate(groups):
+        parts[number] = re.sub(
+            r"(?m)^#SBATCH --cpus-per-task=.*$",
+            f"#SBATCH --cpus-per-task={group['cpus_per_task']}",
+            parts[number],
+            count=1,
+        )
+    return mark.join(parts)
 
 
 def main() -> None:
@@ -112,8 +158,20 @@ def main() -> None:
         file.write(script)
     found = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
     if found.returncode:
-        sys.exit(f"sbatch: {found.stderr.strip()}")
-    print(found.stdout.split(";")[0].strip())
+        sys.exit(f"sbatch: {found.stderr.strip() or found.stdout.strip()}")
+    sys.stderr.write(found.stderr)  # what the site says of the job: its cost, a changed partition
+    print(job_number(found.stdout))
+
+
+def job_number(said: str) -> str:
+    """The job's id in what `sbatch --parsable` says: ID or ID;CLUSTER, after a site's own words.
+
+    SystemExit if there is none.
+    """
+    for line in reversed(said.splitlines()):
+        if found := re.fullmatch(r"(\d+)(;\S*)?", line.strip()):
+            return found[1]
+    sys.exit(f"sbatch ended well and named no job; `squeue --me` shows whether there is one: {said.strip()}")
 
 
 if __name__ == "__main__":

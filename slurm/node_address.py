@@ -2,7 +2,8 @@
 
 It is the address of the node's name, not of every interface. On many a cluster a node's own name resolves to
 127.0.1.1 on the node itself; then it is the source address of the route to MASTER_ADDR, the first node of the
-job. The standard library alone, since nodes run it before anything else.
+job, or, where this is the only node, to SLURM_SUBMIT_HOST. The standard library alone, since nodes run it
+before anything else.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 
-def node_address(name: str, other: str) -> str:
-    """The IPv4 address of this node, whose name is ``name``; ``other`` is the name of another node, if any.
+def node_address(name: str, others: Sequence[str]) -> str:
+    """The IPv4 address of this node, whose name is ``name``; ``others`` are names of other machines, if any.
 
-    The loopback address only if there is no other, e.g. on one machine that simulates all nodes. OSError if
-    the name does not resolve.
+    The loopback address only if none of them is another, e.g. on one machine that simulates all nodes.
+    OSError if the name does not resolve.
     """
     own = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
     if not str(own).startswith("127."):
         return str(own)
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))  # of UDP: it sends nothing
-        towards = str(probe.getsockname()[0])
-        if not towards.startswith("127."):
-            return towards
+    for other in filter(None, others):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((other, 9))  # of UDP: it sends nothing
+            towards = str(probe.getsockname()[0])
+            if not towards.startswith("127.") and towards != probe.getpeername()[0]:  # not this machine
+                return towards
     return str(own)
 
 
@@ -34,7 +37,8 @@ def main() -> None:
     """Print the address; with a warning if only this machine can reach it."""
     name = sys.argv[1]
     try:
-        found = node_address(name, os.environ.get("MASTER_ADDR", ""))
+        others = [os.environ.get(other, "") for other in ("MASTER_ADDR", "SLURM_SUBMIT_HOST")]
+        found = node_address(name, others)
     except OSError as error:
         sys.exit(f"error: {name} stands for no address ({error}); set BAPO_SERVER_HOST")
     if found.startswith("127."):

@@ -338,8 +338,8 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
     needs = Needs(**{name: getattr(given, name) for name in asdict(Needs())})
-    if os.environ.get("BAPO_DEVICE") == "cpu":  # the run uses none of the node's GPUs
-        needs = replace(needs, gpus=0)
+    gpus = needs.gpus or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)  # a job that asked with --gres
+    needs = replace(needs, gpus=0 if os.environ.get("BAPO_DEVICE") == "cpu" else gpus)
     problems = chain(local_problems(needs, given.disk), cuda_problems(needs.gpus))
     reduce = None if given.no_all_reduce else all_reduce
     node = os.environ["SLURMD_NODENAME"]

@@ -1,11 +1,27 @@
 #!/usr/bin/env bash
-# Entry point of an srun's tasks, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`.
+# Entry point of an srun's tasks, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`,
+# or `task.sh probe [flags of probe.py]`.
 set -u
 role=$1
 shift
+# The cluster file's variables once more: in a container those of the image have taken their place.
+eval "${BAPO_TASK_SETTINGS:-}"
+unset BAPO_TASK_SETTINGS
+# A container may lack the user's home, where SGLang and Triton keep what they compile; without it they fail.
+if ! { mkdir -p "${HOME:-}" && [[ -w $HOME ]]; } 2>/dev/null; then
+    echo "the home ${HOME:-} cannot be written to here: compiled kernels go to a folder of this task in /tmp"
+    HOME=$(mktemp -d "/tmp/bapo-home.XXXXXX") || exit 1
+fi
+export HOME
+if [[ -n ${TMPDIR:-} && ! -w $TMPDIR ]]; then  # a folder of the node, which the container does not mount
+    echo "TMPDIR=$TMPDIR cannot be written to here: temporary files go to /tmp"
+    unset TMPDIR
+fi
 . "$BAPO_LIB/settings.sh"
 . "$BAPO_LIB/run_paths.sh"
 . "$BAPO_LIB/events.sh"
+# The code of this checkout, also where a job was not submitted from its root: an image has a copy of its own.
+export PYTHONPATH=${BAPO_SLURM%/slurm}${PYTHONPATH:+:$PYTHONPATH}
 
 forward_signal() {  # signal: send it to the rank; before the rank starts there is nothing to save
     # shellcheck disable=SC2046  # a rank that bash has started, and whose pid is not yet in $child
@@ -105,5 +121,6 @@ rollout() {  # all servers of one node
 
 case $role in
     trainer | rollout) "$role" "$@" ;;
-    *) bapo_refuse "task.sh $role: there are trainer and rollout" ;;
+    probe) exec "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
+    *) bapo_refuse "task.sh $role: there are trainer, rollout and probe" ;;
 esac

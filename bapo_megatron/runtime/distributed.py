@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, TypeVar
@@ -59,10 +60,12 @@ def launched_world_size() -> int | None:
     shell of an interactive job) is no launcher, and neither is a batch script, which has a SLURM_PROCID but
     no step.
     """
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    has_rank = "RANK" in os.environ and not _has_rank_of_pyxis()
+    if not has_rank and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         for name, value in _from_slurm().items():
             os.environ.setdefault(name, value)
-    if "RANK" not in os.environ:
+        has_rank = True
+    if not has_rank:
         return None
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -70,12 +73,19 @@ def launched_world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
+def _has_rank_of_pyxis() -> bool:
+    """Whether RANK is pyxis's, which sets RANK and LOCAL_RANK alone, for images with a PYTORCH_VERSION."""
+    given = os.environ.get
+    alone = "PYTORCH_VERSION" in os.environ and "WORLD_SIZE" not in os.environ
+    return alone and given("RANK") == given("SLURM_PROCID")
+
+
 def _from_slurm() -> dict[str, str]:
     """torchrun's variables for this task of an srun step; MASTER_ADDR is the first node of the step."""
     try:
         nodes = _nodes_of_step()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ConfigError(f"scontrol show hostnames failed ({error}): set RANK and MASTER_ADDR") from error
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"the step's nodes are unknown ({error}): set RANK and MASTER_ADDR") from error
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
     local = _tasks_of_node(tasks, int(os.environ.get("SLURM_NODEID", "0"))) if tasks else None
     return {
@@ -99,9 +109,35 @@ def _tasks_of_node(tasks: str, node: int) -> int | None:
 
 
 def _nodes_of_step() -> list[str]:
-    """Names of the nodes of this Slurm step."""
-    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    """Names of the nodes of this Slurm step. KeyError outside Slurm, ValueError for a list that is none."""
+    return expand_nodes(os.environ["SLURM_STEP_NODELIST"])
+
+
+def expand_nodes(nodes: str) -> list[str]:
+    """The names in Slurm's list of nodes, e.g. ``gpu[07-08,11],login1``, in its order. ValueError if it is
+    none.
+
+    As `scontrol show hostnames` prints them, which a container does not have.
+    """
+    if not re.fullmatch(r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|(?<=[^,]),(?=[^,]))+", nodes):
+        raise ValueError(f"{nodes!r} is no list of nodes")
+    names: list[str] = []
+    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        # Text and bracket alternate: "gpu", "07-08,11", "".
+        choices = [
+            _numbers(part) if place % 2 else [part] for place, part in enumerate(re.split(r"[\[\]]", word))
+        ]
+        names += ["".join(parts) for parts in product(*choices)]
+    return names
+
+
+def _numbers(ranges: str) -> list[str]:
+    """``07-09,12`` as 07, 08, 09, 12."""
+    found: list[str] = []
+    for one in ranges.split(","):
+        first, _, last = one.partition("-")
+        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return found
 
 
 def run_processes(
@@ -272,8 +308,8 @@ def _has_several_nodes() -> bool:
 
 
 def _other_nodes() -> list[str]:
-    """Names of the other nodes of this Slurm step; none outside Slurm, or in a container without scontrol."""
-    with suppress(OSError, subprocess.CalledProcessError, KeyError):
+    """Names of the other nodes of this Slurm step; none outside Slurm."""
+    with suppress(KeyError, ValueError):
         return [node for node in _nodes_of_step() if node != os.environ.get("SLURMD_NODENAME")]
     return []
 

@@ -106,6 +106,8 @@ class RunPaths:
         """Traces and memory snapshots of steps."""
         self.logs = root / "logs"
         """Logs of servers, and of Slurm jobs (JOB/RESTART/)."""
+        self.submitted_job = root / "logs" / "submitted.job"
+        """The id of the last job that ``bapo submit`` has submitted."""
         self.after_export = root / "after_export.json"
         """The exports for which ``checkpoint.after_export`` has succeeded."""
         self.on_event = root / "on_event.json"

@@ -2,7 +2,7 @@
 # Registry of rollout servers: RUN/engines/HOST-PORT.json, which each server's task renews while it is alive.
 
 bapo_file_time() {  # now, by the clock that stamps files: that of a file server may be minutes off
-    touch "$BAPO_LOGS/.now.tmp" 2>/dev/null && stat -c %Y "$BAPO_LOGS/.now.tmp" 2>/dev/null || date +%s
+    { touch "$BAPO_LOGS/.now.tmp" && stat -c %Y "$BAPO_LOGS/.now.tmp"; } 2>/dev/null || date +%s
 }
 
 bapo_engines_alive() {  # addresses of the live servers, one a line

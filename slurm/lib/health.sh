@@ -2,7 +2,9 @@
 # Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, once for a job.
 
 bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NODE.json and FOLDER/verdict
-    local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags gpus=${SLURM_GPUS_PER_NODE:-0}
+    local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags gpus
+    gpus=SLURM_GPUS_PER_NODE_HET_GROUP_$group  # in a heterogeneous job each group has its own
+    gpus=${!gpus:-${SLURM_GPUS_PER_NODE:-0}}
     nodes=$(bapo_nodes "$group" | paste -sd,)
     mkdir -p "$folder"
     echo "$SLURM_JOB_ID-$BAPO_RESTART" >"$folder/canary"
@@ -11,7 +13,7 @@ bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NOD
     read -ra flags <<<"$BAPO_HEALTH_FLAGS"
     timeout -k 5 "$BAPO_HEALTH_WAIT_S" srun "${bapo_flags[@]}" --ntasks-per-node=1 \
         "--ntasks=$(bapo_nodes "$group" | wc -l)" --overlap \
-        "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "--folder=$folder" "--nodes=$nodes" "--disk=$BAPO_RUN" \
+        bash "$BAPO_SLURM/task.sh" probe "--folder=$folder" "--nodes=$nodes" "--disk=$BAPO_RUN" \
         "--gpus=${gpus##*:}" "--deadline-s=$((BAPO_HEALTH_WAIT_S * 9 / 10))" "${flags[@]}"
 }
 
@@ -55,6 +57,11 @@ bapo_health() {
         exit 1
     fi
     nodes=$(cut -d' ' -f1 <<<"$bad" | sort -u | paste -sd,)
+    if [[ $nodes = *,* && $nodes = "$(bapo_all_nodes | tr ' ' '\n' | sort -u | paste -sd,)" ]]; then
+        # On others it would be the same; and where there are none the job would wait in the queue for ever.
+        bapo_stop health "every node is bad: the setup, or a limit of the probe, and not the nodes" "$bad" 1
+        exit 1
+    fi
     if [[ -n ${bapo_state[excluded]} ]]; then
         bapo_stop health "nodes ${bapo_state[excluded]} were left out before; others are bad now" "$bad" 1
         exit 1

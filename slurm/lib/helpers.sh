@@ -13,6 +13,7 @@ bapo_enter() {  # run directory
     BAPO_RUN=$1
     BAPO_TRAINER=another  # may be writing events: repair nothing
     bapo_check_numbers
+    bapo_check_limits
     bapo_open_logs
     bapo_load_modules
     bapo_rendezvous
@@ -41,6 +42,15 @@ bapo_run_command() {  # name of the log, RUN, command: run it in one srun
     code=$?
     bapo_event "${name}_done" "exit_code=$code" "shard=${BAPO_SHARD:-0}"
     return "$code"
+}
+
+# Number of this array element, and of all: the elements of --array=0-N. With --array=3 Slurm counts one, and
+# the harness would do a part of another size than the first time: then BAPO_SHARDS must say how many.
+bapo_shard() {
+    export BAPO_SHARD=${SLURM_ARRAY_TASK_ID:-0} BAPO_SHARDS=${BAPO_SHARDS:-${SLURM_ARRAY_TASK_COUNT:-1}}
+    [[ $BAPO_SHARDS =~ ^[1-9][0-9]*$ ]] || bapo_refuse "BAPO_SHARDS=$BAPO_SHARDS must be a whole number"
+    ((BAPO_SHARD < BAPO_SHARDS)) || bapo_refuse "element $BAPO_SHARD of $BAPO_SHARDS: arrays begin at 0;" \
+        "to repeat some elements say how many there were, e.g. BAPO_SHARDS=8 sbatch --array=$BAPO_SHARD ..."
 }
 
 bapo_pick_evaluation() {  # STEPS SUITES element: its step and its suite, or an error message

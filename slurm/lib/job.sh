@@ -25,6 +25,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     cd "$BAPO_ROOT" || exit 2
     [[ -f $recipe ]] || bapo_refuse "recipe $recipe does not exist in $BAPO_ROOT"
     bapo_check_numbers
+    bapo_check_limits
     bapo_fit_margin
     BAPO_RUN=$(bapo_run_directory "$@")
     BAPO_CONTAINER_NAME=bapo-$SLURM_JOB_ID-$BAPO_RESTART

@@ -1,6 +1,24 @@
 # shellcheck shell=bash
 # Nodes of a job: host lists, rendezvous address and ports, srun's flags; and questions to Slurm.
 
+# A user's defaults of Slurm's commands would change their answers: with SQUEUE_STATES=PENDING, no job runs.
+unset "${!SQUEUE_@}" "${!SINFO_@}" "${!SCANCEL_@}"
+
+# sbatch hands on the variables of the job that it was called in: by `checkpoint.after_export`, or in a shell
+# of `salloc`. A job would take the groups and the nodes of the other for its own, and Slurm 24.11 refuses two
+# different numbers of cores.
+bapo_forget_other_job() {
+    local name cores
+    if [[ ${SLURM_JOB_ID_HET_GROUP_0:-${SLURM_JOB_ID:-}} != "${SLURM_JOB_ID:-}" ]]; then
+        for name in "${!SLURM_@}"; do
+            [[ $name != *_HET_GROUP_* && $name != SLURM_HET_SIZE ]] || unset "$name"
+        done
+    fi
+    cores=$(sed -n 's/.*cpu[=:]\([0-9][0-9]*\).*/\1/p' <<<"${SLURM_TRES_PER_TASK:-}")
+    [[ -z $cores || $cores = "${SLURM_CPUS_PER_TASK:-$cores}" ]] || unset SLURM_TRES_PER_TASK
+}
+bapo_forget_other_job
+
 # Output of a Slurm command. A busy controller refuses for minutes, and no answer must not pass for one: the
 # command is tried again, for BAPO_SLURM_WAIT_S; not one that this node lacks. Only the last try may complain.
 bapo_ask() {
@@ -49,13 +67,15 @@ bapo_lost_nodes() {
     failed=$(sed -n 's/^srun: error: Node failure on \([^ ]*[^ .]\).*/\1/p' "$BAPO_LOGS/job.log" 2>/dev/null |
         paste -sd,)
     {
-        bapo_ask sinfo -h -N -n "$nodes" -t down,fail -o %N | grep .
+        bapo_ask sinfo -a -h -N -n "$nodes" -t down,fail -o %N | grep .
         [[ -z $failed ]] || comm -12 <(bapo_nodes 0 | sort) <(scontrol show hostnames "$failed" | sort)
     } | sort -u
 }
 
 bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none, or Slurm does not say
     local end
+    local TZ=UTC0  # an hour of the autumn is there twice in local time
+    export TZ
     # A user's own format of times may lack the day.
     end=$(SLURM_TIME_FORMAT=standard bapo_ask squeue -h -j "$SLURM_JOB_ID" -o %e | head -n 1)
     # No answer: `date -d ""` would be midnight, long past, and the ranks would be told to stop at once.
@@ -72,6 +92,8 @@ bapo_srun_flags() {  # group, role
     bapo_flags+=("--chdir=$BAPO_ROOT" --cpu-bind=none --export=ALL)
     ((${SLURM_HET_SIZE:-1} > 1)) && bapo_flags+=("--het-group=$1")
     if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi
+    # Ranks of a node are neighbours: a site's or a user's other order would spread a tensor group over nodes.
+    [[ $2 != trainer ]] || bapo_flags+=(--distribution=block)
     [[ -n $BAPO_CONTAINER ]] || return 0
     bapo_flags+=("--container-image=$BAPO_CONTAINER" "--container-workdir=$BAPO_ROOT")
     # Named, so that the steps of one start share it: the probe unpacks the image, the ranks start at once.

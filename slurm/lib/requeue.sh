@@ -29,7 +29,7 @@ bapo_kind_of_end() {
     local code=$1
     if ((code == 0)); then echo finished
     elif [[ -e $BAPO_RUN/$BAPO_STOP_FILE ]]; then echo cancelled
-    elif [[ $(bapo_job_state) != RUNNING ]]; then echo slurm
+    elif ! bapo_is_running; then echo slurm
     elif [[ -n $(bapo_lost_nodes) ]]; then echo node
     elif [[ -n $BAPO_NO_ENGINES ]]; then echo engines
     elif ((code == 85)) || [[ -n $BAPO_SIGNAL ]]; then
@@ -93,6 +93,13 @@ bapo_may_requeue() {  # kind, exit code
     return 1
 }
 
+bapo_excluded() {  # job id, nodes: with those that the job leaves out already (sbatch --exclude)
+    local before
+    before=$(scontrol show job -o "$1" 2>/dev/null | sed -n "s/^JobId=$1 .* ExcNodeList=\([^ ]*\).*/\1/p")
+    [[ $before != "(null)" ]] || before=
+    echo "${before:+$before,}$2"
+}
+
 # Requeue this job, without the given nodes. Slurm then kills this shell. TERM is ignored meanwhile: nodes can
 # be excluded only after the requeue, while the job is pending.
 bapo_requeue() {
@@ -103,7 +110,7 @@ bapo_requeue() {
         [[ -n $excluded ]] || exit 0
         for id in $(bapo_components); do
             for _ in 1 2 3 4 5; do  # the job must be pending first
-                scontrol update "JobId=$id" "ExcNodeList=$excluded" && break
+                scontrol update "JobId=$id" "ExcNodeList=$(bapo_excluded "$id" "$excluded")" && break
                 sleep 0.5
             done
         done
@@ -113,6 +120,10 @@ bapo_requeue() {
 
 # RUNNING, too, if Slurm does not answer: this shell lives, so that its job is not over.
 bapo_job_state() { { bapo_ask squeue -h -j "$SLURM_JOB_ID" -o %T || echo RUNNING; } | head -n 1; }
+
+bapo_is_running() {  # also while Slurm stops, continues (before it preempts) or shrinks the job
+    [[ $(bapo_job_state) =~ ^(RUNNING|SIGNALING|STOPPED|SUSPENDED|RESIZING|CONFIGURING)$ ]]
+}
 
 # End the job after the trainer has ended with CODE: requeue or stop. Does not return for a requeued job.
 bapo_finish() {

@@ -8,6 +8,7 @@ BAPO_PYTHON=${BAPO_PYTHON:-python}                  # interpreter with bapo-mega
 BAPO_MODULES=${BAPO_MODULES:-}                      # environment modules, loaded before anything starts
 BAPO_CONTAINER=${BAPO_CONTAINER:-}                  # image for pyxis; none: no container
 BAPO_MOUNTS=${BAPO_MOUNTS:-}                        # HOST:CONTAINER,... for pyxis
+BAPO_TASK_SETTINGS=${BAPO_TASK_SETTINGS:-}          # `export` lines of every task, stronger than the image's
 BAPO_LEAD_S=${BAPO_LEAD_S:-600}                     # before the end of the job, to save and stop
 BAPO_MARGIN_S=${BAPO_MARGIN_S:-60}                  # before the end of the job, to kill ranks that still save
 BAPO_WAIT_S=${BAPO_WAIT_S:-900}                     # for the other ranks, once the first has ended
@@ -45,6 +46,17 @@ bapo_check_numbers() {
     done
 }
 
+# Slurm gives a job the limits of the shell that submitted it, and login nodes limit programs.
+bapo_check_limits() {
+    local flag found
+    for flag in -t -v; do
+        found=$(ulimit "$flag")
+        [[ $found = unlimited ]] || bapo_refuse "ulimit $flag is $found in this job (-t: seconds of a" \
+            "processor, -v: kB of memory), as in the shell that submitted it: submit with sbatch" \
+            "--propagate=NONE; in a cluster file, [sbatch] propagate = \"NONE\""
+    done
+}
+
 bapo_run_directory() {  # recipe and flags of `bapo train`: where the run is
     local recipe=$1 run=
     shift
@@ -73,5 +85,11 @@ bapo_load_modules() {
     done
 }
 
-# Ranks must be told to save before they are killed: of a lead below the margin, half stays for the save.
-bapo_fit_margin() { ((BAPO_MARGIN_S < BAPO_LEAD_S)) || BAPO_MARGIN_S=$((BAPO_LEAD_S / 2)); }
+# srun waits for ranks that it cannot kill for Slurm's KillWait, and the requeue comes after that. But ranks
+# must be told to save before they are killed: of a lead below the margin, half stays for the save.
+bapo_fit_margin() {
+    local kill_wait
+    kill_wait=$(scontrol show config 2>/dev/null | sed -n 's/^KillWait *= *\([1-9][0-9]*\) .*/\1/p')
+    ((BAPO_MARGIN_S >= ${kill_wait:-0} + 15)) || BAPO_MARGIN_S=$((kill_wait + 30))
+    ((BAPO_MARGIN_S < BAPO_LEAD_S)) || BAPO_MARGIN_S=$((BAPO_LEAD_S / 2))
+}

@@ -1,7 +1,7 @@
 """Cluster file: the TOML settings of a Slurm site, which ``bapo submit --cluster FILE`` reads and checks.
 
 ``load_cluster`` raises one ConfigError with all problems of names and types, or else of values, before
-anything is submitted. Used by ``job.py`` and ``submit.py``.
+anything is submitted. Used by ``job.py``, ``partition.py`` and ``submit.py``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,26 @@ from bapo_megatron.planning.hardware import GPUS
 
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}|\d+")
 _EXAMPLES = {"time": ', in quotes: "24:00:00" is 24 hours, and Slurm takes "24" for 24 minutes'}
-_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 """Characters that no line of a job's script can hold: what follows a line end would be a command."""
+
+_OF_THE_FILE = ("account", "partition", "time", "qos", "constraint", "mem", "cpus-per-task")
+_OF_THE_JOB = {
+    "signal": "set lead_s",
+    **dict.fromkeys(
+        ("nodes", "ntasks", "ntasks-per-node"), "set trainer_nodes, rollout_nodes, tasks_per_node"
+    ),
+    **dict.fromkeys(("gpus", "gpus-per-task", "gpus-per-socket"), "set gpus_per_node, or sbatch.gres"),
+    **dict.fromkeys(("output", "error", "job-name", "open-mode"), "the logs have names of their own"),
+    **dict.fromkeys(("requeue", "no-requeue", "no-kill"), "the job decides that; set [budgets]"),
+    **dict.fromkeys(
+        ("array", "wrap", "wait", "test-only", "parsable"), "a run is one job, and not waited for"
+    ),
+}
+"""Flags of sbatch that cannot be in the table ``sbatch``, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +165,7 @@ def _build(found: Mapping[str, Any]) -> ClusterFile:
     return ClusterFile(**values)
 
 
-def _seconds(time: str) -> int:
+def seconds_of(time: str) -> int:
     """The seconds of a time limit as Slurm reads it: D-HH[:MM[:SS]], HH:MM:SS, MM:SS, or minutes."""
     days, dash, clock = time.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
@@ -163,7 +178,7 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
     """Range errors: values of the right type that are out of range or contradict each other."""
     if not _TIME.fullmatch(cluster.time):
         yield f"time = {cluster.time!r} is no time; write it as HH:MM:SS or D-HH:MM:SS"
-    elif cluster.lead_s >= (limit := _seconds(cluster.time)):
+    elif cluster.lead_s >= (limit := seconds_of(cluster.time)):
         yield (
             f"lead_s = {cluster.lead_s} must be below time = {cluster.time!r}, {limit} s: every start would "
             f"be told to stop at once; lower lead_s, or raise time"
@@ -185,7 +200,8 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
     yield from _broken_lines(cluster)
     for name in cluster.environment:
         if not _NAME.fullmatch(name):
-            yield f"environment.{name}: NeMo-Run writes names of variables in capitals; write it so"
+            yield f"environment.{name}: a variable's name has letters, digits and _ alone"
+    yield from _invalid_flags(cluster)
 
 
 def _broken_lines(cluster: ClusterFile) -> Iterator[str]:
@@ -200,3 +216,23 @@ def _broken_lines(cluster: ClusterFile) -> Iterator[str]:
     for name, text in texts.items():
         if text is not None and CONTROL.search(text):
             yield f"{name} = {text!a} has a line end or another control character: leave it out"
+
+
+def _invalid_flags(cluster: ClusterFile) -> Iterator[str]:
+    """Flags of the table ``sbatch`` that would change what the file, or the job itself, relies on."""
+    for name, value in cluster.sbatch.items():
+        flag = name.replace("_", "-")
+        if flag in _OF_THE_FILE:
+            yield f"sbatch.{name}: the key {flag.replace('-', '_')} of this file sets it"
+        elif flag in _OF_THE_JOB:
+            yield f"sbatch.{name} is the job's own: {_OF_THE_JOB[flag]}"
+        elif flag.startswith("container"):
+            yield f"sbatch.{name}: the job's script runs outside of the container; set container, mounts"
+        elif flag == "gpus-per-node" or (flag == "gres" and value.startswith("gpu")):
+            # "8", "h100:8", "gpu:8", "gpu:h100:8,nvme:1"
+            count = value.split(",")[0].rpartition(":")[2]
+            if count != str(cluster.gpus_per_node):
+                yield (
+                    f"sbatch.{name} = {value!r} must ask for gpus_per_node = {cluster.gpus_per_node} GPUs, "
+                    f"e.g. {value.split(',')[0].rpartition(':')[0] or 'h100'}:{cluster.gpus_per_node}"
+                )

@@ -39,7 +39,7 @@ def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator
     ]
     for what, path in paths.items():
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in shown):
-            folder = path.parent if what == "recipe" else path
+            folder = path.parent if what == "recipe" or what.startswith("data file") else path
             yield f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
             shown.append(PurePosixPath(folder))  # once told, it also covers the paths below it
 
@@ -157,9 +157,16 @@ class ClusterJob:
                     f"{what} {str(text)!a} has a line end or another control character, which no line of "
                     "a job's script can hold: rename it"
                 )
-        for path in (self.root, self.templates, self.run_dir, self.recipe):
-            if "/nemo_run" in str(path):
-                yield f"{path}: NeMo-Run replaces /nemo_run in every path; rename the folder"
+        # In paths, flags and variables alike: it would change them without a word.
+        for word in sorted({word for word in self._words() if "/nemo_run" in word}):
+            yield f"{word}: NeMo-Run replaces /nemo_run in every path; rename the folder"
+
+    def _words(self) -> Iterator[str]:
+        """All texts of the specification that get into the job's script."""
+        cluster = self.cluster
+        yield from (str(self.root), str(self.templates), str(self.run_dir), cluster.container or "")
+        yield from (*shlex.split(self.arguments()), *cluster.mounts)
+        yield from (*self.settings().values(), *cluster.sbatch.values())
 
     def _no_servers(self) -> str | None:
         """Problem of a job without SGLang servers; None if it starts some, is given some, or needs none."""
@@ -186,12 +193,19 @@ class ClusterJob:
 
     def _paths(self) -> dict[str, Path]:
         """Paths that every task needs, by their roles."""
-        return {
+        needed = {
             "folder of the submission": self.root,
             "checkout": self.templates.parent,
             "run directory": self.run_dir,
             "recipe": self.recipe,
+            "model": self.root / self.config.model.hf_path,
         }
+        data = self.config.data
+        needed |= {
+            f"data file of {one.name}" if data.sources else "data file": self.root / one.path
+            for one in data.files
+        }
+        return needed
 
     def summary(self) -> list[str]:
         """Summary of the job: the lines of `bapo plan`, or the nodes alone where the GPU type or the model's
@@ -212,6 +226,7 @@ class ClusterJob:
                 f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
                 f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
             )
+        yield from self._shares()
         if self.cluster.rollout_nodes > self.rollout_nodes:
             yield (
                 f"rollout_nodes = {self.cluster.rollout_nodes} of the cluster file is left out: the recipe's "
@@ -221,6 +236,21 @@ class ClusterJob:
             yield (
                 "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
                 "back (docs/operations.md); two nodes in each group go on without one rollout node"
+            )
+
+    def _shares(self) -> Iterator[str]:
+        """Memory and cores that are left to Slurm's defaults, mostly a small share of a node."""
+        cluster, given = self.cluster, {name.replace("_", "-") for name in self.cluster.sbatch}
+        if cluster.mem is None and not given & {"mem-per-cpu", "mem-per-gpu"}:
+            yield (
+                "mem is not set: Slurm gives a share of a node's memory for each core, and a save needs most "
+                'of it; mem = "0" in the cluster file asks for all'
+            )
+        whole = cluster.exclusive or given & {"cpus-per-gpu", "exclusive"}
+        if cluster.cpus_per_task is None and not whole:
+            yield (
+                "neither cpus_per_task nor exclusive is set: Slurm gives a task one core, if the site has no "
+                "other default; set one of them in the cluster file"
             )
 
     def _disk_need(self) -> float | None:
@@ -292,18 +322,29 @@ class ClusterJob:
                 f"--memory-gb {health.memory_gb:g} --disk-gb {health.disk_gb:g} --clock-s {health.clock_s:g}"
             ),
         }
+        inside = dict(cluster.environment)
+        if cluster.sglang_python is not None:
+            inside = {"BAPO_SGLANG_PYTHON": cluster.sglang_python} | inside
         if cluster.container is not None:
             found |= {"BAPO_CONTAINER": cluster.container, "BAPO_MOUNTS": ",".join(cluster.mounts)}
-        if cluster.sglang_python is not None:
-            found["BAPO_SGLANG_PYTHON"] = cluster.sglang_python
-        return {name: str(value) for name, value in found.items()} | cluster.environment
+            # pyxis lets the image's own variables win over the job's: task.sh sets these again.
+            found["BAPO_TASK_SETTINGS"] = "\n".join(
+                f"export {name}={shlex.quote(value)}" for name, value in inside.items()
+            )
+        return {name: str(value) for name, value in found.items()} | inside
 
     def groups(self) -> Sequence[dict[str, Any]]:
         """Groups of nodes: the trainer's, then those of the rollout servers."""
         roles = [("trainer", self.trainer_nodes, self.tasks_per_node)]
         if self.rollout_nodes:
             roles.append(("rollout", self.rollout_nodes, 1))
-        return [{"role": role, "nodes": nodes, "tasks": tasks} for role, nodes, tasks in roles]
+        # The one task of a rollout node has all its servers: it gets the cores that a node's ranks would.
+        cores = {"trainer": self.cluster.cpus_per_task}
+        cores["rollout"] = cores["trainer"] and cores["trainer"] * self.tasks_per_node
+        return [
+            {"role": role, "nodes": nodes, "tasks": tasks, "cpus_per_task": cores[role]}
+            for role, nodes, tasks in roles
+        ]
 
     def specification(self) -> dict[str, Any]:
         """The job's specification for `slurm/launch.py`, as plain values."""

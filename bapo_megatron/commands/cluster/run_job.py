@@ -1,7 +1,7 @@
 """The job of a run: a Slurm job or a process of this machine, its state, and its cancellation.
 
 Slurm's commands are called with a deadline. ConfigError if there is nothing to cancel. Used by
-``commands.py`` and ``status.py``.
+``commands.py``, ``partition.py``, ``status.py`` and ``submit.py``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
+RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")
+"""States of a job whose processes run: also while Slurm sends a signal, or gives nodes back."""
+
 _DEADLINE_S = 15.0
 _MOST_STATE_BYTES = 1 << 20
+_DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
 
 
@@ -35,7 +39,7 @@ class JobState:
     job: str
     restart: int
     status: str
-    """`running`, `requeued`, `done`, `stopped` or `cancelled`."""
+    """`submitted` (it has not begun), `running`, `requeued`, `done`, `stopped` or `cancelled`."""
     end: int
     """End of the job's time limit, in seconds since 1970; 0 if it has none."""
     nodes: str
@@ -44,8 +48,33 @@ class JobState:
 
 
 def read_job_state(run: Path) -> JobState | None:
-    """The state file of the run's job; None if no job was ever started for it. ConfigError if it is no plain
-    file, or names no job.
+    """The state of the run's job; None if no job was ever started or, by `bapo submit`, submitted for it.
+
+    A job that was submitted has no state file before it begins, which may be days later. It counts as the
+    run's once the job before it is over.
+    """
+    begun, submitted = _read_state_file(run), _submitted(run)
+    if submitted is None or (begun is not None and submitted <= _number(begun.job)):
+        return begun
+    is_over = begun is None or begun.status in ("done", "stopped", "cancelled")
+    if not is_over and begun is not None:
+        queued = queue_state(begun.job)  # it may have been killed, and left no word
+        is_over = queued is not None and queued[0] not in (*RUNNING_STATES, "PENDING")
+    if not is_over:
+        return begun
+    return JobState(str(submitted), 0, "submitted", 0, "", "", dict.fromkeys(_COUNTERS, 0))
+
+
+def _submitted(run: Path) -> int | None:
+    try:
+        with read_plain(RunPaths(run).submitted_job) as file:
+            return _number(file.read(_MOST_STATE_BYTES).decode(errors="replace").strip()) or None
+    except FileNotFoundError:
+        return None
+
+
+def _read_state_file(run: Path) -> JobState | None:
+    """The state file; None if there is none. ConfigError if it is no plain file, or names no job.
 
     The job is an argument of Slurm's commands: `scancel --user=...` would end every job of the user.
     """
@@ -72,7 +101,7 @@ def read_job_state(run: Path) -> JobState | None:
 def queue_state(job: str) -> tuple[str, str] | None:
     """Queue state and reason of a job; ("", "") if squeue does not list it, None if Slurm does not answer."""
     try:
-        found = _call("squeue", "-h", "-j", job, "-o", "%T|%r")
+        found = call_slurm("squeue", "-h", "-j", job, "-o", "%T|%r")
     except SlurmError as error:
         return ("", "") if "Invalid job id" in str(error) else None
     lines = found.splitlines()
@@ -85,14 +114,16 @@ def queue_state(job: str) -> tuple[str, str] | None:
 class SlurmError(Exception):
     """Error of a Slurm command that failed, gave no answer in time, or is not installed.
 
-    Raised by ``_call``.
+    Raised by ``call_slurm``.
     """
 
 
-def _call(*command: str) -> str:
+def call_slurm(*command: str) -> str:
     """The standard output of a Slurm command. SlurmError if it fails, hangs or is not installed."""
+    # Without the user's defaults: SQUEUE_STATES hides jobs, SCANCEL_INTERACTIVE asks back.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DEFAULTS)}
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmError(f"{command[0]}: {error}") from None
     if found.returncode:
@@ -151,13 +182,13 @@ def cancel(run: Path, at_once: bool = False) -> str:
     state = queued[0] if queued else ""
     if job is not None and state:
         try:
-            if at_once or state != "RUNNING":
-                _call("scancel", job.job)
+            if at_once or state not in RUNNING_STATES:
+                call_slurm("scancel", job.job)
                 return f"job {job.job} is cancelled"
             # Before the signal: the job's script looks for this file once its ranks have saved, and a job
             # that does not find it would requeue itself.
             write_atomically(RunPaths(run).stop, "bapo cancel\n")
-            _call("scancel", "--batch", "--signal=USR1", job.job)
+            call_slurm("scancel", "--batch", "--signal=USR1", job.job)
         except SlurmError as error:
             # A job that goes on must not take its next time limit for the end that was asked for.
             RunPaths(run).stop.unlink(missing_ok=True)

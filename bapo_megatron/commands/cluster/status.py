@@ -18,7 +18,13 @@ from typing import Any, TextIO
 
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
-from bapo_megatron.commands.cluster.run_job import JobState, lock_holder, queue_state, read_job_state
+from bapo_megatron.commands.cluster.run_job import (
+    RUNNING_STATES,
+    JobState,
+    lock_holder,
+    queue_state,
+    read_job_state,
+)
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
 from bapo_megatron.runtime.events.progress import Patience, read_progress
@@ -27,6 +33,12 @@ from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
+
+_QUEUED_STATES = (
+    *("PENDING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "EXPEDITING"),
+    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+)
+"""States of a job that Slurm still has, beside ``RUNNING_STATES``."""
 
 FRESH_S = 60.0
 """Age of an entry in RUN/engines at which its server counts as gone, seconds."""
@@ -70,9 +82,13 @@ def read_status(run: Path, now: float | None = None) -> Status:
     ``now``: the time by all clocks. None: by this machine's, and for the ages of files by their own.
     """
     paths = RunPaths(run)
-    if not any(path.exists() for path in (paths.config, paths.slurm_state, paths.events)):
+    known = (paths.config, paths.slurm_state, paths.events, paths.submitted_job)
+    if not any(path.exists() for path in known):
         names = f"{paths.config.name} nor {paths.slurm_state.name}"
-        raise ConfigError(f"{run} is no run directory: it has neither {names}")
+        raise ConfigError(
+            f"{run} is no run directory: it has neither {names} (nor has that of a job by plain sbatch which "
+            f"still waits: `squeue --me`)"
+        )
     files_now = file_time(run) if now is None else now
     now = time.time() if now is None else now
     job = read_job_state(run)
@@ -150,8 +166,10 @@ def _state(run: Path, job: JobState | None) -> str:
     if queued is None:
         return f"{job.status} (Slurm does not answer here)"
     state, reason = queued
-    if state in ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "SUSPENDED"):
+    if state in (*RUNNING_STATES, *_QUEUED_STATES):
         return f"{state} ({reason})" if reason else state
+    if job.status == "submitted":
+        return f"{state or 'not in the queue'}; it ended before its script began (`bapo logs`)"
     if job.status == "running":
         return f"{state or 'not in the queue'}; it ended without a record"
     if job.status == "requeued":
@@ -286,19 +304,30 @@ def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
         folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
     ]
     if not starts:
-        return sorted(RunPaths(run).logs.glob("*.log"))
+        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run)
     job = read_job_state(run)
+    if job and job.status == "submitted" and (outputs := _outputs(run)):
+        return outputs
     starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
     folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
     logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
     return [path for path in logs if every_rank or _is_shown(path.name)]
 
 
+def _outputs(run: Path) -> list[Path]:
+    """Slurm's own output of a job that has not begun to write logs, or could not."""
+    job = read_job_state(run)
+    return sorted(RunPaths(run).logs.glob(f"sbatch_*_{job.job}.out")) if job else []
+
+
 def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
     """Print the last lines of each log. ConfigError if the run has none."""
     logs = newest_logs(run, every_rank)
     if not logs:
-        raise ConfigError(f"{run} has no logs: a run that was started by hand writes to its terminal")
+        raise ConfigError(
+            f"{run} has no logs: a job that waits has none yet, and a run that was started by hand writes to "
+            f"its terminal"
+        )
     for path in logs:
         with read_plain(path) as file:
             size = file.seek(0, os.SEEK_END)

@@ -13,17 +13,21 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from bapo_megatron.commands.cluster.cluster_file import load_cluster
+from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
+from bapo_megatron.commands.cluster.partition import partition_warnings
+from bapo_megatron.commands.cluster.run_job import RUNNING_STATES, queue_state, read_job_state
 from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, printable
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 USAGE = "usage: bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags of bapo train]"
@@ -118,7 +122,26 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
         print(f"warning: {warning}", file=sys.stderr)
     if command.dry_run:
         print("\n".join(job.summary()), file=sys.stderr)
+    else:
+        for warning in _queue_warnings(job):
+            print(f"warning: {warning}", file=sys.stderr)
     return launch(job, command.dry_run)
+
+
+def _queue_warnings(job: ClusterJob) -> Iterator[str]:
+    """What Slurm says against the submission, on a machine where it answers."""
+    yield from partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes)
+    if (other := earlier_job(job.run_dir)) is not None:
+        yield f"{other}; of two jobs of a run the second stops"
+
+
+def earlier_job(run: Path) -> str | None:
+    """Words for the job of this run that is in the queue; None if there is none, or Slurm does not answer."""
+    found = read_job_state(run)
+    state = (queue_state(found.job) or ("", ""))[0] if found else ""
+    if found is None or state not in (*RUNNING_STATES, "PENDING"):
+        return None
+    return f"job {found.job} of {run} is {state}: `bapo cancel {shlex.quote(str(run))}` lets it save and stop"
 
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
@@ -130,15 +153,31 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
         )
     if not dry_run:
         # Before the submission: launch.py writes the script there, and Slurm opens the job's log there.
-        RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
+        try:
+            RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run directory {job.run_dir} cannot be written to here: {error}") from None
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
-    # NeMo-Run's environment has other versions of packages than this one, which PYTHONPATH would mix in.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    specification = job.specification()
+    environment, left_out = submission_environment(
+        os.environ, specification["settings"], job.templates / "lib"
+    )
+    if left_out and not dry_run:
+        print(
+            f"warning: {', '.join(left_out)} of this shell: not handed on to the job, whose cluster file "
+            f"decides ([environment] has variables of its tasks, [sbatch] more flags)",
+            file=sys.stderr,
+        )
     found = subprocess.run(
-        command, input=json.dumps(job.specification()), capture_output=True, text=True, env=environment
+        command, input=json.dumps(specification), capture_output=True, text=True, env=environment
     )
     if found.returncode:
         raise ConfigError(f"the job was not submitted:\n{(found.stderr or found.stdout).strip()}")
+    for line in found.stderr.splitlines():
+        if line.startswith("sbatch:"):  # the site's words; NeMo-Run warns of things that are not used
+            print(printable(line), file=sys.stderr)
+    if not dry_run:
+        write_atomically(RunPaths(job.run_dir).submitted_job, found.stdout)
     return found.stdout
 
 

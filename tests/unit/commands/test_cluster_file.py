@@ -73,7 +73,14 @@ def test_stop_signal_lead_is_below_the_time_limit(tmp_path: Path, time: str, sec
         ("margin_s = 700\n", "margin_s = 700 must be below lead_s = 600"),
         ("mounts = ['/data']\ncontainer = 'c'\n", "mounts: '/data' must be HOST:CONTAINER"),
         ("mounts = ['/a:/b']\n", "mounts are of a container, and there is none"),
-        ("[environment]\nnccl_debug = 'INFO'\n", "environment.nccl_debug: NeMo-Run writes names"),
+        ("[environment]\n'NCCL-DEBUG' = 'INFO'\n", "environment.NCCL-DEBUG: a variable's name has"),
+        ("[sbatch]\ncpus-per-task = '4'\n", "sbatch.cpus-per-task: the key cpus_per_task of this file"),
+        ("[sbatch]\nsignal = 'USR1@60'\n", "sbatch.signal is the job's own: set lead_s"),
+        ("[sbatch]\nno_requeue = ''\n", "sbatch.no_requeue is the job's own: the job decides that"),
+        ("[sbatch]\ngpus-per-task = '1'\n", "sbatch.gpus-per-task is the job's own: set gpus_per_node"),
+        ("[sbatch]\ncontainer-image = 'a'\n", "sbatch.container-image: the job's script runs outside"),
+        ("[sbatch]\ngres = 'gpu:h100:4'\n", "must ask for gpus_per_node = 8 GPUs, e.g. gpu:h100:8"),
+        ("[sbatch]\ngpus_per_node = 'a100:4'\n", "must ask for gpus_per_node = 8 GPUs, e.g. a100:8"),
         ("[health]\nprobe = 'maybe'\n", "health.probe = 'maybe' must be on or off"),
         ("[budgets]\ncrash = -1\n", "budgets.crash = -1 must be at least 0"),
     ],
@@ -102,6 +109,14 @@ def test_texts_that_would_end_a_line_of_the_script_are_refused(tmp_path: Path, t
     path.write_text(WHOLE + text)
     with pytest.raises(ConfigError, match=told):
         load_cluster(path)
+
+
+def test_other_flags_and_names_of_variables_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    flags = 'gres = "gpu:h100:8,nvme:1"\nexclude = "n3"\nexclusive = "user"\nspread-job = ""\n'
+    path.write_text(f'{WHOLE}[sbatch]\n{flags}[environment]\nno_proxy = "a,b"\n')
+    assert set(load_cluster(path).sbatch) == {"gres", "exclude", "exclusive", "spread-job"}
+    assert load_cluster(path).environment == {"no_proxy": "a,b"}
 
 
 def test_every_missing_field_is_named(tmp_path: Path) -> None:

@@ -6,12 +6,21 @@ import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster
+from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
-from bapo_megatron.commands.cluster.submit import SubmitCommand, launch, nemo_run_python, submit
+from bapo_megatron.commands.cluster.partition import partition_warnings
+from bapo_megatron.commands.cluster.submit import (
+    SubmitCommand,
+    earlier_job,
+    launch,
+    nemo_run_python,
+    submit,
+)
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
@@ -143,6 +152,16 @@ def test_a_container_must_mount_what_its_tasks_read() -> None:
     assert any(line.endswith("to mounts; without --dry-run this is refused") for line in warnings)
     assert not job(replace(cluster, mounts=(f"{ROOT.parent}:{ROOT.parent}:rw",))).missing_mounts()
     assert not job(replace(cluster, container=None, mounts=())).missing_mounts()
+    config = job().config
+    read = (
+        replace(config.model, hf_path=Path("/models/a")),
+        replace(config.data, path=Path("/data/b/c.jsonl")),
+    )
+    inputs = replace(job(), config=replace(config, model=read[0], data=read[1]))
+    assert [line.partition(": add ")[2] for line in inputs.missing_mounts()] == [
+        '"/models/a:/models/a" to mounts',
+        '"/data/b:/data/b" to mounts',
+    ]
     outside = replace(job(), config=replace(job().config, run_dir=Path("/fast/run")))
     assert outside.missing_mounts() == [
         'the container does not mount the run directory /fast/run: add "/fast/run:/fast/run" to mounts'
@@ -219,6 +238,10 @@ def test_warning_for_a_group_of_one_node() -> None:
 def test_paths_that_nemo_run_would_change_are_refused() -> None:
     with pytest.raises(ConfigError, match="rename the folder"):
         check_job(replace(job(), root=Path("/home/x/nemo_run")), force=True)
+    with pytest.raises(ConfigError, match="/shared/nemo_run/bin/python: NeMo-Run replaces"):
+        check_job(job(replace(pyxis(), python="/shared/nemo_run/bin/python")), force=True)
+    with pytest.raises(ConfigError, match="/nemo_run/data: NeMo-Run replaces"):
+        check_job(replace(job(), flags=("--data.path", "/nemo_run/data")), force=True)
 
 
 @pytest.mark.parametrize("what", ["name", "run directory"])
@@ -255,8 +278,8 @@ def test_a_job_of_odd_names_reads_none_as_shell(tmp_path: Path) -> None:
             ["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=tmp_path
         )
         words = found.stdout.split("\0")
-        assert f"/{odd}.sqsh" in words
-        assert f"/{odd}:/{odd},{ROOT}:{ROOT},{ROOT / odd}/logs:/nemo_run" in words
+        assert f"--container-image=/{odd}.sqsh" in words
+        assert f"--container-mounts=/{odd}:/{odd},{ROOT}:{ROOT}" in words
         assert str(ROOT / odd) in words
     assert not (tmp_path / "ran").exists()
 
@@ -274,6 +297,7 @@ def test_settings_hold_what_the_cluster_file_says() -> None:
     assert found["BAPO_MOUNTS"] == f"/shared:/shared,/scratch:/scratch,{ROOT}:{ROOT}"
     assert found["BAPO_HEALTH_FLAGS"] == "--memory-gb 1000 --disk-gb 1700 --clock-s 5"
     assert found["NCCL_DEBUG"] == "WARN"
+    assert [group["cpus_per_task"] for group in job().groups()] == [12, 96]
 
 
 def test_the_command_line() -> None:
@@ -285,6 +309,113 @@ def test_the_command_line() -> None:
         SubmitCommand.of(["--cluster", "c.toml"])
     with pytest.raises(ConfigError, match="has examples of FILE"):
         SubmitCommand.of(["r.py", "--cluster"])
+
+
+def test_memory_and_cores_that_are_left_to_slurm_are_told() -> None:
+    def told(**fields: Any) -> list[str]:
+        warnings = check_job(job(replace(pyxis(), **fields)), force=False)
+        return [line.split(" is ")[0] for line in warnings if line.startswith(("mem", "neither"))]
+
+    neither = "neither cpus_per_task nor exclusive"
+    assert told() == []
+    assert told(mem=None) == ["mem"]
+    assert told(mem=None, sbatch={"mem_per_gpu": "200G"}) == []
+    assert told(cpus_per_task=None) == []
+    assert told(cpus_per_task=None, exclusive=False) == [neither]
+    assert told(exclusive=False) == []
+    assert told(cpus_per_task=None, exclusive=False, sbatch={"cpus-per-gpu": "12"}) == []
+
+
+@pytest.mark.parametrize(("state", "told"), [("PENDING", True), ("SIGNALING", True), ("COMPLETED", False)])
+def test_a_second_job_of_a_run_is_told_before_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: bool
+) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.queue_state", lambda _job: (state, ""))
+    assert earlier_job(tmp_path) is None
+    (tmp_path / "slurm.state").write_text("job=41\nstatus=requeued\n")
+    found = earlier_job(tmp_path)
+    words = f"job 41 of {tmp_path} is {state}: `bapo cancel {tmp_path}` lets it save and stop"
+    assert found == (words if told else None)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.queue_state", lambda _job: None)
+    assert earlier_job(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "time", "told"),
+    [
+        ("batch|infinite|16", "30-0", []),
+        ("batch|1-00:00:00|9\nbatch|1-00:00:00|7", "24:00:00", []),
+        (
+            "batch|4:00:00|16",
+            "24:00:00",
+            ["time = '24:00:00' is above the limit of partition batch, 4:"],
+        ),
+        ("a|4:00:00|16\nb|2-00:00:00|16", "24:00:00", []),
+        (
+            "batch|infinite|8\nbatch|infinite|4",
+            "1:00:00",
+            ["the job takes 16 nodes, and partition batch has 12"],
+        ),
+        ("", "24:00:00", []),
+    ],
+)
+def test_what_a_partition_cannot_give_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sinfo: str, time: str, told: list[str]
+) -> None:
+    """Slurm would take the job, and let it wait for ever."""
+    (tmp_path / "sinfo").write_text(f'#!/bin/sh\n[ -z "$SINFO_FORMAT" ] && printf "{sinfo}\n"\n')
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("SINFO_FORMAT", "%N")
+    found = list(partition_warnings(replace(pyxis(), time=time), 16))
+    assert [line[: len(words)] for line, words in zip(found, told, strict=True)] == told
+    (tmp_path / "sinfo").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list(partition_warnings(replace(pyxis(), time=time), 16)) == []
+
+
+def test_a_job_gets_no_variables_that_would_change_it() -> None:
+    """Defaults of sbatch, the job that the shell is in, and settings of a job by plain sbatch."""
+    shell = {
+        "HF_TOKEN": "x",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_CPU_BIND": "none",
+        "BAPO_SGLANG_PYTHON": "/sglang",
+        "BAPO_PYTHON": "python",
+        "BAPO_DEVICE": "cpu",
+        "SBATCH_ACCOUNT": "a",
+        "PYXIS_CONTAINER_IMAGE": "other.sqsh",
+        "PYTHONPATH": "/x",
+    }
+    library = ROOT / "slurm/lib"
+    kept, left_out = submission_environment(shell, {"BAPO_PYTHON"}, library)
+    assert sorted(kept) == ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF", "SLURM_CPU_BIND"]
+    assert left_out == ["BAPO_DEVICE", "PYTHONPATH", "PYXIS_CONTAINER_IMAGE", "SBATCH_ACCOUNT"]
+    in_a_job = {**shell, "SLURM_JOB_ID": "7", "SLURM_TRES_PER_TASK": "cpu=4"}
+    inside, _ = submission_environment(in_a_job, (), library)
+    assert sorted(inside) == ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF"]
+
+
+def test_a_submission_tells_what_the_site_says_and_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (
+        ("sbatch", "true"),
+        ("python", 'echo "nemo: noise" >&2\necho "sbatch: 12 hours left" >&2\necho "4711${BAPO_DEVICE-}"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("BAPO_NEMO_RUN_PYTHON", str(tmp_path / "python"))
+    monkeypatch.setenv("BAPO_DEVICE", "cpu")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    run = replace(job(), config=replace(job().config, run_dir=tmp_path / "run"))
+    assert launch(run, dry_run=False) == "4711\n"
+    assert (tmp_path / "run/logs/submitted.job").read_text() == "4711\n"
+    said = capsys.readouterr().err
+    assert "warning: BAPO_DEVICE of this shell: not handed on to the job" in said
+    assert "sbatch: 12 hours left\n" in said
+    assert "noise" not in said
 
 
 def test_without_slurm_the_message_says_where_to_submit(

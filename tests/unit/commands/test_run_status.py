@@ -353,7 +353,7 @@ def test_a_job_that_could_not_be_told_to_stop_does_not_stop_at_its_next_time_lim
         raise run_job.SlurmError(f"{command[0]}: Unable to contact slurm controller")
 
     monkeypatch.setattr(run_job, "queue_state", lambda _job: ("RUNNING", ""))
-    monkeypatch.setattr(run_job, "_call", refused)
+    monkeypatch.setattr(run_job, "call_slurm", refused)
     with pytest.raises(ConfigError, match="job 41 could not be cancelled: scancel: Unable to contact"):
         cancel(run)
     assert not (run / "stop").exists()
@@ -364,7 +364,7 @@ def test_a_state_file_names_no_argument_of_slurm(
     run: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`bapo cancel --now` would have called `scancel --user=me`, which ends all jobs of the user."""
-    monkeypatch.setattr(run_job, "_call", lambda *command: pytest.fail(f"called {command}"))
+    monkeypatch.setattr(run_job, "call_slurm", lambda *command: pytest.fail(f"called {command}"))
     (run / "slurm.state").write_text(STATE.replace("job=41", f"job={job}"))
     for ask in (
         lambda: run_job.cancel(run, at_once=True),
@@ -409,3 +409,81 @@ def test_a_lock_of_another_file_with_the_same_inode_number_is_not_the_runs(
     assert lock_holder(tmp_path) is None
     with (tmp_path / ".lock").open():
         assert lock_holder(tmp_path) == os.getpid()
+
+
+def test_a_users_defaults_of_squeue_do_not_hide_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQUEUE_STATES=RUNNING hides a job that waits: `bapo cancel` would find none in the queue."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ -n "$SQUEUE_STATES" ] || echo "PENDING|Priority"\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    assert run_job.queue_state("41") == ("PENDING", "Priority")
+
+
+@pytest.mark.parametrize("state", ["SIGNALING", "REQUEUE_HOLD", "STAGE_OUT"])
+def test_a_job_that_slurm_still_has_did_not_end(
+    run: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: (state, ""))
+    assert read_status(run).state == state
+
+
+def test_a_job_that_slurm_is_signalling_is_told_to_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, ...]] = []
+    monkeypatch.setattr(run_job, "queue_state", lambda _job: ("SIGNALING", ""))
+    monkeypatch.setattr(run_job, "call_slurm", lambda *command: called.append(command))
+    assert "told to save and stop" in cancel(run)
+    assert called == [("scancel", "--batch", "--signal=USR1", "41")]
+
+
+def test_a_job_that_waits_for_its_first_start_has_a_status_and_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for days, and the commands that `bapo submit` names must work until it begins."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/submitted.job").write_text("41\n")
+    called: list[tuple[str, ...]] = []
+
+    def answer(*command: str) -> str:
+        called.append(command)
+        return "PENDING|Priority\n" if command[0] == "squeue" else ""
+
+    monkeypatch.setattr(run_job, "call_slurm", answer)
+    assert "41, PENDING (Priority), restart 0" in status_text(read_status(tmp_path))
+    assert cancel(tmp_path) == "job 41 is cancelled"
+    assert called[-1] == ("scancel", "41")
+    with pytest.raises(ConfigError, match="a job that waits has none yet"):
+        show_logs(tmp_path, io.StringIO())
+    monkeypatch.setattr(run_job, "call_slurm", lambda *_: "")
+    (tmp_path / "logs/sbatch_bapo-x_41.out").write_text("/shared/slurm/lib/job.sh: No such file\n")
+    assert "not in the queue; it ended before its script began" in read_status(tmp_path).state
+    assert [path.name for path in newest_logs(tmp_path)] == ["sbatch_bapo-x_41.out"]
+
+
+@pytest.mark.parametrize(
+    ("status", "before", "job"),
+    [
+        ("stopped", None, "57"),
+        ("running", ("RUNNING", ""), "41"),
+        ("requeued", ("PENDING", ""), "41"),
+        ("running", ("", ""), "57"),  # scancel has ended it
+        ("running", None, "41"),  # Slurm does not answer
+    ],
+)
+def test_a_submitted_job_is_the_runs_once_the_one_before_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, before: tuple[str, str] | None, job: str
+) -> None:
+    monkeypatch.setattr(run_job, "queue_state", lambda _job: before)
+    (tmp_path / "slurm.state").write_text(f"job=41\nstatus={status}\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/submitted.job").write_text("57\n")
+    found = read_job_state(tmp_path)
+    assert found is not None
+    assert found.job == job
+    (tmp_path / "slurm.state").write_text("job=57\nstatus=done\n")
+    found = read_job_state(tmp_path)
+    assert found is not None
+    assert (found.job, found.status) == ("57", "done")

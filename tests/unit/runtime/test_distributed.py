@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime import distributed
-from bapo_megatron.runtime.distributed import free_port, gloo_interface, launched_world_size
+from bapo_megatron.runtime.distributed import expand_nodes, free_port, gloo_interface, launched_world_size
 from bapo_megatron.runtime.processes import allow_open_files
 
 ROOT = Path(__file__).parents[3]
@@ -32,8 +33,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Task 5 of 8 in a step on two nodes, and a scontrol that expands the node list."""
+def step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Task 5 of 8 in a step on two nodes, in a container, which has no scontrol."""
     variables = {
         "SLURM_PROCID": "5",
         "SLURM_LOCALID": "1",
@@ -43,10 +44,34 @@ def step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[07-08]" ] && printf "gpu07\\ngpu08\\n"\n')
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("n1", "n1"),
+        ("gpu[07-08]", "gpu07 gpu08"),
+        ("gpu[8-10,12],login1", "gpu8 gpu9 gpu10 gpu12 login1"),
+        ("n[098-101]", "n098 n099 n100 n101"),
+        ("r[1-2]n[1-2],a,b3", "r1n1 r1n2 r2n1 r2n2 a b3"),
+        ("x-y.z_1", "x-y.z_1"),
+    ],
+)
+def test_lists_of_nodes(nodes: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's own command prints the same, where it is installed."""
+    assert expand_nodes(nodes) == names.split()
+    if shutil.which("scontrol"):
+        (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=h\n")
+        monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+        command = ["scontrol", "show", "hostnames", nodes]
+        assert subprocess.run(command, capture_output=True, text=True).stdout.split() == names.split()
+
+
+@pytest.mark.parametrize("nodes", ["", "n[1-2", "n[a]", "n1,,n2", "n1,", "a b", "n[]"])
+def test_what_is_no_list_of_nodes(nodes: str) -> None:
+    with pytest.raises(ValueError, match="is no list of nodes"):
+        expand_nodes(nodes)
 
 
 def test_a_free_port_is_none_that_an_outgoing_connection_can_be_given() -> None:
@@ -102,6 +127,22 @@ def test_srun_tells_the_ranks_of_this_node(
 
 
 @pytest.mark.usefixtures("step")
+def test_pyxis_sets_the_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For images with a PYTORCH_VERSION, such as NVIDIA's. A step of one task is no launcher then, either."""
+    for name, value in {"PYTORCH_VERSION": "2.13", "RANK": "5", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launched_world_size() == 8
+    assert [os.environ[name] for name in TORCHRUN] == ["5", "1", "8", "gpu07", "23456"]
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert launched_world_size() is None
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ConfigError, match="RANK is set but WORLD_SIZE"):
+        launched_world_size()
+
+
+@pytest.mark.usefixtures("step")
 def test_srun_with_a_meeting_point_of_the_job_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "4444")
@@ -113,6 +154,13 @@ def test_a_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "8")
     assert launched_world_size() is None
+
+
+@pytest.mark.usefixtures("step")
+def test_a_step_without_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[07")
+    with pytest.raises(ConfigError, match=r"unknown \('gpu\[07' is no list .*: set RANK and MASTER_ADDR"):
+        launched_world_size()
 
 
 def test_half_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +278,7 @@ def test_the_first_node_whose_name_leads_to_itself_asks_for_another(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "self")
     assert gloo_interface() == "ib1"  # the way to gpu08, the other node of the step
-    monkeypatch.setenv("PATH", "/nowhere")  # a container without scontrol
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "unlike")
     assert gloo_interface() is None
 
 

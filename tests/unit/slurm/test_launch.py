@@ -50,3 +50,22 @@ def test_the_script_of_a_job_is_readable_by_its_user_alone(
         assert path.read_text() == "export HF_TOKEN=hf_secret\n"
         assert path.stat().st_mode & 0o777 == 0o600
     assert capsys.readouterr().out == "4711\n4711\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("4711\n", "4711"),
+        ("4711;cluster\n", "4711"),
+        ("Welcome.\nA project: 12 hours\n\n4711\n", "4711"),
+    ],
+)
+def test_the_number_of_a_job_is_found_after_a_sites_own_words(
+    launch: ModuleType, said: str, number: str
+) -> None:
+    assert launch.job_number(said) == number
+
+
+def test_a_submission_without_a_number_is_an_error(launch: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"named no job; `squeue --me` shows .*: held for review"):
+        launch.job_number("held for review\n")

@@ -65,6 +65,22 @@ def test_a_run_on_the_cpu_needs_none_of_the_nodes_gpus(
     assert [needs.gpus for needs in asked] == [gpus]
 
 
+@pytest.mark.parametrize(("on_node", "gpus"), [("8", 8), ("", 0)])
+def test_gpus_that_were_asked_for_by_gres_are_counted(
+    probe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_node: str, gpus: int
+) -> None:
+    """Then Slurm has no SLURM_GPUS_PER_NODE, of which the job's shell makes --gpus."""
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", on_node)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    words = ["--folder", str(tmp_path), "--nodes", "n1", "--disk", str(tmp_path), "--gpus", "0"]
+    monkeypatch.setattr(sys, "argv", ["probe.py", *words])
+    monkeypatch.setattr(probe, "cuda_problems", lambda _gpus: iter(()))
+    asked: list[Any] = []
+    monkeypatch.setattr(probe, "probe_node", lambda *arguments: asked.append(arguments[3]))
+    probe.main()
+    assert [needs.gpus for needs in asked] == [gpus]
+
+
 def test_memory_and_disk(probe: ModuleType, tmp_path: Path) -> None:
     found = list(probe.local_problems(probe.Needs(memory_gb=1e6, disk_gb=1e6), tmp_path))
     assert [line.split(":")[0] for line in found] == ["memory", f"disk of {tmp_path}"]

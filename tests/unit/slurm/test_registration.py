@@ -128,30 +128,45 @@ def addresses() -> ModuleType:
     return module
 
 
-ROUTES = {"first": "10.1.0.7", "": None}
+ROUTES = {
+    "first": ("10.1.0.7", "10.1.0.1"),
+    "login": ("192.168.0.7", "192.168.0.1"),
+    "self": 2 * ("127.0.1.1",),
+}
+ROUTES["here"] = ("10.1.0.7", "10.1.0.7")
+"""This node's address on the way to each machine, and that of the other end."""
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "address"),
+    ("own", "others", "address"),
     [
-        ("192.168.0.7", "first", "192.168.0.7"),
-        ("127.0.1.1", "first", "10.1.0.7"),
-        ("127.0.1.1", "", "127.0.1.1"),
+        ("192.168.0.7", ["first", "login"], "192.168.0.7"),
+        ("127.0.1.1", ["first", "login"], "10.1.0.7"),
+        ("127.0.1.1", ["self", "login"], "192.168.0.7"),  # the only node of its job
+        ("127.0.1.1", ["self", "unknown"], "127.0.1.1"),
+        ("127.0.1.1", ["self", "here"], "127.0.1.1"),  # one machine is all nodes, and the login node
+        ("127.0.1.1", ["", ""], "127.0.1.1"),
     ],
 )
 def test_the_address_of_a_node(
-    addresses: ModuleType, own: str, other: str, address: str, monkeypatch: pytest.MonkeyPatch
+    addresses: ModuleType, own: str, others: list[str], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The address of the host name; an external address if the name resolves to loopback."""
 
     class Probe(socket.socket):
+        ends = ("", "")
+
         def connect(self, place: tuple[str, int]) -> None:  # type: ignore[override]
-            if ROUTES[place[0]] is None:
+            if place[0] not in ROUTES:
                 raise OSError("no route")
+            self.ends = ROUTES[place[0]]
 
         def getsockname(self) -> tuple[str, int]:
-            return ROUTES["first"] or "", 1
+            return self.ends[0], 1
+
+        def getpeername(self) -> tuple[str, int]:
+            return self.ends[1], 9
 
     monkeypatch.setattr(addresses.socket, "socket", Probe)
     monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
-    assert addresses.node_address("n1", other) == address
+    assert addresses.node_address("n1", others) == address

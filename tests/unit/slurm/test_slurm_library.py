@@ -156,6 +156,9 @@ def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
         (85, 'echo "stopped: told to stop by SIGUSR1" >"$BAPO_LOGS/trainer-n1-0.log"', "preemption"),
         (1, 'touch "$BAPO_RUN/stop"', "cancelled"),
         (85, "squeue() { echo CANCELLED; }", "slurm"),
+        (85, "squeue() { echo COMPLETING; }", "slurm"),
+        (85, "squeue() { echo; }", "slurm"),
+        (85, "squeue() { echo SIGNALING; }", "preemption"),  # Slurm continues a job before it preempts it
         (1, "sinfo() { echo n1; }", "node"),
         (143, "BAPO_NO_ENGINES=yes", "engines"),
     ],
@@ -235,6 +238,13 @@ def test_the_users_format_of_times_does_not_change_a_jobs_end(shell: Shell) -> N
     assert shell(script, TZ="UTC", SLURM_TIME_FORMAT="%H:%M").stdout == "1000000000\n"
 
 
+@pytest.mark.parametrize("end", ["1792888200", "1792891800"])
+def test_a_job_may_end_in_the_hour_that_is_there_twice(shell: Shell, end: str) -> None:
+    """25 October 2026, half past two in Berlin, in summer time and an hour later."""
+    script = f"squeue() {{ date -d @{end} +%FT%T; }}; bapo_end_time"
+    assert shell(script, TZ="CET-1CEST,M3.5.0,M10.5.0/3").stdout == f"{end}\n"
+
+
 def test_a_busy_controller_does_not_keep_a_job_from_its_requeue(shell: Shell, tmp_path: Path) -> None:
     """Neither its question after the job's state, nor after lost nodes, nor the requeue itself."""
     silent = shell("squeue() { return 1; }; bapo_kind_of_end 85", BAPO_SLURM_WAIT_S="0")
@@ -255,6 +265,63 @@ def test_a_node_without_a_command_of_slurms_is_not_asked_again(shell: Shell, tmp
     script = 'sleep() { :; }; sinfo() { echo x >>"$BAPO_RUN/asked"; return 127; }; bapo_lost_nodes'
     assert shell(script, BAPO_SLURM_WAIT_S="2").stdout == ""
     assert (tmp_path / "asked").read_text() == 2 * "x\n"
+
+
+def test_a_users_defaults_of_squeue_do_not_change_a_jobs_answers(shell: Shell, tmp_path: Path) -> None:
+    """SQUEUE_STATES=PENDING hides every running job: none would be requeued."""
+    (tmp_path / "bin/squeue").write_text('#!/bin/sh\n[ -n "$SQUEUE_STATES" ] || echo RUNNING\n')
+    (tmp_path / "bin/sinfo").write_text(
+        '#!/bin/sh\n[ -z "$SINFO_PARTITION" ] && [ "$1" = -a ] && echo n1\ntrue\n'
+    )
+    found = shell("bapo_kind_of_end 1", SQUEUE_STATES="PENDING", SINFO_PARTITION="cpu")
+    assert found.stdout == "node\n"
+
+
+def test_nodes_that_the_user_has_left_out_stay_out(shell: Shell, tmp_path: Path) -> None:
+    """`sbatch --exclude`: an update of ExcNodeList replaces the whole list."""
+    script = """
+        scontrol() {
+            [[ $1 = show ]] || { echo "$*" >>"$BAPO_RUN/updates"; return 0; }
+            echo "JobId=7 HetJobId=7 NodeList=n1 ExcNodeList=n[8-9] NumNodes=1"
+            echo "JobId=8 HetJobId=7 NodeList=n2 ExcNodeList=(null) NumNodes=1"
+        }
+        builtin() { exit; }
+        bapo_requeue n1,n2
+    """
+    ids = {f"SLURM_JOB_ID_HET_GROUP_{group}": str(7 + group) for group in (0, 1)}
+    shell(script, SLURM_HET_SIZE="2", **ids)
+    assert (tmp_path / "updates").read_text().splitlines() == [
+        "requeue 7",
+        "update JobId=7 ExcNodeList=n[8-9],n1,n2",
+        "update JobId=8 ExcNodeList=n1,n2",
+    ]
+
+
+def test_limits_of_the_login_node_are_refused(shell: Shell) -> None:
+    """Slurm hands them on: a rank would die after an hour of its processor's time."""
+    assert shell("bapo_check_limits; echo well").stdout == "well\n"
+    for limit in ("-t 3600", "-v 16000000"):
+        found = shell(f"ulimit {limit}; bapo_check_limits")
+        assert found.returncode == 2
+        assert f"ulimit {limit[:2]} is {limit[3:]} in this job" in found.stderr
+        assert "sbatch --propagate=NONE" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        ({}, "0 of 1"),
+        ({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "8"}, "7 of 8"),
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1", "BAPO_SHARDS": "8"}, "3 of 8"),
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1"}, "element 3 of 1: arrays begin at 0"),
+    ],
+)
+def test_an_element_of_an_array_knows_how_many_there_are(
+    shell: Shell, array: dict[str, str], told: str
+) -> None:
+    """`--array=3` repeats one of eight, and Slurm says that there is one."""
+    found = shell('bapo_shard; echo "$BAPO_SHARD of $BAPO_SHARDS"', **array)
+    assert told in found.stdout + found.stderr
 
 
 def test_a_signal_during_the_decision_does_not_stop_a_job_that_slurm_takes_back(
@@ -443,6 +510,43 @@ def test_ranks_are_told_to_save_before_they_are_killed(
     assert (tmp_path / "margin").read_text() == f"{margin}\n", found.stderr
 
 
+@pytest.mark.parametrize(
+    ("margin", "lead", "fitted"), [("60", "600", "150"), ("200", "600", "200"), ("60", "120", "60")]
+)
+def test_a_site_may_wait_longer_for_processes_that_it_kills(
+    shell: Shell, margin: str, lead: str, fitted: str
+) -> None:
+    """Its job would be over before the requeue."""
+    config = (
+        'scontrol() { echo "KillWait                = 120 sec"; }; bapo_fit_margin; echo "$BAPO_MARGIN_S"'
+    )
+    assert shell(config, BAPO_MARGIN_S=margin, BAPO_LEAD_S=lead).stdout == f"{fitted}\n"
+
+
+def test_a_job_that_another_job_submits_has_its_own_nodes(shell: Shell) -> None:
+    """As `checkpoint.after_export` may do: sbatch hands the variables of the run's job on."""
+    other = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID_HET_GROUP_0": "5",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n7",
+        "SLURM_TRES_PER_TASK": "cpu=12",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    script = """
+        scontrol() { tr , '\\n' <<<"$3"; }
+        bapo_srun_flags 0 eval
+        echo "$(bapo_all_nodes)" "${SLURM_TRES_PER_TASK-none}" "${bapo_flags[@]}"
+    """
+    words = shell(script, **other).stdout.split()
+    assert words[:2] == ["n1", "none"]
+    assert not any(word.startswith("--het-group") for word in words)
+    own = {**other, "SLURM_JOB_ID_HET_GROUP_0": "7", "SLURM_CPUS_PER_TASK": "12"}
+    words = shell(script, **own).stdout.split()
+    assert words[0] == "n7"
+    assert "cpu=12" in words
+    assert "--het-group=0" in words
+
+
 @pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
 def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
     found = shell("bapo_check_numbers", **{name: value})
@@ -519,6 +623,13 @@ def test_tasks_get_the_jobs_variables_where_jobs_begin_without_the_users(shell: 
         assert "--export=ALL" in shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"').stdout.split()
 
 
+def test_the_ranks_of_a_node_are_neighbours(shell: Shell) -> None:
+    """SLURM_DISTRIBUTION=cyclic would put the ranks of a tensor group on as many nodes."""
+    for role, blocks in (("probe", False), ("trainer", True), ("rollout", False)):
+        found = shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"', SLURM_DISTRIBUTION="cyclic")
+        assert ("--distribution=block" in found.stdout.split()) is blocks
+
+
 PROBE = """
     bapo_nodes() { printf '%s\\n' $NODES; }
     srun() {
@@ -550,12 +661,38 @@ def test_a_probe_that_could_not_run_does_not_exclude_every_node(
     assert told in found.stdout, found.stderr
 
 
+def test_nodes_that_are_all_bad_are_not_excluded(shell: Shell, tmp_path: Path) -> None:
+    """A broken environment, or memory_gb too high: a job without all of a partition would wait for ever."""
+    verdict = PROBE.replace(
+        "bapo_health\n", 'printf "n1 x\\nn2 x\\n" >"$BAPO_RUN/health/0/verdict"; bapo_health'
+    )
+    (tmp_path / "health/0").mkdir(parents=True)
+    both = shell(verdict, NODES="n1 n2", ANSWER="yes")
+    assert "STOPPED: health: every node is bad: the setup" in both.stdout, both.stderr
+    assert both.returncode == 1
+    assert "without n1,n2\n" in shell(verdict, NODES="n1 n2 n3", ANSWER="yes").stdout
+
+
 @pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])
 def test_the_probe_gets_the_number_of_gpus_of_any_type(
     shell: Shell, tmp_path: Path, gpus: str, count: str
 ) -> None:
     shell(PROBE, NODES="n1", ANSWER="no", SLURM_GPUS_PER_NODE=gpus)
     assert f"--gpus={count}" in (tmp_path / "calls").read_text().splitlines()
+
+
+def test_the_probe_of_a_heterogeneous_job_gets_its_groups_gpus(shell: Shell, tmp_path: Path) -> None:
+    """Slurm names the variable after the group there, and no other: no GPU of a large job was counted."""
+    found = shell(
+        PROBE.replace("bapo_health\n", "bapo_probe 0; bapo_probe 1\n"),
+        NODES="n1",
+        ANSWER="no",
+        SLURM_HET_SIZE="2",
+        SLURM_GPUS_PER_NODE_HET_GROUP_0="8",
+        SLURM_GPUS_PER_NODE_HET_GROUP_1="h100:4",
+    )
+    counts = [word for word in (tmp_path / "calls").read_text().split() if word.startswith("--gpus=")]
+    assert counts == ["--gpus=8", "--gpus=4"], found.stderr
 
 
 @pytest.mark.parametrize(

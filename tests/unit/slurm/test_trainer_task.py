@@ -12,15 +12,18 @@ import pytest
 from tests.unit.slurm.conftest import SLURM, Shell
 
 
-def run_rank(folder: Path, program: str, lines: str = "") -> subprocess.CompletedProcess[str]:
+def run_rank(
+    folder: Path, program: str, lines: str = "", home: str = "/", **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run rank 3, whose interpreter is the script ``program``. ``lines``: what bash reads before task.sh."""
-    (folder / "ended").mkdir()
+    (folder / "ended").mkdir(exist_ok=True)
     rank, begin = folder / "rank", folder / "begin"
     rank.write_text(f"#!/bin/bash\n{program}\n")
     rank.chmod(0o755)
     begin.write_text(lines)
     environment = {
         "PATH": os.environ["PATH"],
+        "HOME": home,
         "BASH_ENV": str(begin),
         "SLURM_PROCID": "3",
         "SLURM_LOCALID": "3",
@@ -32,6 +35,7 @@ def run_rank(folder: Path, program: str, lines: str = "") -> subprocess.Complete
         "BAPO_ROOT": str(folder),
         "BAPO_PYTHON": str(rank),
         "BAPO_EXPECTED": "0",
+        **variables,
     }
     command = ["bash", str(SLURM / "task.sh"), "trainer", "recipe.py"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -68,3 +72,37 @@ def test_a_rank_killed_by_another_signal_is_a_crash(
     assert done.returncode == code
     assert f"rank 3 on n1 was killed by {number.name}" in done.stdout
     assert shell("bapo_first_failure").stdout == f"3 {code}\n"
+
+
+def test_a_task_without_the_users_home_has_another(tmp_path: Path) -> None:
+    """Most containers do not mount it, and what compiles kernels at run time writes there."""
+    found = run_rank(tmp_path, 'test -w "$HOME" && echo "$HOME"; rmdir "$HOME"', home="/proc/none")
+    said, home = found.stdout.splitlines()
+    assert said.startswith("the home /proc/none cannot be written to here")
+    assert home.startswith("/tmp/bapo-home.")
+    without = run_rank(tmp_path, 'rmdir "$HOME"', home="").stdout
+    assert without.startswith("the home  cannot be written to here")
+
+
+@pytest.mark.parametrize(("folder", "kept"), [("/proc/none", False), ("/tmp", True)])
+def test_a_folder_for_temporary_files_that_is_not_there_is_not_used(
+    tmp_path: Path, folder: str, kept: bool
+) -> None:
+    """A site's TMPDIR is on the node, and no container mounts it: nvcc would write nothing."""
+    said = run_rank(tmp_path, 'echo "rank: ${TMPDIR-none}"', TMPDIR=folder).stdout
+    assert said.endswith("rank: /tmp\n" if kept else "rank: none\n")
+    assert ("TMPDIR=/proc/none cannot be written to here" in said) is not kept
+
+
+def test_a_task_keeps_a_home_that_it_has(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    assert run_rank(tmp_path, 'echo "$HOME"', home=f"{tmp_path}/home").stdout == f"{tmp_path}/home\n"
+
+
+def test_a_rank_runs_the_code_of_the_checkout(tmp_path: Path) -> None:
+    """Not the copy in the image, where the job was submitted from another folder."""
+    for before, path in (("", "/shared/checkout"), ("/x", "/shared/checkout:/x")):
+        found = run_rank(
+            tmp_path, 'echo "$PYTHONPATH"', BAPO_SLURM="/shared/checkout/slurm", PYTHONPATH=before
+        )
+        assert found.stdout == f"{path}\n"

@@ -24,6 +24,9 @@ COPY_AGAIN = "copy it again from where it is whole, or take another checkpoint"
 MOST_DESCRIPTION_BYTES = 1 << 26
 """Limit in bytes of a file that describes others (a manifest, an index)."""
 
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Folder in a model folder in which transformers keeps all chat templates but the first."""
+
 
 def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
     """Atomic, durable write of ``content`` (text as UTF-8): ``path`` has its old content or all of the new.
@@ -155,7 +158,7 @@ def check_files_inside(folder: Path) -> None:
 
     CheckpointError for a bad one. Libraries open whatever they find there.
     """
-    for place in (folder, folder / "additional_chat_templates"):
+    for place in (folder, folder / CHAT_TEMPLATES):
         if place.is_dir():
             if place.is_symlink() and place != folder:
                 raise CheckpointError(f"{place} is a link: copy the folder")

@@ -1,10 +1,10 @@
 """Checkpoint reader: finds the newest whole checkpoint, every byte verified against its manifest.
 
 Every rank calls it at a start, and reads its share of the files; a damaged checkpoint is a CheckpointError on
-all ranks. A file system that fails is none: FailingDiskError or OSError, on the rank that meets it, since the
-run would go on from an older checkpoint and delete the whole one. It returns the state of the training loop
-(trainer.json); ``Policy.load`` loads model and optimizer. Used by ``fork.py``, ``trainer/resume.py`` and
-``benchmarks/checkpoint_stall.py``.
+all ranks. One that cannot be read now is none (no right to read, a file system that fails): ConfigError or
+FailingDiskError, on the rank that meets it, since the run would go on from an older one and delete it. It
+returns the state of the training loop (trainer.json); ``Policy.load`` loads model and optimizer. Used by
+``fork.py``, ``trainer/resume.py`` and ``benchmarks/checkpoint_stall.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
-from bapo_megatron.runtime.storage import check_not_failing
+from bapo_megatron.runtime.storage import check_readable
 
 READERS = 4
 """Files that a rank verifies in parallel."""
@@ -58,9 +58,7 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     start at step 1 would erase the run's record, and only its user may decide that.
     """
     folder, problems = RunPaths(run_dir).checkpoints, []
-    for moment, path in broadcast_from_main(
-        sorted(step_entries(folder), reverse=True) if is_main() else None
-    ):
+    for moment, path in broadcast_from_main(_newest_first(folder) if is_main() else None):
         try:
             return read_checkpoint(path, moment)
         except CheckpointError as error:
@@ -74,6 +72,15 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
             + f"\nrestore one, or move {folder} away to begin at step 1"
         )
     return None
+
+
+def _newest_first(folder: Path) -> list[tuple[Moment, Path]]:
+    """The checkpoints in ``folder``, the newest first; an error for a folder that cannot be listed."""
+    try:
+        return sorted(step_entries(folder), reverse=True)
+    except OSError as error:
+        check_readable(error, "the list of checkpoints", folder)
+        raise
 
 
 def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
@@ -94,7 +101,7 @@ def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
         state = json.loads(read_file_inside(path, TRAINER_STATE))
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
-        check_not_failing(error, TRAINER_STATE, path)
+        check_readable(error, TRAINER_STATE, path)
         return {}, f"{TRAINER_STATE} cannot be read: {error}"
     return (state, None) if isinstance(state, dict) else ({}, f"{TRAINER_STATE} holds no JSON object")
 
@@ -107,7 +114,7 @@ def manifest_of(path: Path) -> tuple[Digests, str | None]:
     except FileNotFoundError:
         return {}, "it has no manifest"
     except CheckpointError as error:
-        check_not_failing(error, MANIFEST, path)
+        check_readable(error, MANIFEST, path)
         return {}, f"its manifest cannot be read: {error}"
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         return {}, f"its manifest cannot be read: {error!r:.200}"
@@ -123,9 +130,9 @@ def _first_damage(path: Path, files: Digests) -> str | None:
 def _damage(path: Path, name: str, recorded: dict[str, Any]) -> str | None:
     try:
         found = digest(file_below(path, name))
-    except CheckpointError as error:
-        check_not_failing(error, name, path)
-        return str(error)
     except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
+    except (CheckpointError, OSError) as error:
+        check_readable(error, name, path)
+        return str(error)
     return f"{name} differs from the manifest" if found != recorded else None

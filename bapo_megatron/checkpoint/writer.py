@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.files import remove_folder, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_leftovers
-from bapo_megatron.runtime.storage import check_not_failing
+from bapo_megatron.runtime.storage import check_not_failing, check_readable
 
 _RANK_0_FIRST_S = 120.0
 """Seconds that other ranks wait for rank 0 to end the run after a failed save: torch gives the reason to
@@ -121,7 +121,13 @@ def on_main(action: Callable[[], None]) -> None:
 
 def clear_leftovers(run_dir: Path) -> None:
     """Delete the leftovers of a killed process or a full disk: half-written and half-deleted checkpoints."""
-    for leftover in step_leftovers(RunPaths(run_dir).checkpoints):
+    folder = RunPaths(run_dir).checkpoints
+    try:
+        leftovers = list(step_leftovers(folder))
+    except OSError as error:
+        check_readable(error, "the list of checkpoints", folder)
+        raise
+    for leftover in leftovers:
         _delete(leftover)
 
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter, sleep
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.interfaces import Saving
+from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main
 from bapo_megatron.runtime.files import remove_folder, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_leftovers
 from bapo_megatron.runtime.storage import check_not_failing, check_readable
@@ -63,9 +64,8 @@ class PendingCheckpoint:
             if not _on_every_rank(all(saving.is_written() for saving in self._savings)):
                 return False
             self._finish_parts()
-            dist.barrier()  # rank 0 has written the metadata: now every rank sees the same list of files
-            files = sorted(path for path in self._temporary.rglob("*") if path.is_file())
-            mine = files[dist.get_rank() :: dist.get_world_size()]
+            dist.barrier()  # rank 0 has written the metadata: now all files are there
+            mine = _files_of_all_ranks(self._temporary)[dist.get_rank() :: dist.get_world_size()]
             self._digests = self._thread.submit(self._sync_and_digest, mine)
         if not _on_every_rank(self._digests.done()):
             return False
@@ -107,6 +107,27 @@ class PendingCheckpoint:
             remove(self.final)
         self._temporary.rename(self.final)
         sync_folder(self.final.parent)
+
+
+def _files_of_all_ranks(folder: Path) -> list[Path]:
+    """Every file below ``folder``, in one order on every rank. Collective.
+
+    A node of NFS may list a folder as it was up to a minute ago, without files that other nodes have written
+    since; it knows those of its own ranks. So no single list will do, nor one for each rank: a file on none
+    of them would be in no manifest, unchecked at a resume and left out of a fork.
+    """
+    own = set(_files_below(folder))
+    known: set[str] = broadcast_from_main(own)
+    return [folder / name for name in sorted(known.union(*all_gather(own - known)))]
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    for place, _, names in os.walk(folder, onerror=_raise):
+        yield from (str((Path(place) / name).relative_to(folder)) for name in names)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def on_main(action: Callable[[], None]) -> None:

@@ -96,6 +96,9 @@ def atomic_output(output: Path) -> Iterator[Path]:
         try:
             _begin(folder, lock)
             yield folder
+            # Without locks (Lustre mounted without flock) a second run may have cleared the folder and begun
+            # its own there, whose files, half written, this one would publish.
+            lock.check()
             _publish(folder, output)  # still under the lock: a second run must not clear a folder in use
         except OSError as error:
             if error.errno not in _FULL:
@@ -153,6 +156,11 @@ class _FolderLock:
         # The folder may have been removed, and perhaps made anew, between the opening and the lock.
         if not _is_same_folder(self._folder, self._open[0]):
             self.release()
+            raise _FolderInUse(self._folder)
+
+    def check(self) -> None:
+        """Check that the folder is still the one that was taken, or raise ``_FolderInUse``."""
+        if not _is_same_folder(self._folder, self._open[0]):
             raise _FolderInUse(self._folder)
 
     def release(self) -> None:

@@ -272,6 +272,26 @@ def test_two_runs_at_once(convert: Convert, tmp_path: Path) -> None:
     assert (output / "mark").exists()
 
 
+def test_two_runs_at_once_without_locks_publish_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre mounted without flock: the second clears the first's folder, and begins its own there."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(atomic_output.fcntl, "flock", flock)
+    output = tmp_path / "output"
+    second = atomic_output.atomic_output(output)
+    with pytest.raises(ConfigError, match="another process is writing"), atomic_output.atomic_output(output):
+        half = second.__enter__() / "half"
+        half.touch()
+    assert not output.exists()
+    assert half.exists()
+    second.__exit__(None, None, None)
+    assert (output / "half").exists()
+
+
 def test_too_little_space_is_seen_before(
     convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

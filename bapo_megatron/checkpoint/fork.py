@@ -30,7 +30,7 @@ from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, on_all_ranks
 from bapo_megatron.runtime.files import file_below, remove_folder, sync_file, sync_folder
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
@@ -45,7 +45,7 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSU
 """Errors of a refused hard link, after which a copy is tried."""
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qkv_bias", "qk_norm")
-"""Fields of ``ModelShape`` that determine the names and shapes of a model's tensors."""
+"""Fields of ``ModelShape`` that, with the experts, determine the names and shapes of a model's tensors."""
 
 
 # --- preflight ---
@@ -105,9 +105,9 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
     step = max(_candidates(source, {}))
     theirs = Path(settings["model.hf_path"])
     if (theirs / "config.json").is_file():
-        other, ours = read_model_shape(theirs), read_model_shape(config.model.hf_path)
-        if differ := [name for name in _SHAPE if getattr(other, name) != getattr(ours, name)]:
-            told = ", ".join(f"{name} {getattr(other, name)}, here {getattr(ours, name)}" for name in differ)
+        other, ours = _sizes(read_model_shape(theirs)), _sizes(read_model_shape(config.model.hf_path))
+        if differ := [name for name in other if other[name] != ours[name]]:
+            told = ", ".join(f"{name} {other[name]}, here {ours[name]}" for name in differ)
             raise ConfigError(
                 f"--fork {source}: its weights do not fit model.hf_path={config.model.hf_path} ({told}); all "
                 f"other settings may differ, the shape of the model may not"
@@ -117,6 +117,15 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
             f"--fork {source}: the checkpoint is that of step {step}, and steps={config.steps}: nothing "
             f"would be left to train; raise --steps, which counts from the beginning of the first run"
         )
+
+
+def _sizes(shape: ModelShape) -> dict[str, object]:
+    """What determines the names and shapes of a model's tensors, by its name in messages."""
+    experts = shape.experts
+    return {name: getattr(shape, name) for name in _SHAPE} | {
+        "experts": experts.count if experts else 0,
+        "width of an expert": experts.ffn if experts else 0,
+    }
 
 
 def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:

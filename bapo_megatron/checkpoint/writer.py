@@ -149,7 +149,7 @@ def clear_leftovers(run_dir: Path) -> None:
         check_readable(error, "the list of checkpoints", folder)
         raise
     for leftover in leftovers:
-        _delete(leftover)
+        delete_hidden(leftover)
 
 
 def remove(path: Path) -> None:
@@ -157,11 +157,13 @@ def remove(path: Path) -> None:
     # A name of its own: what could not be deleted before may still have the plain one.
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.deleted")
     path.rename(hidden)  # first: a kill leaves no half-deleted checkpoint under its name
-    _delete(hidden)
+    delete_hidden(hidden)
 
 
-def _delete(path: Path) -> None:
-    """Delete a hidden folder. One that cannot be deleted stays, with a warning: it must not end the run.
+def delete_hidden(path: Path) -> None:
+    """Delete a hidden folder: a checkpoint's, or a half-written export (``step_exports.py``).
+
+    One that cannot be deleted stays, with a warning: it must not end the run.
 
     On NFS a file that a process of this node has open comes back under another name, so its folder is not
     empty. FailingDiskError for a file system that fails.
@@ -169,7 +171,7 @@ def _delete(path: Path) -> None:
     try:
         remove_folder(path)
     except OSError as error:
-        check_not_failing(error, "a checkpoint that is deleted", path)
+        check_not_failing(error, "what is left of a step", path)
         message = f"warning: {path} could not be deleted ({error}); the next save or start tries again"
         print(message, file=sys.stderr, flush=True)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -184,9 +185,13 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
     problems = []
     for step in sorted(steps, reverse=True):
         try:
-            return _of_run(steps[step])
+            found = _of_run(steps[step])
         except CheckpointError as error:
             problems.append(str(error))
+            continue
+        for problem in problems:  # never silently: who asks for the newest means the end of the run
+            print(f"passing over a newer checkpoint: {problem}", file=sys.stderr, flush=True)
+        return found
     raise CheckpointError(f"no checkpoint in {checkpoints} is whole:\n" + "\n".join(problems))
 
 

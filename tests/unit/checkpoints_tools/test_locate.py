@@ -114,9 +114,12 @@ def test_a_mid_step_checkpoint_is_newer_than_the_step_before_it(run: Path) -> No
     assert locate(run, "100").folder == run / "checkpoints/step_000100/policy"
 
 
-def test_only_whole_checkpoints_of_a_run_count(run: Path) -> None:
+def test_only_whole_checkpoints_of_a_run_count(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints/step_000120/policy/__0_0.distcp").write_text("short")
     assert locate(run).iteration == 100
+    told = capsys.readouterr().err  # or step 100 would go out as the run's end
+    assert told.startswith("passing over a newer checkpoint: ")
+    assert "step_000120/policy/__0_0.distcp has 5 bytes instead of 840" in told
     for path, step in ((run, "120"), (run / "checkpoints/step_000120/policy", "latest")):
         with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 5 bytes instead of 840"):
             locate(path, step)

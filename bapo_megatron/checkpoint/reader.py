@@ -21,6 +21,7 @@ from bapo_megatron.checkpoint.writer import Digests, digest
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import file_below, read_file_inside
+from bapo_megatron.runtime.jsonl_log import parse_line, whole_lines
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
 from bapo_megatron.runtime.storage import check_readable
 
@@ -54,8 +55,9 @@ class Checkpoint:
 def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     """The newest whole checkpoint of a run; None if it never had one. Collective: each rank reads its share.
 
-    A damaged checkpoint is skipped with a message. CheckpointError, on every rank, if all are damaged: a
-    start at step 1 would erase the run's record, and only its user may decide that.
+    A damaged checkpoint is skipped with a message. CheckpointError, on every rank, if all are damaged, or if
+    their folder is empty though the run has recorded one (a disk that is not mounted): a start at step 1
+    would erase the run's record, and only its user may decide that.
     """
     folder, problems = RunPaths(run_dir).checkpoints, []
     for moment, path in broadcast_from_main(_newest_first(folder) if is_main() else None):
@@ -71,7 +73,23 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
             + "\n".join(problems)
             + f"\nrestore one, or move {folder} away to begin at step 1"
         )
+    step = broadcast_from_main(_recorded_step(run_dir) if is_main() and folder.is_dir() else None)
+    if step is not None:
+        raise CheckpointError(
+            f"{folder} is empty, and the run has recorded a checkpoint of step {step}: mount its disk or "
+            f"restore one, or move {folder} away to begin at step 1, which erases the run's record"
+        )
     return None
+
+
+def _recorded_step(run_dir: Path) -> int | None:
+    """Step of the last checkpoint that the run has recorded since it began at step 1; None for none."""
+    events, step = RunPaths(run_dir).events, None
+    for number, line in enumerate(whole_lines(events) if events.exists() else (), 1):
+        if b'"start"' in line or b'"checkpoint"' in line:  # of a long run's events few
+            row = parse_line(line, events, number)
+            step = {"start": None, "checkpoint": row.get("step")}.get(str(row.get("kind")), step)
+    return step
 
 
 def _newest_first(folder: Path) -> list[tuple[Moment, Path]]:

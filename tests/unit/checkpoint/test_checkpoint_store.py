@@ -20,6 +20,8 @@ from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Saving
+from bapo_megatron.runtime.jsonl_log import EventLog
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import writing
 from tests.support.saves import Written, save, write_policy
 
@@ -270,6 +272,26 @@ class Slow(Written):
 
     def is_written(self) -> bool:
         return self.is_done
+
+
+def test_an_empty_folder_is_no_new_run_if_a_checkpoint_is_on_record(tmp_path: Path) -> None:
+    """A disk behind `checkpoints/` that is not mounted. At step 1 the run would erase its own record."""
+    folder, events = RunPaths(tmp_path).checkpoints, EventLog(RunPaths(tmp_path).events)
+    folder.mkdir()
+    events.event("start", step=1)
+    assert latest_checkpoint(tmp_path) is None  # killed before its first one
+    events.event("checkpoint", step=10, updates=0)
+    events.event("checkpoint", step=20, updates=0)
+    events.event("step_lost", step=3, note='"checkpoint"')
+    with pytest.raises(
+        CheckpointError, match=r"is empty, .* recorded a checkpoint of step 20: mount its disk"
+    ):
+        latest_checkpoint(tmp_path)
+    folder.rename(tmp_path / "away")
+    assert latest_checkpoint(tmp_path) is None
+    events.event("start", step=1)
+    folder.mkdir()  # killed again, in its first save
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_training_continues_while_a_checkpoint_is_written(store: CheckpointStore) -> None:

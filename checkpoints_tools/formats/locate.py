@@ -90,8 +90,8 @@ def locate(path: Path, step: str = LATEST) -> Location:
 def hf_reference(location: Location, given: Path | None) -> Path:
     """The folder with the config.json (and tokenizer) of the checkpoint's model.
 
-    ``given`` if not None; else ``hf/`` in the checkpoint or beside it, or, for a checkpoint of a run, the
-    model that the run started from. CheckpointError if there is none.
+    ``given`` if not None; else ``hf/`` in the checkpoint or beside it (of verl ``huggingface/``), or, for a
+    checkpoint of a run, the model that the run started from. CheckpointError if there is none.
     """
     if given is not None:
         if not (given / _CONFIG).is_file():
@@ -100,7 +100,7 @@ def hf_reference(location: Location, given: Path | None) -> Path:
     folder = location.folder
     if location.format is Format.HF:
         return folder
-    for candidate in (folder / "hf", folder.parent / "hf", folder):
+    for candidate in (folder / "hf", folder.parent / "hf", folder.parent / "huggingface", folder):
         if (candidate / _CONFIG).is_file():
             return candidate
     for parent in folder.resolve().parents[:3]:
@@ -222,7 +222,12 @@ def _model_of_run(path: Path) -> Path | None:
     if not isinstance(name, str):
         return None
     if not (Path(name) / _CONFIG).is_file():
-        raise CheckpointError(f"{path} names the model {name}, which is not there; give --hf-reference")
+        where = (
+            "" if Path(name).is_absolute() else f" as seen from {Path.cwd()}: go to where the run began, or"
+        )
+        raise CheckpointError(
+            f"{path} names the model {name}, which is not there{where}; give --hf-reference"
+        )
     return Path(name)
 
 

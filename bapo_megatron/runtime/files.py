@@ -21,6 +21,9 @@ from bapo_megatron.errors import CheckpointError, ConfigError
 COPY_AGAIN = "copy it again from where it is whole, or take another checkpoint"
 """Advice about a damaged file of a checkpoint; ends a message."""
 
+FETCH_LFS = "is a pointer of git-lfs, not the file itself: `git lfs pull` in that folder fetches it"
+"""What a message says of such a file of weights."""
+
 MOST_DESCRIPTION_BYTES = 1 << 26
 """Limit in bytes of a file that describes others (a manifest, an index)."""
 
@@ -95,6 +98,12 @@ def sync_file(path: Path) -> None:
     """fsync a file that another program wrote: its content survives a power failure."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is one of git-lfs' pointers, which a clone without git-lfs has in place of weights."""
+    with path.open("rb") as file:
+        return file.read(32).startswith(b"version https://git-lfs")
 
 
 def file_inside(folder: Path, name: str) -> Path:

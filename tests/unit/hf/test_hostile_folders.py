@@ -280,6 +280,17 @@ def test_a_missing_shard_is_named_with_a_tensor_and_the_fix(
         found.check(shape)
 
 
+@pytest.mark.parametrize("read", [HfReader, read_safetensors_folder])
+def test_a_pointer_of_git_lfs_names_the_command_that_fetches_the_file(
+    read: Callable[[Path], Any], model: Path
+) -> None:
+    """A clone without git-lfs; the library's own message speaks of a header that is too large."""
+    [weights] = model.glob("*.safetensors")
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 3945441312\n")
+    with pytest.raises(ConfigError, match=rf"{weights} is a pointer of git-lfs.*`git lfs pull`"):
+        read(model)
+
+
 def test_links_within_a_folder_are_files(model: Path) -> None:
     (model / "alias.json").symlink_to("config.json")
     check_files_inside(model)

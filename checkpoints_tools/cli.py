@@ -20,6 +20,7 @@ usage: bapo-ckpt COMMAND ...
   reshard CHECKPOINT OUT      a checkpoint with another grid of chunks or padding
   inspect PATH                what a checkpoint is: format, model, optimizer, sizes, keys
   verify A B                  whether two checkpoints, of any formats, are equal bit for bit
+  verify RUN                  whether a run's checkpoint has every bit that was written
 
 `bapo-ckpt COMMAND --help` lists the flags. No GPU, no torchrun, at most 400 MiB of memory.
 """
@@ -33,8 +34,8 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit code: 0 done, 1 verify found a difference, 2 bad input or a file that
-    cannot be read or written, 130 interrupted.
+    """Run one command; returns the exit code: 0 done, 1 verify found a difference or damage, 2 bad input or
+    a file that cannot be read or written, 130 interrupted.
 
     Other errors propagate.
     """

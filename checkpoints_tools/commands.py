@@ -126,13 +126,15 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Verify:
-    """Compare two checkpoints, of any formats, bit for bit: exit code 0 if they hold the same model, else
-    1."""
+    """Compare two checkpoints, of any formats, bit for bit: exit code 0 if they hold the same model, else 1.
+
+    With one path, a run's checkpoint: whether every file is as it was written (0), or damaged (1).
+    """
 
     first: tyro.conf.Positional[Path]
     """Folder of a checkpoint, a model or a run."""
-    second: tyro.conf.Positional[Path]
-    """Another."""
+    second: tyro.conf.Positional[Path | None] = None
+    """Another; without it the files of the first are compared with its manifest."""
     json: bool = False
     """Print all of it as JSON, with every difference."""
     digests: bool = False
@@ -148,9 +150,11 @@ class Verify:
 
     def run(self) -> int:
         """Compare, and print what was found."""
+        settings = Settings(threads=self.threads, progress=not self.json)
+        if self.second is None:
+            return self._run_on_files(settings)
         from checkpoints_tools.verification import verify
 
-        settings = Settings(threads=self.threads, progress=not self.json)
         found = verify(
             self.first,
             self.second,
@@ -162,6 +166,17 @@ class Verify:
         )
         print(dumps(found.as_json(), indent=2) if self.json else found)
         return 0 if found.equal else 1
+
+    def _run_on_files(self, settings: Settings) -> int:
+        if self.digests or self.weights_only or self.hf_reference:
+            raise ConfigError(
+                "--digests, --weights-only and --hf-reference are for two checkpoints: give a second path"
+            )
+        from checkpoints_tools.file_digests import verify_files
+
+        found = verify_files(self.first, self.step, settings)
+        print(dumps(found.as_json(), indent=2) if self.json else found)
+        return 1 if found.damaged else 0
 
 
 @dataclass(frozen=True)

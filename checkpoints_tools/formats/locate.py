@@ -195,12 +195,17 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
     raise CheckpointError(f"no checkpoint in {checkpoints} is whole:\n" + "\n".join(problems))
 
 
-def _of_run(folder: Path) -> Location:
-    """A run's checkpoint. CheckpointError unless every file of its manifest has its full length."""
-    manifest = _json(folder / MANIFEST)
-    files = manifest.get("files")
+def manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of each file of a run's checkpoint, by its name, from the manifest."""
+    files = _json(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         raise CheckpointError(f"{folder / MANIFEST} lists no files: it is damaged")
+    return files
+
+
+def _of_run(folder: Path) -> Location:
+    """A run's checkpoint. CheckpointError unless every file of its manifest has its full length."""
+    files = manifest_files(folder)
     for name, entry in files.items():
         path = file_below(folder, name)
         size = path.stat().st_size if path.is_file() else None

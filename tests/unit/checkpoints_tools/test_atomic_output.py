@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -272,20 +273,34 @@ def test_two_runs_at_once(convert: Convert, tmp_path: Path) -> None:
     assert (output / "mark").exists()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("stale", [False, True])
 def test_two_runs_at_once_without_locks_publish_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: bool, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lustre mounted without flock: the second clears the first's folder, and begins its own there."""
+    """Lustre mounted without flock, and NFS, which locks no folders and calls a removed one's handle stale:
+    the second clears the first's folder, and begins its own there."""
 
-    def flock(*_: object) -> None:
+    def unsupported(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(atomic_output.fcntl, "flock", flock)
+    def fstat(descriptor: int) -> os.stat_result:
+        found = real(descriptor)
+        if stale and stat.S_ISDIR(found.st_mode) and not found.st_nlink:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return found
+
+    real = os.fstat
+    monkeypatch.setattr(atomic_output.fcntl, "flock", unsupported)
+    monkeypatch.setattr(atomic_output.os, "fstat", fstat)
     output = tmp_path / "output"
     second = atomic_output.atomic_output(output)
-    with pytest.raises(ConfigError, match="another process is writing"), atomic_output.atomic_output(output):
+    told = (FileNotFoundError, "cleared") if fails else (ConfigError, "another process is writing")
+    with pytest.raises(told[0], match=told[1]), atomic_output.atomic_output(output):
         half = second.__enter__() / "half"
         half.touch()
+        if fails:
+            raise FileNotFoundError("cleared")
     assert not output.exists()
     assert half.exists()
     second.__exit__(None, None, None)

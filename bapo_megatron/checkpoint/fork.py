@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from bapo_megatron.checkpoint.fork_record import Fork, ForkSource, Origin, read_fork, write_fork
-from bapo_megatron.checkpoint.reader import READERS, manifest_of, read_checkpoint
+from bapo_megatron.checkpoint.reader import READERS, manifest_of, newest_first, read_checkpoint
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import RunConfig
@@ -133,7 +133,7 @@ def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
 
     A checkpoint within a step is no candidate: the batch of its step belongs to the other run.
     """
-    found = dict(step_entries(RunPaths(source.run).checkpoints))
+    found = dict(newest_first(RunPaths(source.run).checkpoints))
     whole = {step: path for (step, updates), path in found.items() if not updates}
     left = {step: path for step, path in sorted(whole.items()) if step not in refused}
     chosen = left if source.step is None else {s: path for s, path in left.items() if s == source.step}

@@ -60,7 +60,7 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     would erase the run's record, and only its user may decide that.
     """
     folder, problems = RunPaths(run_dir).checkpoints, []
-    for moment, path in broadcast_from_main(_newest_first(folder) if is_main() else None):
+    for moment, path in broadcast_from_main(newest_first(folder) if is_main() else None):
         try:
             return read_checkpoint(path, moment)
         except CheckpointError as error:
@@ -92,8 +92,11 @@ def _recorded_step(run_dir: Path) -> int | None:
     return step
 
 
-def _newest_first(folder: Path) -> list[tuple[Moment, Path]]:
-    """The checkpoints in ``folder``, the newest first; an error for a folder that cannot be listed."""
+def newest_first(folder: Path) -> list[tuple[Moment, Path]]:
+    """The checkpoints in ``folder``, the newest first, not looked into.
+
+    ConfigError or FailingDiskError for a folder that cannot be listed: it is no empty one.
+    """
     try:
         return sorted(step_entries(folder), reverse=True)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -314,6 +315,22 @@ def test_a_model_of_another_shape_is_refused_and_named(parent: Path, tmp_path: P
         check_fork(config, ForkSource(parent, None))
     (wider / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 99999}))
     check_fork(config, ForkSource(parent, None))
+
+
+def test_checkpoints_that_may_not_be_listed_are_named(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's run, from which people fork."""
+
+    def listdir(path: Path) -> list[str]:
+        if Path(path) == parent / "checkpoints":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(ConfigError, match=r"list of checkpoints could not be read at .*parent/checkpoints"):
+        check_fork(config_of(tmp_path / "child"), ForkSource(parent, None))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ removal of what is half written.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,8 +30,15 @@ usage: bapo-ckpt COMMAND ...
 def main() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `bapo-ckpt inspect ... | head` ends quietly
-    sys.exit(run(sys.argv[1:]))
+    if sys.argv[1:2] in (["inspect"], ["verify"]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `bapo-ckpt inspect ... | head` ends quietly
+    # A conversion goes on where nobody reads its lines any more: `... 2>&1 | tee log`, and tee is gone.
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OSError:  # at the interpreter's exit it would change the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ A command imports its own modules when it runs, since start-up is a good part of
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from json import dumps
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Literal, Protocol
 import tyro
 
 from bapo_megatron.errors import ConfigError
-from checkpoints_tools.conversion import Settings
+from checkpoints_tools.conversion import Conversion, Settings
 from checkpoints_tools.to_hf import to_hf
 from checkpoints_tools.to_megatron import to_megatron
 
@@ -56,7 +57,7 @@ class ToMegatron:
 
     def run(self) -> int:
         """Convert, and print what was written."""
-        print(to_megatron(self.hf_dir, self.out, self.grid, self.flags.settings()))
+        _tell(to_megatron(self.hf_dir, self.out, self.grid, self.flags.settings()))
         return 0
 
 
@@ -98,7 +99,7 @@ class ToHf:
             self.flags.settings(),
             self.quantize,
         )
-        print(result)
+        _tell(result)
         return 0
 
 
@@ -216,8 +217,14 @@ class Reshard:
             self.step,
             self.flags.settings(),
         )
-        print(result)
+        _tell(result)
         return 0
+
+
+def _tell(result: Conversion) -> None:
+    """Print what was written; it is there, also where nobody reads this."""
+    with suppress(OSError):
+        print(result, flush=True)
 
 
 COMMANDS: dict[str, type[Command]] = {

@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -190,7 +191,8 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
             problems.append(str(error))
             continue
         for problem in problems:  # never silently: who asks for the newest means the end of the run
-            print(f"passing over a newer checkpoint: {problem}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"passing over a newer checkpoint: {problem}", file=sys.stderr, flush=True)
         return found
     raise CheckpointError(f"no checkpoint in {checkpoints} is whole:\n" + "\n".join(problems))
 

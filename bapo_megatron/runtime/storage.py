@@ -101,7 +101,8 @@ def check_readable(error: BaseException, what: str, path: Path) -> None:
                 f"{told}. Whether it is whole is unknown: give this user the right to read it, or move it "
                 "away to go on without it"
             ) from error
-        raise FailingDiskError(told) from error
+        # A bad sector or a lost disk of a server stays: only the user may decide to go back.
+        raise FailingDiskError(f"{told}; if it stays so, move it away to go on without it") from error
 
 
 def _problem(error: BaseException) -> str | None:

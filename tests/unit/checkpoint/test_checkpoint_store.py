@@ -136,6 +136,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
     ):
         latest_of(store)
     assert not isinstance(raised.value, CheckpointError)
+    assert "move it away to go on without it" in str(raised.value)
     monkeypatch.undo()
     assert latest_of(store).step == 20
 

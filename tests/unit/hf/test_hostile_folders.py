@@ -152,6 +152,10 @@ def test_a_snapshot_of_the_hubs_cache_is_a_model(tmp_path: Path) -> None:
         blob = cache / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
         shutil.copy(path, blob)
         place.symlink_to(os.path.relpath(blob, place.parent))
+    with pytest.raises(
+        ConfigError, match=r"no config\.json there; .*: of the hub's cache that is snapshots/"
+    ):
+        read_model_shape(cache)
     HfReader(snapshot).check(read_model_shape(snapshot))
     to_megatron(snapshot, tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Checkpoint:
     moment: Moment
     trainer: dict[str, Any]
     """The state of the training loop, as given to ``CheckpointStore.begin``."""
+    passed_over: tuple[str, ...] = ()
+    """Newer checkpoints, each with the reason why it was passed over."""
 
     @property
     def step(self) -> int:
@@ -59,10 +61,11 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     their folder is empty though the run has recorded one (a disk that is not mounted): a start at step 1
     would erase the run's record, and only its user may decide that.
     """
-    folder, problems = RunPaths(run_dir).checkpoints, []
+    folder = RunPaths(run_dir).checkpoints
+    problems: list[str] = []
     for moment, path in broadcast_from_main(newest_first(folder) if is_main() else None):
         try:
-            return read_checkpoint(path, moment)
+            return replace(read_checkpoint(path, moment), passed_over=tuple(problems))
         except CheckpointError as error:
             problems.append(f"{path}: {error}")
             if is_main():

@@ -98,7 +98,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
     latest = latest_of(store)
     assert latest is not None
     assert latest.step == 10
-    assert "passing over" in (printed := capsys.readouterr().out)
+    [why] = latest.passed_over
+    assert why.startswith(f"{folder_of(store)}/step_000020: ")
+    assert f"passing over {why}" in (printed := capsys.readouterr().out)
     assert "step_000020" in printed
 
 

@@ -13,12 +13,14 @@ from checkpoints_tools.to_hf import to_hf
 from checkpoints_tools.to_megatron import to_megatron
 
 if TYPE_CHECKING:
+    from checkpoints_tools.file_digests import FileCheck, verify_files
     from checkpoints_tools.inspection import Inspection, inspect_checkpoint
     from checkpoints_tools.resharding import reshard
     from checkpoints_tools.verification import Verification, verify
 
 __all__ = [
     "Conversion",
+    "FileCheck",
     "Inspection",
     "Settings",
     "Verification",
@@ -27,6 +29,7 @@ __all__ = [
     "to_hf",
     "to_megatron",
     "verify",
+    "verify_files",
 ]
 
 _MODULES = {
@@ -35,6 +38,8 @@ _MODULES = {
     "reshard": "resharding",
     "Verification": "verification",
     "verify": "verification",
+    "FileCheck": "file_digests",
+    "verify_files": "file_digests",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bapo_megatron.runtime.files import check_files_inside
+from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside
 from checkpoints_tools.formats.safetensors_folder import INDEX
 
 FOLDER = "hf"
@@ -25,7 +25,7 @@ _PATTERNS = (
     "*.model",  # of SentencePiece
     "*.tiktoken",
     "chat_template*",
-    "additional_chat_templates/*",
+    f"{CHAT_TEMPLATES}/*",
     "LICENSE*",
     "NOTICE*",
     "README*",

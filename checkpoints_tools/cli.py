@@ -6,6 +6,7 @@ removal of what is half written.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ usage: bapo-ckpt COMMAND ...
   reshard CHECKPOINT OUT      a checkpoint with another grid of chunks or padding
   inspect PATH                what a checkpoint is: format, model, optimizer, sizes, keys
   verify A B                  whether two checkpoints, of any formats, are equal bit for bit
+  verify RUN                  whether a run's checkpoint has every bit that was written
 
 `bapo-ckpt COMMAND --help` lists the flags. No GPU, no torchrun, at most 400 MiB of memory.
 """
@@ -28,13 +30,20 @@ usage: bapo-ckpt COMMAND ...
 def main() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `bapo-ckpt inspect ... | head` ends quietly
-    sys.exit(run(sys.argv[1:]))
+    if sys.argv[1:2] in (["inspect"], ["verify"]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `bapo-ckpt inspect ... | head` ends quietly
+    # A conversion goes on where nobody reads its lines any more: `... 2>&1 | tee log`, and tee is gone.
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OSError:  # at the interpreter's exit it would change the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit code: 0 done, 1 verify found a difference, 2 bad input or a file that
-    cannot be read or written, 130 interrupted.
+    """Run one command; returns the exit code: 0 done, 1 verify found a difference or damage, 2 bad input or
+    a file that cannot be read or written, 130 interrupted.
 
     Other errors propagate.
     """

@@ -6,6 +6,7 @@ A command imports its own modules when it runs, since start-up is a good part of
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from json import dumps
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Literal, Protocol
 import tyro
 
 from bapo_megatron.errors import ConfigError, printable
-from checkpoints_tools.conversion import Settings
+from checkpoints_tools.conversion import Conversion, Settings
 from checkpoints_tools.to_hf import to_hf
 from checkpoints_tools.to_megatron import to_megatron
 
@@ -56,7 +57,7 @@ class ToMegatron:
 
     def run(self) -> int:
         """Convert, and print what was written."""
-        print(printable(str(to_megatron(self.hf_dir, self.out, self.grid, self.flags.settings()))))
+        _tell(to_megatron(self.hf_dir, self.out, self.grid, self.flags.settings()))
         return 0
 
 
@@ -98,7 +99,7 @@ class ToHf:
             self.flags.settings(),
             self.quantize,
         )
-        print(printable(str(result)))
+        _tell(result)
         return 0
 
 
@@ -126,13 +127,15 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Verify:
-    """Compare two checkpoints, of any formats, bit for bit: exit code 0 if they hold the same model, else
-    1."""
+    """Compare two checkpoints, of any formats, bit for bit: exit code 0 if they hold the same model, else 1.
+
+    With one path, a run's checkpoint: whether every file is as it was written (0), or damaged (1).
+    """
 
     first: tyro.conf.Positional[Path]
     """Folder of a checkpoint, a model or a run."""
-    second: tyro.conf.Positional[Path]
-    """Another."""
+    second: tyro.conf.Positional[Path | None] = None
+    """Another; without it the files of the first are compared with its manifest."""
     json: bool = False
     """Print all of it as JSON, with every difference."""
     digests: bool = False
@@ -148,9 +151,11 @@ class Verify:
 
     def run(self) -> int:
         """Compare, and print what was found."""
+        settings = Settings(threads=self.threads, progress=not self.json)
+        if self.second is None:
+            return self._run_on_files(settings)
         from checkpoints_tools.verification import verify
 
-        settings = Settings(threads=self.threads, progress=not self.json)
         found = verify(
             self.first,
             self.second,
@@ -162,6 +167,17 @@ class Verify:
         )
         print(dumps(found.as_json(), indent=2) if self.json else printable(str(found)))
         return 0 if found.equal else 1
+
+    def _run_on_files(self, settings: Settings) -> int:
+        if self.digests or self.weights_only or self.hf_reference:
+            raise ConfigError(
+                "--digests, --weights-only and --hf-reference are for two checkpoints: give a second path"
+            )
+        from checkpoints_tools.file_digests import verify_files
+
+        found = verify_files(self.first, self.step, settings)
+        print(dumps(found.as_json(), indent=2) if self.json else printable(str(found)))
+        return 1 if found.damaged else 0
 
 
 @dataclass(frozen=True)
@@ -201,8 +217,14 @@ class Reshard:
             self.step,
             self.flags.settings(),
         )
-        print(printable(str(result)))
+        _tell(result)
         return 0
+
+
+def _tell(result: Conversion) -> None:
+    """Print what was written; it is there, also where nobody reads this."""
+    with suppress(OSError):
+        print(printable(str(result)), flush=True)
 
 
 COMMANDS: dict[str, type[Command]] = {

@@ -25,12 +25,12 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from bapo_megatron.checkpoint.fork_record import Fork, ForkSource, Origin, read_fork, write_fork
-from bapo_megatron.checkpoint.reader import READERS, manifest_of, read_checkpoint
+from bapo_megatron.checkpoint.reader import READERS, manifest_of, newest_first, read_checkpoint
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import CheckpointError, ConfigError, printable
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, on_all_ranks
 from bapo_megatron.runtime.files import file_below, remove_folder, sync_file, sync_folder
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
@@ -45,7 +45,7 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSU
 """Errors of a refused hard link, after which a copy is tried."""
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qkv_bias", "qk_norm")
-"""Fields of ``ModelShape`` that determine the names and shapes of a model's tensors."""
+"""Fields of ``ModelShape`` that, with the experts, determine the names and shapes of a model's tensors."""
 
 
 # --- preflight ---
@@ -105,9 +105,9 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
     step = max(_candidates(source, {}))
     theirs = Path(settings["model.hf_path"])
     if (theirs / "config.json").is_file():
-        other, ours = read_model_shape(theirs), read_model_shape(config.model.hf_path)
-        if differ := [name for name in _SHAPE if getattr(other, name) != getattr(ours, name)]:
-            told = ", ".join(f"{name} {getattr(other, name)}, here {getattr(ours, name)}" for name in differ)
+        other, ours = _sizes(read_model_shape(theirs)), _sizes(read_model_shape(config.model.hf_path))
+        if differ := [name for name in other if other[name] != ours[name]]:
+            told = ", ".join(f"{name} {other[name]}, here {ours[name]}" for name in differ)
             raise ConfigError(
                 f"--fork {source}: its weights do not fit model.hf_path={config.model.hf_path} ({told}); all "
                 f"other settings may differ, the shape of the model may not"
@@ -119,12 +119,21 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
         )
 
 
+def _sizes(shape: ModelShape) -> dict[str, object]:
+    """What determines the names and shapes of a model's tensors, by its name in messages."""
+    experts = shape.experts
+    return {name: getattr(shape, name) for name in _SHAPE} | {
+        "experts": experts.count if experts else 0,
+        "width of an expert": experts.ffn if experts else 0,
+    }
+
+
 def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
     """Candidate checkpoints of ``source``, by step, without those ``refused``; ConfigError if there is none.
 
     A checkpoint within a step is no candidate: the batch of its step belongs to the other run.
     """
-    found = dict(step_entries(RunPaths(source.run).checkpoints))
+    found = dict(newest_first(RunPaths(source.run).checkpoints))
     whole = {step: path for (step, updates), path in found.items() if not updates}
     left = {step: path for step, path in sorted(whole.items()) if step not in refused}
     chosen = left if source.step is None else {s: path for s, path in left.items() if s == source.step}

@@ -15,6 +15,7 @@ from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import (
     NOT_SETTINGS,
+    RATE_FIELDS,
     Change,
     differences,
     plain_values,
@@ -130,9 +131,6 @@ def began_with(run_dir: Path) -> dict[str, Any] | None:
 
 # --- changed settings, and the state that they affect ---
 
-_RATE = ("optimizer.", "steps", "algorithm.reuse_epochs", "algorithm.updates_per_epoch")
-"""Fields that determine the learning rate of an update. A prefix ends with a dot."""
-
 
 def changes_algorithm(config: RunConfig, fork: Fork) -> bool:
     """Whether the fork changes the algorithm, so that its state between updates may not fit."""
@@ -178,7 +176,7 @@ def may_differ(config: RunConfig, fork: Fork) -> set[str]:
     log-probs its temperature and model folder. Weights and optimizer must be equal.
     """
     found = {"sampler"}
-    if changed_names(config, fork, _RATE):
+    if changed_names(config, fork, RATE_FIELDS):
         found.add("learning_rate")
     if changed_names(config, fork, ("rollout.temperature", "model.hf_path")):
         found.add("canary")

@@ -1,17 +1,17 @@
 """Checkpoint reader: finds the newest whole checkpoint, every byte verified against its manifest.
 
 Every rank calls it at a start, and reads its share of the files; a damaged checkpoint is a CheckpointError on
-all ranks. A file system that fails is none: FailingDiskError or OSError, on the rank that meets it, since the
-run would go on from an older checkpoint and delete the whole one. It returns the state of the training loop
-(trainer.json); ``Policy.load`` loads model and optimizer. Used by ``fork.py``, ``trainer/resume.py`` and
-``benchmarks/checkpoint_stall.py``.
+all ranks. One that cannot be read now is none (no right to read, a file system that fails): ConfigError or
+FailingDiskError, on the rank that meets it, since the run would go on from an older one and delete it. It
+returns the state of the training loop (trainer.json); ``Policy.load`` loads model and optimizer. Used by
+``fork.py``, ``trainer/resume.py`` and ``benchmarks/checkpoint_stall.py``.
 """
 
 from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from bapo_megatron.checkpoint.writer import Digests, digest
 from bapo_megatron.errors import CheckpointError, printable
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import file_below, read_file_inside
+from bapo_megatron.runtime.jsonl_log import parse_line, whole_lines
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
-from bapo_megatron.runtime.storage import check_not_failing
+from bapo_megatron.runtime.storage import check_readable
 
 READERS = 4
 """Files that a rank verifies in parallel."""
@@ -39,6 +40,8 @@ class Checkpoint:
     moment: Moment
     trainer: dict[str, Any]
     """The state of the training loop, as given to ``CheckpointStore.begin``."""
+    passed_over: tuple[str, ...] = ()
+    """Newer checkpoints, each with the reason why it was passed over."""
 
     @property
     def step(self) -> int:
@@ -54,15 +57,15 @@ class Checkpoint:
 def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     """The newest whole checkpoint of a run; None if it never had one. Collective: each rank reads its share.
 
-    A damaged checkpoint is skipped with a message. CheckpointError, on every rank, if all are damaged: a
-    start at step 1 would erase the run's record, and only its user may decide that.
+    A damaged checkpoint is skipped with a message. CheckpointError, on every rank, if all are damaged, or if
+    their folder is empty though the run has recorded one (a disk that is not mounted): a start at step 1
+    would erase the run's record, and only its user may decide that.
     """
-    folder, problems = RunPaths(run_dir).checkpoints, []
-    for moment, path in broadcast_from_main(
-        sorted(step_entries(folder), reverse=True) if is_main() else None
-    ):
+    folder = RunPaths(run_dir).checkpoints
+    problems: list[str] = []
+    for moment, path in broadcast_from_main(newest_first(folder) if is_main() else None):
         try:
-            return read_checkpoint(path, moment)
+            return replace(read_checkpoint(path, moment), passed_over=tuple(problems))
         except CheckpointError as error:
             problems.append(f"{path}: {error}")
             if is_main():
@@ -73,7 +76,35 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
             + "\n".join(problems)
             + f"\nrestore one, or move {folder} away to begin at step 1"
         )
+    step = broadcast_from_main(_recorded_step(run_dir) if is_main() and folder.is_dir() else None)
+    if step is not None:
+        raise CheckpointError(
+            f"{folder} is empty, and the run has recorded a checkpoint of step {step}: mount its disk or "
+            f"restore one, or move {folder} away to begin at step 1, which erases the run's record"
+        )
     return None
+
+
+def _recorded_step(run_dir: Path) -> int | None:
+    """Step of the last checkpoint that the run has recorded since it began at step 1; None for none."""
+    events, step = RunPaths(run_dir).events, None
+    for number, line in enumerate(whole_lines(events) if events.exists() else (), 1):
+        if b'"start"' in line or b'"checkpoint"' in line:  # of a long run's events few
+            row = parse_line(line, events, number)
+            step = {"start": None, "checkpoint": row.get("step")}.get(str(row.get("kind")), step)
+    return step
+
+
+def newest_first(folder: Path) -> list[tuple[Moment, Path]]:
+    """The checkpoints in ``folder``, the newest first, not looked into.
+
+    ConfigError or FailingDiskError for a folder that cannot be listed: it is no empty one.
+    """
+    try:
+        return sorted(step_entries(folder), reverse=True)
+    except OSError as error:
+        check_readable(error, "the list of checkpoints", folder)
+        raise
 
 
 def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
@@ -94,7 +125,7 @@ def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
         state = json.loads(read_file_inside(path, TRAINER_STATE))
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
-        check_not_failing(error, TRAINER_STATE, path)
+        check_readable(error, TRAINER_STATE, path)
         return {}, f"{TRAINER_STATE} cannot be read: {error}"
     return (state, None) if isinstance(state, dict) else ({}, f"{TRAINER_STATE} holds no JSON object")
 
@@ -107,7 +138,7 @@ def manifest_of(path: Path) -> tuple[Digests, str | None]:
     except FileNotFoundError:
         return {}, "it has no manifest"
     except CheckpointError as error:
-        check_not_failing(error, MANIFEST, path)
+        check_readable(error, MANIFEST, path)
         return {}, f"its manifest cannot be read: {error}"
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         return {}, f"its manifest cannot be read: {error!r:.200}"
@@ -123,9 +154,9 @@ def _first_damage(path: Path, files: Digests) -> str | None:
 def _damage(path: Path, name: str, recorded: dict[str, Any]) -> str | None:
     try:
         found = digest(file_below(path, name))
-    except CheckpointError as error:
-        check_not_failing(error, name, path)
-        return str(error)
     except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
+    except (CheckpointError, OSError) as error:
+        check_readable(error, name, path)
+        return str(error)
     return f"{name} differs from the manifest" if found != recorded else None

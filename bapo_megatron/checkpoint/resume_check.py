@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bapo_megatron.checkpoint.run_directory import RATE_FIELDS
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.canary import (
     CanarySequence,
@@ -89,7 +90,7 @@ def state_fingerprint(
 def fingerprint_differences(config: RunConfig, stored: Fingerprint, found: Fingerprint) -> dict[str, str]:
     """Differences between the checkpoint's fingerprint and the one measured now: a line for each, by name.
 
-    The learning rate may differ if a field of the optimizer was allowed to change. A checkpoint of an
+    The learning rate may differ if a field that determines it was allowed to change. A checkpoint of an
     earlier version of the program has no digests of bits; of its canary it has sums.
     """
     lines = {}
@@ -100,8 +101,9 @@ def fingerprint_differences(config: RunConfig, stored: Fingerprint, found: Finge
     else:
         lines.update(_bit_differences(stored, found))
         lines.update(_canary_difference(config, stored["canary"], found["canary"]))
-    optimizer_changed = any(name.startswith("optimizer.") for name in config.allow_change)
-    if found["learning_rate"] != stored["learning_rate"] and not optimizer_changed:
+    prefixes = tuple(field for field in RATE_FIELDS if field.endswith("."))
+    may_change = any(name in RATE_FIELDS or name.startswith(prefixes) for name in config.allow_change)
+    if found["learning_rate"] != stored["learning_rate"] and not may_change:
         lines["learning_rate"] = _line(stored["learning_rate"], found["learning_rate"])
     behind = [
         f"{name} at least {_line(value, found['sampler'][name])}"

@@ -117,6 +117,9 @@ Change = tuple[str, Any, Any]
 NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch", "logging.note")
 """Fields that belong to one run or one start of it; a comparison of two runs leaves them out."""
 
+RATE_FIELDS = ("optimizer.", "steps", "algorithm.reuse_epochs", "algorithm.updates_per_epoch")
+"""Fields that determine the learning rate of an update. A prefix ends with a dot."""
+
 # Fields that may differ when a run continues: its length, place, speed, logging and deadlines, but not what
 # it computes. A name that ends with a dot or an underscore stands for all names that begin with it.
 _STEPS = "steps"

@@ -21,8 +21,8 @@ from time import perf_counter
 from typing import Any
 
 from bapo_megatron.checkpoint.after_export import AfterExport
+from bapo_megatron.checkpoint.writer import delete_hidden
 from bapo_megatron.errors import printable
-from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.run_paths import RunPaths, step_leftovers
 
 _CLEANING_S = 20.0
@@ -84,7 +84,7 @@ class StepExports:
         Called once, at a start of the run. Deletes half-written exports of a killed process.
         """
         for leftover in step_leftovers(self.folder, ".bapo-ckpt.tmp"):
-            remove_folder(leftover)
+            delete_hidden(leftover)
         missing = sorted(s for s in steps if self._is_due(s) and not (self.path(s) / "config.json").exists())
         for step in missing[-2:]:
             self.offer(step)

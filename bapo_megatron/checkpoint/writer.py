@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter, sleep
@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.interfaces import Saving
+from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main
 from bapo_megatron.runtime.files import remove_folder, sha256_of, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_leftovers
-from bapo_megatron.runtime.storage import check_not_failing
+from bapo_megatron.runtime.storage import check_not_failing, check_readable
 
 _RANK_0_FIRST_S = 120.0
 """Seconds that other ranks wait for rank 0 to end the run after a failed save: torch gives the reason to
@@ -62,9 +63,8 @@ class PendingCheckpoint:
             if not _on_every_rank(all(saving.is_written() for saving in self._savings)):
                 return False
             self._finish_parts()
-            dist.barrier()  # rank 0 has written the metadata: now every rank sees the same list of files
-            files = sorted(path for path in self._temporary.rglob("*") if path.is_file())
-            mine = files[dist.get_rank() :: dist.get_world_size()]
+            dist.barrier()  # rank 0 has written the metadata: now all files are there
+            mine = _files_of_all_ranks(self._temporary)[dist.get_rank() :: dist.get_world_size()]
             self._digests = self._thread.submit(self._sync_and_digest, mine)
         if not _on_every_rank(self._digests.done()):
             return False
@@ -108,6 +108,27 @@ class PendingCheckpoint:
         sync_folder(self.final.parent)
 
 
+def _files_of_all_ranks(folder: Path) -> list[Path]:
+    """Every file below ``folder``, in one order on every rank. Collective.
+
+    A node of NFS may list a folder as it was up to a minute ago, without files that other nodes have written
+    since; it knows those of its own ranks. So no single list will do, nor one for each rank: a file on none
+    of them would be in no manifest, unchecked at a resume and left out of a fork.
+    """
+    own = set(_files_below(folder))
+    known: set[str] = broadcast_from_main(own)
+    return [folder / name for name in sorted(known.union(*all_gather(own - known)))]
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    for place, _, names in os.walk(folder, onerror=_raise):
+        yield from (str((Path(place) / name).relative_to(folder)) for name in names)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def on_main(action: Callable[[], None]) -> None:
     """Run ``action`` on rank 0; the other ranks wait at a barrier. Collective.
 
@@ -120,8 +141,14 @@ def on_main(action: Callable[[], None]) -> None:
 
 def clear_leftovers(run_dir: Path) -> None:
     """Delete the leftovers of a killed process or a full disk: half-written and half-deleted checkpoints."""
-    for leftover in step_leftovers(RunPaths(run_dir).checkpoints):
-        _delete(leftover)
+    folder = RunPaths(run_dir).checkpoints
+    try:
+        leftovers = list(step_leftovers(folder))
+    except OSError as error:
+        check_readable(error, "the list of checkpoints", folder)
+        raise
+    for leftover in leftovers:
+        delete_hidden(leftover)
 
 
 def remove(path: Path) -> None:
@@ -129,11 +156,13 @@ def remove(path: Path) -> None:
     # A name of its own: what could not be deleted before may still have the plain one.
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.deleted")
     path.rename(hidden)  # first: a kill leaves no half-deleted checkpoint under its name
-    _delete(hidden)
+    delete_hidden(hidden)
 
 
-def _delete(path: Path) -> None:
-    """Delete a hidden folder. One that cannot be deleted stays, with a warning: it must not end the run.
+def delete_hidden(path: Path) -> None:
+    """Delete a hidden folder: a checkpoint's, or a half-written export (``step_exports.py``).
+
+    One that cannot be deleted stays, with a warning: it must not end the run.
 
     On NFS a file that a process of this node has open comes back under another name, so its folder is not
     empty. FailingDiskError for a file system that fails.
@@ -141,7 +170,7 @@ def _delete(path: Path) -> None:
     try:
         remove_folder(path)
     except OSError as error:
-        check_not_failing(error, "a checkpoint that is deleted", path)
+        check_not_failing(error, "what is left of a step", path)
         message = f"warning: {path} could not be deleted ({error}); the next save or start tries again"
         print(message, file=sys.stderr, flush=True)
 

@@ -85,8 +85,9 @@ def read_model_shape(folder: Path) -> ModelShape:
     except CheckpointError:
         raise
     except FileNotFoundError:
+        cached = ": of the hub's cache that is snapshots/REVISION" if (folder / "snapshots").is_dir() else ""
         raise ConfigError(
-            f"model.hf_path={folder}: no config.json there; give a Hugging Face model folder"
+            f"model.hf_path={folder}: no config.json there; give a Hugging Face model folder{cached}"
         ) from None
     except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bapo_megatron.hf.config import with_dtype
-from bapo_megatron.runtime.files import check_files_inside, write_atomically
+from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside, write_atomically
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.runtime.written_folders import (
     MARK,
@@ -73,6 +73,10 @@ def _copy_reference(reference: Path, folder: Path) -> None:
     for path in sorted(reference.iterdir()):
         if path.is_file() and path.name != MARK and not path.name.endswith(_WEIGHT_FILES):
             shutil.copyfile(path, folder / path.name)
+    templates = [path for path in sorted((reference / CHAT_TEMPLATES).glob("*")) if path.is_file()]
+    for path in templates:
+        (folder / CHAT_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / CHAT_TEMPLATES / path.name)
 
 
 def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> set[str]:

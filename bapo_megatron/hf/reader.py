@@ -19,7 +19,13 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, missing_file
 from bapo_megatron.hf.fp8 import BLOCK, FP8, is_quantized, scale_name, scales_problem, weight_of_scale
 from bapo_megatron.hf.parameter_map import expert_tensors, fused_rows, hf_tensors, is_fused_experts
-from bapo_megatron.runtime.files import check_files_inside, file_inside, read_file_inside
+from bapo_megatron.runtime.files import (
+    FETCH_LFS,
+    check_files_inside,
+    file_inside,
+    is_lfs_pointer,
+    read_file_inside,
+)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -198,6 +204,8 @@ class HfReader:
             if not path.is_file():
                 first, *rest = sorted(name for name, file in self._file_of.items() if file == filename)
                 raise ConfigError(missing_file(path, first, len(rest)))
+            if is_lfs_pointer(path):
+                raise ConfigError(f"{path} {FETCH_LFS}")
             try:
                 self._open_files[filename] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:

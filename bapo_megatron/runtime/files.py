@@ -24,8 +24,14 @@ from bapo_megatron.errors import CheckpointError, ConfigError
 COPY_AGAIN = "copy it again from where it is whole, or take another checkpoint"
 """Advice about a damaged file of a checkpoint; ends a message."""
 
+FETCH_LFS = "is a pointer of git-lfs, not the file itself: `git lfs pull` in that folder fetches it"
+"""What a message says of such a file of weights."""
+
 MOST_DESCRIPTION_BYTES = 1 << 26
 """Limit in bytes of a file that describes others (a manifest, an index)."""
+
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Folder in a model folder in which transformers keeps all chat templates but the first."""
 
 _MOST_PARTS = 1024
 """Most buffers of one call of ``writev`` (IOV_MAX of Linux)."""
@@ -133,6 +139,12 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is one of git-lfs' pointers, which a clone without git-lfs has in place of weights."""
+    with path.open("rb") as file:
+        return file.read(32).startswith(b"version https://git-lfs")
+
+
 def file_inside(folder: Path, name: str) -> Path:
     """Safe path of the file ``name`` of a checkpoint or model folder: it cannot lead out of the folder.
 
@@ -194,7 +206,7 @@ def check_files_inside(folder: Path) -> None:
 
     CheckpointError for a bad one. Libraries open whatever they find there.
     """
-    for place in (folder, folder / "additional_chat_templates"):
+    for place in (folder, folder / CHAT_TEMPLATES):
         if place.is_dir():
             if place.is_symlink() and place != folder:
                 raise CheckpointError(f"{place} is a link: copy the folder")

@@ -7,6 +7,7 @@ the checkpoint tools and the commands for a cluster use it, too. Used throughout
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,17 +45,29 @@ def moment_of(name: str) -> Moment | None:
 
 
 def step_entries(folder: Path, suffix: str = "") -> Iterator[tuple[Moment, Path]]:
-    """Files or folders of steps in ``folder`` whose names end with ``suffix``, unordered."""
-    for path in folder.glob(f"step_*{suffix}"):
-        if moment := moment_of(path.name.removesuffix(suffix)):
-            yield moment, path
+    """Files or folders of steps in ``folder`` whose names end with ``suffix``, unordered.
+
+    OSError if the folder is there and cannot be listed: that it has none would be a new run, from step 1.
+    """
+    for name in _names(folder):
+        if name.endswith(suffix) and (moment := moment_of(name.removesuffix(suffix))):
+            yield moment, folder / name
 
 
 def step_leftovers(folder: Path, suffix: str = "") -> Iterator[Path]:
     """Leftovers of a killed process in ``folder``: hidden, half-written or half-deleted folders of steps."""
-    for path in folder.glob(f".step_*{suffix}"):
-        if path.name.endswith(_LEFT) and moment_of(path.name.split(".")[1]):
-            yield path
+    for name in _names(folder):
+        is_left = name.startswith(".step_") and name.endswith(_LEFT) and name.endswith(suffix)
+        if is_left and moment_of(name.split(".")[1]):
+            yield folder / name
+
+
+def _names(folder: Path) -> list[str]:
+    """Names in ``folder``; none if it is absent. pathlib's glob finds none where it may not look, either."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 class RunPaths:

@@ -1,6 +1,6 @@
 """Disk errors: turns a failed write into a DiskError, of a full disk or a failing file system.
 
-The context manager ``writing`` encloses a write; ``check_not_failing`` judges an error of a read. Both errors
+The context manager ``writing`` encloses a write; ``check_readable`` judges an error of a read. Both errors
 stop the run with one message: exit code 3, at which the user makes room, or 4, at which a job is requeued.
 Used throughout the package.
 """
@@ -20,6 +20,14 @@ _FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EF
 
 _FAILING_NUMBERS = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ESHUTDOWN)
 """Errors of a file system that fails: its server or network may come back (Lustre says ESHUTDOWN)."""
+
+_OF_THE_FILE = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.ENXIO, errno.EINVAL, errno.EILSEQ),
+}
+"""Errors of a read that tell what is there: nothing, a folder, a socket, or a name that no file can have."""
+
+_NO_RIGHT = (errno.EACCES, errno.EPERM)
 
 _FAILING = [os.strerror(number) for number in _FAILING_NUMBERS]
 """Their messages."""
@@ -68,13 +76,33 @@ def writing(what: str, path: Path) -> Iterator[None]:
 
 
 def check_not_failing(error: BaseException, what: str, path: Path) -> None:
-    """FailingDiskError if ``error``, met while ``what`` was read at ``path``, is of a failing file system.
+    """FailingDiskError if ``error``, met while ``what`` was deleted at ``path``, is of a failing file system.
 
-    For readers that take any other error for a damaged file: this one says nothing of the file.
+    For a caller that goes on after any other error.
     """
     for one in _chain(error):
         if isinstance(one, OSError) and one.errno in _FAILING_NUMBERS:
-            raise FailingDiskError(f"{what} could not be read at {path}: {one.strerror}") from error
+            raise FailingDiskError(f"{what} could not be deleted at {path}: {one.strerror}") from error
+
+
+def check_readable(error: BaseException, what: str, path: Path) -> None:
+    """ConfigError or FailingDiskError if ``error`` is one of the system that says nothing of what is stored.
+
+    For the reader of checkpoints: one that it takes for damaged is passed over, and deleted later. Without
+    the right to read (also of an expired ticket on NFS) it is a ConfigError; a lost connection, too many open
+    files and all else is a FailingDiskError.
+    """
+    for one in _chain(error):
+        if not isinstance(one, OSError) or one.errno is None or one.errno in _OF_THE_FILE:
+            continue
+        told = f"{what} could not be read at {path}: {one.strerror}"
+        if one.errno in _NO_RIGHT:
+            raise ConfigError(
+                f"{told}. Whether it is whole is unknown: give this user the right to read it, or move it "
+                "away to go on without it"
+            ) from error
+        # A bad sector or a lost disk of a server stays: only the user may decide to go back.
+        raise FailingDiskError(f"{told}; if it stays so, move it away to go on without it") from error
 
 
 def _problem(error: BaseException) -> str | None:

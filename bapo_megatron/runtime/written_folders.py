@@ -167,8 +167,8 @@ def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for path in temporary.iterdir():
-            sync_file(path)
+        for path in temporary.rglob("*"):
+            (sync_folder if path.is_dir() else sync_file)(path)
         sync_folder(temporary)
         put_in_place(temporary, output, aside, writer, foreign)
     except BaseException:

@@ -109,9 +109,10 @@ def check_restored(
 ) -> list[dict[str, Any]]:
     """Resume check: ResumeError, on every rank, if the restored state differs from the saved one. Collective.
 
-    Returns the events to record: accepted differences (``config.accept_resume_mismatch``), and a checkpoint
-    of an earlier version that holds no digests. ``sampler`` is None on every rank but 0. ``fork``: the fork
-    that begins at the checkpoint; what its settings change is not compared.
+    Returns the events to record: newer checkpoints that were passed over, accepted differences
+    (``config.accept_resume_mismatch``), and a checkpoint of an earlier version that holds no digests.
+    ``sampler`` is None on every rank but 0. ``fork``: the fork that begins at the checkpoint; what its
+    settings change is not compared.
     """
     stored = saved.trainer["certificate"]
     present = broadcast_from_main(sampler.state() if sampler else None)
@@ -129,7 +130,10 @@ def check_restored(
             + "\nif you know why and want to train on the loaded state: --accept-resume-mismatch "
             + " ".join(names)
         )
-    events = []
+    events: list[dict[str, Any]] = [
+        {"kind": "checkpoint_damaged", "checkpoint": saved.path.name, "message": problem}
+        for problem in saved.passed_over
+    ]
     if names:
         events.append(
             {

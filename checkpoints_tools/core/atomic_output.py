@@ -96,6 +96,10 @@ def atomic_output(output: Path) -> Iterator[Path]:
         try:
             _begin(folder, lock)
             yield folder
+            # Without locks (Lustre mounted without flock) a second run may have cleared the folder and begun
+            # its own there, whose files, half written, this one would publish.
+            if not lock.is_ours():
+                raise _FolderInUse(folder)
             _publish(folder, output)  # still under the lock: a second run must not clear a folder in use
         except OSError as error:
             if error.errno not in _FULL:
@@ -106,9 +110,11 @@ def atomic_output(output: Path) -> Iterator[Path]:
     except _FolderInUse:
         raise  # the folder is another process's, and stays
     except BaseException:  # also a signal, at whatever moment
+        is_ours = lock.is_ours()  # a second run's folder stays, whose clearing may be why this one fails
         lock.release()  # first: _clear takes the lock itself, so that no other run begins in the folder
-        with suppress(_FolderInUse):
-            _clear(folder, ignore_errors=True)
+        if is_ours:
+            with suppress(_FolderInUse):
+                _clear(folder, ignore_errors=True)
         raise
     finally:
         lock.release()
@@ -154,6 +160,10 @@ class _FolderLock:
         if not _is_same_folder(self._folder, self._open[0]):
             self.release()
             raise _FolderInUse(self._folder)
+
+    def is_ours(self) -> bool:
+        """Whether the folder is still the one that was taken; True if none was taken yet."""
+        return not self._open or _is_same_folder(self._folder, self._open[0])
 
     def release(self) -> None:
         """Give the lock back, if it is held."""
@@ -206,6 +216,10 @@ def _is_same_folder(folder: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(folder), os.fstat(descriptor))
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # so NFS says of a descriptor whose folder was removed
+            return False
+        raise
 
 
 def _publish(folder: Path, output: Path) -> None:

@@ -25,6 +25,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.fp8 import BLOCK, FP8
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
+from checkpoints_tools.core.holes import data_after
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,10 +148,7 @@ class OpenFiles:
         descriptor = self.reading(path)
         if descriptor not in self._sparse:
             return False
-        try:
-            return os.lseek(descriptor, position, os.SEEK_DATA) >= position + nbytes
-        except OSError:  # no data from here to the end
-            return position + nbytes <= os.fstat(descriptor).st_size
+        return data_after(descriptor, position) >= position + nbytes
 
     def _descriptor(self, path: Path, flags: int) -> int:
         with self._lock:

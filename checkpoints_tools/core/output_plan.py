@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bapo_megatron.runtime.files import sync_file, sync_folder
 from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.core.holes import data_after, hole_after
 
 PARTIAL = ".partial"
 """Ending of a data file's name until all data files of the output are whole."""
@@ -91,12 +92,9 @@ def _hole_bytes(path: Path) -> int:
         # Counted, not taken from the number of blocks: a file may also be small because it is compressed.
         found = position = 0
         while position < status.st_size:
-            try:
-                data = os.lseek(file.fileno(), position, os.SEEK_DATA)
-            except OSError:  # nothing but a hole from here on
-                data = status.st_size
+            data = data_after(file.fileno(), position)
             found += data - position
-            position = data if data == status.st_size else os.lseek(file.fileno(), data, os.SEEK_HOLE)
+            position = data if data == status.st_size else hole_after(file.fileno(), data)
         return found
 
 

@@ -2,8 +2,8 @@
 
 A line that changes five times a second in a terminal, and each ten seconds a new line in a log; at the end of
 the whole work one with bytes, time and mean rate. A stderr that fails costs the lines, not the work. Used by
-``checkpoints_tools/conversion.py``, ``checkpoints_tools/inspection.py`` and
-``checkpoints_tools/verification.py``.
+``checkpoints_tools/conversion.py``, ``checkpoints_tools/file_digests.py``,
+``checkpoints_tools/inspection.py`` and ``checkpoints_tools/verification.py``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -89,8 +91,8 @@ def locate(path: Path, step: str = LATEST) -> Location:
 def hf_reference(location: Location, given: Path | None) -> Path:
     """The folder with the config.json (and tokenizer) of the checkpoint's model.
 
-    ``given`` if not None; else ``hf/`` in the checkpoint or beside it, or, for a checkpoint of a run, the
-    model that the run started from. CheckpointError if there is none.
+    ``given`` if not None; else ``hf/`` in the checkpoint or beside it (of verl ``huggingface/``), or, for a
+    checkpoint of a run, the model that the run started from. CheckpointError if there is none.
     """
     if given is not None:
         if not (given / _CONFIG).is_file():
@@ -99,7 +101,7 @@ def hf_reference(location: Location, given: Path | None) -> Path:
     folder = location.folder
     if location.format is Format.HF:
         return folder
-    for candidate in (folder / "hf", folder.parent / "hf", folder):
+    for candidate in (folder / "hf", folder.parent / "hf", folder.parent / "huggingface", folder):
         if (candidate / _CONFIG).is_file():
             return candidate
     for parent in folder.resolve().parents[:3]:
@@ -184,18 +186,28 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
     problems = []
     for step in sorted(steps, reverse=True):
         try:
-            return _of_run(steps[step])
+            found = _of_run(steps[step])
         except CheckpointError as error:
             problems.append(str(error))
+            continue
+        for problem in problems:  # never silently: who asks for the newest means the end of the run
+            with suppress(OSError):
+                print(f"passing over a newer checkpoint: {problem}", file=sys.stderr, flush=True)
+        return found
     raise CheckpointError(f"no checkpoint in {checkpoints} is whole:\n" + "\n".join(problems))
+
+
+def manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of each file of a run's checkpoint, by its name, from the manifest."""
+    files = _json(folder / MANIFEST).get("files")
+    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        raise CheckpointError(f"{folder / MANIFEST} lists no files: it is damaged")
+    return files
 
 
 def _of_run(folder: Path) -> Location:
     """A run's checkpoint. CheckpointError unless every file of its manifest has its full length."""
-    manifest = _json(folder / MANIFEST)
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-        raise CheckpointError(f"{folder / MANIFEST} lists no files: it is damaged")
+    files = manifest_files(folder)
     for name, entry in files.items():
         path = file_below(folder, name)
         size = path.stat().st_size if path.is_file() else None
@@ -217,7 +229,12 @@ def _model_of_run(path: Path) -> Path | None:
     if not isinstance(name, str):
         return None
     if not (Path(name) / _CONFIG).is_file():
-        raise CheckpointError(f"{path} names the model {name}, which is not there; give --hf-reference")
+        where = (
+            "" if Path(name).is_absolute() else f" as seen from {Path.cwd()}: go to where the run began, or"
+        )
+        raise CheckpointError(
+            f"{path} names the model {name}, which is not there{where}; give --hf-reference"
+        )
     return Path(name)
 
 

@@ -17,7 +17,14 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import missing_file
 from bapo_megatron.hf.fp8 import BLOCK, is_quantized, scale_name, scales_problem, weight_of_scale
 from bapo_megatron.hf.parameter_map import expert_tensors, fused_rows
-from bapo_megatron.runtime.files import COPY_AGAIN, check_files_inside, file_inside, read_file_inside
+from bapo_megatron.runtime.files import (
+    COPY_AGAIN,
+    FETCH_LFS,
+    check_files_inside,
+    file_inside,
+    is_lfs_pointer,
+    read_file_inside,
+)
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.comparing import tensor_difference
 
@@ -146,6 +153,8 @@ def read_safetensors(path: Path) -> list[BlockTensor]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            if is_lfs_pointer(path):
+                raise CheckpointError(f"{path} {FETCH_LFS}")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise CheckpointError(
                     f"{path} is truncated or no safetensors file: {size} bytes; {COPY_AGAIN}"

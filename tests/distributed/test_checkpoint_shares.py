@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,10 @@ import torch.distributed as dist
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.checkpoint.resume_check import Fingerprint, fingerprint_differences, state_fingerprint
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import (
     BatchConfig,
+    CheckpointConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -29,7 +34,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.state.optimizer_state import Piece, cut
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_nearly_tied_experts, save_tiny_model
-from tests.support.saves import CountingReader, complete, counting_reads
+from tests.support.saves import CountingReader, Written, complete, counting_reads
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -300,3 +305,53 @@ def test_a_rank_reads_its_part_of_a_model_folder(parallel: ParallelConfig, tmp_p
     norms = sum(size for name, size in sizes.items() if "norm" in name)
     assert sum(read) == sum(sizes.values()) + (parallel.tensor - 1) * norms
     assert max(read) - min(read) <= 4 * 128 * 32 // parallel.tensor * parallel.pipeline
+
+
+class _WithoutNewNames:
+    """``os.scandir`` of a node of NFS that knows a folder as it was before another node wrote into it."""
+
+    def __init__(self, entries: Any, hidden: str) -> None:
+        self._entries, self._hidden = entries, hidden
+
+    def __enter__(self) -> _WithoutNewNames:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries.close()
+
+    def __iter__(self) -> _WithoutNewNames:
+        return self
+
+    def __next__(self) -> os.DirEntry[str]:
+        return next(entry for entry in self._entries if not entry.name.startswith(self._hidden))
+
+
+def _save_from_two_nodes(run: Path) -> dict[str, Any]:
+    """A save in which each rank lists its own files alone; the manifest."""
+    rank, real = dist.get_rank(), os.scandir
+
+    def write(path: Path) -> Written:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"__{rank}_0.distcp").write_bytes(bytes([rank]) * 100)
+        return Written()
+
+    store = CheckpointStore(run, CheckpointConfig())
+    store.begin((10, 0), {"policy": write}, {"version": 40})
+    dist.barrier()
+    os.scandir = lambda path: _WithoutNewNames(real(path), f"__{1 - rank}_")  # type: ignore[assignment, return-value]
+    try:
+        assert store.finalize(wait=True) is not None
+    finally:
+        os.scandir = real
+    return dict(json.loads((run / "checkpoints/step_000010/manifest.json").read_text())["files"])
+
+
+def test_the_manifest_has_files_that_other_nodes_do_not_list_yet(tmp_path: Path) -> None:
+    """NFS keeps a folder's list for up to a minute. A file without a digest would be lost in a fork."""
+    first, second = run_layout(_save_from_two_nodes, ParallelConfig(data=2), tmp_path)
+    assert first == second
+    assert sorted(first) == ["policy/__0_0.distcp", "policy/__1_0.distcp", "trainer.json"]
+    assert first["policy/__1_0.distcp"]["sha256"] == hashlib.sha256(bytes([1]) * 100).hexdigest()

@@ -148,7 +148,10 @@ def _moved(log: Path) -> tuple[float, int] | None:
 
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
     """Step and time of the newest complete checkpoint. The manifest is written last, so it marks one."""
-    found = step_entries(RunPaths(run).checkpoints)
+    try:
+        found = list(step_entries(RunPaths(run).checkpoints))
+    except PermissionError:  # another user's run: what may be read of it is shown
+        return None
     saved = [
         (moment, manifest.stat().st_mtime) for moment, path in found if (manifest := path / MANIFEST).exists()
     ]

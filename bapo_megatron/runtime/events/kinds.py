@@ -66,6 +66,7 @@ EVENT_KINDS = {
     # checkpoints and exports
     "saving": _usual("a checkpoint was begun"),
     "checkpoint": _usual("a checkpoint is complete"),
+    "checkpoint_damaged": _trouble("a damaged checkpoint was passed over; the run goes on from an older one"),
     "resume_check": _usual("a part of the resume check could not be compared"),
     "resume_mismatch_accepted": _usual("a difference from the checkpoint was accepted by a flag"),
     "export": _usual("the final Hugging Face folder is complete"),

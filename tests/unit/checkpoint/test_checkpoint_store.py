@@ -16,9 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
 from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import CheckpointConfig
-from bapo_megatron.errors import CheckpointError, RunStopped, StorageFailed
+from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Saving
+from bapo_megatron.runtime.jsonl_log import EventLog
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import writing
 from tests.support.saves import Written, save, write_policy
 
@@ -95,14 +98,23 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
     latest = latest_of(store)
     assert latest is not None
     assert latest.step == 10
-    assert "passing over" in (printed := capsys.readouterr().out)
+    [why] = latest.passed_over
+    assert why.startswith(f"{folder_of(store)}/step_000020: ")
+    assert f"passing over {why}" in (printed := capsys.readouterr().out)
     assert "step_000020" in printed
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "trainer.json", "weights.bin"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_failing_file_system_is_no_damaged_checkpoint(
-    name: str, number: int, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        *((number, StorageFailed) for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)),
+        *((number, StorageFailed) for number in (errno.ENOTCONN, errno.EMFILE)),
+        *((number, ConfigError) for number in (errno.EACCES, errno.EPERM)),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
+    name: str, number: int, kind: type[Exception], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run would go on from step 10, and delete the whole checkpoint of step 20 at its next save."""
     real = os.open
@@ -121,12 +133,37 @@ def test_a_failing_file_system_is_no_damaged_checkpoint(
     monkeypatch.setattr(os, "open", failing)
     monkeypatch.setattr(Path, "open", failing_path)
     with (
-        pytest.raises(StorageFailed, match=os.strerror(number)),
+        pytest.raises(kind, match=os.strerror(number)) as raised,
         writing("a file of the run", folder_of(store)),
     ):
         latest_of(store)
+    assert not isinstance(raised.value, CheckpointError)
+    assert "move it away to go on without it" in str(raised.value)
     monkeypatch.undo()
     assert latest_of(store).step == 20
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.EACCES, ConfigError), (errno.EIO, StorageFailed), (errno.ESTALE, StorageFailed)],
+)
+def test_checkpoints_that_cannot_be_listed_are_no_new_run(
+    number: int, kind: type[Exception], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's folder, or an expired ticket. The run would begin at step 1, over its own record."""
+
+    def failing(path: Any) -> Any:
+        if Path(path) == folder_of(store):
+            raise OSError(number, os.strerror(number), str(path))
+        return real[name](path)
+
+    real = {name: getattr(os, name) for name in ("listdir", "scandir")}
+    for name in real:
+        monkeypatch.setattr(os, name, failing)
+    with pytest.raises(kind, match=rf"list of checkpoints could not be read at .*{os.strerror(number)}"):
+        latest_of(store)
+    with pytest.raises(kind, match=rf"list of checkpoints could not be read at .*{os.strerror(number)}"):
+        clear_leftovers(store._paths.root)
 
 
 def test_a_link_that_cannot_be_looked_at_is_no_damage_either(
@@ -238,6 +275,26 @@ class Slow(Written):
 
     def is_written(self) -> bool:
         return self.is_done
+
+
+def test_an_empty_folder_is_no_new_run_if_a_checkpoint_is_on_record(tmp_path: Path) -> None:
+    """A disk behind `checkpoints/` that is not mounted. At step 1 the run would erase its own record."""
+    folder, events = RunPaths(tmp_path).checkpoints, EventLog(RunPaths(tmp_path).events)
+    folder.mkdir()
+    events.event("start", step=1)
+    assert latest_checkpoint(tmp_path) is None  # killed before its first one
+    events.event("checkpoint", step=10, updates=0)
+    events.event("checkpoint", step=20, updates=0)
+    events.event("step_lost", step=3, note='"checkpoint"')
+    with pytest.raises(
+        CheckpointError, match=r"is empty, .* recorded a checkpoint of step 20: mount its disk"
+    ):
+        latest_checkpoint(tmp_path)
+    folder.rename(tmp_path / "away")
+    assert latest_checkpoint(tmp_path) is None
+    events.event("start", step=1)
+    folder.mkdir()  # killed again, in its first save
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_training_continues_while_a_checkpoint_is_written(store: CheckpointStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, SourceConfig
 from bapo_megatron.errors import ConfigError, RunStopped
+from tests.support.checkpoint_models import config_of as config_of_model
 from tests.support.forked_commands import ROOT
 from tests.support.saves import save, write_policy
 from tests.support.small_disk import fill, small_disk
@@ -313,6 +315,42 @@ def test_a_model_of_another_shape_is_refused_and_named(parent: Path, tmp_path: P
         check_fork(config, ForkSource(parent, None))
     (wider / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 99999}))
     check_fork(config, ForkSource(parent, None))
+
+
+def test_checkpoints_that_may_not_be_listed_are_named(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's run, from which people fork."""
+
+    def listdir(path: Path) -> list[str]:
+        if Path(path) == parent / "checkpoints":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(ConfigError, match=r"list of checkpoints could not be read at .*parent/checkpoints"):
+        check_fork(config_of(tmp_path / "child"), ForkSource(parent, None))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"num_experts": 7}, "experts 5, here 7"),
+        ({"moe_intermediate_size": 32}, "width of an expert 24, here 32"),
+    ],
+)
+def test_other_experts_are_refused_before_the_start(
+    change: dict[str, int], told: str, parent: Path, tmp_path: Path
+) -> None:
+    """Else the first to find out is every rank, with its GPU's memory full of the wrong model."""
+    for name, values in {"theirs": {}, "ours": change}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config_of_model("qwen3_moe", **values)))
+    store_config(replace(config_of(parent), model=ModelConfig(tmp_path / "theirs")))
+    config = replace(config_of(tmp_path / "child"), model=ModelConfig(tmp_path / "ours"))
+    with pytest.raises(ConfigError, match=rf"do not fit model.hf_path={tmp_path}/ours \({told}\)"):
+        check_fork(config, ForkSource(parent, None))
 
 
 def test_run_and_step_are_told_apart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -293,6 +294,25 @@ def test_a_continued_run_makes_the_newest_two_that_are_missing(
     assert [step for kind, step in owner.kinds() if kind == "export_done"] == [20, 30]
     names = ["step_000020", "step_000030", "step_000040"]
     assert sorted(path.name for path in owner.exports.folder.iterdir()) == names
+
+
+def test_a_leftover_that_cannot_be_deleted_does_not_end_the_start(
+    tmp_path: Path,
+    model: Path,
+    policy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On NFS, while the exporter of a node that was lost still writes there."""
+    leftover = tmp_path / "exports/.step_000010.bapo-ckpt.tmp"
+    leftover.mkdir(parents=True)
+
+    def busy(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    Owner(tmp_path, model, policy).exports.resume([])
+    assert f"warning: {leftover} could not be deleted" in capsys.readouterr().err
 
 
 def test_checkpoints_that_were_passed_over_are_not_exported(

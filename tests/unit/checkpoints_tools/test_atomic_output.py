@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -150,6 +151,33 @@ def test_a_term_signal_cleans_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+_TALKS = """
+import sys
+from contextlib import suppress
+from checkpoints_tools import cli, commands
+convert = commands.to_hf
+def to_hf(*arguments):
+    with suppress(BrokenPipeError):
+        print("a line of progress", file=sys.stderr, flush=True)
+    return convert(*arguments)
+commands.to_hf = to_hf
+cli.main()
+"""
+"""A conversion that prints within, as those of more than ten seconds do."""
+
+
+def test_a_conversion_goes_on_where_nobody_reads_its_lines(checkpoint: Path, tmp_path: Path) -> None:
+    """`bapo-ckpt ... 2>&1 | tee log`, and tee or its terminal is gone. Half of 64 GB would be left behind."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", _TALKS, "to-hf", str(checkpoint), str(tmp_path / "output")]
+    process = subprocess.Popen(command, stdout=write, stderr=write)
+    os.close(write)
+    assert process.wait(120) == 0
+    assert (tmp_path / "output/config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_signal_during_locking_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
@@ -270,6 +298,40 @@ def test_two_runs_at_once(convert: Convert, tmp_path: Path) -> None:
             convert(output, Settings())
         (folder / "mark").touch()
     assert (output / "mark").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("stale", [False, True])
+def test_two_runs_at_once_without_locks_publish_nothing_half_written(
+    fails: bool, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre mounted without flock, and NFS, which locks no folders and calls a removed one's handle stale:
+    the second clears the first's folder, and begins its own there."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def fstat(descriptor: int) -> os.stat_result:
+        found = real(descriptor)
+        if stale and stat.S_ISDIR(found.st_mode) and not found.st_nlink:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return found
+
+    real = os.fstat
+    monkeypatch.setattr(atomic_output.fcntl, "flock", unsupported)
+    monkeypatch.setattr(atomic_output.os, "fstat", fstat)
+    output = tmp_path / "output"
+    second = atomic_output.atomic_output(output)
+    told = (FileNotFoundError, "cleared") if fails else (ConfigError, "another process is writing")
+    with pytest.raises(told[0], match=told[1]), atomic_output.atomic_output(output):
+        half = second.__enter__() / "half"
+        half.touch()
+        if fails:
+            raise FileNotFoundError("cleared")
+    assert not output.exists()
+    assert half.exists()
+    second.__exit__(None, None, None)
+    assert (output / "half").exists()
 
 
 def test_too_little_space_is_seen_before(

@@ -114,9 +114,12 @@ def test_a_mid_step_checkpoint_is_newer_than_the_step_before_it(run: Path) -> No
     assert locate(run, "100").folder == run / "checkpoints/step_000100/policy"
 
 
-def test_only_whole_checkpoints_of_a_run_count(run: Path) -> None:
+def test_only_whole_checkpoints_of_a_run_count(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints/step_000120/policy/__0_0.distcp").write_text("short")
     assert locate(run).iteration == 100
+    told = capsys.readouterr().err  # or step 100 would go out as the run's end
+    assert told.startswith("passing over a newer checkpoint: ")
+    assert "step_000120/policy/__0_0.distcp has 5 bytes instead of 840" in told
     for path, step in ((run, "120"), (run / "checkpoints/step_000120/policy", "latest")):
         with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 5 bytes instead of 840"):
             locate(path, step)
@@ -144,6 +147,12 @@ def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
         locate(tmp_path, "newest")
 
 
+def test_a_checkpoint_of_verl_has_its_model_beside_it(tmp_path: Path) -> None:
+    touch(tmp_path / "global_step_7/actor/dist_ckpt/.metadata")
+    model = touch(tmp_path / "global_step_7/actor/huggingface/config.json").parent
+    assert hf_reference(locate(tmp_path / "global_step_7/actor/dist_ckpt"), None) == model
+
+
 def test_where_the_model_is_described(run: Path, tmp_path: Path) -> None:
     """In the checkpoint, beside it, or in the folder that the run started from; what is given comes first."""
     model, location = tmp_path / "model", locate(run)
@@ -158,6 +167,12 @@ def test_where_the_model_is_described(run: Path, tmp_path: Path) -> None:
         hf_reference(location, None)
     with pytest.raises(ConfigError, match=r"--hf-reference .*/model: no config.json there"):
         hf_reference(location, model)
+    (run / "config.json").write_text('{"config": {"model.hf_path": "models/small"}}')
+    with pytest.raises(
+        CheckpointError,
+        match=r"names the model models/small, which is not there as seen from /.*: go to where the run began",
+    ):
+        hf_reference(location, None)
     (run / "config.json").unlink()
     with pytest.raises(
         CheckpointError, match=r"carries no config.json of its model; name the model's folder"

@@ -48,6 +48,16 @@ def test_an_export_replaces_an_export(model: Path, tmp_path: Path) -> None:
     assert (output / "notes.md").exists()
 
 
+def test_an_export_has_every_chat_template_as_a_conversion_has(model: Path, tmp_path: Path) -> None:
+    """transformers keeps all but the first in a folder of their own: with it gone, one is left silently."""
+    export(model, tmp_path / "export")
+    to_megatron(model, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "converted")
+    for output in (tmp_path / "export", tmp_path / "converted"):
+        assert (output / "additional_chat_templates/tools.jinja").read_text() == "{{ tools }}", output
+    export(model, tmp_path / "export")  # replaced as any other: the mark lists the folder's files
+
+
 def run_folder(path: Path) -> None:
     (path / "checkpoints").mkdir(parents=True)
     (path / "config.json").write_text("{}")

@@ -156,6 +156,10 @@ def test_a_snapshot_of_the_hubs_cache_is_a_model(tmp_path: Path) -> None:
         blob = cache / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
         shutil.copy(path, blob)
         place.symlink_to(os.path.relpath(blob, place.parent))
+    with pytest.raises(
+        ConfigError, match=r"no config\.json there; .*: of the hub's cache that is snapshots/"
+    ):
+        read_model_shape(cache)
     HfReader(snapshot).check(read_model_shape(snapshot))
     to_megatron(snapshot, tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back")
@@ -282,6 +286,17 @@ def test_a_missing_shard_is_named_with_a_tensor_and_the_fix(
     ):
         found = read(model)
         found.check(shape)
+
+
+@pytest.mark.parametrize("read", [HfReader, read_safetensors_folder])
+def test_a_pointer_of_git_lfs_names_the_command_that_fetches_the_file(
+    read: Callable[[Path], Any], model: Path
+) -> None:
+    """A clone without git-lfs; the library's own message speaks of a header that is too large."""
+    [weights] = model.glob("*.safetensors")
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 3945441312\n")
+    with pytest.raises(ConfigError, match=rf"{weights} is a pointer of git-lfs.*`git lfs pull`"):
+        read(model)
 
 
 def test_links_within_a_folder_are_files(model: Path) -> None:

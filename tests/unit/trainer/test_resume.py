@@ -10,6 +10,7 @@ import pytest
 from bapo_megatron.checkpoint.reader import Checkpoint
 from bapo_megatron.config import DataConfig, ModelConfig, RunConfig
 from bapo_megatron.errors import ConfigError, ResumeError
+from bapo_megatron.runtime.events.kinds import event_text, is_trouble
 from bapo_megatron.trainer import resume
 
 FOUND = {"canary": "log-probs of the canary: 0.3", "weights": "bits of the weights: aa, bb now"}
@@ -45,6 +46,19 @@ def test_an_accepted_resume_mismatch_is_an_event() -> None:
     assert events("step_000004:weights", "step_000004:canary") == [
         {"kind": "resume_mismatch_accepted", "checkpoint": "step_000004", "differences": FOUND}
     ]
+
+
+def test_a_damaged_checkpoint_that_was_passed_over_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads `bapo status`, and not the log, learns that steps are made again, and why."""
+    monkeypatch.setattr(resume, "fingerprint_differences", lambda *_: {})
+    config = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")))
+    why = "run/checkpoints/step_000006: trainer.json is missing"
+    trainer = {"certificate": {"state": {}}}
+    saved = Checkpoint(Path("run/checkpoints/step_000004"), (4, 0), trainer, (why,))
+    [event] = resume.check_restored(config, None, None, saved)  # type: ignore[arg-type]
+    assert event == {"kind": "checkpoint_damaged", "checkpoint": "step_000004", "message": why}
+    assert is_trouble(event)
+    assert why in event_text(event)
 
 
 @pytest.mark.parametrize("accepted", ["step_000004:canary", "step_000004:optimizer"])

@@ -10,6 +10,7 @@ writes; a file lock excludes others. Used by ``rollout/sampler/group_sampler.py`
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -106,7 +107,9 @@ class SegmentJournal:
         self._lock.close()
 
     def _paths(self) -> list[Path]:
-        return sorted(self._folder.glob("segments-*.log"))
+        # Not by glob, which finds no log where the folder cannot be listed: the journal would begin anew.
+        names = os.listdir(self._folder)
+        return sorted(self._folder / n for n in names if n.startswith("segments-") and n.endswith(".log"))
 
 
 def _group_numbers(record: Record) -> Iterable[int]:

@@ -1,6 +1,6 @@
 """Benchmark of what routes cost a sampler: processor time a token, with those of Qwen3-30B-A3B and without.
 
-    python -m benchmarks.route_cost               # about four minutes
+    python -m benchmarks.route_cost               # about five minutes
     python -m benchmarks.route_cost --quick       # a short one, which is only printed
 
 The parts of the way in this process first; then the whole sampler with simulated engines over real HTTP, as
@@ -131,24 +131,28 @@ def _seconds(way: Callable[[], Any], repeats: int) -> float:
 
 
 def _whole(quick: bool) -> list[str]:
-    load = Load(32, 16, 244.0, 1000, 0.8, 8192, 1024, 4, 32, 1.0, warm_s=25, measured_s=45)
+    half = Load(32, 16, 244.0, 1000, 0.8, 8192, 1024, 4, 32, 1.0, warm_s=25, measured_s=45)
     if quick:
-        load = replace(load, warm_s=8, measured_s=10)
+        half = replace(half, warm_s=8, measured_s=10)
+    full = replace(half, rate=600.0)
     rows = []
-    for name, way in (("without", load), ("with", replace(load, routes=True))):
-        found = measure(way)
-        cores = found.tokens_per_s / found.processor * 2
+    for load in (half, replace(half, routes=True), full, replace(full, routes=True)):
+        found = measure(load)
+        offered, cores = load.engines * load.places * load.rate, found.tokens_per_s / found.processor * 2
         rows.append(
-            f"| {name} | {found.filled:.0%} | {found.tokens_per_s:,.0f} | {found.processor:.2f} "
-            f"| {cores:,.0f} | {found.peak_gib:.1f} GiB | {found.lost} |"
+            f"| {offered:,.0f} | {'with' if load.routes else 'without'} | {found.filled:.0%} "
+            f"| {found.tokens_per_s:,.0f} | {found.processor:.2f} | {cores:,.0f} | {found.peak_gib:.1f} GiB "
+            f"| {found.lost} |"
         )
     return [
-        f"{load.engines} engines with {load.places} requests each, over real HTTP; segments of "
-        f"{load.segment} tokens. The goal with routes: {GOAL:,} tokens a second of two cores.",
+        f"{half.engines} engines with {half.places} requests each, over real HTTP; segments of "
+        f"{half.segment} tokens. The goal with routes: {GOAL:,} tokens a second of two cores. The second "
+        "load is about what one core handles with routes; at the first a token also pays for a process that "
+        "mostly waits.",
         "",
-        "| routes | places filled | tokens a second handled | processor, cores "
-        "| tokens a second of two cores | peak memory | engines lost |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| offered, tokens a second | routes | places filled | handled | processor, cores "
+        "| handled by two cores, if all are as busy | peak memory | engines lost |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|",
         *rows,
         "",
         f"Load of the machine at the end: {os.getloadavg()[0]:.1f}. Beside other programs, above 2, a token "

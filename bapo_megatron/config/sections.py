@@ -291,8 +291,8 @@ class AlgorithmConfig:
     route_mismatch_limit: Annotated[float | None, Gt(0)] = field(default=0.3, kw_only=True)
     """Mismatch check of routes: largest share of tokens that engine and trainer route differently at the same
     weights, in the mean over the layers (`routes/engine_mismatch`); above it there is a warning and an event.
-    In bfloat16 a tenth is usual, routes of other tokens differ nearly all. Read with `rollout.route_replay`.
-    None: no check."""
+    In bfloat16 0.1 is usual; routes that belong to other tokens give nearly 1. Read with
+    `rollout.route_replay`. None: no check."""
     on_gap: Literal["warn", "stop"] = "warn"
     """Action of a failed mismatch check: a warning and an event, or the end of the run."""
     reuse_epochs: Annotated[int, Ge(1)] = 1  # E + 1

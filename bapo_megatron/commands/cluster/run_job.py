@@ -22,6 +22,13 @@ from bapo_megatron.runtime.run_paths import RunPaths
 RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")
 """States of a job whose processes run: also while Slurm sends a signal, or gives nodes back."""
 
+LIVE_STATES = (
+    *RUNNING_STATES,
+    *("PENDING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "EXPEDITING"),
+    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+)
+"""States of a job that runs or will run: also one that a preemption suspends, or that Slurm holds."""
+
 _DEADLINE_S = 15.0
 _MOST_STATE_BYTES = 1 << 20
 _DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
@@ -59,7 +66,7 @@ def read_job_state(run: Path) -> JobState | None:
     is_over = begun is None or begun.status in ("done", "stopped", "cancelled")
     if not is_over and begun is not None:
         queued = queue_state(begun.job)  # it may have been killed, and left no word
-        is_over = queued is not None and queued[0] not in (*RUNNING_STATES, "PENDING")
+        is_over = queued is not None and queued[0] not in LIVE_STATES
     if not is_over:
         return begun
     return JobState(str(submitted), 0, "submitted", 0, "", "", dict.fromkeys(_COUNTERS, 0))

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.run_job import (
-    RUNNING_STATES,
+    LIVE_STATES,
     JobState,
     lock_holder,
     queue_state,
@@ -33,12 +33,6 @@ from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
-
-_QUEUED_STATES = (
-    *("PENDING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "EXPEDITING"),
-    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
-)
-"""States of a job that Slurm still has, beside ``RUNNING_STATES``."""
 
 FRESH_S = 60.0
 """Age of an entry in RUN/engines at which its server counts as gone, seconds."""
@@ -130,7 +124,8 @@ def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) 
         return None
     rows = tail_rows(RunPaths(run).events)
     start = next((row for row in rows if row.get("kind") in BEGINNINGS), {})
-    begun = now - (_age(start, now) or now)  # a start that is not among the last events was long ago
+    age = _age(start, now)  # its time is of the clock of the machine that wrote it, and of no file
+    begun = 0.0 if age is None else files_now - age  # a start that is not among the last events was long ago
     patience = Patience(
         config["steps"], config.get("evaluation.every") or 0, config.get("logging.stalled_minutes")
     )
@@ -149,12 +144,13 @@ def _moved(log: Path) -> tuple[float, int] | None:
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
     """Step and time of the newest complete checkpoint. The manifest is written last, so it marks one."""
     try:
-        found = list(step_entries(RunPaths(run).checkpoints))
+        saved = [
+            (moment, manifest.stat().st_mtime)
+            for moment, path in step_entries(RunPaths(run).checkpoints)
+            if (manifest := path / MANIFEST).exists()
+        ]
     except PermissionError:  # another user's run: what may be read of it is shown
         return None
-    saved = [
-        (moment, manifest.stat().st_mtime) for moment, path in found if (manifest := path / MANIFEST).exists()
-    ]
     if not saved:
         return None
     (step, _), time_s = max(saved)
@@ -169,7 +165,7 @@ def _state(run: Path, job: JobState | None) -> str:
     if queued is None:
         return f"{job.status} (Slurm does not answer here)"
     state, reason = queued
-    if state in (*RUNNING_STATES, *_QUEUED_STATES):
+    if state in (*LIVE_STATES, "COMPLETING"):
         return f"{state} ({reason})" if reason else state
     if job.status == "submitted":
         return f"{state or 'not in the queue'}; it ended before its script began (`bapo logs`)"
@@ -181,10 +177,20 @@ def _state(run: Path, job: JobState | None) -> str:
 
 
 def _continued_by_hand(run: Path, job: JobState) -> bool:
-    """Whether the run was started without Slurm after the end of its job, by the order of their events."""
-    kinds = (str(row.get("kind")) for row in tail_rows(RunPaths(run).events))
-    last = next((kind for kind in kinds if kind in (*BEGINNINGS, *ENDS) or kind.startswith("job_")), "job_")
-    return job.status != "running" and not last.startswith("job_")
+    """Whether the run was started without Slurm after the end of its job, by the order of their events.
+
+    A job that waits has written none: what went before its submission is not after its end.
+    """
+    paths = RunPaths(run)
+    kinds = ((str(row.get("kind")), row) for row in tail_rows(paths.events))
+    turns = (one for one in kinds if one[0] in (*BEGINNINGS, *ENDS) or one[0].startswith("job_"))
+    last, row = next(turns, ("job_", {}))
+    if job.status == "running" or last.startswith("job_"):
+        return False
+    if job.status != "submitted":
+        return True
+    before_s = _age(row, paths.submitted_job.stat().st_mtime)
+    return before_s is not None and before_s < 0
 
 
 def _ended(run: Path) -> str:
@@ -211,7 +217,7 @@ def _is_ready(file: Path, now: float) -> bool:
         with read_plain(file) as opened:
             found = parse_row(opened.read(_MOST_ENTRY_BYTES))
         return now - file.stat().st_mtime < FRESH_S and found.get("state") == "ready"
-    except (OSError, ValueError):  # it is being replaced
+    except (OSError, ValueError, ConfigError):  # it is being replaced; or a link, which the job ignores, too
         return False
 
 

@@ -326,7 +326,9 @@ def test_memory_and_cores_that_are_left_to_slurm_are_told() -> None:
     assert told(cpus_per_task=None, exclusive=False, sbatch={"cpus-per-gpu": "12"}) == []
 
 
-@pytest.mark.parametrize(("state", "told"), [("PENDING", True), ("SIGNALING", True), ("COMPLETED", False)])
+@pytest.mark.parametrize(
+    ("state", "told"), [("PENDING", True), ("SIGNALING", True), ("SUSPENDED", True), ("COMPLETED", False)]
+)
 def test_a_second_job_of_a_run_is_told_before_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: bool
 ) -> None:

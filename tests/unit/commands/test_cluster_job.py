@@ -359,6 +359,8 @@ def test_a_second_job_of_a_run_is_told_before_it_waits(
             ["the job takes 16 nodes, and partition batch has 12"],
         ),
         ("", "24:00:00", []),
+        ("Welcome to the cluster!\n\nquota: a|b\nbatch|infinite|16", "24:00:00", []),
+        ("batch|1-00:00:00|n/a\nbatch|?|?", "24:00:00", []),
     ],
 )
 def test_what_a_partition_cannot_give_is_told(

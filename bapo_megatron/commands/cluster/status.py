@@ -20,6 +20,7 @@ from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.run_job import (
     LIVE_STATES,
+    Ask,
     JobState,
     lock_holder,
     queue_state,
@@ -300,22 +301,24 @@ def ago(seconds: float | None) -> str:
 
 
 _LINES = 40
+_ASK_S = 30.0
 _MOST_ENTRY_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 20
 
 
-def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
+def newest_logs(run: Path, every_rank: bool = False, ask: Ask | None = None) -> list[Path]:
     """Log files of the newest start: the job's, rank 0's and the servers'; with ``every_rank`` all.
 
-    Of the job that trains, if there is one: a later job may evaluate or convert its checkpoints.
+    Of the job that trains, if there is one: a later job may evaluate or convert its checkpoints. ``ask``: as
+    of ``read_job_state``.
     """
     starts = [
         folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
     ]
     if not starts:
-        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run)
-    job = read_job_state(run)
-    if job and job.status == "submitted" and (outputs := _outputs(run)):
+        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run, read_job_state(run, ask))
+    job = read_job_state(run, ask)
+    if job and job.status == "submitted" and (outputs := _outputs(run, job)):
         return outputs
     starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
     folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
@@ -323,9 +326,8 @@ def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
     return [path for path in logs if every_rank or _is_shown(path.name)]
 
 
-def _outputs(run: Path) -> list[Path]:
+def _outputs(run: Path, job: JobState | None) -> list[Path]:
     """Slurm's own output of a job that has not begun to write logs, or could not."""
-    job = read_job_state(run)
     return sorted(RunPaths(run).logs.glob(f"sbatch_*_{job.job}.out")) if job else []
 
 
@@ -353,9 +355,10 @@ def follow_logs(
     show_logs(run, out, every_rank)
     seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
     last: Path | None = None
+    ask = _asked_rarely()
     while is_following():
         time.sleep(0.5)
-        for path in newest_logs(run, every_rank):
+        for path in newest_logs(run, every_rank, ask):
             size = path.stat().st_size
             with read_plain(path) as file:
                 file.seek(seen.get(path, 0) if size >= seen.get(path, 0) else 0)
@@ -368,6 +371,20 @@ def follow_logs(
                 last = path
             out.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
             out.flush()
+
+
+def _asked_rarely() -> Ask:
+    """``queue_state`` with answers that are kept for a while: logs are looked at twice a second, and Slurm's
+    controller serves the whole cluster."""
+    answers: dict[str, tuple[float, tuple[str, str] | None]] = {}
+
+    def ask(job: str) -> tuple[str, str] | None:
+        now = time.monotonic()
+        if job not in answers or now - answers[job][0] > _ASK_S:
+            answers[job] = now, queue_state(job)
+        return answers[job][1]
+
+    return ask
 
 
 def _is_shown(name: str) -> bool:

@@ -394,6 +394,25 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path) -> None:
     )
 
 
+def test_following_logs_does_not_ask_slurm_twice_a_second(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second job waits while the first trains: whose logs, only Slurm knows."""
+    asked: list[str] = []
+
+    def squeue(job: str) -> tuple[str, str]:
+        asked.append(job)
+        return "RUNNING", ""
+
+    monkeypatch.setattr(run_job, "queue_state", squeue)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", squeue)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.time.sleep", lambda _s: None)
+    (run / "logs/41/2").mkdir(parents=True)
+    (run / "logs/41/2/job.log").write_text("it trains\n")
+    (run / "logs/submitted.job").write_text("57\n")
+    looks = iter([True] * 50 + [False])
+    follow_logs(run, io.StringIO(), is_following=lambda: next(looks))
+    assert 1 <= len(asked) <= 4, asked
+
+
 def test_missing_logs_and_jobs_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="writes to its terminal"):
         show_logs(tmp_path, io.StringIO())

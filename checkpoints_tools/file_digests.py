@@ -19,7 +19,7 @@ from bapo_megatron.runtime.files import file_below
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY
 from checkpoints_tools.conversion import DEFAULTS, Settings
 from checkpoints_tools.core.progress import byte_progress
-from checkpoints_tools.formats.locate import LATEST, locate, manifest_files
+from checkpoints_tools.formats.locate import LATEST, locate, manifest_files, newest_named
 
 _READ_BYTES = 1 << 20
 
@@ -52,10 +52,11 @@ class FileCheck:
 def verify_files(path: Path, step: str = LATEST, settings: Settings = DEFAULTS) -> FileCheck:
     """Check every file of the run's checkpoint that ``path`` and ``step`` name. It reads all of them.
 
-    CheckpointError if it is no run's, which has no manifest, or if a file is missing or of another size.
+    CheckpointError if it is no run's, which has no manifest, or if a file is missing or of another size: a
+    newest checkpoint that is not whole is not passed over.
     """
     settings.check()
-    folder = locate(path, step).folder
+    folder = locate(newest_named(path) if step == LATEST else path, step).folder
     if folder.name != POLICY or not (folder.parent / MANIFEST).is_file():
         raise CheckpointError(
             f"{folder} has no {MANIFEST} beside it, as checkpoints of runs have: give a second checkpoint to "

@@ -8,7 +8,8 @@ shift
 eval "${BAPO_TASK_SETTINGS:-}"
 unset BAPO_TASK_SETTINGS
 # A container may lack the user's home, where SGLang and Triton keep what they compile; without it they fail.
-if ! { mkdir -p "${HOME:-}" && [[ -w $HOME ]]; } 2>/dev/null; then
+# One that is read-only on the nodes is kept without a container: it has `pip install --user`, .netrc.
+if ! { mkdir -p "${HOME:-}" && [[ -w $HOME || -z ${BAPO_CONTAINER:-} ]]; } 2>/dev/null; then
     echo "the home ${HOME:-} cannot be written to here: compiled kernels go to a folder of this task in /tmp"
     HOME=$(mktemp -d "/tmp/bapo-home.XXXXXX") || exit 1
 fi

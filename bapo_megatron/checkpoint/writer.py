@@ -122,7 +122,11 @@ def _files_of_all_ranks(folder: Path) -> list[Path]:
 
 def _files_below(folder: Path) -> Iterator[str]:
     for place, _, names in os.walk(folder, onerror=_raise):
-        yield from (str((Path(place) / name).relative_to(folder)) for name in names)
+        for name in names:
+            # NFS keeps a deleted file under such a name while a process has it open, and no longer: in a
+            # manifest it would be a missing file at the next start.
+            if not name.startswith(".nfs"):
+                yield str((Path(place) / name).relative_to(folder))
 
 
 def _raise(error: OSError) -> None:

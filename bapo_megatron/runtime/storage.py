@@ -88,7 +88,7 @@ def check_not_failing(error: BaseException, what: str, path: Path) -> None:
 def check_readable(error: BaseException, what: str, path: Path) -> None:
     """ConfigError or FailingDiskError if ``error`` is one of the system that says nothing of what is stored.
 
-    For the reader of checkpoints: one that it takes for damaged is passed over, and deleted later. Without
+    For readers of checkpoints and rollouts: what is taken for damaged or absent is passed over. Without
     the right to read (also of an expired ticket on NFS) it is a ConfigError; a lost connection, too many open
     files and all else is a FailingDiskError.
     """

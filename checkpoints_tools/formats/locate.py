@@ -25,7 +25,7 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.runtime.files import file_below, read_file_inside
-from bapo_megatron.runtime.run_paths import CHECKPOINTS, MANIFEST, POLICY, moment_of
+from bapo_megatron.runtime.run_paths import CHECKPOINTS, MANIFEST, POLICY, Moment, moment_of
 from checkpoints_tools.formats.distcp import METADATA
 
 LATEST = "latest"
@@ -176,8 +176,22 @@ def _tracked(path: Path) -> str:
     return f"iter_{int(text):07d}"
 
 
+def newest_named(path: Path) -> Path:
+    """The folder of the newest checkpoint of a run, whole or not; ``path`` itself if it is no run's.
+
+    For a check, which must not pass over the one that it is asked about.
+    """
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    steps = _steps(folder) if folder.is_dir() else {}
+    return steps[max(steps)] if steps else path
+
+
+def _steps(checkpoints: Path) -> dict[Moment, Path]:
+    return {moment: child for child in _folders(checkpoints) if (moment := moment_of(child.name))}
+
+
 def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
-    steps = {moment: child for child in _folders(checkpoints) if (moment := moment_of(child.name))}
+    steps = _steps(checkpoints)
     if number is not None:
         if (number, 0) not in steps:
             have = sorted(step for step, updates in steps if not updates)

@@ -58,7 +58,7 @@ bapo_refuse_second_job() {
     other=$(sed -n 's/^job=\([0-9][0-9]*\)$/\1/p' "$BAPO_RUN/$BAPO_STATE_FILE" 2>/dev/null | head -n 1)
     [[ -n $other && $other != "$SLURM_JOB_ID" ]] || return 0
     state=$(squeue -h -j "$other" -o %T 2>/dev/null | head -n 1)
-    [[ $state != RUNNING && $state != SUSPENDED ]] || bapo_refuse "job $other of the run $BAPO_RUN is" \
+    ! bapo_is_live "$state" || bapo_refuse "job $other of the run $BAPO_RUN is" \
         "$state: \`bapo cancel $BAPO_RUN\` lets it save and stop; or give another --run-dir"
 }
 

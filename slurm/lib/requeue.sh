@@ -121,8 +121,11 @@ bapo_requeue() {
 # RUNNING, too, if Slurm does not answer: this shell lives, so that its job is not over.
 bapo_job_state() { { bapo_ask squeue -h -j "$SLURM_JOB_ID" -o %T || echo RUNNING; } | head -n 1; }
 
-bapo_is_running() {  # also while Slurm stops, continues (before it preempts) or shrinks the job
-    [[ $(bapo_job_state) =~ ^(RUNNING|SIGNALING|STOPPED|SUSPENDED|RESIZING|CONFIGURING)$ ]]
+bapo_is_running() { bapo_is_live "$(bapo_job_state)"; }
+
+# STATE: of a job that runs, also while Slurm stops, continues (before it preempts) or shrinks it.
+bapo_is_live() {
+    [[ $1 =~ ^(RUNNING|SIGNALING|STOPPED|SUSPENDED|RESIZING|CONFIGURING)$ ]]
 }
 
 # End the job after the trainer has ended with CODE: requeue or stop. Does not return for a requeued job.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def absent_inputs(config: RunConfig, root: Path) -> Iterator[str]:
     model = root / config.model.hf_path
     if not (model / "config.json").is_file():
         yield f"model.hf_path: {model} has no config.json on this machine; the nodes must have the model"
-    for source in config.data.files:
+    for source in config.data.files if config.rollout.replay is None else ():
         data, field = (
             root / source.path,
             f"data.sources[{source.name}]" if config.data.sources else "data.path",
@@ -151,7 +152,7 @@ class ClusterJob:
             )
         if problem := self._no_servers():
             yield problem
-        for what, text in {"name": self.config.name, **self._paths()}.items():
+        for what, text in {"name": self.config.name, **self._paths(), **self._inputs()}.items():
             if CONTROL.search(str(text)):
                 yield (
                     f"{what} {str(text)!a} has a line end or another control character, which no line of "
@@ -189,23 +190,34 @@ class ClusterJob:
         """Missing container mounts: paths that every task needs, with what to add to `mounts`."""
         if self.cluster.container is None:
             return []
-        return list(missing_mounts(self._paths(), self.cluster.mounts))
+        inside = [PurePosixPath(mount.split(":")[1]) for mount in self.cluster.mounts]
+        # One that this machine lacks may be in the image, or have another path outside: it is only warned of.
+        inputs = {
+            what: path
+            for what, path in self._inputs().items()
+            if os.path.exists(path) and not any(PurePosixPath(path).is_relative_to(place) for place in inside)
+        }
+        return list(missing_mounts(self._paths() | inputs, self.cluster.mounts))
 
     def _paths(self) -> dict[str, Path]:
-        """Paths that every task needs, by their roles."""
-        needed = {
+        """Paths that every task needs, by their roles, and that this machine has at the same place."""
+        return {
             "folder of the submission": self.root,
             "checkout": self.templates.parent,
             "run directory": self.run_dir,
             "recipe": self.recipe,
-            "model": self.root / self.config.model.hf_path,
         }
-        data = self.config.data
-        needed |= {
+
+    def _inputs(self) -> dict[str, Path]:
+        """Paths that tasks read, by their roles. A replay reads no data."""
+        data, replayed = self.config.data, self.config.rollout.replay
+        needed = {"model": self.root / self.config.model.hf_path}
+        if replayed is not None:
+            return needed | {"replayed run": self.root / replayed}
+        return needed | {
             f"data file of {one.name}" if data.sources else "data file": self.root / one.path
             for one in data.files
         }
-        return needed
 
     def summary(self) -> list[str]:
         """Summary of the job: the lines of `bapo plan`, or the nodes alone where the GPU type or the model's

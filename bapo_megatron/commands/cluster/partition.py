@@ -6,11 +6,15 @@ site's QOS may raise the limits; none where Slurm does not answer. Used by ``sub
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile, seconds_of
 from bapo_megatron.commands.cluster.run_job import SlurmError, call_slurm
+
+_LINE = re.compile(r"([^|]+)\|(infinite|UNLIMITED|n/a|(?:\d+-)?\d+(?::\d+){0,2})\|(\d+)")
+"""Partition, time limit and number of nodes."""
 
 
 def partition_warnings(cluster: ClusterFile, nodes: int) -> Iterator[str]:
@@ -22,10 +26,11 @@ def partition_warnings(cluster: ClusterFile, nodes: int) -> Iterator[str]:
         return
     sizes: dict[str, int] = defaultdict(int)
     limits: dict[str, str] = {}
-    for line in filter(None, said.splitlines()):
-        name, limit, count = line.split("|")
-        sizes[name] += int(count)
-        limits[name] = limit
+    for line in said.splitlines():
+        if found := _LINE.fullmatch(line):  # a site's sinfo may say more
+            name, limit, count = found.groups()
+            sizes[name] += int(count)
+            limits[name] = limit
     if not limits:
         return
     ends = [seconds_of(limit) if limit[:1].isdigit() else float("inf") for limit in limits.values()]

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,13 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")
 """States of a job whose processes run: also while Slurm sends a signal, or gives nodes back."""
+
+LIVE_STATES = (
+    *RUNNING_STATES,
+    *("PENDING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "EXPEDITING"),
+    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+)
+"""States of a job that runs or will run: also one that a preemption suspends, or that Slurm holds."""
 
 _DEADLINE_S = 15.0
 _MOST_STATE_BYTES = 1 << 20
@@ -47,19 +55,23 @@ class JobState:
     requeues: dict[str, int]
 
 
-def read_job_state(run: Path) -> JobState | None:
+Ask = Callable[[str], tuple[str, str] | None]
+"""A question to Slurm, as ``queue_state``."""
+
+
+def read_job_state(run: Path, ask: Ask | None = None) -> JobState | None:
     """The state of the run's job; None if no job was ever started or, by `bapo submit`, submitted for it.
 
     A job that was submitted has no state file before it begins, which may be days later. It counts as the
-    run's once the job before it is over.
+    run's once the job before it is over, for which ``ask`` (None: ``queue_state``) may ask Slurm.
     """
     begun, submitted = _read_state_file(run), _submitted(run)
     if submitted is None or (begun is not None and submitted <= _number(begun.job)):
         return begun
     is_over = begun is None or begun.status in ("done", "stopped", "cancelled")
     if not is_over and begun is not None:
-        queued = queue_state(begun.job)  # it may have been killed, and left no word
-        is_over = queued is not None and queued[0] not in (*RUNNING_STATES, "PENDING")
+        queued = (ask or queue_state)(begun.job)  # it may have been killed, and left no word
+        is_over = queued is not None and queued[0] not in LIVE_STATES
     if not is_over:
         return begun
     return JobState(str(submitted), 0, "submitted", 0, "", "", dict.fromkeys(_COUNTERS, 0))

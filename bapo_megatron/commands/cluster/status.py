@@ -19,7 +19,8 @@ from typing import Any, TextIO
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.run_job import (
-    RUNNING_STATES,
+    LIVE_STATES,
+    Ask,
     JobState,
     lock_holder,
     queue_state,
@@ -33,12 +34,6 @@ from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
-
-_QUEUED_STATES = (
-    *("PENDING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "EXPEDITING"),
-    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
-)
-"""States of a job that Slurm still has, beside ``RUNNING_STATES``."""
 
 FRESH_S = 60.0
 """Age of an entry in RUN/engines at which its server counts as gone, seconds."""
@@ -130,7 +125,8 @@ def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) 
         return None
     rows = tail_rows(RunPaths(run).events)
     start = next((row for row in rows if row.get("kind") in BEGINNINGS), {})
-    begun = now - (_age(start, now) or now)  # a start that is not among the last events was long ago
+    age = _age(start, now)  # its time is of the clock of the machine that wrote it, and of no file
+    begun = 0.0 if age is None else files_now - age  # a start that is not among the last events was long ago
     patience = Patience(
         config["steps"], config.get("evaluation.every") or 0, config.get("logging.stalled_minutes")
     )
@@ -149,12 +145,13 @@ def _moved(log: Path) -> tuple[float, int] | None:
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
     """Step and time of the newest complete checkpoint. The manifest is written last, so it marks one."""
     try:
-        found = list(step_entries(RunPaths(run).checkpoints))
+        saved = [
+            (moment, manifest.stat().st_mtime)
+            for moment, path in step_entries(RunPaths(run).checkpoints)
+            if (manifest := path / MANIFEST).exists()
+        ]
     except PermissionError:  # another user's run: what may be read of it is shown
         return None
-    saved = [
-        (moment, manifest.stat().st_mtime) for moment, path in found if (manifest := path / MANIFEST).exists()
-    ]
     if not saved:
         return None
     (step, _), time_s = max(saved)
@@ -169,7 +166,7 @@ def _state(run: Path, job: JobState | None) -> str:
     if queued is None:
         return f"{job.status} (Slurm does not answer here)"
     state, reason = queued
-    if state in (*RUNNING_STATES, *_QUEUED_STATES):
+    if state in (*LIVE_STATES, "COMPLETING"):
         return f"{state} ({reason})" if reason else state
     if job.status == "submitted":
         return f"{state or 'not in the queue'}; it ended before its script began (`bapo logs`)"
@@ -181,10 +178,20 @@ def _state(run: Path, job: JobState | None) -> str:
 
 
 def _continued_by_hand(run: Path, job: JobState) -> bool:
-    """Whether the run was started without Slurm after the end of its job, by the order of their events."""
-    kinds = (str(row.get("kind")) for row in tail_rows(RunPaths(run).events))
-    last = next((kind for kind in kinds if kind in (*BEGINNINGS, *ENDS) or kind.startswith("job_")), "job_")
-    return job.status != "running" and not last.startswith("job_")
+    """Whether the run was started without Slurm after the end of its job, by the order of their events.
+
+    A job that waits has written none: what went before its submission is not after its end.
+    """
+    paths = RunPaths(run)
+    kinds = ((str(row.get("kind")), row) for row in tail_rows(paths.events))
+    turns = (one for one in kinds if one[0] in (*BEGINNINGS, *ENDS) or one[0].startswith("job_"))
+    last, row = next(turns, ("job_", {}))
+    if job.status == "running" or last.startswith("job_"):
+        return False
+    if job.status != "submitted":
+        return True
+    before_s = _age(row, paths.submitted_job.stat().st_mtime)
+    return before_s is not None and before_s < 0
 
 
 def _ended(run: Path) -> str:
@@ -211,7 +218,7 @@ def _is_ready(file: Path, now: float) -> bool:
         with read_plain(file) as opened:
             found = parse_row(opened.read(_MOST_ENTRY_BYTES))
         return now - file.stat().st_mtime < FRESH_S and found.get("state") == "ready"
-    except (OSError, ValueError):  # it is being replaced
+    except (OSError, ValueError, ConfigError):  # it is being replaced; or a link, which the job ignores, too
         return False
 
 
@@ -294,22 +301,24 @@ def ago(seconds: float | None) -> str:
 
 
 _LINES = 40
+_ASK_S = 30.0
 _MOST_ENTRY_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 20
 
 
-def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
+def newest_logs(run: Path, every_rank: bool = False, ask: Ask | None = None) -> list[Path]:
     """Log files of the newest start: the job's, rank 0's and the servers'; with ``every_rank`` all.
 
-    Of the job that trains, if there is one: a later job may evaluate or convert its checkpoints.
+    Of the job that trains, if there is one: a later job may evaluate or convert its checkpoints. ``ask``: as
+    of ``read_job_state``.
     """
     starts = [
         folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
     ]
     if not starts:
-        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run)
-    job = read_job_state(run)
-    if job and job.status == "submitted" and (outputs := _outputs(run)):
+        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run, read_job_state(run, ask))
+    job = read_job_state(run, ask)
+    if job and job.status == "submitted" and (outputs := _outputs(run, job)):
         return outputs
     starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
     folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
@@ -317,9 +326,8 @@ def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
     return [path for path in logs if every_rank or _is_shown(path.name)]
 
 
-def _outputs(run: Path) -> list[Path]:
+def _outputs(run: Path, job: JobState | None) -> list[Path]:
     """Slurm's own output of a job that has not begun to write logs, or could not."""
-    job = read_job_state(run)
     return sorted(RunPaths(run).logs.glob(f"sbatch_*_{job.job}.out")) if job else []
 
 
@@ -347,9 +355,10 @@ def follow_logs(
     show_logs(run, out, every_rank)
     seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
     last: Path | None = None
+    ask = _asked_rarely()
     while is_following():
         time.sleep(0.5)
-        for path in newest_logs(run, every_rank):
+        for path in newest_logs(run, every_rank, ask):
             size = path.stat().st_size
             with read_plain(path) as file:
                 file.seek(seen.get(path, 0) if size >= seen.get(path, 0) else 0)
@@ -362,6 +371,20 @@ def follow_logs(
                 last = path
             out.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
             out.flush()
+
+
+def _asked_rarely() -> Ask:
+    """``queue_state`` with answers that are kept for a while: logs are looked at twice a second, and Slurm's
+    controller serves the whole cluster."""
+    answers: dict[str, tuple[float, tuple[str, str] | None]] = {}
+
+    def ask(job: str) -> tuple[str, str] | None:
+        now = time.monotonic()
+        if job not in answers or now - answers[job][0] > _ASK_S:
+            answers[job] = now, queue_state(job)
+        return answers[job][1]
+
+    return ask
 
 
 def _is_shown(name: str) -> bool:

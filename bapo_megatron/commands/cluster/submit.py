@@ -22,7 +22,7 @@ from bapo_megatron.commands.cluster.cluster_file import load_cluster
 from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
 from bapo_megatron.commands.cluster.partition import partition_warnings
-from bapo_megatron.commands.cluster.run_job import RUNNING_STATES, queue_state, read_job_state
+from bapo_megatron.commands.cluster.run_job import LIVE_STATES, queue_state, read_job_state
 from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
@@ -139,7 +139,7 @@ def earlier_job(run: Path) -> str | None:
     """Words for the job of this run that is in the queue; None if there is none, or Slurm does not answer."""
     found = read_job_state(run)
     state = (queue_state(found.job) or ("", ""))[0] if found else ""
-    if found is None or state not in (*RUNNING_STATES, "PENDING"):
+    if found is None or state not in LIVE_STATES:
         return None
     return f"job {found.job} of {run} is {state}: `bapo cancel {shlex.quote(str(run))}` lets it save and stop"
 

@@ -164,10 +164,9 @@ def conversations(run: RunRecord) -> list[Conversation]:
     """The three episodes, fewer of a short run. A problem of all of them is one without blocks."""
     paths = RunPaths(run.run_dir)
     try:
-        decoder = _decoder(run, paths)
+        decoder, steps = _decoder(run, paths), steps_in(paths.journal)
     except ConfigError as error:
         return [Conversation("No episode can be shown as text", [], problem=str(error))]
-    steps = steps_in(paths.journal)
     if not steps:
         missing = f"{paths.journal} has no step: the journal keeps the last rollout.keep_steps of a run's own"
         return [Conversation("No episode is stored", [], problem=missing)]

@@ -33,7 +33,7 @@ from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.step_columns import PROMPTS, column_file, header_of
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
-from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.storage import check_readable, writing
 from bapo_megatron.types import (
     RESPONSE_COLUMNS,
     Group,
@@ -78,8 +78,13 @@ def routes_path(directory: Path, step: int) -> Path:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps with a file in ``directory``, in order."""
-    return sorted(step for (step, _), _ in step_entries(directory, ".npz"))
+    """The steps with a file in ``directory``, in order; ConfigError or FailingDiskError if it cannot be
+    listed."""
+    try:
+        return sorted(step for (step, _), _ in step_entries(directory, ".npz"))
+    except OSError as error:
+        check_readable(error, "the list of rollouts", directory)
+        raise
 
 
 def step_groups(directory: Path, step: int) -> list[int]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
 from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.checkpoint.writer import clear_leftovers
+from bapo_megatron.checkpoint.writer import _files_below, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Saving
@@ -275,6 +275,14 @@ class Slow(Written):
 
     def is_written(self) -> bool:
         return self.is_done
+
+
+def test_a_deleted_file_that_nfs_keeps_for_a_while_is_in_no_manifest(tmp_path: Path) -> None:
+    """It is gone once its last process closes it, and the whole checkpoint would count as damaged."""
+    (tmp_path / "policy").mkdir()
+    for name in ("policy/.metadata", "policy/__0_0.distcp", "policy/.nfs0000000001a2b3c400000001"):
+        (tmp_path / name).touch()
+    assert sorted(_files_below(tmp_path)) == ["policy/.metadata", "policy/__0_0.distcp"]
 
 
 def test_an_empty_folder_is_no_new_run_if_a_checkpoint_is_on_record(tmp_path: Path) -> None:

@@ -69,5 +69,8 @@ def test_what_has_no_manifest_needs_a_second_checkpoint(
 
 def test_a_file_that_is_cut_or_gone_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints/step_000020/trainer.json").write_text("{")
-    assert cli.run(["verify", str(run), "--step", "20"]) == 2
-    assert "trainer.json has 1 bytes instead of 2: the checkpoint is not whole" in capsys.readouterr().err
+    for arguments in ([str(run), "--step", "20"], [str(run)], [str(run / "checkpoints")]):
+        assert cli.run(["verify", *arguments]) == 2  # and does not say that the one before is whole
+        told = capsys.readouterr()
+        assert "trainer.json has 1 bytes instead of 2: the checkpoint is not whole" in told.err
+        assert told.out == ""

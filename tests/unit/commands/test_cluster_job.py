@@ -152,20 +152,38 @@ def test_a_container_must_mount_what_its_tasks_read() -> None:
     assert any(line.endswith("to mounts; without --dry-run this is refused") for line in warnings)
     assert not job(replace(cluster, mounts=(f"{ROOT.parent}:{ROOT.parent}:rw",))).missing_mounts()
     assert not job(replace(cluster, container=None, mounts=())).missing_mounts()
-    config = job().config
-    read = (
-        replace(config.model, hf_path=Path("/models/a")),
-        replace(config.data, path=Path("/data/b/c.jsonl")),
-    )
-    inputs = replace(job(), config=replace(config, model=read[0], data=read[1]))
-    assert [line.partition(": add ")[2] for line in inputs.missing_mounts()] == [
-        '"/models/a:/models/a" to mounts',
-        '"/data/b:/data/b" to mounts',
-    ]
     outside = replace(job(), config=replace(job().config, run_dir=Path("/fast/run")))
     assert outside.missing_mounts() == [
         'the container does not mount the run directory /fast/run: add "/fast/run:/fast/run" to mounts'
     ]
+
+
+def test_inputs_that_this_machine_has_must_be_mounted(tmp_path: Path) -> None:
+    """One that it lacks may be in the image, or have another path outside; a replay reads no data."""
+    config, data = job().config, tmp_path / "data/b/c.jsonl"
+    model = tmp_path / config.model.hf_path  # of a known shape
+    config = replace(config, model=replace(config.model, hf_path=model))
+    config = replace(config, data=replace(config.data, path=data))
+
+    def told(*mounts: str, replay: Path | None = None) -> list[str]:
+        cluster = replace(pyxis(), mounts=(*pyxis().mounts, *mounts))
+        asked = replace(config, rollout=replace(config.rollout, replay=replay))
+        lines = replace(job(cluster), config=asked).missing_mounts()
+        return [line.partition(": add ")[2] for line in lines]
+
+    assert told() == []
+    warnings = check_job(replace(job(), config=config), force=True)
+    assert any(f"{model} has no config.json on this machine" in line for line in warnings)
+    model.mkdir(parents=True)
+    data.parent.mkdir(parents=True)
+    data.touch()
+    model_mount, data_mount = f"{model}:{model}", f"{data.parent}:{data.parent}"
+    assert told() == [f'"{model_mount}" to mounts', f'"{data_mount}" to mounts']
+    assert told(f"/lustre/models:{model.parent}", f"/lustre/data:{data.parent}:ro") == []
+    assert told(replay=tmp_path / "gone") == [f'"{model_mount}" to mounts']
+    (tmp_path / "run").mkdir()
+    replayed = f'"{tmp_path}/run:{tmp_path}/run" to mounts'
+    assert told(model_mount, replay=tmp_path / "run") == [replayed]
 
 
 def test_warnings_for_missing_inputs_and_a_small_disk(tmp_path: Path) -> None:
@@ -326,7 +344,9 @@ def test_memory_and_cores_that_are_left_to_slurm_are_told() -> None:
     assert told(cpus_per_task=None, exclusive=False, sbatch={"cpus-per-gpu": "12"}) == []
 
 
-@pytest.mark.parametrize(("state", "told"), [("PENDING", True), ("SIGNALING", True), ("COMPLETED", False)])
+@pytest.mark.parametrize(
+    ("state", "told"), [("PENDING", True), ("SIGNALING", True), ("SUSPENDED", True), ("COMPLETED", False)]
+)
 def test_a_second_job_of_a_run_is_told_before_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: bool
 ) -> None:
@@ -357,6 +377,8 @@ def test_a_second_job_of_a_run_is_told_before_it_waits(
             ["the job takes 16 nodes, and partition batch has 12"],
         ),
         ("", "24:00:00", []),
+        ("Welcome to the cluster!\n\nquota: a|b\nbatch|infinite|16", "24:00:00", []),
+        ("batch|1-00:00:00|n/a\nbatch|?|?", "24:00:00", []),
     ],
 )
 def test_what_a_partition_cannot_give_is_told(

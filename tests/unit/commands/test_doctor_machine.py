@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import time
@@ -145,9 +146,16 @@ def test_the_disk_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (short,) = disk_rows(Disk(directory, 51.0))
     assert (short.state, short.found) == ("problem", "50.0 GB free")
     assert short.needed == "51.0 GB, for checkpoints, weights and rollouts"
-    monkeypatch.setattr("os.access", lambda *_args: False)
-    assert [row.state for row in disk_rows(Disk(directory))] == ["ok", "problem"]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda *_args: False)
+        assert [row.state for row in disk_rows(Disk(directory))] == ["ok", "problem"]
     assert not directory.exists()
+    (directory / "journal").mkdir(parents=True)
+    (directory / "journal/step_000001.npz").touch()
+    os.truncate(directory / "journal/step_000001.npz", 2_000_000_000)  # what the run has written is not free
+    (enough,) = disk_rows(Disk(directory, 51.0))
+    assert (enough.state, enough.found) == ("ok", "50.0 GB free, and 2.0 GB of this run there")
+    assert [row.state for row in disk_rows(Disk(directory, 53.0))] == ["problem"]
 
 
 def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -66,6 +68,25 @@ def texts(run: RunRecord) -> list[list[tuple[str, str]]]:
 def test_a_response_of_a_source_without_an_environment_ended_by_itself(tmp_path: Path) -> None:
     [found] = conversations(write_run(tmp_path, {4: rollout("\\boxed{935}<|im_end|>")}))
     assert found.title.endswith("0 of them given, ended by a stop token")
+
+
+def test_a_journal_that_may_not_be_listed_costs_its_episodes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of another user's run: the page has all else."""
+
+    def listdir(path: Path) -> list[str]:
+        if Path(path) == tmp_path / "journal":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    run, real = write_run(tmp_path, {4: asked()}), os.listdir
+    monkeypatch.setattr(os, "listdir", listdir)
+    [found] = conversations(run)
+    assert (found.title, found.blocks) == ("No episode can be shown as text", [])
+    assert found.problem.startswith(
+        f"the list of rollouts could not be read at {tmp_path}/journal: Permission"
+    )
 
 
 def test_an_episode_by_hand(tmp_path: Path) -> None:

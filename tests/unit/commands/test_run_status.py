@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
 import os
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +239,73 @@ def test_a_run_that_goes_on_by_hand_after_its_job(
     assert f"job         41, {read_status(run, NOW).state}, restart 2" in status_text(read_status(run, NOW))
 
 
+def test_a_job_that_waits_is_not_hidden_by_an_earlier_start_by_hand(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was tried by hand, then submitted: its job waits, and has written no event."""
+    answer = ("PENDING", "Priority")
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: answer)
+    (run / "slurm.state").unlink()
+    (run / "logs").mkdir()
+    (run / "logs/submitted.job").write_text("57\n")
+    os.utime(run / "logs/submitted.job", (NOW - 100, NOW - 100))
+
+    def add(kind: str, age_s: float) -> None:
+        when = datetime.fromtimestamp(NOW - age_s, UTC).isoformat()
+        with (run / "events.jsonl").open("a") as log:
+            log.write(json.dumps({"time": when, "kind": kind}) + "\n")
+
+    add("start", 500)
+    add("preempted", 400)
+    assert "job         57, PENDING (Priority), restart 0\n" in status_text(read_status(run, NOW))
+    answer = ("", "")
+    assert "57, not in the queue; it ended before its script began" in status_text(read_status(run, NOW))
+    add("resume", 50)
+    add("done", 20)
+    assert "job         not running, done\n" in status_text(read_status(run, NOW))
+
+
+def test_a_start_is_as_long_ago_as_by_the_clock_that_wrote_its_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a server a quarter of an hour ahead: a run that began five minutes ago is not stalled."""
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.file_time", lambda _folder: NOW + 900)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.time.time", lambda: NOW)
+    for path in (run / "metrics.jsonl", run / "checkpoints"):
+        os.utime(path, (NOW - 9000, NOW - 9000))
+    event = {"time": datetime.fromtimestamp(NOW - 300, UTC).isoformat(), "kind": "resume"}
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    os.utime(run / "events.jsonl", (NOW - 9000, NOW - 9000))
+    assert read_status(run).stalled_s is None
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.time.time", lambda: NOW + 900)
+    assert read_status(run).stalled_s == 1200
+
+
+def test_checkpoints_that_may_be_listed_and_not_entered_do_not_end_status(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another user; root, who runs these tests here and there, may enter all."""
+
+    def refused(self: Path) -> bool:
+        if self.name == "manifest.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return os.path.exists(self)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert "checkpoint  none yet\n" in status_text(read_status(run, NOW))
+
+
+def test_an_entry_of_a_server_that_is_a_link_counts_as_a_dead_server(run: Path) -> None:
+    """The job passes over it, too; `bapo status` must not end at it."""
+    entry = sorted((run / "engines").iterdir())[0]
+    (run / "elsewhere").write_text(entry.read_text())
+    entry.unlink()
+    entry.symlink_to(run / "elsewhere")
+    engines = read_status(run, NOW).engines
+    assert engines is not None
+    assert engines[1] == 3
+
+
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     text = status_text(read_status(tmp_path, NOW))
@@ -323,6 +392,25 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path) -> None:
     assert out.getvalue() == (
         "==> logs/41/0/job.log <==\nold\n==> logs/41/0/job.log <==\nnew\n==> logs/41/1/job.log <==\nagain\n"
     )
+
+
+def test_following_logs_does_not_ask_slurm_twice_a_second(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second job waits while the first trains: whose logs, only Slurm knows."""
+    asked: list[str] = []
+
+    def squeue(job: str) -> tuple[str, str]:
+        asked.append(job)
+        return "RUNNING", ""
+
+    monkeypatch.setattr(run_job, "queue_state", squeue)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", squeue)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.time.sleep", lambda _s: None)
+    (run / "logs/41/2").mkdir(parents=True)
+    (run / "logs/41/2/job.log").write_text("it trains\n")
+    (run / "logs/submitted.job").write_text("57\n")
+    looks = iter([True] * 50 + [False])
+    follow_logs(run, io.StringIO(), is_following=lambda: next(looks))
+    assert 1 <= len(asked) <= 4, asked
 
 
 def test_missing_logs_and_jobs_are_reported(tmp_path: Path) -> None:
@@ -469,6 +557,8 @@ def test_a_job_that_waits_for_its_first_start_has_a_status_and_can_be_cancelled(
         ("stopped", None, "57"),
         ("running", ("RUNNING", ""), "41"),
         ("requeued", ("PENDING", ""), "41"),
+        ("requeued", ("REQUEUE_HOLD", ""), "41"),  # `bapo cancel` must find it
+        ("running", ("SUSPENDED", ""), "41"),
         ("running", ("", ""), "57"),  # scancel has ended it
         ("running", None, "41"),  # Slurm does not answer
     ],

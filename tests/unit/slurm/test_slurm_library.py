@@ -699,6 +699,8 @@ def test_the_probe_of_a_heterogeneous_job_gets_its_groups_gpus(shell: Shell, tmp
     ("other", "status", "state", "code"),
     [
         (3, "running", "RUNNING", 2),
+        (3, "running", "SIGNALING", 2),  # it saves
+        (3, "running", "STOPPED", 2),
         (3, "running", "COMPLETED", 0),
         (3, "stopped", "RUNNING", 0),  # a salloc, in which the run has ended
         (7, "running", "RUNNING", 0),
@@ -724,7 +726,7 @@ def test_a_second_job_leaves_the_state_of_the_first_alone(
     if code:
         log = (tmp_path / "logs/7/0/job.log").read_text()
         assert log.startswith(
-            f"error: job 3 of the run {tmp_path} is RUNNING: `bapo cancel {tmp_path}` lets it"
+            f"error: job 3 of the run {tmp_path} is {state}: `bapo cancel {tmp_path}` lets it"
         )
 
 

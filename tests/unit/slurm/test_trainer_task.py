@@ -99,6 +99,13 @@ def test_a_task_keeps_a_home_that_it_has(tmp_path: Path) -> None:
     assert run_rank(tmp_path, 'echo "$HOME"', home=f"{tmp_path}/home").stdout == f"{tmp_path}/home\n"
 
 
+def test_a_read_only_home_is_kept_without_a_container(tmp_path: Path) -> None:
+    """Sites mount it so on their nodes: `pip install --user` and .netrc are there. /proc is such a folder."""
+    assert run_rank(tmp_path, 'echo "$HOME"', home="/proc/self").stdout == "/proc/self\n"
+    inside = run_rank(tmp_path, 'rmdir "$HOME"', home="/proc/self", BAPO_CONTAINER="image.sqsh").stdout
+    assert inside.startswith("the home /proc/self cannot be written to here")
+
+
 def test_a_rank_runs_the_code_of_the_checkout(tmp_path: Path) -> None:
     """Not the copy in the image, where the job was submitted from another folder."""
     for before, path in (("", "/shared/checkout"), ("/x", "/shared/checkout:/x")):

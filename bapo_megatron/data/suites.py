@@ -60,7 +60,7 @@ def load_suite(
     check_prepared_for(path, reward_function, reward_flag)
     try:
         checks = ground_truth_check(reward_function, begun), extra_info_check(reward_function)
-        found = load_prompts(path, tokenizer, max_prompt_tokens, *checks, tools_of(name))
+        found = load_prompts(path, tokenizer, max_prompt_tokens, *checks, tools_of(name), begun)
     except ConfigError as error:  # its message names the fields of a run
         told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
         raise ConfigError(told.replace("data.max_prompt_tokens", "max_prompt_tokens")) from error

@@ -147,7 +147,7 @@ def _range_problems(bound: str, start: float, end: float, step: float) -> Iterat
         yield f"{bound}_end={end} is below {bound}_start={start}; make them equal for a fixed bound"
     if end > start and not step > 0:
         yield f"{bound}_step={step} must be above 0, or set {bound}_end={start} for a fixed bound"
-    elif end - start > step * MOST_CANDIDATES:
+    elif end > start and end - start > step * MOST_CANDIDATES:
         yield (
             f"{bound}_step={step} cuts {start} to {end} into {(end - start) / step:,.0f} steps, each with a "
             f"sum of its own: take a wider one, at most {MOST_CANDIDATES:,} steps"

@@ -20,6 +20,7 @@ from bapo_megatron.data.rows import (
     extra_info_of,
     field_of,
     ground_truth_of,
+    media_problem,
     messages_of,
     read_rows,
 )
@@ -80,11 +81,13 @@ def load_prompts(
     check_ground_truth: CheckGroundTruth | None = None,
     check_extra_info: CheckExtraInfo | None = None,
     tools: Tools = (),
+    begun: bool = False,
 ) -> PromptSet:
     """Load a dataset: read a JSONL or parquet file and tokenize its prompts with the chat template.
 
-    ``tools``: of the environment that answers their responses, if it describes some. Raises ConfigError that
-    names file, row (the first is 0), field and fix.
+    ``tools``: of the environment that answers their responses, if it describes some. ``begun``: for a run
+    with steps, whose prompts stay as they are, also those about images. Raises ConfigError that names file,
+    row (the first is 0), field and fix.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.hf_path: its tokenizer has no chat_template; add a chat_template.jinja")
@@ -96,6 +99,8 @@ def load_prompts(
             prompt = _prompt(number, row, tokenizer, several, tools)
             _check(prompt.ground_truth, check_ground_truth)
             if check_extra_info and (problem := check_extra_info(prompt.extra_info)):
+                raise RowError(problem)
+            if not begun and (problem := media_problem(row, prompt.messages)):
                 raise RowError(problem)
         except RowError as error:
             raise ConfigError(f"data.path={path}, row {number} (the first is 0): {error}") from error

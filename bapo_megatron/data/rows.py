@@ -14,7 +14,7 @@ import json
 import re
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ r"""A string, or a bracket outside of strings. An unterminated string extends to
 every quote in it would be tried as a beginning."""
 _CONVERTED = re.compile(r"timestamp\[|Json\(")
 """Types of columns whose texts the loader changes: dates, and texts beside other types (05 becomes 5)."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of what a prompt shows, as verl has them, beside places such as ``<image>`` in its text."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -167,6 +169,15 @@ def messages_of(row: Row) -> list[dict[str, str]]:
     return messages
 
 
+def media_problem(row: Row, messages: Sequence[Mapping[str, str]]) -> str | None:
+    """The error of a row whose prompt is about what it shows: only its text reaches the model. Else None."""
+    for name in _MEDIA:
+        place = f"<{name.removesuffix('s')}>"
+        if row.get(name) not in (None, []) and any(place in one["content"] for one in messages):
+            return f"its prompt is about its {name}, and models here read text alone: leave it out"
+    return None
+
+
 def ground_truth_of(row: Row, several: bool = False) -> str:
     """Ground truth of the row, ``reward_model.ground_truth``, as text: one answer, or the tests of a program.
 
@@ -176,8 +187,8 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
     answer = _unwrapped(value, several)
     if isinstance(answer, int) and not isinstance(answer, bool):
         answer = str(answer)
-    if several and isinstance(answer, (bool, float, list, dict)) and answer != {}:
-        answer = json.dumps(_without_none(answer), ensure_ascii=False, default=str)
+    if several and isinstance(answer, (bool, float, list, dict)):
+        answer = _json_of(answer)
     if not isinstance(answer, str) or not answer.strip():
         any_value = "" if several or not isinstance(value, (float, list, dict)) else _OWN
         raise RowError(
@@ -188,6 +199,16 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
 
 _OWN = "; a reward function of yours takes any JSON value (--reward module:function of `bapo data prepare`)"
 """Hint at a ground truth that no built-in reward reads."""
+
+
+def _json_of(value: Any) -> str:
+    """The JSON text of a ground truth; empty for one that is missing: an object without a value, or NaN,
+    which pandas has in place of a missing value."""
+    plain = _without_none(value)
+    try:
+        return "" if plain == {} else json.dumps(plain, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:
+        return ""
 
 
 def _without_none(value: Any) -> Any:

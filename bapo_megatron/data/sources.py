@@ -92,5 +92,5 @@ def _load(
 ) -> PromptSet:
     check_prepared_for(source.file, function, flag)
     checks = ground_truth_check(function, begun), extra_info_check(function)
-    found = load_prompts(source.file, tokenizer, data.max_prompt_tokens, *checks, tools)
+    found = load_prompts(source.file, tokenizer, data.max_prompt_tokens, *checks, tools, begun)
     return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))

@@ -60,10 +60,11 @@ def load_suite(
     check_prepared_for(path, reward_function, reward_flag)
     try:
         checks = ground_truth_check(reward_function, begun), extra_info_check(reward_function)
-        found = load_prompts(path, tokenizer, max_prompt_tokens, *checks, tools_of(name))
+        found = load_prompts(path, tokenizer, max_prompt_tokens, *checks, tools_of(name), begun)
     except ConfigError as error:  # its message names the fields of a run
         told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
-        raise ConfigError(told.replace("data.max_prompt_tokens", "max_prompt_tokens")) from error
+        told = told.replace("data.max_prompt_tokens", "max_prompt_tokens")
+        raise ConfigError(told.replace("reward.function=", f"{reward_flag.removeprefix('--')}=")) from error
     if found.too_long:
         raise ConfigError(
             f"suite {text}: {found.too_long} of its prompts have more than max_prompt_tokens="

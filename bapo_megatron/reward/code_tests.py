@@ -287,7 +287,7 @@ def _called(function: str, given: Any, expected: Any) -> Called:
     if isinstance(given, str):
         try:
             given = [json.loads(line) for line in given.splitlines() if line.strip()]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the input {given[:80]!r} is not one JSON value a line: {error}") from None
         expected = _json_or_text(expected)
     if not isinstance(given, list):
@@ -300,6 +300,8 @@ def _json_or_text(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
+    except RecursionError as error:  # no text: nothing that a program returns would be equal to it
+        raise ValueError(f"the output {value[:80]!r} nests too deep: {error}") from None
     except ValueError:
         return value
 

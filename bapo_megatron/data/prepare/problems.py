@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bapo_megatron.data.rows import Row, RowError, extra_info_of, ground_truth_of, messages_of
+from bapo_megatron.data.rows import Row, RowError, extra_info_of, ground_truth_of, media_problem, messages_of
 from bapo_megatron.reward.answer_text import last_boxed
 from bapo_megatron.reward.code_tests import is_tests
 
@@ -32,8 +32,6 @@ _OF_CHATS = ("prompt", "reward_model")
 """Columns that identify a chat row."""
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns of a prepared row; all other columns go into ``extra_info``."""
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of what a prompt shows, as verl has them, beside places such as ``<image>`` in its text."""
 _GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
 _ANSWER_LINE = re.compile(
     r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
@@ -153,11 +151,8 @@ def _chat(row: Row, source: str, number: int, instruct: bool, several: bool) -> 
     if isinstance(row.get("prompt"), str):
         row = {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
     messages = [{"role": one["role"], "content": one["content"]} for one in messages_of(row)]
-    for name in _MEDIA:
-        if row.get(name) is not None and any(
-            f"<{name.removesuffix('s')}>" in one["content"] for one in messages
-        ):
-            raise RowError(f"its prompt is about its {name}, and models here read text alone: leave it out")
+    if problem := media_problem(row, messages):
+        raise RowError(problem)
     if messages[-1]["role"] != "user":
         raise RowError(f"prompt ends with a message of {messages[-1]['role']!r}; the last must be the user's")
     ground_truth = ground_truth_of(row, several)

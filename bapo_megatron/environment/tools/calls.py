@@ -24,8 +24,9 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 """A call of Qwen and Hermes models. The last may be open: its end is the token that ended the turn."""
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)(?:\n?</parameter>|\Z)", re.DOTALL)
-"""An argument. The template puts a line break on either side of a value; others belong to it."""
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)(?:\n?</parameter>|\Z)", re.DOTALL)
+"""An argument. The template puts a line break on either side of a value; others belong to it. A name has no
+``<``: else each of many beginnings would be read to the end of the turn, in time quadratic in its length."""
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _PYTHON_TAG = "<|python_tag|>"
 

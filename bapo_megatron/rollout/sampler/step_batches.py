@@ -108,8 +108,9 @@ def read_header(directory: Path, step: int) -> StepHeader:
     ConfigError as of ``read_step``, and for a compressed file.
     """
     with _opened(directory, step) as (file, arrays):
-        batch = _batch(dict(arrays), routes_path(directory, step).absolute())
-        return header_of(batch, column_file(step_path(directory, step).absolute(), file, arrays.zip))
+        # First, as it refuses compressed files: ten megabytes of them may hold arrays of ten gigabytes.
+        columns = column_file(step_path(directory, step).absolute(), file, arrays.zip)
+        return header_of(_batch(dict(arrays), routes_path(directory, step).absolute()), columns)
 
 
 def read_example(directory: Path, step: int) -> tuple[np.ndarray, Rollout]:
@@ -120,7 +121,7 @@ def read_example(directory: Path, step: int) -> tuple[np.ndarray, Rollout]:
     of ``read_step``, for a compressed file, and for a step without responses.
     """
     with _opened(directory, step) as (file, arrays):
-        # First, as it refuses compressed files: ten megabytes of them may hold a header of ten gigabytes.
+        # First, as in read_header.
         columns = column_file(step_path(directory, step).absolute(), file, arrays.zip).columns
         groups = json.loads(arrays["header"].tobytes())["groups"]
         if not any(group["rollouts"] for group in groups):

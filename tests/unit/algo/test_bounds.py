@@ -57,9 +57,10 @@ def test_range_that_the_step_does_not_divide_ends_on_the_last_whole_step() -> No
 
 
 def test_empty_range_is_one_candidate_whatever_the_step() -> None:
-    config = BoundsConfig(low_start=0.8, low_end=0.8, low_step=0.0)
-    assert low_values(config) == [0.8]
-    assert list(config.problems()) == []
+    for step in (0.0, -0.02):
+        config = BoundsConfig(low_start=0.8, low_end=0.8, low_step=step)
+        assert low_values(config) == [0.8]
+        assert list(config.problems()) == []
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,31 @@ def test_a_reward_of_ones_own_takes_any_ground_truth_as_json(
     assert prompt.ground_truth == text
 
 
+@pytest.mark.parametrize("truth", [float("nan"), {"target": None}])
+def test_a_missing_value_is_no_ground_truth(tmp_path: Path, truth: Any) -> None:
+    """As pandas and Arrow fill rows without one: a reward would compare with it, and nobody be told."""
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(truth=truth)]), path)
+    with pytest.raises(
+        ConfigError, match=r"row 0 .*ground_truth is .*; it must be the answer as text, not empty"
+    ):
+        load_prompts(path, CharacterTokenizer(), 10)
+
+
+def test_prompts_about_images_are_refused_unless_the_run_has_begun(tmp_path: Path) -> None:
+    """verl's files need no `bapo data prepare`; rows without an image may name its place."""
+    path, shows = tmp_path / "rows.parquet", [{"bytes": b"\x00", "path": "a.png"}]
+    rows = [row("<image>?", images=[]), row("1+1=", images=shows)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert len(load_prompts(path, CharacterTokenizer(), 10).prompts) == 2
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows, row("<image>!", images=shows)]), path)
+    with pytest.raises(
+        ConfigError, match=r"row 2 .*its prompt is about its images, and models here read text"
+    ):
+        load_prompts(path, CharacterTokenizer(), 10)
+    assert len(load_prompts(path, CharacterTokenizer(), 10, begun=True).prompts) == 3
+
+
 def test_whole_numbers_are_answers_for_every_reward(file: Path) -> None:
     """Texts beside them stay as they are written: the loader would make 5 of 05, and 1000.0 of 1e3."""
     path = write(file, [row("a", truth="05"), row("b", truth=5), row("c", truth="1e3")])

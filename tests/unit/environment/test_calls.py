@@ -60,6 +60,9 @@ def test_calls_of_qwen3_coder() -> None:
     mistyped = CODER.format(parameter("times", "three") + parameter("of", "[1]"))
     assert tool_calls(mistyped, [SCHEMA]) == [Call("run", {"times": "three", "of": [1]})]
     assert tool_calls("<tool_call>\n<function=run>\n<parameter=code>\n1") == [Call("run", {"code": "1"})]
+    # A name ends where another argument begins: else each of many beginnings is read to the turn's end.
+    begun = "<parameter=" * 3 + "a>1</parameter>"
+    assert tool_calls(CODER.format(begun)) == [Call("run", {"a": "1"})]
     for odd in ([None], [{"function": {"name": "run", "parameters": 5}}]):
         assert tool_calls(mistyped, odd) == [Call("run", {"times": "three", "of": "[1]"})]
 

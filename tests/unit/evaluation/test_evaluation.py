@@ -180,6 +180,15 @@ def test_a_suite_of_free_text_needs_a_reward_that_reads_it(tmp_path: Path) -> No
         load_suite(str(path), tokenizer, 100)
 
 
+def test_rows_without_an_answer_name_the_flag_of_the_command(tmp_path: Path) -> None:
+    """`bapo eval` has `--reward`; a run `--reward.function`, and the message names its field."""
+    nothing = [{**row, "reward_model": {"ground_truth": "-"}} for row in ROWS]
+    path, tokenizer = write_suite(tmp_path / "games", nothing), load_tokenizer(MODEL)
+    for flag, says in (("--reward", "set reward=bapo_"), ("--reward.function", "set reward.function=bapo_")):
+        with pytest.raises(ConfigError, match=f"where an environment gives the rewards {says}"):
+            load_suite(str(path), tokenizer, 100, reward_function="math", reward_flag=flag)
+
+
 def run_with_suites(directory: Path, *suites: Path, reward: str = "math") -> RunConfig:
     data = DataConfig(directory / "train.jsonl", max_prompt_tokens=100)
     run = RunConfig("suites", ModelConfig(MODEL), data, run_dir=directory)

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).parents[3]
 
+DEEP = "[" * 3000 + "]" * 3000
+"""JSON that no reader takes, within the text of a test."""
 ADD = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7\n"]})
 CALL = json.dumps({"inputs": [[[3, 1, 2]], [[]]], "outputs": [[1, 2, 3], []], "fn_name": "order"})
 ASSERTS = json.dumps(
@@ -134,6 +136,8 @@ def test_a_check_with_more_than_asserts_stays_whole() -> None:
         ('{"inputs": [[1]], "outputs": [1], "fn_name": "f()"}', "\"fn_name\" is 'f()'"),
         ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "the input 1 of f must be a list"),
         ('{"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}', "not one JSON value a line"),
+        (f'{{"inputs": ["{DEEP}"], "outputs": ["1"], "fn_name": "f"}}', "not one JSON value a line"),
+        (f'{{"inputs": ["1"], "outputs": ["{DEEP}"], "fn_name": "f"}}', "nests too deep"),
         ('{"assert_case": []}', '"assert_case" must be a list of assert statements'),
         ('["assert f("]', "is not Python"),
         ('{"test_code": "def check(f): assert f() == 1"}', '"entry_point" is None'),

@@ -186,6 +186,10 @@ def test_routes_of_zeros_are_none(tokens: int) -> None:
     assert "--moe-runner-backend triton" in str(told)
     with pytest.raises(BadReply, match=r"token 0 went to the experts \[0, 0\] of layer 0"):
         generation_of(request, reply([[[0, 0], [0, 1]], *zeros[1:]], tokens))
+    aborted = reply(zeros, tokens, finish_reason={"type": "abort"})
+    for bad in (reply([], tokens), aborted):  # not what such a server returns: the run goes on
+        with pytest.raises(BadReply, match="its routes are wrong"):
+            generation_of(request, bad)
     one = replace(request, routes=RouteShape(layers=2, per_token=1, experts=8))
     alone = generation_of(one, reply([[[0], [0]]] * tokens, tokens)).routes_R
     assert alone is not None

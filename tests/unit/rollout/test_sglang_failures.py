@@ -254,6 +254,21 @@ def test_an_answer_that_would_fill_the_memory_is_refused(
         asyncio.run(call())
 
 
+def test_an_answer_that_is_said_to_be_uncompressed_is_taken(server: FakeServer) -> None:
+    """As some proxies say it."""
+
+    async def version() -> int:
+        sessions = HttpSessions()
+        answer = web.json_response({"weight_version": "3"}, headers={"Content-Encoding": "identity"})
+        server.raw["model_info"] = answer
+        try:
+            return await SglangServer(server.url, sessions, control_timeout=20.0).weight_version()
+        finally:
+            await sessions.close()
+
+    assert asyncio.run(version()) == 3
+
+
 @pytest.mark.parametrize(
     ("path", "answer", "says"),
     [

@@ -13,6 +13,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler.step_batches import (
     ReplaySampler,
     read_example,
+    read_header,
     read_step,
     step_groups,
     step_path,
@@ -125,12 +126,13 @@ def test_an_example_is_read_without_the_rest_of_its_step(tmp_path: Path) -> None
 
 
 def test_a_compressed_step_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
-    """A report reads the steps of anybody's run: here 100 kB that become 100 MB, and no header."""
+    """A report and a replay read the steps of anybody's run: here 100 kB that become 100 MB, no header."""
     path = write_step(tmp_path, 1, batch())
     np.savez_compressed(path, header=np.zeros(100_000_000, np.uint8))
     assert path.stat().st_size < 200_000
-    with pytest.raises(ConfigError, match=r"its header.npy is compressed; write it with numpy.savez"):
-        read_example(tmp_path, 1)
+    for read in (read_example, read_header):
+        with pytest.raises(ConfigError, match=r"its header.npy is compressed; write it with numpy.savez"):
+            read(tmp_path, 1)
 
 
 def test_a_step_without_an_example_is_named(tmp_path: Path) -> None:

@@ -376,7 +376,8 @@ class SglangServer:
 async def _content(url: str, answer: aiohttp.ClientResponse) -> bytes:
     """The body of an answer. ServerError for one that is compressed, whose size nobody can tell before it
     fills the memory, or of more than ``_MOST_REPLY_BYTES``."""
-    if coding := answer.headers.get("Content-Encoding"):
+    coding = answer.headers.get("Content-Encoding", "identity")  # which some proxies name
+    if coding.strip().lower() != "identity":
         raise ServerError(f"{url}: its answer is compressed ({coding[:40]!r}), which was not asked for")
     parts, size = [], 0
     while part := await answer.content.readany():

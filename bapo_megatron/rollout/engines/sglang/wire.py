@@ -95,7 +95,8 @@ def _routes(
     """The routes of an answer; None if it has none. BadReply if they are none of the model.
 
     Zeros alone are none: nothing was noted, because the server's kernel chooses experts itself
-    (``ROUTED_KERNEL`` in requirements.py).
+    (``ROUTED_KERNEL`` in requirements.py). An empty text, and zeros of an abort, are one bad answer:
+    they do not end the run, as an answer without routes does.
 
     Unknown ones for the tokens of an abort without routes: the request waited in the server's queue, because
     its cache was full (``_handle_abort_req`` in tokenizer_manager.py).
@@ -107,7 +108,7 @@ def _routes(
     try:
         return decoded_routes(text, tokens, request.routes)
     except ValueError as error:
-        if not bytes(text).strip(b"A="):  # zeros alone, in base64
+        if text and reason != "abort" and not bytes(text).strip(b"A="):  # zeros alone, in base64
             return None
         raise BadReply(f"request {request.request_id!r}: its routes are wrong: {error}") from error
 

@@ -63,11 +63,15 @@ def verify_files(path: Path, step: str = LATEST, settings: Settings = DEFAULTS) 
             "compare it with"
         )
     entries = manifest_files(folder.parent)
+    if without := [name for name, entry in entries.items() if "sha256" not in entry]:
+        raise CheckpointError(
+            f"{folder.parent / MANIFEST} has no SHA-256 of {without[0]}: it says its size alone"
+        )
     total = sum(entry["bytes"] for entry in entries.values())
     with byte_progress(total, settings.progress) as done, ThreadPoolExecutor(settings.thread_count()) as pool:
         found = pool.map(lambda name: _sha256(file_below(folder.parent, name), done), entries)
         pairs = list(zip(entries.items(), found, strict=True))
-    damaged = [name for (name, entry), digest in pairs if digest != entry.get("sha256")]
+    damaged = [name for (name, entry), digest in pairs if digest != entry["sha256"]]
     return FileCheck(folder.parent, len(entries), total, tuple(sorted(damaged)))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.runtime.files import sha256_of
 from checkpoints_tools import cli, inspect_checkpoint, verify
 from checkpoints_tools.commands import COMMANDS
 from tests.support.legacy_checkpoints import save_legacy
@@ -32,7 +33,10 @@ def rows() -> list[tuple[str, str]]:
 def manifest(folder: Path) -> None:
     """What makes a folder a whole checkpoint of a run."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    entries = {str(path.relative_to(folder)): {"bytes": path.stat().st_size} for path in files}
+    entries = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in files
+    }
     (folder / "manifest.json").write_text(json.dumps({"files": entries}))
 
 
@@ -80,7 +84,7 @@ def checkpoints(hf: Path, run: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_the_table_has_every_command() -> None:
-    assert len(rows()) == 14
+    assert len(rows()) == 15
     assert {command.split()[0] for _, command in rows()} == COMMANDS.keys()
 
 

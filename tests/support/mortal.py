@@ -80,11 +80,9 @@ class Disk:
         if self._way == "after":
             _WRITE(log, records)
             raise Death("after a write")
-        whole, log._file = log._file, _Dying(log._file, self._way, self._chance)  # type: ignore[assignment]
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "writev", _dying(log._file.fileno(), self._way, self._chance))
             _WRITE(log, records)
-        finally:
-            log._file = whole
 
     def _step(self, folder: Path, step: int, batch: StepBatch, numbers: Sequence[int]) -> None:
         deadly = self._is_deadly()
@@ -94,20 +92,21 @@ class Disk:
             raise Death("while a step was written")
 
 
-class _Dying:
-    """A file that takes some of a write."""
+def _dying(
+    log: int, way: str, chance: np.random.Generator
+) -> Callable[[int, Sequence[bytes | memoryview]], int]:
+    """A ``writev`` that takes some of a write to the file with the descriptor ``log``, and dies."""
+    writev = os.writev
 
-    def __init__(self, file: Any, way: str, chance: np.random.Generator) -> None:
-        self._file, self._way, self._chance = file, way, chance
+    def write(descriptor: int, parts: Sequence[bytes | memoryview]) -> int:
+        if descriptor != log:
+            return writev(descriptor, parts)
+        whole = b"".join(parts)
+        places = [n for n in range(1, len(whole)) if whole[n : n + 3] == b"BPR" and way == "between"]
+        os.write(log, whole[: int(chance.choice(places or range(len(whole))))])
+        raise OSError(28, "No space left on device") if way == "full" else Death("in a write")
 
-    def write(self, content: memoryview) -> int:
-        whole = bytes(content)
-        places = [n for n in range(1, len(whole)) if whole[n : n + 3] == b"BPR" and self._way == "between"]
-        self._file.write(whole[: int(self._chance.choice(places or range(len(whole))))])
-        raise OSError(28, "No space left on device") if self._way == "full" else Death("in a write")
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._file, name)
+    return write
 
 
 class MoodyEngine(ScriptedEngine):

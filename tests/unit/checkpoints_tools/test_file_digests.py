@@ -74,3 +74,12 @@ def test_a_file_that_is_cut_or_gone_is_named(run: Path, capsys: pytest.CaptureFi
         told = capsys.readouterr()
         assert "trainer.json has 1 bytes instead of 2: the checkpoint is not whole" in told.err
         assert told.out == ""
+
+
+def test_a_manifest_without_digests_proves_nothing(run: Path) -> None:
+    manifest = run / "checkpoints/step_000020/manifest.json"
+    found = json.loads(manifest.read_text())
+    del found["files"]["trainer.json"]["sha256"]
+    manifest.write_text(json.dumps(found))
+    with pytest.raises(CheckpointError, match=r"gives the size of trainer\.json alone, no SHA-256"):
+        verify_files(run)

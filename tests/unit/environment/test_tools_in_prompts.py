@@ -79,9 +79,7 @@ def test_the_prompts_of_its_source_and_suite_have_the_tools(tmp_path: Path) -> N
         "silent": False,
         "none": False,
     }
-    suites = load_suites(
-        config.evaluation, 2048, tokenizer, "math", lambda suite: tools[config.source_of_suite(suite)]
-    )
+    suites = load_suites(config, tokenizer, tools)
     said = {one.name: "lookup_7f3a" in tokenizer.decode(one.prompts[0].token_ids_P) for one in suites}
     assert said == {"told": True, "silent": False, "none": False, "other": False}
 

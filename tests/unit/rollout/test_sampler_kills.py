@@ -228,24 +228,21 @@ def test_a_full_disk_is_reported_and_the_journal_stays_whole(tmp_path: Path) -> 
             log = world.sampler._journal._log
             assert log is not None
 
-            class Full:
-                """A file on a full disk: it takes a few bytes more."""
+            full = log._file.fileno()
+            writev = os.writev
 
-                def __init__(self, file: object) -> None:
-                    self.file = file
+            def few_bytes(descriptor: int, parts: list[memoryview]) -> int:
+                """The disk is full: it takes a few bytes more."""
+                if descriptor != full:
+                    return writev(descriptor, parts)
+                if len(content := b"".join(parts)) > 10:
+                    return os.write(descriptor, content[:10])
+                raise OSError(28, "No space left on device")
 
-                def write(self, content: memoryview) -> int:
-                    if len(content) > 10:
-                        return int(self.file.write(content[:10]))  # type: ignore[attr-defined]
-                    raise OSError(28, "No space left on device")
-
-                def __getattr__(self, name: str) -> object:
-                    return getattr(self.file, name)
-
-            whole, log._file = log._file, Full(log._file)  # type: ignore[assignment]
-            with pytest.raises(RunStopped, match=r"journal/segments-.*: No space left"):
-                await world.batch(2)
-            log._file = whole
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "writev", few_bytes)
+                with pytest.raises(RunStopped, match=r"journal/segments-.*: No space left"):
+                    await world.batch(2)
         async with world.sampling(first_step=2):
             assert len((await world.batch(2)).groups) == 3
         assert "journal_damaged" not in world.event_kinds()

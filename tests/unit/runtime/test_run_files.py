@@ -140,10 +140,19 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "report": ("metrics.jsonl", lambda run: write_report([run])),
     "report's events": ("events.jsonl", lambda run: read_jsonl(run / "events.jsonl")),
     "job": ("slurm.state", read_job_state),
-    "server": ("engines/a.json", lambda run: _is_ready(run / "engines/a.json", 0.0)),
     "configuration": ("config.json", read_config),
     "log": ("logs/server-0.log", lambda run: show_logs(run, None)),  # type: ignore[arg-type]
 }
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_a_server_entry_that_is_no_plain_file_is_of_no_ready_server(run: Path, kind: str) -> None:
+    entry = run / "a.json"
+    if kind == "FIFO":
+        os.mkfifo(entry)
+    else:
+        entry.symlink_to("/dev/zero")
+    assert not _is_ready(entry, 0.0)
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "device"])

@@ -64,9 +64,7 @@ def verify_files(path: Path, step: str = LATEST, settings: Settings = DEFAULTS) 
         )
     entries = manifest_files(folder.parent)
     if without := [name for name, entry in entries.items() if "sha256" not in entry]:
-        raise CheckpointError(
-            f"{folder.parent / MANIFEST} has no SHA-256 of {without[0]}: it says its size alone"
-        )
+        raise CheckpointError(f"{folder.parent / MANIFEST} gives the size of {without[0]} alone, no SHA-256")
     total = sum(entry["bytes"] for entry in entries.values())
     with byte_progress(total, settings.progress) as done, ThreadPoolExecutor(settings.thread_count()) as pool:
         found = pool.map(lambda name: _sha256(file_below(folder.parent, name), done), entries)

@@ -107,7 +107,7 @@ def sbatch_flags(given: dict[str, str]) -> dict[str, Any]:
 
 def gpus_flag(count: int, sbatch: dict[str, Any]) -> Any:
     """Value of `--gpus-per-node`: the file's own flag (`h100:8`), or the number; None for `--gres` and 0."""
-    if str(sbatch.get("gres", "")).startswith("gpu"):
+    if any(asked.split(":")[0] == "gpu" for asked in str(sbatch.get("gres", "")).split(",")):
         return None
     return sbatch.get("gpus_per_node") or count or None
 

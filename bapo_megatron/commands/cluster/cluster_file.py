@@ -228,11 +228,12 @@ def _invalid_flags(cluster: ClusterFile) -> Iterator[str]:
             yield f"sbatch.{name} is the job's own: {_OF_THE_JOB[flag]}"
         elif flag.startswith("container"):
             yield f"sbatch.{name}: the job's script runs outside of the container; set container, mounts"
-        elif flag == "gpus-per-node" or (flag == "gres" and value.startswith("gpu")):
-            # "8", "h100:8", "gpu:8", "gpu:h100:8,nvme:1"
-            count = value.split(",")[0].rpartition(":")[2]
-            if count != str(cluster.gpus_per_node):
-                yield (
-                    f"sbatch.{name} = {value!r} must ask for gpus_per_node = {cluster.gpus_per_node} GPUs, "
-                    f"e.g. {value.split(',')[0].rpartition(':')[0] or 'h100'}:{cluster.gpus_per_node}"
-                )
+        elif flag in ("gpus-per-node", "gres"):
+            for asked in value.split(","):  # "8", "h100:8", "gpu:8", "nvme:1,gpu:h100:8"
+                kind, _, count = asked.rpartition(":")
+                of_gpus = flag == "gpus-per-node" or asked.split(":")[0] == "gpu"
+                if of_gpus and count != str(cluster.gpus_per_node):
+                    yield (
+                        f"sbatch.{name} = {value!r} must ask for gpus_per_node = {cluster.gpus_per_node} "
+                        f"GPUs, e.g. {kind or 'h100'}:{cluster.gpus_per_node}"
+                    )

@@ -80,6 +80,7 @@ def test_stop_signal_lead_is_below_the_time_limit(tmp_path: Path, time: str, sec
         ("[sbatch]\ngpus-per-task = '1'\n", "sbatch.gpus-per-task is the job's own: set gpus_per_node"),
         ("[sbatch]\ncontainer-image = 'a'\n", "sbatch.container-image: the job's script runs outside"),
         ("[sbatch]\ngres = 'gpu:h100:4'\n", "must ask for gpus_per_node = 8 GPUs, e.g. gpu:h100:8"),
+        ("[sbatch]\ngres = 'nvme:1,gpu:4'\n", "must ask for gpus_per_node = 8 GPUs, e.g. gpu:8"),
         ("[sbatch]\ngpus_per_node = 'a100:4'\n", "must ask for gpus_per_node = 8 GPUs, e.g. a100:8"),
         ("[health]\nprobe = 'maybe'\n", "health.probe = 'maybe' must be on or off"),
         ("[budgets]\ncrash = -1\n", "budgets.crash = -1 must be at least 0"),

@@ -90,6 +90,7 @@ def test_gpus_as_a_site_wants_them_asked_for() -> None:
         ({}, ["8", "8"], []),
         ({"gpus-per-node": "h100:8"}, ["h100:8", "h100:8"], []),
         ({"gres": "gpu:h100:8"}, [], ["gpu:h100:8", "gpu:h100:8"]),
+        ({"gres": "nvme:1,gpu:8"}, [], ["nvme:1,gpu:8", "nvme:1,gpu:8"]),
         ({"gres": "nvme:1"}, ["8", "8"], ["nvme:1", "nvme:1"]),
     ):
         script = script_of(replace(PYXIS, sbatch=sbatch))

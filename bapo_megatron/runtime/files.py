@@ -68,7 +68,7 @@ def file_time(folder: Path) -> float:
     with a file that has no name, or for a moment one. This machine's clock where that cannot be made.
     """
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(dir=folder, prefix=".clock-") as file:
             os.utime(file.fileno())  # NFS asks its server for the time
             return os.fstat(file.fileno()).st_mtime
     except OSError:

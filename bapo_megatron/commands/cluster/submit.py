@@ -177,7 +177,11 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
         if line.startswith("sbatch:"):  # the site's words; NeMo-Run warns of things that are not used
             print(printable(line), file=sys.stderr)
     if not dry_run:
-        write_atomically(RunPaths(job.run_dir).submitted_job, found.stdout)
+        try:
+            write_atomically(RunPaths(job.run_dir).submitted_job, found.stdout)
+        except OSError as error:  # Slurm has the job: no error may say otherwise
+            why = f"{error}: `bapo status` and `bapo cancel` know the job only once it has begun"
+            print(f"warning: {why}", file=sys.stderr)
     return found.stdout
 
 

@@ -16,6 +16,7 @@ from bapo_megatron.commands.cluster.job import ClusterJob, check_job
 from bapo_megatron.commands.cluster.partition import partition_warnings
 from bapo_megatron.commands.cluster.submit import (
     SubmitCommand,
+    _queue_warnings,
     earlier_job,
     launch,
     nemo_run_python,
@@ -356,6 +357,9 @@ def test_a_second_job_of_a_run_is_told_before_it_waits(
     found = earlier_job(tmp_path)
     words = f"job 41 of {tmp_path} is {state}: `bapo cancel {tmp_path}` lets it save and stop"
     assert found == (words if told else None)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.partition_warnings", lambda *_: iter(()))
+    warnings = list(_queue_warnings(replace(job(), config=replace(job().config, run_dir=tmp_path))))
+    assert warnings == ([f"{words}; of two jobs of a run the second stops"] if told else [])
     monkeypatch.setattr("bapo_megatron.commands.cluster.submit.queue_state", lambda _job: None)
     assert earlier_job(tmp_path) is None
 
@@ -438,6 +442,10 @@ def test_a_submission_tells_what_the_site_says_and_what_it_leaves_out(
     assert "warning: BAPO_DEVICE of this shell: not handed on to the job" in said
     assert "sbatch: 12 hours left\n" in said
     assert "noise" not in said
+    (tmp_path / "run/logs/submitted.job").unlink()
+    (tmp_path / "run/logs/submitted.job/folder").mkdir(parents=True)  # where no file can be written
+    assert launch(run, dry_run=False) == "4711\n"
+    assert "`bapo status` and `bapo cancel` know the job only once it has begun" in capsys.readouterr().err
 
 
 def test_without_slurm_the_message_says_where_to_submit(

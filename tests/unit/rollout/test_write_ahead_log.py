@@ -156,6 +156,7 @@ def test_a_disk_that_takes_a_commit_in_pieces_gets_every_byte_once(
     def some(descriptor: int, buffers: list[memoryview]) -> int:
         """At most 7 bytes a call, so that calls end within parts, and at their ends."""
         calls.append(len(buffers))
+        assert len(calls) <= len(whole), "bytes are written again and again"
         first = buffers[0][:7]
         return writev(descriptor, [first, buffers[1][: 7 - len(first)]] if len(buffers) > 1 else [first])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, finite_json, read_events, read_jsonl
 
@@ -187,3 +188,22 @@ def test_failed_atomic_write_leaves_the_old_file(tmp_path: Path, monkeypatch: py
         write_atomically(path, "new")
     assert path.read_text() == '"old"'
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_line_that_a_full_disk_cut_is_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next line would else end in the middle of it, and both be lost."""
+    writev, calls = os.writev, iter(range(9))
+
+    def full(descriptor: int, parts: list[memoryview]) -> int:
+        if next(calls):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return writev(descriptor, [parts[0][:5]])
+
+    with closing(JsonlLog(path)) as log:
+        log.append({"step": 1})
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "writev", full)
+            with pytest.raises(RunStopped, match="No space left"):
+                log.append({"step": 2})
+        log.append({"step": 3})
+    assert steps_in(path) == [1, 3]

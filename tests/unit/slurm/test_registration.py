@@ -170,3 +170,14 @@ def test_the_address_of_a_node(
     monkeypatch.setattr(addresses.socket, "socket", Probe)
     monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
     assert addresses.node_address("n1", others) == address
+
+
+def test_the_only_node_of_a_job_asks_the_way_to_the_login_node(
+    addresses: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(addresses, "node_address", lambda name, others: " ".join([name, *others]))
+    monkeypatch.setattr(sys, "argv", ["node_address.py", "n1"])
+    monkeypatch.setenv("SLURM_SUBMIT_HOST", "login")
+    monkeypatch.setenv("MASTER_ADDR", "n1")
+    addresses.main()
+    assert capsys.readouterr().out == "n1 n1 login\n"

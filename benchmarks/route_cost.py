@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.data.routes import route_problem, write_routes
-from bapo_megatron.rollout.engines.sglang.route_wire import decoded_routes
-from bapo_megatron.rollout.engines.sglang.wire import generation_of
+from bapo_megatron.rollout.engines.sglang.wire import decoded_routes, generation_of
 from bapo_megatron.rollout.sampler.event_log.events import Segment, groups_opened, segments_arrived
 from bapo_megatron.rollout.sampler.event_log.state import SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import WriteAheadLog

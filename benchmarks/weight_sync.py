@@ -27,9 +27,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.rollout.weight_sync.broadcast import WeightBroadcast
+from bapo_megatron.rollout.weight_sync.broadcast import SendingGroup, WeightBroadcast
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
-from bapo_megatron.rollout.weight_sync.process_group import SendingGroup
 from benchmarks.common import is_quick, machine, peaks_above, rounds_in_turns, save_model, write
 from benchmarks.receiver import ReceiverProcess
 

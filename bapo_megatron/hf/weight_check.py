@@ -1,7 +1,7 @@
 """Weight check: a stream of weights must have the model's Hugging Face names and shapes, tied copies apart.
 
 For the weight sync by disk and the loads of the local engine: a generator in the stream. It raises ValueError
-in the middle, or at the end, of the stream. Used by ``rollout/engines/local/model.py`` and
+in the middle, or at the end, of the stream. Used by ``rollout/engines/local/engine.py`` and
 ``rollout/weight_sync/disk.py``.
 """
 

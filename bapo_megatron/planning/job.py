@@ -25,7 +25,7 @@ from bapo_megatron.planning.experts import ExpertLoad, expert_load, measured_imb
 from bapo_megatron.planning.hardware import GPUS, GPUS_PER_NODE, Gpu
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
 from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes
-from bapo_megatron.rollout.engines.sglang.placement import placement_problem
+from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 # Prompts of competition mathematics have 100 to 300 tokens, a limit of 2048 is for the rare long one.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
-from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
+from bapo_megatron.rollout.weight_sync.ipc import handles_of, shareable
 from bapo_megatron.runtime.processes import die_with_parent
 from benchmarks.gpu.rows import Row, Size
 from benchmarks.gpu.small_policy import build, save

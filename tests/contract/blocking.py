@@ -16,7 +16,7 @@ from torch import Tensor
 from bapo_megatron.interfaces import Engine, ReceivesHandles, ReleasesMemory
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
-from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
+from bapo_megatron.rollout.weight_sync.ipc import handles_of, shareable
 from bapo_megatron.types import GenerateRequest, Generation, WeightPart
 
 T = TypeVar("T")

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch
-from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentDigests
+from bapo_megatron.rollout.engines.sent_weights import DigestMismatch, SentCheck, SentDigests
 from bapo_megatron.rollout.engines.sglang.fused_weights import fused_digests
 from tests.support.tiers import slow_but
 

@@ -25,7 +25,7 @@ from bapo_megatron.planning.plan import make_plan
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
 from bapo_megatron.planning.summary import nodes_text, summary
 from bapo_megatron.planning.verdict import rehearsal_verdict
-from bapo_megatron.rollout.engines.sglang.placement import placement_problem
+from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 
 
 def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator[str]:

@@ -47,7 +47,7 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
     GPUs; ``given``: the environment's interpreter."""
     use = "for rollout.engine=sglang"
     try:
-        from bapo_megatron.rollout.engines.sglang.preload import tried_preload
+        from bapo_megatron.rollout.engines.sglang.requirements import tried_preload
         from bapo_megatron.rollout.engines.sglang.server_process import server_environment, sglang_python
 
         python = sglang_python(given)

@@ -24,7 +24,7 @@ from bapo_megatron.planning.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
 from bapo_megatron.planning.rehearsal.expert_routes import even_routes
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
-from bapo_megatron.rollout.weight_sync.handles import shareable
+from bapo_megatron.rollout.weight_sync.ipc import shareable
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.update_loss import UpdateLoss

@@ -14,9 +14,8 @@ from typing import Any
 
 from bapo_megatron.interfaces import ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
-from bapo_megatron.rollout.engines.sent_weights import SentDigests
+from bapo_megatron.rollout.engines.sent_weights import DigestQuorum, SentDigests
 from bapo_megatron.rollout.engines.slot import EngineSlot
 
 
@@ -27,8 +26,7 @@ class ColocatedPool(EnginePool):
 
     A held engine gets no requests and no weights. ``release`` and ``wake`` return the names of the
     engines on which they succeeded; a failing one raises nothing. If a release or a wake fails the engine
-    stays held: its memory is in an unknown state, and its server must be ended before ``admit``. Made by
-    ``registry.open_pool``.
+    stays held: its memory is in an unknown state, and its server must be ended before ``admit``.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -43,9 +41,7 @@ class ColocatedPool(EnginePool):
 
     async def release(self) -> list[str]:
         """Put engines to sleep: hold all, and have the working ones release their memory; names of those
-        that have. The others must be ended: their memory is in an unknown state.
-
-        Requests in flight return their tokens so far.
+        that have. Requests in flight return their tokens so far.
         """
         # All are held before the first await: no request may be sent to, and no weights loaded into, an
         # engine that is releasing its memory.
@@ -59,7 +55,7 @@ class ColocatedPool(EnginePool):
     async def wake(self, names: Collection[str]) -> list[str]:
         """Wake sleeping engines with the current weights, from their folder; names of those that sample.
 
-        The others of ``names`` must be ended. Engines that are not named wait for ``admit``.
+        Engines that are not named wait for ``admit``.
         """
         sleeping = self.named(names)
         # All are expected before the first loads: the digest quorum waits for those that still load.
@@ -88,7 +84,7 @@ class ColocatedPool(EnginePool):
         self.down_since = None if self.up else self._clock.now()
 
     def _restart_timeouts(self, slot: EngineSlot) -> None:
-        """Restart an engine's timeouts: the time in which it slept must not count as silence."""
+        # The time in which the engine slept must not count as silence.
         self._worked_at = slot.last_answer_at = self._clock.now()
         slot.hang_reported_at, slot.hang_report_backoff_s = -math.inf, 0.0
 
@@ -121,7 +117,6 @@ class ColocatedPool(EnginePool):
         await slot.engine.resume()
 
     async def _wake(self, slot: EngineSlot) -> bool:
-        """Wake one engine with the weights in their folder; returns whether it samples again."""
         assert isinstance(slot.engine, ReleasesMemory)
         assert self._weights is not None
         weights = self._weights
@@ -152,7 +147,6 @@ class ColocatedPool(EnginePool):
         return super().quorum(version, sent)
 
     async def _release(self, slot: EngineSlot) -> bool:
-        """Put one engine to sleep; returns whether it has released its memory."""
         assert isinstance(slot.engine, ReleasesMemory)
         released = await self.or_quarantine(slot, slot.engine.release_memory())
         if released:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
-from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentDigests
+from bapo_megatron.rollout.engines.sent_weights import DigestQuorum, SentCheck, SentDigests
 from bapo_megatron.rollout.engines.slot import CachedPrefix, CurrentWeights, EngineSlot, choose
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, LoopLagClock, load_seconds
 from bapo_megatron.types import GenerateRequest, Generation
@@ -35,10 +34,7 @@ _LATE_S = 1.0
 
 
 class EngineLost(Exception):
-    """A request failed because its engine was put in quarantine; it may be sent to another engine.
-
-    ``EnginePool.generate`` raises it.
-    """
+    """A request failed because its engine was put in quarantine; it may be sent to another engine."""
 
     def __init__(self, message: str, by_this_request: bool = False) -> None:
         super().__init__(message)
@@ -47,7 +43,7 @@ class EngineLost(Exception):
 
 
 class EnginesGone(Exception):
-    """The run has no engines: none has worked for ``lost_minutes``. ``EnginePool.check`` raises it."""
+    """The run has no engines: none has worked for ``lost_minutes``."""
 
 
 class EnginePool:
@@ -57,7 +53,7 @@ class EnginePool:
     it has weights, by ``update``, a broadcast or, in a ``ColocatedPool``, a wake-up. For a request:
     ``reserve``, which never waits (``changed`` is set when an engine may have room), then ``generate``; at
     its end the caller lowers ``slot.load`` by one and sets ``changed``. An engine has ``max_in_flight``
-    requests in flight at most, but for those reserved ``over_capacity``. Made by ``registry.open_pool``.
+    requests in flight at most, but for those reserved ``over_capacity``.
     """
 
     def __init__(
@@ -113,8 +109,7 @@ class EnginePool:
     def reserve(self, over_capacity: bool = False, cached: CachedPrefix | None = None) -> EngineSlot | None:
         """Reserve an engine for a request (``slot.choose``); None if none has room.
 
-        ``over_capacity``: admit it also at full engines, because the trainer waits for it. ``cached``: the
-        prefix cache of its last segment.
+        ``over_capacity``: also a full engine, because the trainer waits. ``cached``: of its last segment.
         """
         most = math.inf if over_capacity else self._max_in_flight
         free = [slot for slot in self._slots if slot.is_up and not slot.is_held and slot.load < most]
@@ -222,7 +217,6 @@ class EnginePool:
                 self.quarantine(slot, "missed a broadcast of weights")
 
     def named(self, names: Collection[str]) -> list[EngineSlot]:
-        """The engines of these names."""
         return [slot for slot in self._slots if slot.engine.name in names]
 
     @property
@@ -255,7 +249,6 @@ class EnginePool:
             self._mark_ready(slot, weights.version)
 
     def quorum(self, _version: int, sent: SentDigests | None) -> DigestQuorum:
-        """A new digest quorum for a version."""
         return DigestQuorum(self._timeouts.silent_s, partial(self.sent_check.is_sent, sent))
 
     def _begin_load(self, slot: EngineSlot) -> CurrentWeights:
@@ -266,12 +259,10 @@ class EnginePool:
         return self._weights
 
     async def _end_load(self, slot: EngineSlot, weights: CurrentWeights) -> None:
-        """Note that an engine's load is over, whether it succeeded or not."""
         slot.is_busy = False
         await weights.quorum.release(slot.engine.name)
 
     def _mark_ready(self, slot: EngineSlot, version: int) -> None:
-        """Let an engine that has the current weights take requests."""
         slot.loads += 1  # also if it was up: its prefix cache is of the old weights
         slot.version = version
         if not slot.is_up:

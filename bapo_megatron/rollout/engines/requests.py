@@ -21,7 +21,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.data.mixture import mixture_settings
 from bapo_megatron.data.prompts import MixedSource
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.runtime.files import read_file_inside
 from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTokens, RouteShape
@@ -29,10 +29,7 @@ from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTok
 
 @dataclass(frozen=True)
 class Dataset:
-    """The tokenized prompts of a run, with the tokenizer that decodes the responses.
-
-    Made and used in the sampler's process only: requests, scores and evaluations read it.
-    """
+    """The tokenized prompts of a run, with the tokenizer that decodes the responses."""
 
     prompts: Sequence[Prompt]
     tokenizer: Any
@@ -73,10 +70,7 @@ def response_text(tokenizer: Any, ids: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of a model on requests: vocabulary and context length, from its config.json.
-
-    ``check_request`` validates a request by it.
-    """
+    """The limits of a model on requests: vocabulary and context length, from its config.json."""
 
     vocabulary: int
     """Vocabulary size: token ids are below it."""
@@ -91,21 +85,17 @@ def limits_of(hf_path: Path) -> ModelLimits:
 
 
 def asked_routes(config: RunConfig) -> RouteShape | None:
-    """The shape of the routes that a run asks its engines for; None if it asks for none."""
+    """The shape of the routes that a run asks its engines for; None for none, or without experts."""
     if config.rollout.route_replay == "off":
         return None
-    return route_shape(read_model_shape(config.model.hf_path))
-
-
-def route_shape(shape: ModelShape) -> RouteShape | None:
-    """The shape of a model's routes; None without experts."""
+    shape = read_model_shape(config.model.hf_path)
     experts = shape.experts
     return None if experts is None else RouteShape(shape.layers, experts.per_token, experts.count)
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
     """Validate a request. ValueError names it and its first mistake."""
-    for problem in _problems(request, limits):
+    if problem := next(_problems(request, limits), None):
         raise ValueError(f"request {request.request_id!r}: {problem}")
 
 

@@ -1,19 +1,20 @@
-"""Verification of a weight sync: each engine's tensor digests against those of the weights that were sent.
+"""Verification of a weight sync: each engine's tensor digests against those sent, and against the others'.
 
 A digest is a hash. The trainer computes those that an engine must report while it sends the weights; the
-engine pool compares. Engines that all lack the same tensor agree with each other: only the trainer's digests
-show it. Used in this folder, ``rollout/engines/sglang/`` and ``rollout/weight_sync/``.
+engine pool compares, before the engine samples from them. Engines that all lack the same tensor agree with
+each other: only the trainer's digests show it. Where those are unknown, a quorum of engines decides. Used in
+this folder, ``rollout/engines/sglang/`` and ``rollout/weight_sync/``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +28,7 @@ _NAMED = 3
 
 
 class TensorDigests(str):
-    """An engine's digest of all its weights (the string), with that of each tensor on each of its ranks.
-
-    Made by ``SglangServer`` from the answer of its server.
-    """
+    """An engine's digest of all its weights (the string), with that of each tensor on each of its ranks."""
 
     ranks: Sequence[Mapping[str, str]]
 
@@ -49,7 +47,7 @@ class TensorDigests(str):
 class SentDigests:
     """The digests of the sent weights, which an engine must report after it has loaded them.
 
-    Plain data. Weights on disk have them in their folder, others in the call that ends the transfer.
+    Weights on disk have them in their folder, others in the call that ends the transfer.
     """
 
     ranks: tuple[Mapping[str, str], ...] = ()
@@ -93,18 +91,16 @@ class UnknownDigests:
     reason: str
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Do nothing."""
+        pass
 
     def result(self) -> SentDigests:
-        """Unknown digests, with the reason."""
         return SentDigests(unknown=self.reason)
 
 
 class DigestingIterator:
     """An iterator over weights that computes their digests as they pass; ask ``sent`` after its end.
 
-    A failing digest does not stop it: other ranks take part in the all-gathers. The weight syncs put it
-    around the weights that they send.
+    A failing digest does not stop it: other ranks take part in the all-gathers.
     """
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
@@ -114,7 +110,6 @@ class DigestingIterator:
         self._error = ""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, unchanged."""
         for name, tensor in self._weights:
             if self._digester is not None and not self._error:
                 try:
@@ -133,10 +128,17 @@ class DigestingIterator:
             return SentDigests(unknown=str(error) or repr(error))
 
 
+class DigestMismatch(RuntimeError):
+    """A wrong digest: an engine's weights differ from the others', or from those that were sent.
+
+    The engine may not sample: the pool puts it in quarantine, or a broadcast fails.
+    """
+
+
 class SentCheck:
     """The comparison of engines' digests with the trainer's, one for an engine pool.
 
-    Each reason not to compare is reported once, as an event. Made by ``EnginePool``.
+    Each reason not to compare is reported once, as an event.
     """
 
     def __init__(self, report: Callable[..., None]) -> None:
@@ -177,40 +179,33 @@ class SentCheck:
             self._report("digests_not_compared", engine=engine, reason=reason)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _DigestDiff:
     """The difference of sent and reported digests: names with their ranks, and the number of equal ones."""
 
-    matching: int
-    differing: list[str]
-    missing: list[str]
+    matching: int = 0
+    differing: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     """Sent, but not on the engine."""
-    unknown: list[str]
+    unknown: list[str] = field(default_factory=list)
     """On the engine, but not sent."""
 
     @classmethod
     def between(cls, sent: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> _DigestDiff:
-        pairs = list(enumerate(zip(sent, found, strict=True)))
-        common = [
-            (name, rank, ours[name] == theirs[name])
-            for rank, (ours, theirs) in pairs
-            for name in sorted(ours.keys() & theirs.keys())
-        ]
-        return cls(
-            sum(equal for *_, equal in common),
-            [f"{name} on rank {rank}" for name, rank, equal in common if not equal],
-            [
-                f"{name} on rank {rank}"
-                for rank, (ours, theirs) in pairs
-                for name in sorted(ours.keys() - theirs.keys())
-            ],
-            [
-                f"{name} on rank {rank}"
-                for rank, (ours, theirs) in pairs
-                for name in sorted(theirs.keys() - ours.keys())
-                if not any(part in name for part in _NO_WEIGHTS)
-            ],
-        )
+        diff = cls()
+        for rank, (ours, theirs) in enumerate(zip(sent, found, strict=True)):
+            for name in sorted(ours.keys() | theirs.keys()):
+                place = f"{name} on rank {rank}"
+                if name not in theirs:
+                    diff.missing.append(place)
+                elif name not in ours:
+                    if not any(part in name for part in _NO_WEIGHTS):
+                        diff.unknown.append(place)
+                elif ours[name] != theirs[name]:
+                    diff.differing.append(place)
+                else:
+                    diff.matching += 1
+        return diff
 
     def problem(self) -> str:
         """The mismatch in words; empty if there is none."""
@@ -234,3 +229,58 @@ def _incomparable(digest: str, sent: SentDigests) -> str:
 def _some(names: Sequence[str]) -> str:
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+IsSent = Callable[[str, str], bool]
+"""``SentCheck.is_sent`` for one version: an engine's name and digest to whether they are those sent."""
+
+
+class DigestQuorum:
+    """The digest quorum of one weight version, in the event loop of the engine pool.
+
+    For each engine: ``expect`` before its load; ``confirm`` with its digest; ``release`` after the load, also
+    after an error. The right digest is that of the sent weights. Where that is unknown, it is the first that
+    two engines report; an engine alone with its digest waits for those that still load, and is right if no
+    other digest was reported. If no two agree, no engine is right: all must load again.
+    """
+
+    def __init__(self, wait_s: float, is_sent: IsSent | None = None) -> None:
+        """``wait_s``: the longest wait of an engine for others that still load."""
+        self._wait_s = wait_s
+        self.is_sent = is_sent
+        self._digest: str | None = None
+        self._reported: dict[str, str] = {}
+        self._loading: set[str] = set()
+        self._changed = asyncio.Condition()
+
+    def expect(self, engine: str) -> None:
+        """Note that the engine begins to load: others wait for its digest."""
+        self._loading.add(engine)
+        self._reported.pop(engine, None)
+
+    def withdraw(self, engine: str) -> None:
+        """Remove the digest of an engine that failed afterwards."""
+        self._reported.pop(engine, None)
+
+    async def release(self, engine: str) -> None:
+        """Note that the engine's load is over, whether or not it has reported a digest."""
+        self._loading.discard(engine)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def confirm(self, engine: str, digest: str) -> None:
+        """Report the engine's ``digest``; returns when it is known to be right. DigestMismatch if wrong."""
+        if self.is_sent is not None and self.is_sent(engine, digest):
+            self._digest = digest
+        self._reported[engine] = digest
+        if self._digest is None and list(self._reported.values()).count(digest) > 1:
+            self._digest = digest
+        await self.release(engine)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s), self._changed:
+                await self._changed.wait_for(lambda: self._digest or not self._loading)
+        if self._digest is None and set(self._reported.values()) == {digest}:
+            self._digest = digest
+        if self._digest != digest:
+            reported = ", ".join(f"{name}: {one[:12]}" for name, one in self._reported.items())
+            raise DigestMismatch(f"the engines have different weights: {reported}")

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
+from bapo_megatron.rollout.engines.sent_weights import DigestQuorum
 from bapo_megatron.types import Generation
 
 AFFINITY_SURPLUS = 0.25
@@ -31,10 +31,7 @@ would stay empty.
 
 @dataclass(eq=False)
 class EngineSlot:
-    """The state of one engine in the pool: its requests in flight, health and quarantine.
-
-    Made by ``EnginePool``, one for each engine.
-    """
+    """The state of one engine in the pool: its requests in flight, health and quarantine."""
 
     engine: Engine
     is_up: bool = False

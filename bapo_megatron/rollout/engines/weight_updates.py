@@ -14,9 +14,8 @@ from typing import Any
 
 from bapo_megatron.interfaces import Confirm, ReceivesBroadcast, ReceivesHandles
 from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
-from bapo_megatron.rollout.engines.sent_weights import SentDigests
+from bapo_megatron.rollout.engines.sent_weights import DigestMismatch, DigestQuorum, SentDigests
 from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.types import BroadcastGroup, WeightPart, WeightParts
 
@@ -30,7 +29,7 @@ _ERROR_GRACE_S = 0.5
 class EngineLoad:
     """One engine's load of ``WeightParts`` in steps: begin, receive (each part), end, confirm, resume.
 
-    A step returns when the engine has done it, and raises the engine's error. Made by ``WeightUpdates``.
+    A step returns when the engine has done it, and raises the engine's error.
     """
 
     def __init__(self, slot: EngineSlot, load: Load, version: int) -> None:
@@ -118,7 +117,7 @@ class WeightUpdates:
 
     In order: ``begin``; ``receive`` for every bucket; ``confirm``; ``resume``. Each returns the names of the
     engines on which it succeeded. One that fails takes no further part: it is in quarantine, and must be
-    ended. Made by ``Service`` (``sampler/process.py``).
+    ended.
     """
 
     def __init__(self, pool: EnginePool) -> None:
@@ -187,7 +186,7 @@ class BroadcastUpdates(WeightUpdates):
     ``gather`` and, for engines in no group, ``join`` come first; then the calls of ``WeightUpdates`` update
     all that were gathered, or raise EngineError, which names engines that fail. After it weights may be
     mixed, and ``fail`` must follow. An engine that hangs must be ended: the pool finds it when it does not
-    load from disk (``engine_hangs``). Made by ``Service`` (``sampler/process.py``).
+    load from disk (``engine_hangs``).
     """
 
     def __init__(self, pool: EnginePool) -> None:
@@ -255,10 +254,7 @@ async def _within(
 
 
 async def _all_or_none(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the calls at once.
-
-    EngineError at the first error, with those of other engines that follow within ``_ERROR_GRACE_S``.
-    """
+    """Run the calls at once. EngineError at the first error, with others' within ``_ERROR_GRACE_S``."""
     tasks = [asyncio.create_task(call) for call in calls]
     _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     if waiting:

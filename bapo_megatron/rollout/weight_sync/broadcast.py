@@ -1,22 +1,28 @@
 """Weight sync by broadcast (NCCL on GPUs, gloo on a CPU): the sender, on the trainer's rank 0.
 
-Every tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``). Control
-calls to the engines go another way (the sampler's process, then HTTP): each returns a future that is done
-when all engines have answered. A broadcast that fails is replaced by the sync by disk. Used by
-``trainer/sampling.py`` and ``benchmarks/weight_sync.py``.
+Every tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``), in a process
+group that is separate from the trainer's own. Control calls to the engines go another way (the sampler's
+process, then HTTP): each returns a future that is done when all engines have answered. A broadcast that fails
+is replaced by the sync by disk. Used by ``trainer/sampling.py`` and ``benchmarks/weight_sync.py``.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.errors import printable
@@ -24,9 +30,11 @@ from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
-from bapo_megatron.rollout.weight_sync.process_group import SendingGroup
-from bapo_megatron.runtime.distributed import broadcast_from_main
+from bapo_megatron.runtime.distributed import bound_store, broadcast_from_main
 from bapo_megatron.types import BroadcastGroup, BucketSpec
+
+if TYPE_CHECKING:
+    from bapo_megatron.rollout.sampler.client import SamplerClient
 
 T = TypeVar("T")
 StartCall = Callable[[T], "Future[Any]"]
@@ -38,17 +46,129 @@ _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class BroadcastError(RuntimeError):
-    """A failed broadcast: some engines may have parts of the weights. The process group is closed.
+    """A failed broadcast: some engines may have parts of the weights. The process group is closed."""
 
-    ``BroadcastSync`` catches it, and sends the weights by disk.
+
+def _in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Run ``call`` in a daemon thread; returns its future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class SendingGroup:
+    """The sender's side of a broadcast group: its rendezvous store, and the group once all have joined.
+
+    In order: ``form`` (the receivers join meanwhile), any number of ``broadcast``s one after the other,
+    ``close``. They return futures, which raise the error of their call: what may block on a receiver runs in
+    threads, so that the caller can time out. gloo ends a wait at the group's timeout. NCCL waits for ever in
+    a kernel, so the thread enforces a deadline, and aborts the group.
     """
+
+    def __init__(self, address: str, name: str, receivers: int, device: torch.device, timeout_s: float):
+        """Open the rendezvous store at a free port. ``address``: of this machine, as the receivers reach it.
+
+        ``receivers``: number of the other ranks. ``timeout_s``: longest wait for all to join, and for one
+        broadcast.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        # Made here and not by an init method: under torchrun those would join the agent's store instead.
+        self._store = bound_store(address, 0, None, timeout)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self.place = BroadcastGroup(address, self._store.port, name, receivers + 1, backend)
+        self._device, self._timeout_s = device, timeout_s
+        self._group: dist.ProcessGroup | None = None
+        self._closing = threading.Event()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def form(self) -> Future[None]:
+        """Form the group; done when all ranks have joined."""
+        return _in_thread(self._form, "weights-form")
+
+    def broadcast(self, payload_B: Tensor) -> Future[None]:
+        """Broadcast the payload; done when it may be overwritten, perhaps before all receivers have it."""
+        # Recorded here, not in the thread: the sending stream must wait for the caller's copies.
+        ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
+        return _in_thread(lambda: self._broadcast(payload_B, ready), "weights-broadcast")
+
+    def close(self) -> Future[None]:
+        """Close the group, also during a broadcast: receivers that wait for its data fail."""
+        self._closing.set()  # first: a broadcast that waits, and a group that still forms, look at it
+        return _in_thread(self._close, "weights-close")
+
+    def _form(self) -> None:
+        place = self.place
+        with _without_nccl_watchdog() if self._stream else nullcontext():
+            group, _ = c10d._new_process_group_helper(
+                place.world_size,
+                0,
+                [],  # ranks of no other group
+                c10d.Backend(place.backend),
+                c10d.PrefixStore(place.name, self._store),
+                group_name=c10d.GroupName(place.name),
+                timeout=timedelta(seconds=self._timeout_s),
+            )
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(place.world_size)}
+        self._group = group
+        if self._closing.is_set():  # the last rank joined too late
+            self._close()
+
+    def _broadcast(self, payload_B: Tensor, ready: torch.cuda.Event | None) -> None:
+        group = self._group
+        assert group is not None
+        if self._stream is None or ready is None:
+            dist.broadcast(payload_B, src=0, group=group)
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            work = dist.broadcast(payload_B, src=0, group=group, async_op=True)
+            work.wait()  # blocks the stream, not this thread
+            sent = self._stream.record_event()
+        deadline = time.monotonic() + self._timeout_s
+        while not sent.query():
+            if self._closing.is_set():
+                raise RuntimeError("the group was closed")
+            if time.monotonic() > deadline:
+                # Not left to the caller, which may itself wait for GPU work that is queued behind this.
+                group.abort()
+                raise TimeoutError(f"the broadcast did not end within {self._timeout_s:g} s")
+            time.sleep(0.001)
+
+    def _close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            end = c10d._abort_process_group if self._stream else dist.destroy_process_group
+            end(group)
+
+
+@contextmanager
+def _without_nccl_watchdog() -> Iterator[None]:
+    """Disable NCCL's watchdog for a group that is made within the block: it would kill this process when a
+    receiver dies. A group reads the variable when it is made."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class WeightBroadcast:
     """The sender of weight broadcasts, on the trainer's rank 0: ``open`` a group once, ``send`` each version.
 
     Calls block, at most for their timeouts. After an error, most often a BroadcastError, ``open`` a new
-    group. Made by ``trainer/sampling.py``, called by ``BroadcastSync``.
+    group.
     """
 
     def __init__(
@@ -165,27 +285,17 @@ def sender_address(config: EngineConfig) -> str:
     return config.address or ("127.0.0.1" if hosts <= _LOOPBACK else socket.gethostname())
 
 
-class BroadcastReceivers(Protocol):
-    """The engines' side of a broadcast (protocol): ``SamplerClient``, which calls ``BroadcastUpdates``.
-
-    On rank 0; a call returns a future at once.
-    """
-
-    def submit(self, method: str, *arguments: Any) -> Future[Any]:
-        """Begin a call of one of ``BroadcastUpdates``'s methods; the future fails if an engine does."""
-
-
 class BroadcastSync:
     """The ``WeightSync`` by broadcast, with the disk as fallback.
 
     ``push`` returns when the engines have the weights and their digests (hashes) were compared. A broadcast
     that fails is an event, no error: all engines load from disk, and the next push forms a new group. On
-    every rank but 0, ``engines`` and ``broadcast`` are None. Made by ``trainer/sampling.py``.
+    every rank but 0, ``engines`` and ``broadcast`` are None.
     """
 
     def __init__(
         self,
-        engines: BroadcastReceivers | None,
+        engines: SamplerClient | None,
         broadcast: WeightBroadcast | None,
         disk: DiskSync,
         on_event: Callable[[dict[str, Any]], None],
@@ -213,7 +323,7 @@ class BroadcastSync:
 
     def _attempt(
         self,
-        engines: BroadcastReceivers,
+        engines: SamplerClient,
         broadcast: WeightBroadcast,
         weights: Iterator[tuple[str, Tensor]],
         version: int,

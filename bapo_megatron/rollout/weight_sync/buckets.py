@@ -47,8 +47,7 @@ class Buckets:
     """The bucketing of weights: tensors are copied, in order, into reused buffers of ``nbytes`` bytes.
 
     Local, without communication. Buffers are allocated at their first use and kept until ``release``. A copy
-    that fails raises only at its bucket's end, when all of the bucket's tensors have passed. Made by
-    ``WeightBroadcast`` and ``IpcSync``.
+    that fails raises only at its bucket's end, when all of the bucket's tensors have passed.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ _VERSION = re.compile(r"v\d+|\.v\d+\.tmp")
 class DiskSync:
     """The ``WeightSync`` by disk: write the HF folder, then have the engines load it.
 
-    ``push`` returns when the working engines have loaded it. If a rank cannot write, all ranks raise. Made by
-    ``trainer/sampling.py``, also as the fallback of the other syncs.
+    ``push`` returns when the working engines have loaded it. If a rank cannot write, all ranks raise. It is
+    the fallback of the other syncs, too.
     """
 
     def __init__(
@@ -114,8 +114,7 @@ class WeightStaging:
 
     In order: ``prepare`` on rank 0; ``write_share`` by every writer; ``publish`` on rank 0; then, also after
     an error, ``discard``. ``write`` is all four, for one writer. Nothing here is collective: the caller makes
-    the ranks wait for each other. ConfigError if ``hf_path`` is no model folder. Made by
-    ``trainer/sampling.py``, used by ``DiskSync``.
+    the ranks wait for each other. ConfigError if ``hf_path`` is no model folder.
     """
 
     def __init__(self, folder: Path, hf_path: Path) -> None:
@@ -135,10 +134,7 @@ class WeightStaging:
         return self._folder / f"v{version}"
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Write all weights alone; returns their folder. No folder remains after an error.
-
-        ValueError if ``weights`` are not exactly the model's tensors. RunStopped if the disk fails.
-        """
+        """Write all weights alone; returns their folder. Errors as of ``write_share``, without a folder."""
         self.prepare(version)
         try:
             self.publish(version, self.write_share(weights, version))

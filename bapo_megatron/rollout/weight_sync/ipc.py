@@ -7,28 +7,49 @@ which a process maps the memory of another one:
 
     rank of GPU g    bucket -> handles -> rank 0 -> the sampler's process -> the engine's process on GPU g
 
+    GPU    CUDA IPC: handle of the allocation, and UUID of the GPU (its number differs between processes)
+    CPU    POSIX shared memory, by its name
+
+A handle is torch's own pickle of a shared tensor, which SGLang loads with a list of allowed names. On a GPU
+torch counts references, and would leak the memory of a reader that dies. Here the owner knows when its memory
+was read, and readers decrement a dummy counter. They do not wait for a CUDA event either, of which torch
+opens one for each handle and closes none: the stream is synchronized before a handle is made.
+
 Fallback: an engine that fails to receive is ended; the weights are written to disk once, and its new server
-loads them. Used by ``trainer/build.py``, ``trainer/gpu_handover.py`` and ``trainer/sampling.py``.
+loads them. Used by ``planning/rehearsal/program.py``, ``trainer/build.py``, ``trainer/gpu_handover.py`` and
+``trainer/sampling.py``.
 """
 
 from __future__ import annotations
 
+import inspect
+import io
+import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_strategy
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
-from bapo_megatron.rollout.weight_sync.handles import handles_of, remove_leftovers, shareable
+from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, on_all_ranks
+
+if TYPE_CHECKING:
+    from bapo_megatron.rollout.sampler.client import SamplerClient
 
 T = TypeVar("T")
 
@@ -43,32 +64,19 @@ _Reader = tuple[str, int]
 """A reader of this process's memory: an engine's name, and one of its tensor-parallel ranks."""
 
 
-class HandleReceivers(Protocol):
-    """The engines' side of the transfer, as a protocol that ``SamplerClient`` implements; on rank 0.
-
-    Calls block. ``update`` returns the names of the engines on which it succeeded; the others must be ended.
-    """
-
-    def expect_handles(self, version: int, step: int) -> None:
-        """Announce that the weights of ``version``, made by ``step``, come by handles."""
-
-    def update(self, call: str, *arguments: Any) -> list[str]:
-        """Make a call of ``WeightUpdates``: ``begin``, ``receive`` or ``confirm``."""
-
-
 class IpcSync:
     """The ``WeightSync`` of colocated engines by CUDA IPC: the weights arrive when the engines wake.
 
     ``push`` only announces them. In the GPU hand-over (``trainer/gpu_handover.py``) ``hand_over`` transfers
     them and names the engines that have them (the caller ends the others); then ``write`` sends them by disk
     to the engines without. These three are collective. A failed transfer is an event, no error; an engine
-    that fails twice in a row gets its weights by disk for a while. Made by ``trainer/sampling.py``.
+    that fails twice in a row gets its weights by disk for a while.
     """
 
     def __init__(
         self,
         disk: DiskSync,
-        engines: HandleReceivers | None,
+        engines: SamplerClient | None,
         gpus: Mapping[str, Sequence[int]],
         device: torch.device,
         bucket_mb: float,
@@ -120,13 +128,8 @@ class IpcSync:
             self._failures[name] = 0 if name in taken else self._failures[name] + 1
             if self._failures[name] == _MOST_FAILURES:
                 self._failures[name] = -_PAUSE
-                self._record_event(
-                    {
-                        "kind": "handover_given_up",
-                        "engine": name,
-                        "reason": "its weights are sent by disk for a while",
-                    }
-                )
+                reason = "its weights are sent by disk for a while"
+                self._record_event({"kind": "handover_given_up", "engine": name, "reason": reason})
         return taken
 
     def _hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
@@ -156,13 +159,13 @@ class IpcSync:
         on_all_ranks(lambda: self._on_event(event))
 
     def _deliver(
-        self, names: Sequence[str], handles: Mapping[_Reader, bytes], engines: HandleReceivers
+        self, names: Sequence[str], handles: Mapping[_Reader, bytes], engines: SamplerClient
     ) -> list[str]:
         """Send the engines the handles of their ranks; returns the names of those that loaded them."""
         part = {name: [handles[name, index] for index in range(len(self._gpus[name]))] for name in names}
         return engines.update("receive", part)
 
-    def _call_engines(self, call: Callable[[HandleReceivers], T]) -> T:
+    def _call_engines(self, call: Callable[[SamplerClient], T]) -> T:
         """``call`` on rank 0, its result broadcast to every rank; all raise if it fails."""
         engines = self._engines
         found: list[Any] = on_all_ranks(lambda: call(engines) if engines is not None else None)
@@ -206,3 +209,116 @@ def _handles_by_bucket(
         yield {reader: handles_of(bucket.tensors()) for reader in readers}
         before = bucket
     del before
+
+
+# --- memory handles of tensors --------------------------------------------------------------------
+
+
+_OLD_S = 600.0
+"""Age of a stale shared-memory file, in seconds: longer than any hand-over."""
+_ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+"""Names of the arguments from which a reader rebuilds a GPU tensor."""
+
+
+def shareable(nbytes: int, device: torch.device) -> Tensor:
+    """An uninitialized uint8 tensor of ``nbytes`` bytes in shareable memory, for ``handles_of``.
+
+    It is in no expandable segment of CUDA's allocator: a process that may not ptrace this one cannot map it.
+    """
+    if device.type != "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    with _fixed_segments():
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
+    """A pickle of names and memory handles of tensors in ``shareable`` memory, without data, for one reader.
+
+    It waits until the GPU has written them. The memory must stay, unchanged, until the reader has finished.
+    """
+    # Readers wait for no event: the bytes must be written before the handle exists.
+    if any(tensor.is_cuda for _, tensor in named):
+        torch.cuda.current_stream().synchronize()
+    written = io.BytesIO()
+    with _shared_by_name():
+        _HandlePickler(written).dump([(name, tensor.detach()) for name, tensor in named])
+    return written.getvalue()
+
+
+def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
+    """Remove stale shared memory that this user's killed processes have left: on a CPU nothing else does.
+
+    Young files stay: they may belong to a process in another PID namespace.
+    """
+    for path in folder.glob("torch_*_*_*"):
+        number = path.name.split("_")[1]
+        with suppress(OSError):  # another process was faster
+            about = path.lstat()
+            is_old = time.time() - about.st_mtime > _OLD_S and about.st_uid == os.getuid()
+            if is_old and number.isdecimal() and not Path("/proc", number).exists():
+                path.unlink()
+
+
+class _HandlePickler(ForkingPickler):
+    """A pickler of tensors as memory handles, with the GPU's UUID in place of its number."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.dispatch_table = {**self.dispatch_table, Tensor: _reduced}
+
+
+def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    if not tensor.is_cuda:
+        return rebuild, arguments
+    named = dict(zip(_ARGUMENTS, arguments, strict=True))
+    device = named["storage_device"]
+    # Torch's reference count of this reader, as the reader itself would.
+    torch.UntypedStorage._release_ipc_counter_cuda(named["ref_counter_handle"], named["ref_counter_offset"])
+    counter = _dummy_counter(device)
+    named |= {
+        "storage_device": str(torch.cuda.get_device_properties(device).uuid),
+        "ref_counter_handle": counter["ref_counter_handle"],
+        "ref_counter_offset": counter["ref_counter_offset"],
+        "event_sync_required": False,
+    }
+    return rebuild, tuple(named.values())
+
+
+@cache
+def _dummy_counter(device: int) -> dict[str, Any]:
+    """The dummy reference counter: of a tensor that is never freed; shareable, because readers map it."""
+    tensor = shareable(4, torch.device("cuda", device))
+    _never_freed.append(tensor)
+    _, arguments = reductions.reduce_tensor(tensor)
+    return dict(zip(_ARGUMENTS, arguments, strict=True))
+
+
+_never_freed: list[Tensor] = []
+
+
+@contextmanager
+def _shared_by_name() -> Iterator[None]:
+    """Share CPU memory by name within the block: a file descriptor would go over a socket, with a key that
+    the reader does not have."""
+    before = get_sharing_strategy()
+    set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        set_sharing_strategy(before)
+
+
+@contextmanager
+def _fixed_segments() -> Iterator[None]:
+    """Disable expandable segments of CUDA's allocator within the block."""
+    settings = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if GROWING_SEGMENTS not in settings:
+        yield
+        return
+    set_allocator: Callable[[str], None] = torch._C._accelerator_setAllocatorSettings
+    set_allocator(settings.replace(GROWING_SEGMENTS, "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        set_allocator(settings)

@@ -45,7 +45,7 @@ from bapo_megatron.config.validation import flat, parallel_problems
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.hf.config import ExpertShape, ModelShape
 from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_layers
-from bapo_megatron.rollout.engines.sglang.placement import placement_problem
+from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 from bapo_megatron.trainer.preflight import check_new_run
 
 GOOD = RunConfig(

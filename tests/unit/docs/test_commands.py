@@ -24,7 +24,7 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.data.prepare.options import PrepareOptions
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import CompareOptions, EvalOptions
-from bapo_megatron.rollout.engines.sglang.placement import placement_problem
+from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand
 from benchmarks.study.controller.options import ControllerOptions
 from benchmarks.study.options import StudyOptions

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, DigestQuorum
+from bapo_megatron.rollout.engines.sent_weights import DigestMismatch, DigestQuorum
 
 Told = tuple[str, str]
 """An engine and its digest."""

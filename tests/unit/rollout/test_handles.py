@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.multiprocessing import get_sharing_strategy, reductions
 
-from bapo_megatron.rollout.weight_sync import handles
+from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
-from bapo_megatron.rollout.weight_sync.handles import handles_of, remove_leftovers, shareable
+from bapo_megatron.rollout.weight_sync.ipc import handles_of, remove_leftovers, shareable
 
 CPU = torch.device("cpu")
 
@@ -128,8 +128,8 @@ class Gpu:
         self.counts: dict[tuple[bytes, int], int] = {}
         """Reference counts by file and offset of the counter."""
         self.calls: list[str] = []
-        handles._dummy_counter.cache_clear()
-        patch.setattr(handles, "_never_freed", [])
+        ipc._dummy_counter.cache_clear()
+        patch.setattr(ipc, "_never_freed", [])
         patch.setattr(reductions, "reduce_tensor", self._share)
         patch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", self.lower, raising=False)
         patch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=f"uuid of {n}"))
@@ -140,7 +140,7 @@ class Gpu:
         self.calls.append("share")
         place = b"counters", len(self.counts)
         self.counts[place] = 1
-        values = {name: f"{name} of torch" for name in handles._ARGUMENTS}
+        values = {name: f"{name} of torch" for name in ipc._ARGUMENTS}
         values |= {"storage_device": tensor.device.index, "event_sync_required": True}
         values |= {"ref_counter_handle": place[0], "ref_counter_offset": place[1]}
         return reductions.rebuild_cuda_tensor, tuple(values.values())
@@ -160,7 +160,7 @@ def test_the_dummy_reference_counter_can_be_opened(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     plain, made = torch.empty, list[str]()
     monkeypatch.setattr(torch, "empty", lambda *a, **k: (made.append(segments[-1]), plain(*a, **k))[1])
-    handles._dummy_counter(0)
+    ipc._dummy_counter(0)
     assert made == ["expandable_segments:False"]
     assert segments[-1] == "expandable_segments:True"
 
@@ -171,20 +171,20 @@ def test_a_dead_reader_cannot_leak_gpu_memory(monkeypatch: pytest.MonkeyPatch) -
     tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3))
     found = []
     for _ in range(3):
-        rebuild, arguments = handles._reduced(tensor)
+        rebuild, arguments = ipc._reduced(tensor)
         assert rebuild is reductions.rebuild_cuda_tensor
-        found.append(dict(zip(handles._ARGUMENTS, arguments, strict=True)))
+        found.append(dict(zip(ipc._ARGUMENTS, arguments, strict=True)))
     shared = {(one["ref_counter_handle"], one["ref_counter_offset"]) for one in found}
     assert len(shared) == 1
     assert {place: count for place, count in gpu.counts.items() if place not in shared} == {
         (b"counters", n): 0 for n in (0, 2, 3)
     }
-    assert len(handles._never_freed) == 1
+    assert len(ipc._never_freed) == 1
     for one in found:
         own = {"ref_counter_handle", "ref_counter_offset", "storage_device", "event_sync_required"}
         assert one["storage_device"] == "uuid of 3"
         assert one["event_sync_required"] is False, "each reader would open an event, and never close it"
-        assert all(one[name] == f"{name} of torch" for name in handles._ARGUMENTS if name not in own)
+        assert all(one[name] == f"{name} of torch" for name in ipc._ARGUMENTS if name not in own)
 
 
 def test_the_stream_is_synchronized_before_handles_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_the_stream_is_synchronized_before_handles_are_made(monkeypatch: pytest.
         def dump(self, named: list[Any]) -> None:
             gpu.calls.append(f"dump {len(named)}")
 
-    monkeypatch.setattr(handles, "_HandlePickler", Written)
+    monkeypatch.setattr(ipc, "_HandlePickler", Written)
     tensor = SimpleNamespace(is_cuda=True, detach=lambda: None)
     handles_of([("a", tensor), ("b", tensor)])  # type: ignore[list-item]
     assert gpu.calls == ["synchronize", "dump 2"]

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from bapo_megatron.rollout.engines.local.decoding import sample
-from bapo_megatron.rollout.engines.local.engine import LocalEngine
-from bapo_megatron.rollout.engines.local.model import LocalModel
+from bapo_megatron.rollout.engines.local.engine import LocalEngine, LocalModel
 from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
 from tests.support.checkpoint_models import load_tensors, save_tensors
 from tests.support.fp8 import in_bfloat16, save_fp8_folder

@@ -16,9 +16,13 @@ import torch
 from bapo_megatron.config import ModelConfig
 from bapo_megatron.data.routes import read_routes, route_problem, write_routes
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.rollout.engines.local.model import LocalModel
-from bapo_megatron.rollout.engines.sglang.route_wire import decoded_routes
-from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
+from bapo_megatron.rollout.engines.local.engine import LocalModel
+from bapo_megatron.rollout.engines.sglang.wire import (
+    BadReply,
+    decoded_routes,
+    generate_payload,
+    generation_of,
+)
 from bapo_megatron.rollout.sampler.response import without_routes
 from bapo_megatron.rollout.sampler.step_batches import (
     StepFiles,

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sent_weights import (
     DigestingIterator,
+    DigestMismatch,
+    DigestQuorum,
     SentCheck,
     SentDigests,
     TensorDigests,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.commands.doctor.sglang import compilers_row, preload_row
-from bapo_megatron.rollout.engines.sglang.preload import library_path, tried_preload
+from bapo_megatron.rollout.engines.sglang.requirements import library_path, tried_preload
 from bapo_megatron.rollout.engines.sglang.server_process import server_environment
 
 RUNTIME = "libcudart.so.99"

@@ -53,7 +53,7 @@ def events() -> list[dict[str, Any]]:
 def supervisor(config: RunConfig, events: list[dict[str, Any]]) -> Iterator[ServerSupervisor]:
     made = ServerSupervisor(config, 0, False, events.append)
     made.start()
-    made.wait_ready(60)
+    made.wait_ready()
     yield made
     made.stop()
 
@@ -80,7 +80,7 @@ def test_a_hanging_server_is_killed_and_restarted(
     os.killpg(first, signal.SIGSTOP)
     run_servers.heed({"kind": "engine_hangs", "engine": supervisor.url, "reason": "not done in 600 s"})
     until(lambda: pid_of(supervisor) != first)
-    supervisor.wait_ready(60)
+    supervisor.wait_ready()
     with pytest.raises(ProcessLookupError):
         os.killpg(first, 0)
     (event,) = events
@@ -147,7 +147,7 @@ def test_a_failed_start_is_retried(
     monkeypatch.setattr(supervisor, "_on_event", take_note)
     os.killpg(first, signal.SIGKILL)
     until(lambda: refusals == 0 and supervisor._server is not None and pid_of(supervisor) != first)
-    supervisor.wait_ready(60)
+    supervisor.wait_ready()
     assert [event.get("kind") for event in events] == [None, "server_refused", "server_refused"]
     assert "Cannot allocate memory" in events[1]["reason"]
 
@@ -159,7 +159,7 @@ def test_a_server_that_can_never_start_fails_at_once(
     supervisor = ServerSupervisor(config, 0, False, events.append)
     supervisor.start()
     with pytest.raises(RuntimeError, match=r"/nowhere/python could not be started: .*No such file"):
-        supervisor.wait_ready(1)
+        supervisor.wait_ready()
     supervisor.stop()
 
 
@@ -167,7 +167,7 @@ def test_a_held_server_that_ends_is_not_restarted_until_start(
     supervisor: ServerSupervisor, events: list[dict[str, Any]]
 ) -> None:
     """The policy has its GPU meanwhile. The other servers sleep."""
-    run_servers = RunServers([supervisor.url], [supervisor], events.append, 60)
+    run_servers = RunServers([supervisor.url], [supervisor], events.append)
     first = pid_of(supervisor)
     run_servers.hold()
     run_servers.end(spared=[supervisor.url])

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
-from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch
 from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sent_weights import DigestMismatch
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts

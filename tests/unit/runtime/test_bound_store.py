@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from bapo_megatron.rollout.weight_sync.process_group import SendingGroup
+from bapo_megatron.rollout.weight_sync.broadcast import SendingGroup
 from bapo_megatron.runtime.distributed import bound_store, free_port
 
 SOON = timedelta(seconds=60)

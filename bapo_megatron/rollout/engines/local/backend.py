@@ -16,14 +16,13 @@ class LocalBackend(EngineBackend):
     """The backend of the embedded engine: a Hugging Face model in the sampler's process.
 
     Its log-probs depend, in their last bits, on the batch: so it samples in rounds, each of which begins when
-    the one before is finished. Chosen by ``registry.engine_backend`` for `rollout.engine=local`.
+    the one before is finished.
     """
 
     rounds = True
     returns_routes = True
 
     def max_in_flight(self, rollout: RolloutConfig) -> int:
-        """The batch size of the embedded engine."""
         return rollout.max_batch
 
     def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> None:
@@ -32,10 +31,8 @@ class LocalBackend(EngineBackend):
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
     ) -> list[Engine]:
-        """The engine on ``device``, with the weights of the run's model."""
         # transformers takes seconds to import, and the trainer needs none of it.
-        from bapo_megatron.rollout.engines.local.engine import LocalEngine
-        from bapo_megatron.rollout.engines.local.model import LocalModel
+        from bapo_megatron.rollout.engines.local.engine import LocalEngine, LocalModel
 
         model, max_batch = config.model, config.rollout.max_batch
         loaded = await asyncio.to_thread(LocalModel, model.hf_path, max_batch, model.dtype, device)

@@ -1,12 +1,11 @@
 """Batched autoregressive decoding of a set of requests, one token per step.
 
-``LocalModel`` calls it for each batch. Tokens are sampled by inverse CDF, independent of the batch's other
-rows:
+Tokens are sampled by inverse CDF, independent of the batch's other rows:
 
     token = min { v : sum_{u <= v} p_u >= draw },  p = softmax(logits / temperature),  draw in (0, 1]
 
 Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt,
-``_R`` longest response, ``_V`` vocabulary, ``_LK`` layers and experts of a token. Used by ``model.py``.
+``_R`` longest response, ``_V`` vocabulary, ``_LK`` layers and experts of a token. Used by ``engine.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from bapo_megatron.rollout.engines.local.routes import RouteRecorder
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
 
@@ -66,11 +64,35 @@ BLOCK = 64
 """Tokens that the KV cache allocates at a time."""
 
 
+class RouteRecorder:
+    """A note of the last forward pass's routes: the experts that transformers' routers choose for each token.
+
+    By a hook on each layer's router; for one thread at a time.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.is_on = False
+        """Whether passes are noted: only while a request asks for routes."""
+        self._noted: list[Tensor] = []
+        routers = [one for one in model.modules() if type(one).__name__.endswith("TopKRouter")]
+        for router in routers:
+            router.register_forward_hook(self._note)
+
+    def _note(self, _router: Any, _input: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        if self.is_on:
+            self._noted.append(output[2])
+
+    def take(self, rows: int) -> Tensor:
+        """The routes of the last position of each of the ``rows`` of the batch, [rows, layers, per_token]."""
+        noted, self._noted = self._noted, []
+        return torch.stack([chosen.view(rows, -1, chosen.shape[-1])[:, -1] for chosen in noted], 1)
+
+
 class Decoding:
     """The decoding of one batch of requests, with left-padded prompts, so that all rows are at one column.
 
     Calls block: ``step`` until ``done`` (or an abort), then ``results``. FloatingPointError for logits that
-    are not finite. Made by ``LocalModel`` for each batch.
+    are not finite.
     """
 
     def __init__(self, model: Any, requests: Sequence[GenerateRequest], recorder: RouteRecorder) -> None:

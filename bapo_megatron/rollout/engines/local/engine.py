@@ -1,7 +1,9 @@
-"""The ``local`` engine: the embedded Hugging Face model behind ``interfaces.Engine``, with request batching.
+"""The ``local`` engine: an embedded Hugging Face model behind ``interfaces.Engine``, with request batching.
 
-Requests that arrive in one turn of the event loop, while no batch is computed, are one batch. With the rounds
-of ``LocalBackend`` a run without overlap always forms the same batches and samples the same tokens. Used by
+Any causal language model of transformers works; it is meant for small ones. Requests that arrive in one turn
+of the event loop, while no batch is computed, are one batch. Sampled tokens depend on the request (seed,
+prefix) and the weights, and on the batch only through the rounding of matrix products: with the rounds of
+``LocalBackend`` a run without overlap always forms the same batches and samples the same tokens. Used by
 ``backend.py``.
 """
 
@@ -9,20 +11,30 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.fp8 import is_quantized
+from bapo_megatron.hf.parameter_map import expert_tensors, hf_tensors
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.rollout.engines.local.model import LocalModel, weights_of_fp8
-from bapo_megatron.rollout.engines.requests import check_request, empty_generation
+from bapo_megatron.rollout.engines.local.decoding import Decoding, RouteRecorder
+from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
+from bapo_megatron.runtime.device import choose_vector_kernels
+from bapo_megatron.runtime.files import check_files_inside
 from bapo_megatron.types import GenerateRequest, Generation
 
 T = TypeVar("T")
@@ -31,8 +43,7 @@ T = TypeVar("T")
 class LocalEngine:
     """The ``Engine`` of a ``LocalModel``, which computes in threads. Make it inside the event loop.
 
-    A folder with wrong weights leaves it as it was. RuntimeError for a request after ``close``. Made by
-    ``LocalBackend``.
+    A folder with wrong weights leaves it as it was. RuntimeError for a request after ``close``.
     """
 
     name = "local"
@@ -46,15 +57,12 @@ class LocalEngine:
         self._closed = False
 
     async def weight_version(self) -> int:
-        """The version of the weights that were loaded last."""
         return self._model.weight_version
 
     async def is_alive(self) -> bool:
-        """True: the engine is this process."""
-        return True
+        return True  # the engine is this process
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Queue one request, and await its answer. ValueError, before it is queued, if it is malformed."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         check_request(request, self._model.limits)
@@ -72,22 +80,18 @@ class LocalEngine:
                 answer.set_result(empty_generation(request))
 
     async def pause(self) -> None:
-        """Stop sampling at the next token boundary. Requests in flight keep their place."""
         await self._in_thread(self._model.pause)
 
     async def resume(self) -> None:
-        """Resume sampling after ``pause``."""
         await self._in_thread(self._model.resume)
 
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        """Load the weights of an HF folder between two tokens. Requests in flight continue under them."""
         # Staged, confirmed, then committed: a folder with wrong weights leaves the model as it was.
         staged = await self._in_thread(lambda: self._model.stage(_weights_in(folder)))
         await confirm(await self._in_thread(partial(_digest, staged)))
         await self._in_thread(partial(self._model.commit, staged, version))
 
     async def close(self) -> None:
-        """Abort all requests and release the model."""
         self._closed = True
         await self.abort()
         await self._in_thread(self._model.close)
@@ -115,8 +119,10 @@ class LocalEngine:
 
 
 def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of an HF folder, one at a time; those of a folder in fp8 in bfloat16."""
     if is_quantized(folder):  # of bapo eval and --rollout-only; a run's own folders are in bfloat16
-        yield from weights_of_fp8(folder)
+        reader = HfReader(folder)
+        yield from ((name, reader.read(name)) for name in hf_tensors(read_model_shape(folder)))
         return
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -131,3 +137,184 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
         found.update(name.encode())
         found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+class LocalModel:
+    """The thread-safe model of ``LocalEngine``; calls block.
+
+    Locking: each decode step holds ``_gate``. A pause, an abort or a weight replacement first sets a flag,
+    then waits for the lock; decoding checks the flags before each step. Without the flags the decoding thread
+    would take the lock again before a waiter wakes up.
+    """
+
+    def __init__(
+        self,
+        hf_path: Path,
+        max_batch: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str = "cpu",
+    ) -> None:
+        """Load the folder ``hf_path`` as version 0; at most ``max_batch`` requests decode at a time."""
+        choose_vector_kernels()
+        self._model = _load(hf_path, dtype, device)
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        self.limits = ModelLimits(vocabulary, self._model.config.max_position_embeddings)
+        self._weights = ModelWeights(self._model)
+        if is_quantized(hf_path):
+            self._weights.commit(self._weights.stage(_weights_in(hf_path)))
+        self._recorder = RouteRecorder(self._model)
+        self._max_batch = max_batch
+        self._version = 0
+        self._gate = threading.Condition()
+        self._call_lock = threading.Lock()
+        self._update_lock = threading.Lock()
+        self._paused = False
+        self._update_waits = False
+        self._abort_ticket = object()
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that were loaded last; 0 before any load."""
+        return self._version
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Answers to all requests, in order. ValueError, before any is decoded, if one is malformed."""
+        if self._model is None:
+            raise RuntimeError("the engine is closed")
+        for request in requests:
+            check_request(request, self.limits)
+        ticket = self._abort_ticket
+        # Rows of similar length decode together: less padding.
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
+        answers: dict[int, Generation] = {}
+        with self._call_lock:
+            for start in range(0, len(order), self._max_batch):
+                chunk = order[start : start + self._max_batch]
+                answers.update(zip(chunk, self._decode([requests[i] for i in chunk], ticket), strict=True))
+        return [answers[index] for index in range(len(requests))]
+
+    def _decode(self, requests: Sequence[GenerateRequest], ticket: object) -> list[Generation]:
+        decoding = Decoding(self._model, requests, self._recorder)
+        while not decoding.done and self._step(decoding, ticket):
+            pass
+        return decoding.results()
+
+    def _step(self, decoding: Decoding, ticket: object) -> bool:
+        """One decode step, unless the call was aborted; returns whether it was made."""
+        with self._gate:
+            self._gate.wait_for(lambda: self._abort_ticket is not ticket or self._may_sample())
+            if self._abort_ticket is not ticket:
+                return False
+            decoding.step(self._version)
+        return True
+
+    def _may_sample(self) -> bool:
+        return not (self._paused or self._update_waits)
+
+    def abort(self) -> None:
+        """Abort the calls in flight: they return their tokens so far."""
+        self._abort_ticket = object()
+        with self._gate:
+            self._gate.notify_all()
+
+    def pause(self) -> None:
+        """Stop sampling. When it returns, no decode step is running."""
+        self._paused = True
+        with self._gate:
+            pass
+
+    def resume(self) -> None:
+        with self._gate:
+            self._paused = False
+            self._gate.notify_all()
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copy and check new weights, for ``commit``; until then the memory holds two sets of weights.
+
+        All tensors are checked before the first is replaced: if ``weights`` raises, or they are not exactly
+        the model's (ValueError), the model stays as it is.
+        """
+        with self._update_lock:
+            return self._weights.stage(weights)
+
+    def commit(self, staged: dict[str, Tensor], version: int) -> None:
+        """Replace the weights between two tokens. Requests in flight keep their KV cache."""
+        with self._update_lock:
+            self._update_waits = True
+            with self._gate:
+                self._update_waits = False
+                self._weights.commit(staged)
+                self._version = version
+                self._gate.notify_all()
+
+    def close(self) -> None:
+        """Abort all calls and release the model."""
+        self.abort()
+        with self._call_lock, self._update_lock:
+            self._model = None
+            self._weights.release()
+
+
+class ModelWeights:
+    """The parameters of a Hugging Face model by name, replaced all or none; tied ones count once.
+
+    ``stage`` copies and checks new ones, ``commit`` replaces the old. ``LocalModel`` does the locking.
+    """
+
+    def __init__(self, model: Any) -> None:
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        names = {id(tensor): name for name, tensor in parameters.items()}
+        every = dict(model.named_parameters(remove_duplicate=False))
+        self._aliases = {name: names[id(every[name])] for name in every.keys() - parameters.keys()}
+        self._own: dict[str, Tensor] = {}
+        for name, tensor in parameters.items():
+            # Experts, which transformers keeps fused, arrive one by one: each is a view of the fused tensor.
+            experts = expert_tensors(name, tensor.shape)
+            self._own |= {own: tensor.detach()[place] for own, place in experts.items()} or {name: tensor}
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies of new weights in the model's dtype and device. ValueError if names or shapes differ."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
+        return {
+            name: tensor.detach().to(self._own[name].device, self._own[name].dtype, copy=True)
+            for name, tensor in checked_weights(weights, shapes, self._aliases)
+        }
+
+    @torch.no_grad()
+    def commit(self, staged: dict[str, Tensor]) -> None:
+        """Copy staged weights into the model."""
+        for name, tensor in staged.items():
+            self._own[name].copy_(tensor)
+
+    def release(self) -> None:
+        """Drop the references to the model's parameters."""
+        self._own.clear()
+
+
+def _load(hf_path: Path, dtype: str, device: str) -> Any:
+    check_files_inside(hf_path)
+    if not (hf_path / "config.json").is_file():
+        raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face model folder")
+    transformers_logging.disable_progress_bar()
+    if is_quantized(hf_path):
+        # By our reader, whose values the policy has: transformers would make fp8 layers of it on a GPU, and
+        # elsewhere cut the blocks of some shapes at other places. The weights come after.
+        read_model_shape(hf_path)
+        config = AutoConfig.from_pretrained(hf_path, local_files_only=True, trust_remote_code=False)
+        del config.quantization_config
+        empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        return empty.to(device).eval()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            hf_path,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.hf_path={hf_path}: cannot be loaded: {error}") from error
+    if report["missing_keys"]:  # transformers would continue with random numbers
+        raise ConfigError(f"model.hf_path={hf_path}: weights are missing: {sorted(report['missing_keys'])}")
+    return model.to(device).eval()

@@ -30,10 +30,7 @@ _PROOF_S = 5.0
 
 @dataclass(frozen=True)
 class KnownKey:
-    """The API key of a run, and whether the user gave it. Plain data.
-
-    Made by ``known_key``.
-    """
+    """The API key of a run, and whether the user gave it."""
 
     key: ApiKey
     is_given: bool
@@ -102,8 +99,7 @@ class Authorization:
     The run's own key is sent only after the server has proved that it has it (``api_key.ask_proof``). The
     proof is repeated after a failed connection: another program may have taken the address. It must not pass
     for the server by asking for no key: who has proved the key once must always, and so must a server that
-    the run has started. EngineError for a server that must not be called. Made by ``SglangBackend`` for the
-    ``SglangServer``.
+    the run has started. EngineError for a server that must not be called.
     """
 
     def __init__(

@@ -18,24 +18,16 @@ from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
-from bapo_megatron.rollout.engines.sglang.authorization import (
-    Authorization,
-    check_keys_asked,
-    known_key,
-)
+from bapo_megatron.rollout.engines.sglang.authorization import Authorization, check_keys_asked, known_key
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
-from bapo_megatron.rollout.engines.sglang.placement import placement_problem
-from bapo_megatron.rollout.engines.sglang.requirements import check_nccl, nccl_settings
+from bapo_megatron.rollout.engines.sglang.requirements import check_nccl, nccl_settings, placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import more_flags, sglang_python
 from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
 
 
 class SglangBackend(EngineBackend):
-    """The factory of SGLang engines: servers reached over HTTP, started by the run or named in its recipe.
-
-    Chosen by ``registry.engine_backend`` for `rollout.engine=sglang`.
-    """
+    """The factory of SGLang engines: servers reached over HTTP, started by the run or named in its recipe."""
 
     returns_routes = True
 
@@ -72,7 +64,6 @@ class SglangBackend(EngineBackend):
                 "weights of the policy, in bfloat16, do not fit; make a folder in bfloat16 of it, with "
                 "bapo-ckpt to-megatron and to-hf"
             )
-
         if fused := HfReader(hf_path).fused_experts:
             raise ConfigError(
                 f"model.hf_path={hf_path} holds fused experts ({fused[0]}), which SGLang would leave random: "
@@ -82,11 +73,9 @@ class SglangBackend(EngineBackend):
     def serve(
         self, config: RunConfig, cuda: bool, on_event: OnEvent
     ) -> AbstractContextManager[EngineServers]:
-        """The servers that the recipe names, or servers that the run starts on this machine."""
         return servers_of(config, cuda, on_event)
 
     def has_prefix_cache(self, rollout: RolloutConfig) -> bool:
-        """Whether SGLang's radix cache is on."""
         return "--disable-radix-cache" not in more_flags(rollout.sglang)
 
     def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> MakeDigester | None:
@@ -101,7 +90,6 @@ class SglangBackend(EngineBackend):
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
     ) -> list[Engine]:
-        """One engine client for each server."""
         sglang, limits = config.rollout.sglang, limits_of(config.model.hf_path)
         sessions = HttpSessions()
         opened.push_async_callback(sessions.close)

@@ -24,7 +24,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     SglangServer,
 )
 from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, flag
-from bapo_megatron.rollout.engines.sglang.route_wire import without_old_routes
+from bapo_megatron.rollout.engines.sglang.wire import without_old_routes
 from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightParts
 
@@ -34,10 +34,7 @@ _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 
 @dataclass(frozen=True)
 class Deadlines:
-    """The deadlines of calls to a server, in seconds, from ``rollout.sglang``. Plain data.
-
-    Made by ``SglangBackend``.
-    """
+    """The deadlines of calls to a server, in seconds, from ``rollout.sglang``."""
 
     request_s: float = 3600.0
     """Deadline of one request; then it is aborted, and its answer is the tokens so far."""
@@ -51,8 +48,7 @@ class SglangEngine:
     """The ``Engine`` of one SGLang server, with all abilities of ``interfaces.py``. Lives in one event loop.
 
     Where ``interfaces.Engine`` says that a call raises, it is ServerError, which names the server. Calls
-    that pause, resume, abort or load weights run one at a time; requests run beside them. Made by
-    ``SglangBackend``.
+    that pause, resume, abort or load weights run one at a time; requests run beside them.
     """
 
     transports = ("broadcast", "ipc")
@@ -84,16 +80,13 @@ class SglangEngine:
         """Time of the first overdue request without tokens since the last token of any request."""
 
     async def weight_version(self) -> int:
-        """The weight version that the server reports."""
         self._version = await self.server.weight_version()
         return self._version
 
     async def is_alive(self) -> bool:
-        """Whether the server answers."""
         return await self.server.is_alive()
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Send one request, and await its answer. ValueError if it is malformed; ServerError if it fails."""
         check_request(request, self._limits)
         pending = InflightRequest(routes=request.routes is not None)
         self._inflight.all.add(pending)
@@ -123,7 +116,6 @@ class SglangEngine:
             await self._abort()
 
     async def pause(self) -> None:
-        """Stop sampling at the next token boundary. Requests in flight keep their place."""
         async with self._one_control:
             if self._paused_at is None:
                 self._paused_at = await self.weight_version() if self._version is None else self._version
@@ -132,16 +124,15 @@ class SglangEngine:
             await self.server.pause()
 
     async def resume(self) -> None:
-        """Resume sampling after ``pause``."""
         async with self._one_control:
             self._paused_at = None
             await self._resume()
 
     async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
-        """Load new weights between two tokens. Requests in flight continue under them.
+        """Load new weights between two tokens, under which requests in flight continue.
 
         ServerError if the load fails or another version is reported, and the errors of ``confirm``. The
-        server's state is unknown then: it must not sample before a load has succeeded.
+        server must not sample then before a load has succeeded.
         """
         timeout = await self._load_seconds(weights)
         async with self._one_control:
@@ -183,10 +174,6 @@ class SglangEngine:
             await self.server.release_memory(self._deadlines.update_s)
 
     async def wake(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
-        """Wake a server that has released its memory: reclaim it, load weights, confirm them, sample.
-
-        After an error the server must be ended: its memory is in an unknown state.
-        """
         timeout = await self._load_seconds(weights)
         async with self._one_control:
             # The weights' values are undefined from here on, until they are loaded.
@@ -204,11 +191,9 @@ class SglangEngine:
             await self._resume()
 
     async def leave_group(self, name: str) -> None:
-        """Leave the broadcast group of that name, if the server is in one."""
         await self.server.leave_weight_group(name, self._deadlines.update_s)
 
     async def join_group(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Join a broadcast group; see ``SglangServer.join_weight_group``."""
         self._group_name = group.name
         await self.server.join_weight_group(group, first_rank, self._deadlines.update_s)
 
@@ -368,10 +353,7 @@ def _truncated_after(found: Generation, newest: int | None) -> Generation:
 
 
 class InflightRequest:
-    """One request in flight: its server-side id, and whether it was sent or aborted.
-
-    Made by ``SglangEngine.generate``.
-    """
+    """One request in flight: its server-side id, and whether it was sent or aborted."""
 
     def __init__(self, routes: bool = False) -> None:
         """``routes``: whether its answer must have routes."""
@@ -388,10 +370,7 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """The requests in flight at a server, and the gate before it. Lives in one event loop.
-
-    Made by ``SglangEngine``.
-    """
+    """The requests in flight at a server, and the gate before it. Lives in one event loop."""
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()

@@ -35,7 +35,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,10 +63,7 @@ Cut = Callable[[Tensor, int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a Hugging Face tensor on a server: the fused tensor, the part in it, and the sharding.
-
-    Made by ``FusedLayout`` for ``FusedDigests``.
-    """
+    """The place of a Hugging Face tensor on a server: the fused tensor, the part in it, and the sharding."""
 
     name: str
     """Name of the server's tensor."""
@@ -78,10 +75,7 @@ class Place:
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """The layout of a model's weights on a server: names, fusion and sharding. Arithmetic, without I/O.
-
-    Made by ``fused_digests``.
-    """
+    """The layout of a model's weights on a server: names, fusion and sharding. Arithmetic, without I/O."""
 
     kv_heads: int
     tied: bool
@@ -165,7 +159,7 @@ def _share(tensor: Tensor, dim: int, index: int, shares: int) -> Tensor:
 class _Fused:
     """The unfinished hash of a server's fused tensor: one hash per rank, and parts that came out of order."""
 
-    hashes: list[TensorHash]
+    hashes: list[CpuHash | GpuHash]
     next_part: int = 0
     early: dict[int, tuple[Cut, Tensor]] = field(default_factory=dict)
 
@@ -174,8 +168,7 @@ class FusedDigests:
     """The ``WeightDigester`` (sent_weights.py) of SGLang servers, for one version of the weights.
 
     A tensor is hashed on its device, chunk by chunk. A part of a fused tensor that comes out of order, such
-    as the keys before the queries, is copied until its turn: those of one layer at a time. Made by
-    ``fused_digests``, fed by ``DigestingIterator``.
+    as the keys before the queries, is copied until its turn: those of one layer at a time.
     """
 
     def __init__(self, layout: FusedLayout, device: str) -> None:
@@ -262,35 +255,23 @@ _SEEDS = (_SEED, (_SEED * 0x9E3779B1) ^ 0xDEADBEEF)
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
 
-class TensorHash(Protocol):
-    """The streaming hash of one tensor that comes in pieces (protocol): ``add`` each, then ``digest``."""
-
-    def add(self, piece: Tensor) -> None:
-        """Add the next elements, in row-major order."""
-
-    def digest(self) -> str:
-        """The digest after all pieces: 16 hexadecimal digits."""
-
-
 class CpuHash:
-    """SGLang's hash of a tensor on a CPU (a ``TensorHash``)."""
+    """SGLang's hash of a tensor on a CPU."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
 
     def add(self, piece: Tensor) -> None:
-        """Add the next elements."""
         for chunk_B in _chunks(piece):
             # A copy: a storage that numpy has seen cannot be resized any more, which the offload does.
             self._sha.update(chunk_B.to("cpu", copy=True).numpy().data)
 
     def digest(self) -> str:
-        """The first 8 bytes of SHA-256."""
         return self._sha.hexdigest()[:16]
 
 
 class GpuHash:
-    """SGLang's hash of a tensor on a GPU (a ``TensorHash``), equal wherever its pieces are."""
+    """SGLang's hash of a tensor on a GPU, equal wherever its pieces are."""
 
     def __init__(self) -> None:
         self._rest_B: Tensor | None = None
@@ -301,7 +282,6 @@ class GpuHash:
         """Sums of tiles, in both variants."""
 
     def add(self, piece: Tensor) -> None:
-        """Add the next elements."""
         for chunk_B in _chunks(piece):
             run_B = chunk_B if self._rest_B is None else torch.cat([self._rest_B, chunk_B])
             whole = len(run_B) // _TILE * _TILE
@@ -310,7 +290,6 @@ class GpuHash:
                 self._sum(_words(run_B[:whole]).view(-1, TILE_WORDS))
 
     def digest(self) -> str:
-        """The hash of all pieces."""
         if self._rest_B is not None:
             padded_B = torch.nn.functional.pad(self._rest_B, (0, -len(self._rest_B) % _WORD))
             self._sum(_words(padded_B).view(1, -1))
@@ -337,8 +316,9 @@ class GpuHash:
         self._words += count
 
 
-HASHES: dict[str, Callable[[], TensorHash]] = {"cpu": CpuHash, "cuda": GpuHash}
-"""The hash by the kind of device that the server computes on."""
+HASHES: dict[str, type[CpuHash | GpuHash]] = {"cpu": CpuHash, "cuda": GpuHash}
+"""The hash by the kind of device that the server computes on: ``add`` a tensor's pieces in row-major order,
+then ``digest``, in 16 hexadecimal digits."""
 
 
 def _chunks(piece: Tensor) -> Iterator[Tensor]:

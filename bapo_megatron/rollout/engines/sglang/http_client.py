@@ -54,14 +54,13 @@ such a connection after minutes: its answer would never come."""
 class HttpSessions:
     """The HTTP connections to servers: kept-alive ones for requests, and a new one for every control call.
 
-    Make them within an event loop, and ``close`` them. A call over a kept-alive connection may fail because
-    the server closes the connection at that moment. A generation request can be sent again; a control call
-    cannot: receiving a bucket twice, for example, would wait for ever. Control calls are few. Made by
-    ``SglangBackend``.
+    Make them within an event loop, and ``close`` them. There is no limit: one connection per request in
+    flight. A call over a kept-alive connection may fail because the server closes the connection at that
+    moment. A generation request can be sent again; a control call cannot: receiving a bucket twice, for
+    example, would wait for ever. Control calls are few.
     """
 
     def __init__(self) -> None:
-        """Make them within an event loop. There is no limit: one connection per request in flight."""
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S, socket_factory=_probed_socket)
         self.kept = aiohttp.ClientSession(
             connector=kept, trace_configs=[_reuse_trace()], read_bufsize=_READ_BYTES, auto_decompress=False
@@ -70,7 +69,6 @@ class HttpSessions:
         self.new = aiohttp.ClientSession(connector=new, auto_decompress=False)
 
     async def close(self) -> None:
-        """Close all connections."""
         await self.kept.close()
         await self.new.close()
 
@@ -117,8 +115,7 @@ class SglangServer:
     """The HTTP client of the server at ``url``: an async method for each endpoint.
 
     Lives in the event loop of ``sessions``. ServerError if a call fails; nothing is repeated. Preconditions
-    of a call, such as a pause, are the caller's (``SglangEngine``). Made by ``SglangBackend``, called by
-    ``SglangEngine``.
+    of a call, such as a pause, are the caller's (``SglangEngine``).
     """
 
     def __init__(
@@ -135,14 +132,12 @@ class SglangServer:
         self._control = control_timeout
 
     async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
-        """Generate: send one request under the id ``rid``. An aborted one returns its tokens so far.
+        """Send one request under the id ``rid``. An aborted one returns its tokens so far.
 
         ``again``: use a new connection; else KeptConnectionClosed if a kept one was closed.
         """
-        session, payload = (
-            self._sessions.new if again else self._sessions.kept,
-            generate_payload(request, rid),
-        )
+        session = self._sessions.new if again else self._sessions.kept
+        payload = generate_payload(request, rid)
         try:
             body = await self._call(session, "POST", "/generate", payload, None)
         except BadRequest as error:  # any other server would refuse it, too
@@ -167,11 +162,9 @@ class SglangServer:
         await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Continue after ``pause``."""
         await self._post("/continue_generation", {})
 
     async def weight_version(self) -> int:
-        """The weight version that the server reports."""
         info = await self._request("GET", "/model_info", None, self._control)
         try:
             return int(info["weight_version"])
@@ -225,7 +218,6 @@ class SglangServer:
         await self._post("/init_weights_update_group", body, timeout)
 
     async def leave_weight_group(self, name: str, timeout: float) -> None:
-        """Leave the broadcast group of that name, if the server is in one."""
         call = self._post("/destroy_weights_update_group", {"group_name": name}, timeout)
         await _ignoring(call, "does not exist")
 
@@ -249,7 +241,7 @@ class SglangServer:
         """Load one bucket from another process's memory. The first rank answers; others may still read until
         they take part in the next call.
 
-        ``handles``: for each tensor-parallel rank a pickle by ``weight_sync/handles.py``.
+        ``handles``: for each tensor-parallel rank a pickle by ``weight_sync/ipc.py``.
         """
         body = {
             "serialized_named_tensors": [base64.b64encode(one).decode() for one in handles],

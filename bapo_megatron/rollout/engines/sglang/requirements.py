@@ -1,22 +1,24 @@
-"""SGLang's requirements: the install command, server flags and settings that a run needs, one NCCL version.
+"""What SGLang's servers require: an environment, flags and settings, one NCCL version, a CUDA runtime, GPUs.
 
-Trainer and servers need the same NCCL for a weight sync by broadcast: NCCL compares the versions of a group's
-ranks when it is formed, and refuses unequal ones ("Mismatched NCCL version detected"). torch's wheels name
-one version each: torch 2.13.0 wants 2.29.7, and torch 2.14.1, which SGLang 0.5.23 wants, 2.30.7. No
-third-party package is imported, because `bapo doctor` runs on a bare machine. Used in
-``commands/doctor/`` and this folder.
+No third-party package is imported, because `bapo doctor` runs on a bare machine. Used in
+``commands/cluster/``, ``commands/doctor/``, ``planning/`` and this folder.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.child_process import run_command
+from bapo_megatron.runtime.child_process import CommandResult, run_command
 from bapo_megatron.runtime.device import should_have_gpu
+
+if TYPE_CHECKING:
+    from bapo_megatron.config import RolloutConfig
 
 FP32_HEAD = "enable_fp32_lm_head"
 """The setting for bfloat16 models: an output layer in float32, as in the trainer."""
@@ -87,8 +89,48 @@ def flag(setting: str) -> str:
     return "--" + setting.replace("_", "-")
 
 
-_DEADLINE_S = 120.0
-_ASK = """
+SHARED_FRACTION = 0.5
+"""Largest share of a GPU's memory for a server on a GPU where the policy trains at the same time."""
+
+
+def placement_problem(rollout: RolloutConfig, gpus: int, training: int) -> str | None:
+    """The placement error, with the fix, of servers that a run starts on rank 0's node; None if they fit.
+
+    ``gpus``: number of that node's GPUs. ``training``: number of training processes, one on each of the first
+    GPUs. Servers that run already (``rollout.sglang.urls``) need none. The memory of colocated servers is
+    estimated by `bapo plan`.
+    """
+    sglang = rollout.sglang
+    if sglang.urls:
+        return None
+    train, needed = min(gpus, training), sglang.first_gpu + sglang.servers * sglang.tensor
+    taken = (
+        f"rollout.sglang.first_gpu={sglang.first_gpu}, servers={sglang.servers} and tensor={sglang.tensor} "
+        f"take GPUs {sglang.first_gpu} to {needed - 1}"
+    )
+    elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
+    if needed > gpus:
+        return f"{taken}, but this machine has {gpus}: start fewer servers, {elsewhere}"
+    if sglang.sync == "ipc" and needed > train:
+        return (
+            f"{taken}, and this run trains on GPUs 0 to {train - 1}: with rollout.sglang.sync=ipc a server "
+            f"reads the memory of the process that trains on its GPU; start fewer servers, or use sync=disk"
+        )
+    if sglang.first_gpu < train and not sglang.colocated and sglang.memory_fraction > SHARED_FRACTION:
+        return (
+            f"{taken}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
+            f"and train on fewer processes if that is too many, {elsewhere}, or share GPUs: in turns with "
+            f"rollout.sglang.colocated and parallel.offload, or with rollout.sglang.memory_fraction of at "
+            f"most {SHARED_FRACTION}"
+        )
+    return None
+
+
+# --- one NCCL for trainer and servers ------------------------------------------------------------
+
+
+_ASK_NCCL_S, _ASK_WHEELS_S = 120.0, 60.0
+_ASK_NCCL = """
 from importlib import metadata
 for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
     try:
@@ -105,7 +147,12 @@ else:
 
 def check_nccl(servers: Path) -> None:
     """Check that the servers' environment has this one's version of NCCL; else ConfigError, as if one is
-    unknown. ``servers``: their interpreter."""
+    unknown. ``servers``: their interpreter.
+
+    NCCL compares the versions of a group's ranks when it is formed, and refuses unequal ones ("Mismatched
+    NCCL version detected"). torch's wheels name one each: torch 2.13.0 wants 2.29.7, and torch 2.14.1, which
+    SGLang 0.5.23 wants, 2.30.7.
+    """
     trainer = Path(sys.executable)
     ours, theirs = _nccl_of(trainer), _nccl_of(servers)
     if ours != theirs:
@@ -129,7 +176,7 @@ def nccl_settings(flags: Collection[str]) -> dict[str, str]:
 
 
 def _nccl_of(python: Path) -> str:
-    child = run_command([str(python), "-I", "-c", _ASK], _DEADLINE_S)
+    child = run_command([str(python), "-I", "-c", _ASK_NCCL], _ASK_NCCL_S)
     if child.ended:
         raise ConfigError(
             f"rollout.sglang.sync=broadcast needs one NCCL for trainer and servers, and {python} does not "
@@ -137,3 +184,45 @@ def _nccl_of(python: Path) -> str:
             f"--rollout.sglang.sync disk"
         )
     return child.output.strip()
+
+
+# --- the CUDA runtime of colocated servers -------------------------------------------------------
+
+
+_ASK_WHEELS = """
+import importlib.util
+spec = importlib.util.find_spec("nvidia")
+print("\\n".join(spec.submodule_search_locations or () if spec else ()))
+"""
+_TRY = """
+import subprocess, sys, torch_memory_saver
+with torch_memory_saver.configure_subprocess():
+    sys.exit(subprocess.run([sys.executable, "-I", "-c", ""]).returncode)
+"""
+"""The preload as SGLang makes it before it starts a scheduler, here with an empty program."""
+
+
+def library_path(python: Path, current: str | None) -> str | None:
+    """LD_LIBRARY_PATH for a colocated server: folders of the interpreter's CUDA runtime, then ``current``.
+
+    None if both are empty. torch_memory_saver, which SGLang preloads, needs one CUDA runtime
+    (``libcudart.so.13``), without a path to it. torch finds it in its own wheels; the dynamic loader, which
+    runs first, does not, and each scheduler ends with code 127 (sglang issue 36533).
+    """
+    return os.pathsep.join([*_runtime_folders(python), *([current] if current else [])]) or None
+
+
+def tried_preload(python: Path, environment: Mapping[str, str], deadline_s: float) -> CommandResult:
+    """The result of an empty program of SGLang's interpreter, started with that preload as a scheduler is."""
+    return run_command([str(python), "-c", _TRY], deadline_s, environment)
+
+
+@lru_cache
+def _runtime_folders(python: Path) -> tuple[str, ...]:
+    """The folders of the interpreter's wheels that hold a CUDA runtime."""
+    # Without PYTHONPATH, as servers run. Importing torch there would take seconds.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    child = run_command([str(python), "-I", "-c", _ASK_WHEELS], _ASK_WHEELS_S, environment)
+    packages = [] if child.ended else [Path(line) for line in child.output.splitlines()]
+    found = [path.parent for package in packages for path in package.glob("*/lib/libcudart.so.*")]
+    return tuple(dict.fromkeys(map(str, sorted(found))))

@@ -2,8 +2,7 @@
 
 A run's supervisors start servers by ``ServerProcess``; `bapo rollout-server` becomes one by ``serve``. Each
 has a private temporary folder (TMPDIR) for its ZMQ sockets: they unpickle what they receive, in /tmp every
-user could list them, and a killed server leaves them. Used
-in ``commands/``, ``commands/doctor/`` and this folder.
+user could list them, and a killed server leaves them. Used in ``commands/`` and this folder.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +30,6 @@ import bapo_megatron.rollout.engines.sglang_launch as with_key
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
-from bapo_megatron.rollout.engines.sglang.preload import VARIABLE as LIBRARY_VARIABLE
-from bapo_megatron.rollout.engines.sglang.preload import library_path
 from bapo_megatron.rollout.engines.sglang.requirements import (
     FP32_HEAD,
     IN_PLACE,
@@ -42,14 +39,12 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
     ROUTES,
     flag,
     install_command,
+    library_path,
 )
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.runtime.child_process import ChildProcess
-from bapo_megatron.runtime.device import (
-    ALLOCATOR_VARIABLE,
-    should_have_gpu,
-)
+from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, should_have_gpu
 from bapo_megatron.runtime.http import ask, without_proxy
 from bapo_megatron.runtime.processes import descendants
 from bapo_megatron.runtime.run_files import open_plain
@@ -76,10 +71,7 @@ trainer's store, not its own, and wait there for ever."""
 _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """Lets a server start whose context is longer than the model's (by ``RESERVED_TOKENS``): no request is."""
-
-
 _WATCHDOG = "--watchdog-timeout"
-
 _RELEASED_GRAPHS = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
 """Makes a release of the tag ``cuda_graph`` free the graphs' memory, with a copy on the host; without it
 SGLang accepts the tag and frees nothing."""
@@ -158,10 +150,8 @@ def server_command(
 
     The API key is in a file that the environment names (``server_environment``).
     """
-    start = [str(_LAUNCHER if cuda else _CPU_LAUNCHER)]
     return [
-        str(python),
-        *start,
+        *(str(python), str(_LAUNCHER if cuda else _CPU_LAUNCHER)),
         *("--model-path", str(hf_path), "--host", host, "--port", str(port)),
         *("--weight-version", "0", "--skip-tokenizer-init"),
         *(("--device", "cuda") if cuda else _CPU_FLAGS),  # SGLang itself would fall back to a CPU
@@ -201,11 +191,11 @@ def server_environment(
     python: Path | None = None,
     host: str | None = None,
 ) -> dict[str, str]:
-    """The environment of a server's process: this one's without the trainer's own variables.
+    """The environment of a server's process: this one's without the trainer's variables, with its own.
 
-    With those that it needs on its device. ``key_file``: of the API key; None: no authentication.
-    ``python``: SGLang's interpreter; None: that of ``sglang_python``, if there is one. ``host``: the address
-    that it listens on, if that is no loopback address.
+    ``key_file``: of the API key; None: no authentication. ``python``: SGLang's interpreter; None: that of
+    ``sglang_python``, if there is one. ``host``: the address that it listens on, if that is no loopback
+    address.
     """
     # A server ends unless its first requests reach itself (``_execute_server_warmup`` in http_server.py).
     environment = os.environ | _VARIABLES | without_proxy(host)
@@ -213,11 +203,8 @@ def server_environment(
         environment.pop(name, None)
     if key_file is not None:
         environment[KEY_FILE_VARIABLE] = str(key_file)
-    for name in (
-        ALLOCATOR_VARIABLE,
-        "PYTORCH_CUDA_ALLOC_CONF",
-    ):  # SGLang's memory saver refuses the trainer's
-        if name in environment:
+    for name in (ALLOCATOR_VARIABLE, "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in environment:  # SGLang's memory saver refuses the trainer's
             items = environment.pop(name).split(",")
             if others := [item for item in items if not item.strip().startswith("expandable_segments:")]:
                 environment[name] = ",".join(others)
@@ -229,8 +216,8 @@ def server_environment(
         folders = (environment.get("PATH") or os.defpath).split(os.pathsep)
         own = str(python.parent)
         environment["PATH"] = os.pathsep.join(folders if own in folders else [own, *folders])
-        if colocated and (path := library_path(python, environment.get(LIBRARY_VARIABLE))):
-            environment[LIBRARY_VARIABLE] = path
+        if colocated and (path := library_path(python, environment.get("LD_LIBRARY_PATH"))):
+            environment["LD_LIBRARY_PATH"] = path
     if not cuda:
         environment |= _CPU_VARIABLES
         if threads:
@@ -268,7 +255,7 @@ class ServerProcess(ChildProcess):
     """A running server: a process group with a private temporary folder, which ends with this process.
 
     Its children end with it, too: SGLang's schedulers tie themselves to it only after their imports. Calls
-    block; ``close`` it, also after it has ended by itself. Made by ``ServerSupervisor``.
+    block; ``close`` it, also after it has ended by itself.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
@@ -327,7 +314,9 @@ class ServerProcess(ChildProcess):
             if not self._is_clean:
                 self._is_clean = True
                 self._folder.remove()
-                remove_files(self._shared)
+                for path in self._shared:
+                    with suppress(OSError):
+                        path.unlink()
 
     def _tail(self) -> str:
         return self.log.read_bytes()[-4000:].decode(errors="replace")
@@ -358,8 +347,7 @@ _SHARED = "/dev/shm/sglang_loads_"
 class ServerFolder:
     """A temporary folder with mode 0700, locked by its owner until ``remove``.
 
-    Making one sweeps the unlocked folders that killed servers have left on this machine. Made by
-    ``ServerProcess`` and by ``serve``.
+    Making one sweeps the unlocked folders that killed servers have left on this machine.
     """
 
     def __init__(self, parent: str | None = None) -> None:
@@ -397,13 +385,6 @@ class ServerFolder:
 def shared_files(pid: int) -> set[Path]:
     """The shared-memory files of a server: those that the descendants of process ``pid`` have mapped."""
     return {Path(path) for one in descendants(pid) for path in _mapped(one) if path.startswith(_SHARED)}
-
-
-def remove_files(paths: Collection[Path]) -> None:
-    """Remove the shared-memory files of a server that has ended."""
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
 
 
 def _mapped(pid: int) -> Iterator[str]:

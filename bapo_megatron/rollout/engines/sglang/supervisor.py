@@ -36,22 +36,16 @@ _MAX_BACKOFF_S = 60.0
 class RunServers(EngineServers):
     """The ``EngineServers`` of SGLang; those that the run has started itself have supervisors.
 
-    ``heed`` gets the events of the sampler's process; the other calls are for GPU hand-overs. Made by
-    ``servers_of`` on rank 0.
+    ``heed`` gets the events of the sampler's process; the other calls are for GPU hand-overs.
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        supervisors: Sequence[ServerSupervisor],
-        on_event: OnEvent,
-        start_s: float = 0.0,
+        self, urls: Sequence[str], supervisors: Sequence[ServerSupervisor], on_event: OnEvent
     ) -> None:
-        """``start_s``: longest wait for a server to become ready, in seconds."""
         self.urls = list(urls)
         self._supervisors = {supervisor.url: supervisor for supervisor in supervisors}
         self.gpus = {supervisor.url: supervisor.gpus for supervisor in supervisors}
-        self._on_event, self._start_s = on_event, start_s
+        self._on_event = on_event
         self._was_ready = False
 
     def heed(self, event: dict[str, Any]) -> None:
@@ -67,30 +61,25 @@ class RunServers(EngineServers):
             print(printable(f"the server at {url} hangs ({reason}); {advice}"), flush=True)
 
     def hold(self) -> None:
-        """Suspend restarts until ``start``."""
         for supervisor in self._supervisors.values():
             supervisor.hold()
 
     def running(self) -> list[str]:
-        """Addresses of the servers whose process lives."""
         return [url for url, supervisor in self._supervisors.items() if supervisor.is_running]
 
     def end(self, spared: Collection[str] = ()) -> None:
-        """Kill all servers but those at the addresses ``spared``, in parallel, and wait for their end."""
         others = [supervisor for url, supervisor in self._supervisors.items() if url not in spared]
         with ThreadPoolExecutor(max(1, len(others))) as threads:
             list(threads.map(ServerSupervisor.end, others))
 
     def start(self) -> None:
-        """Start the servers that do not run, and resume restarts. Waits until they are ready only once.
-
-        RuntimeError with the end of the log if one is not ready then: a configuration error, most likely.
-        """
+        """Start the servers that do not run. RuntimeError with the end of the log if one is not ready at
+        first: a configuration error, most likely."""
         for supervisor in self._supervisors.values():
             supervisor.start()
         if not self._was_ready:
             for supervisor in self._supervisors.values():
-                supervisor.wait_ready(self._start_s)
+                supervisor.wait_ready()
             self._was_ready = True
 
 
@@ -98,7 +87,7 @@ class RunServers(EngineServers):
 def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[RunServers]:
     """The run's servers, ready for requests, within the block; colocated ones are held.
 
-    Those that the run has started end with the block. RuntimeError if one does not become ready.
+    Those that the run has started end with the block.
     """
     sglang = config.rollout.sglang
     if sglang.urls:
@@ -106,7 +95,7 @@ def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[Run
         return
     supervisors = [ServerSupervisor(config, number, cuda, on_event) for number in range(sglang.servers)]
     urls = [supervisor.url for supervisor in supervisors]
-    servers = RunServers(urls, supervisors, on_event, 60 * sglang.start_minutes)
+    servers = RunServers(urls, supervisors, on_event)
     try:
         if not sglang.colocated:
             servers.start()
@@ -120,11 +109,10 @@ class ServerSupervisor:
     """The supervisor of one server: a thread that restarts it, at the same address, when it ends or hangs.
 
     Its thread runs from its construction until ``stop``. The server is held, which means not started, at
-    first and after ``hold``. Made by ``servers_of`` on rank 0.
+    first and after ``hold``.
     """
 
     def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: OnEvent) -> None:
-        """Prepare the server on this machine, with its log in the run directory."""
         from bapo_megatron.runtime.distributed import free_port  # with torch
 
         port = free_port()
@@ -180,12 +168,12 @@ class ServerSupervisor:
         if server is not None:
             server.close()
 
-    def wait_ready(self, limit_s: float) -> None:
+    def wait_ready(self) -> None:
         """Wait until the server is ready. RuntimeError with the end of its log if it ends or is too slow."""
         self._tried.wait()
         if self._server is None:
             raise RuntimeError(f"{self._command[0]} could not be started: {self._refused}")
-        self._server.wait_ready(limit_s)
+        self._server.wait_ready(self._start_s)
 
     def restart(self, reason: str | None) -> None:
         """Request a restart, because the server hangs; no effect while it starts. None: it is healthy."""

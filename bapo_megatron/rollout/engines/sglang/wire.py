@@ -1,30 +1,33 @@
 """The wire format of SGLang 0.5.23's ``POST /generate``: encoding of requests, validated decoding of answers.
 
 Log-probs are those of softmax(logits / temperature). Top-p and top-k are always off, because SGLang's
-log-probs would not be those of the truncated distribution. Used by ``http_client.py``.
+log-probs would not be those of the truncated distribution.
+
+Routes are ``meta_info.routed_experts``, base64 of int32 [tokens, layers, K]. A request asks for them from the
+position that predicts its first token on (``routed_experts_start_len``), so the rows are those of the
+answer's tokens. They are all but a hundredth of an answer: 2,048 characters a token of Qwen3-30B-A3B. So they
+are cut out before JSON is parsed, and packed at once; ``pybase64`` decodes them in a fiftieth of the standard
+library's time. Used by ``engine.py`` and ``http_client.py``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import orjson
+import pybase64
 
+from bapo_megatron.data.routes import route_problem, unknown_expert
 from bapo_megatron.rollout.engines.sglang.requirements import RESERVED_TOKENS
-from bapo_megatron.rollout.engines.sglang.route_wire import (
-    asked_fields,
-    decoded_routes,
-    unknown_routes,
-    without_old_routes,
-    without_routes,
-)
-from bapo_megatron.types import FinishReason, GenerateRequest, Generation
+from bapo_megatron.types import FinishReason, GenerateRequest, Generation, RouteShape
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
+_ROUTES = re.compile(rb'"routed_experts"\s*:\s*"')
 
 _NEUTRAL = {
     "top_p": 1.0,
@@ -58,7 +61,9 @@ def generate_payload(request: GenerateRequest, rid: str) -> bytes:
             **_NEUTRAL,
         },
     }
-    body = {**about, **asked_fields(request), "input_ids": np.ascontiguousarray(request.input_ids)}
+    if request.routes is not None:
+        about |= {"return_routed_experts": True, "routed_experts_start_len": len(request.input_ids) - 1}
+    body = {**about, "input_ids": np.ascontiguousarray(request.input_ids)}
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -67,7 +72,7 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
     routes = None
     try:
         if request.routes is not None:
-            body, routes = without_routes(body)
+            body, routes = _without_routes(body)
         reply = orjson.loads(body)
         about = reply["meta_info"]
         tokens, log_probs = _tokens(about.get("output_token_logprobs") or [])
@@ -104,7 +109,7 @@ def _routes(
     if request.routes is None:
         return None
     if text is None:
-        return unknown_routes(tokens, request.routes) if tokens and reason == "abort" else None
+        return _unknown_routes(tokens, request.routes) if tokens and reason == "abort" else None
     try:
         return decoded_routes(text, tokens, request.routes)
     except ValueError as error:
@@ -146,3 +151,56 @@ def _problems(request: GenerateRequest, found: Generation, listed: Any) -> list[
     if found.finish_reason == "stop" and (not len(tokens) or tokens[-1] not in request.params.stop_token_ids):
         problems.append("finished by a stop token that was not asked for")
     return problems
+
+
+def _without_routes(body: bytes) -> tuple[bytes, memoryview | None]:
+    """An answer's JSON with an empty string for its routes, and their text; None if it has none."""
+    found = _ROUTES.search(body)
+    if found is None:
+        return body, None
+    end = body.index(b'"', found.end())
+    return body[: found.end()] + body[end:], memoryview(body)[found.end() : end]
+
+
+def decoded_routes(text: memoryview, tokens: int, shape: RouteShape) -> np.ndarray:
+    """The routes of an answer of so many ``tokens``, packed. ValueError if they are none of this model."""
+    wide = np.frombuffer(pybase64.b64decode(text, validate=True), np.int32)
+    size = tokens * shape.layers * shape.per_token
+    if wide.size != size:
+        raise ValueError(
+            f"{wide.size} experts are no routes of {tokens} tokens through {shape.layers} layers with "
+            f"{shape.per_token} experts each, which are {size}"
+        )
+    routes = _packed(wide, shape).reshape(tokens, shape.layers, shape.per_token)
+    if problem := route_problem(routes, shape):
+        raise ValueError(problem)
+    return routes
+
+
+def _unknown_routes(tokens: int, shape: RouteShape) -> np.ndarray:
+    size = (tokens, shape.layers, shape.per_token)
+    return np.full(size, unknown_expert(shape.dtype), np.dtype(shape.dtype))
+
+
+def without_old_routes(found: Generation) -> Generation:
+    """The generation without the routes of older weights' tokens: a retraction has replaced them.
+
+    The server has computed the prefix again, under the newest weights.
+    """
+    if found.routes_R is None or (found.versions_R == found.versions_R[-1:]).all():
+        return found
+    routes_R = found.routes_R.copy()
+    routes_R[found.versions_R != found.versions_R[-1]] = unknown_expert(routes_R.dtype)
+    return replace(found, routes_R=routes_R)
+
+
+def _packed(wide: np.ndarray, shape: RouteShape) -> np.ndarray:
+    """The int32 numbers in the type in which routes are stored. ValueError if one does not fit in it."""
+    numbers = wide.view(np.uint32)
+    if numbers.size and numbers.max() > np.iinfo(shape.dtype).max:
+        place = int(numbers.argmax())
+        token, layer = divmod(place // shape.per_token, shape.layers)
+        raise ValueError(
+            f"token {token} went to expert {wide[place]} of layer {layer}; there are 0 to {shape.experts - 1}"
+        )
+    return wide.astype(shape.dtype)

@@ -82,7 +82,7 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     """
     from bapo_megatron.checkpoint.fork import make_fork
     from bapo_megatron.policy.layout import parallel_processes
-    from bapo_megatron.rollout.engines.registry import engine_backend
+    from bapo_megatron.rollout.engines.backend import engine_backend
     from bapo_megatron.runtime.device import should_have_gpu
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run

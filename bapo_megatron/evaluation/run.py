@@ -44,8 +44,9 @@ from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.functions import check_function
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
+from bapo_megatron.rollout.engines.backend import engine_backend
+from bapo_megatron.rollout.engines.colocated_pool import open_pool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
-from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of, response_text, stop_token_ids
 from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.rollout.sampler.response import Sampling

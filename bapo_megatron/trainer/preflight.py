@@ -41,7 +41,7 @@ from bapo_megatron.policy.device import attention_problem, has_cuda, optimizer_p
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import check_function, needs_sandbox, settings_for
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
-from bapo_megatron.rollout.engines.registry import engine_backend
+from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
 from bapo_megatron.rollout.sampler.teacher import check_teacher
 from bapo_megatron.rollout.sampler.turns import check_environments

@@ -24,8 +24,7 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.rollout.engines.backend import EngineServers
-from bapo_megatron.rollout.engines.registry import engine_backend
+from bapo_megatron.rollout.engines.backend import EngineServers, engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler

@@ -4,8 +4,7 @@
 
 bapo_budget() {  # of a kind of end
     case $1 in
-        crash) echo "$BAPO_MAX_CRASHES" ;;
-        engines) echo "$BAPO_MAX_CRASHES" ;;
+        crash | engines) echo "$BAPO_MAX_CRASHES" ;;
         preemption) echo "$BAPO_MAX_PREEMPTIONS" ;;
         time_limit) echo "$BAPO_MAX_TIME_LIMITS" ;;
         node | storage) echo "$BAPO_MAX_NODE_FAILURES" ;;

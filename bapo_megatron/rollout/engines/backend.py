@@ -1,7 +1,7 @@
 """The rollout backend: the factory of one kind of inference engine (checks, servers, clients), e.g. SGLang.
 
 A backend is a subfolder here, or a user's own class that `rollout.engine` names by its import path. Used in
-``rollout/engines/local/``, ``rollout/engines/sglang/``, ``rollout/sampler/``, ``trainer/`` and this folder.
+``commands/``, ``evaluation/``, ``rollout/engines/``, ``rollout/sampler/`` and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from bapo_megatron.config import RolloutConfig, RunConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
+from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 OnEvent = Callable[[dict[str, Any]], None]
 """A callback for events: a kind and its fields."""
@@ -122,3 +124,29 @@ class EngineBackend(ABC):
 
         ``urls``: addresses of the servers. ``device``: the device of an engine in this process.
         """
+
+
+BACKENDS = {
+    "local": "bapo_megatron.rollout.engines.local.backend:LocalBackend",
+    "sglang": "bapo_megatron.rollout.engines.sglang.backend:SglangBackend",
+}
+"""The built-in backends by name. Imported only when chosen: transformers alone takes seconds."""
+
+
+def engine_backend(engine: str, field: str = "rollout.engine") -> EngineBackend:
+    """The backend that `rollout.engine` names. ConfigError if there is none, or it is incomplete."""
+    path = BACKENDS.get(engine, engine)
+    if ":" not in path:
+        raise ConfigError(
+            f"{field}={engine!r} is unknown: give {', '.join(BACKENDS)}, or the path of a subclass of "
+            f"EngineBackend as package.module:Name"
+        )
+    backend = load_dotted_path(field, path, "class")
+    if not (isinstance(backend, type) and issubclass(backend, EngineBackend)):
+        raise ConfigError(
+            f"{field}={engine}: {backend!r} is no subclass of EngineBackend "
+            f"(bapo_megatron/rollout/engines/backend.py); name one that is"
+        )
+    if missing := sorted(backend.__abstractmethods__):
+        raise ConfigError(f"{field}={engine}: {backend.__name__} lacks {', '.join(missing)}: define it")
+    return backend()

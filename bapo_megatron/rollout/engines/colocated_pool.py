@@ -1,22 +1,69 @@
-"""The pool of colocated engines, which share GPUs with the policy: sleep, wake-up and weight transfer.
+"""The pool of a run's engines, made by ``open_pool``, and the pool of colocated ones.
 
-It is in the sampler's process; the GPU hand-over (``trainer/gpu_handover.py``) calls it by
-``SamplerClient``. Used by ``registry.py`` and ``rollout/sampler/process.py``.
+Colocated engines share GPUs with the policy: they sleep, wake up and get weights as the GPU hand-over
+(``trainer/gpu_handover.py``) asks by ``SamplerClient``. Used in ``evaluation/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from bapo_megatron.interfaces import ReleasesMemory
-from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.interfaces import Engine, ReleasesMemory
+from bapo_megatron.rollout.engines.backend import EngineError, engine_backend
+from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.sent_weights import DigestQuorum, SentDigests
 from bapo_megatron.rollout.engines.slot import EngineSlot
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+
+
+async def open_pool(
+    config: RunConfig,
+    urls: Sequence[str],
+    device: str,
+    report: Report,
+    opened: AsyncExitStack,
+    max_in_flight: int | None = None,
+) -> EnginePool:
+    """The engine pool of a run; ``opened`` closes it. Arguments as of `EngineBackend.open`.
+
+    ``max_in_flight``: most requests in flight at each engine, in place of the engine's setting.
+    """
+    rollout = config.rollout
+    backend = engine_backend(rollout.engine)
+    engines = await backend.open(config, urls, device, opened)
+    colocated = rollout.engine_config.colocated
+    if colocated and not all(isinstance(engine, ReleasesMemory) for engine in engines):
+        raise ConfigError(
+            f"rollout.engine={rollout.engine} with colocated=true: its engines cannot release their memory "
+            f"(interfaces.ReleasesMemory); leave colocated out"
+        )
+    _check_transport(rollout.engine, rollout.engine_config.sync, engines)
+    timeouts = EngineTimeouts(update_s=60 * rollout.engine_config.update_minutes)
+    most = max_in_flight or backend.max_in_flight(rollout)
+    kind = ColocatedPool if colocated else EnginePool
+    pool = kind(engines, most, report, timeouts, backend.has_prefix_cache(rollout))
+    opened.push_async_callback(pool.close)
+    return pool
+
+
+def _check_transport(engine: str, sync: str, engines: Sequence[Engine]) -> None:
+    """Raise ConfigError if an engine does not take weights by ``sync``."""
+    call, protocol = ("wake", "ReceivesHandles") if sync == "ipc" else ("load", "ReceivesBroadcast")
+    for one in engines:
+        if sync != "disk" and sync not in getattr(one, "transports", ()):
+            raise ConfigError(
+                f"rollout.engine={engine}, sync={sync}: {type(one).__name__}.transports does not name it: "
+                f"use sync=disk, or take WeightParts in {call} (interfaces.{protocol}), in place of "
+                f"begin_update, begin_wake and the methods that followed them, which nothing calls any more; "
+                f"leave_group and join_group have no timeout_s now"
+            )
 
 
 class ColocatedPool(EnginePool):

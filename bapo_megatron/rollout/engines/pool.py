@@ -124,11 +124,8 @@ class EnginePool:
         return CachedPrefix(slot, slot.loads) if self._prefix_cache else None
 
     async def generate(self, slot: EngineSlot, request: GenerateRequest) -> Generation:
-        """Send a request to its reserved engine; returns the answer.
-
-        EngineLost if the engine fails, in this or another request, or has older weights than it was given;
-        ValueError if the request is malformed.
-        """
+        """Send a request to its reserved engine; returns the answer. EngineLost if the engine fails, in this
+        or another request, or has older weights than it was given; ValueError if the request is malformed."""
         version = slot.version
         request_task = asyncio.ensure_future(slot.engine.generate(request))
         slot.inflight.add(request_task)
@@ -155,9 +152,9 @@ class EnginePool:
     def _check_versions(self, slot: EngineSlot, answer: Generation, version: int) -> None:
         """EngineLost, and quarantine, if an answer has tokens of older weights than ``version``.
 
-        A server that was restarted between two health checks samples from the weights of its start, which
-        the run knows; so does one into which another run has loaded its weights. A request that meets several
-        is given up, as one that engines fail at: they would answer so after every load.
+        So does a server that was restarted between two health checks, or into which another run has loaded
+        its weights. A request that meets several is given up, as one that engines fail at: they would answer
+        so after every load.
         """
         if len(answer.token_ids_R) and (oldest := int(answer.versions_R.min())) < version:
             reason = (
@@ -225,7 +222,6 @@ class EnginePool:
         return self.up == 0 and self._weights is None
 
     async def close(self) -> None:
-        """Stop the health checks and close the engines."""
         self._clock.close()
         for monitor in self._monitors:
             monitor.cancel()
@@ -252,7 +248,6 @@ class EnginePool:
         return DigestQuorum(self._timeouts.silent_s, partial(self.sent_check.is_sent, sent))
 
     def _begin_load(self, slot: EngineSlot) -> CurrentWeights:
-        """Note that an engine begins to load the current weights; returns them."""
         assert self._weights is not None
         slot.is_busy = True
         self._weights.quorum.expect(slot.engine.name)
@@ -276,10 +271,8 @@ class EnginePool:
     async def or_quarantine(
         self, slot: EngineSlot, call: Coroutine[Any, Any, Any], limit_s: float | None = None
     ) -> bool:
-        """Await a control call, with a deadline and health checks; quarantine the engine if it fails.
-
-        Returns whether it succeeded. ``limit_s``: None for that of a weight update.
-        """
+        """Await a control call, with a deadline and health checks; quarantine the engine if it fails. Returns
+        whether it succeeded. ``limit_s``: None for that of a weight update."""
         task = asyncio.create_task(call)
         reason = await self._failure(slot, task, self._timeouts.update_s if limit_s is None else limit_s)
         if reason is None:

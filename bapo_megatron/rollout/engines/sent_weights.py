@@ -57,7 +57,6 @@ class SentDigests:
     """Why the digests are unknown; empty if they are known."""
 
     def write(self, folder: Path) -> None:
-        """Write the digests into a folder of weights."""
         content = {"ranks": self.ranks, "hashed_bytes": self.hashed_bytes, "unknown": self.unknown}
         (folder / FILE_NAME).write_text(json.dumps(content))
 
@@ -104,7 +103,6 @@ class DigestingIterator:
     """
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
-        """``make``: None where nothing is compared."""
         self._weights = weights
         self._digester = make() if make else None
         self._error = ""
@@ -142,7 +140,6 @@ class SentCheck:
     """
 
     def __init__(self, report: Callable[..., None]) -> None:
-        """``report(kind, **fields)`` records an event."""
         self._report = report
         self._told = set[str]()
         self._has_matched = False

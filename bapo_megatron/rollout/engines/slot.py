@@ -73,10 +73,7 @@ class CurrentWeights:
     """Deadline of an engine's load."""
 
     async def load(self, slot: EngineSlot) -> None:
-        """Load the weights into an engine, and verify version and digest; raises if they are wrong.
-
-        Requests in flight continue, but for those of an engine in quarantine, which are aborted.
-        """
+        """Load the weights into an engine, and verify version and digest; raises if they are wrong."""
         engine = slot.engine
         if not slot.is_up:
             # Orphaned requests of an engine in quarantine: they were sent again to other engines.
@@ -103,11 +100,8 @@ class CachedPrefix:
 
 
 def choose(free: Sequence[EngineSlot], capacity: int, cached: CachedPrefix | None) -> EngineSlot:
-    """The engine of ``free`` for a request: that of its cached prefix, or the least loaded one.
-
-    The latter if the former has far more load (``AFFINITY_SURPLUS``). ``capacity``: most requests in flight
-    at an engine.
-    """
+    """The engine of ``free`` for a request: that of its cached prefix, or the least loaded one if that has
+    far more load (``AFFINITY_SURPLUS``). ``capacity``: most requests in flight at an engine."""
     least = min(free, key=lambda one: one.load)
     if cached is None or cached.slot not in free or not cached.is_warm:
         return least

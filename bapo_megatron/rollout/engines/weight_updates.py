@@ -70,7 +70,6 @@ class EngineLoad:
         self._is_confirmed = True
 
     async def resume(self) -> None:
-        """Let the engine sample from its confirmed weights."""
         if not self._is_confirmed:
             raise EngineError(f"{self.name}: the digest of its weights was not compared")
         self._may_resume.set()
@@ -218,7 +217,6 @@ class BroadcastUpdates(WeightUpdates):
         await _all_or_none(calls)
 
     async def resume(self) -> list[str]:
-        """Set the engines' version, and resume sampling."""
         resumed = await super().resume()
         self._members = self._gathered, self._pool.ready_transitions
         return resumed

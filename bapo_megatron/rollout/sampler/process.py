@@ -33,10 +33,9 @@ from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Need
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
+from bapo_megatron.rollout.engines.backend import EngineError, engine_backend
+from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool, open_pool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
-from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates, WeightUpdates
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler

@@ -50,7 +50,6 @@ class BroadcastError(RuntimeError):
 
 
 def _in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Run ``call`` in a daemon thread; returns its future."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -189,7 +188,6 @@ class WeightBroadcast:
 
     @property
     def is_open(self) -> bool:
-        """Whether the process group exists."""
         return self._group is not None
 
     def open(self, receivers: int, join: StartCall[BroadcastGroup]) -> None:
@@ -227,7 +225,6 @@ class WeightBroadcast:
                 pass
 
     def close(self) -> None:
-        """Close the process group, if there is one."""
         group, self._group = self._group, None
         self._buckets.release()
         if group is not None:

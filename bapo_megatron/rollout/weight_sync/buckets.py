@@ -29,7 +29,6 @@ class Bucket:
     """Whether the payload is the weight itself, not a copy: valid until the weights' iterator moves on."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The tensors, as views of the payload."""
         found, start = [], 0
         for name, dtype, shape in zip(self.spec.names, self.spec.dtypes, self.spec.shapes, strict=True):
             kind: torch.dtype = getattr(torch, dtype)
@@ -83,12 +82,10 @@ class Buckets:
             yield buffer.take()
 
     def release(self) -> None:
-        """Free the buffers' memory until it is needed again."""
         for buffer in self._buffers:
             buffer.release()
 
     def _oversized(self, name: str, tensor: Tensor) -> Bucket:
-        """The bucket of a tensor that is larger than a buffer."""
         if self._owns:
             buffer = _Buffer(tensor.nbytes, self._allocate)
             buffer.add(name, tensor)
@@ -107,7 +104,6 @@ class _Buffer:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an empty bucket."""
         self._error: Exception | None = None
         self.names: list[str] = []
         self._tensors: list[tuple[str, tuple[int, ...]]] = []
@@ -153,7 +149,6 @@ class _Buffer:
         self._memory_B[place].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
     def release(self) -> None:
-        """Free its memory."""
         self._memory_B = None
 
 

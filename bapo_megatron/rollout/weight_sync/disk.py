@@ -143,7 +143,6 @@ class WeightStaging:
         return self.folder(version)
 
     def prepare(self, version: int) -> None:
-        """Make the temporary folder that the writers write to."""
         temporary, final = self._temporary(version), self.folder(version)
         with writing(f"weights of version {version}", final):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -157,9 +156,7 @@ class WeightStaging:
         self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int = 0, writers: int = 1
     ) -> dict[str, int]:
         """Write the share of one of ``writers``, and check all ``weights``; returns its files' sizes by name.
-
-        ValueError if they are not exactly the model's tensors. RunStopped if the disk fails.
-        """
+        ValueError if they are not exactly the model's tensors. RunStopped if the disk fails."""
         temporary = self._temporary(version)
         if not temporary.is_dir():
             raise ConfigError(
@@ -194,7 +191,6 @@ class WeightStaging:
             temporary.rename(final)
 
     def discard(self, version: int) -> None:
-        """Delete the temporary folder of a version that was not published."""
         remove_folder(self._temporary(version), ignore_errors=True)
 
     def keep_only(self, folder: Path | None) -> None:

@@ -114,9 +114,7 @@ class IpcSync:
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
         """Transfer the weights to sleeping engines; returns the names of those that have them, on every rank.
-
-        They do not sample yet. The others must be ended.
-        """
+        They do not sample yet. The others must be ended."""
         try:
             taken = self._hand_over(policy, names)
         except Exception as error:  # of any kind: the fallback is the disk
@@ -173,9 +171,7 @@ class IpcSync:
 
     def _readers(self, names: Sequence[str]) -> list[_Reader]:
         """The readers of this rank's memory: the engine processes on its GPU; on a CPU, with its number.
-
-        ConfigError, on every rank, if no rank trains on an engine's GPU.
-        """
+        ConfigError, on every rank, if no rank trains on an engine's GPU."""
         gpus = broadcast_from_main(dict(self._gpus))
         own = self._device.index if self._device.type == "cuda" else dist.get_rank()
         places = all_gather((socket.gethostname(), own))
@@ -221,10 +217,8 @@ _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 
 
 def shareable(nbytes: int, device: torch.device) -> Tensor:
-    """An uninitialized uint8 tensor of ``nbytes`` bytes in shareable memory, for ``handles_of``.
-
-    It is in no expandable segment of CUDA's allocator: a process that may not ptrace this one cannot map it.
-    """
+    """An uninitialized uint8 tensor of ``nbytes`` bytes in shareable memory, for ``handles_of``: in no
+    expandable segment of CUDA's allocator, which a process that may not ptrace this one cannot map."""
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     with _fixed_segments():
@@ -247,9 +241,7 @@ def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
 
 def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
     """Remove stale shared memory that this user's killed processes have left: on a CPU nothing else does.
-
-    Young files stay: they may belong to a process in another PID namespace.
-    """
+    Young files stay: they may belong to a process in another PID namespace."""
     for path in folder.glob("torch_*_*_*"):
         number = path.name.split("_")[1]
         with suppress(OSError):  # another process was faster

@@ -286,7 +286,7 @@ def test_a_redirect_is_not_followed(serve: Callable[..., Server]) -> None:
         sessions = HttpSessions()
         client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known))
         with pytest.raises(ServerError, match="status 307"):
-            await client._request("GET", "/moved", None, 20.0)
+            await client._control("/moved")
         await sessions.close()
 
     asyncio.run(run())

@@ -22,9 +22,9 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Confirm, Engine
-from bapo_megatron.rollout.engines.backend import EngineBackend
+from bapo_megatron.rollout.engines.backend import BACKENDS, EngineBackend, engine_backend
+from bapo_megatron.rollout.engines.colocated_pool import open_pool
 from bapo_megatron.rollout.engines.local.backend import LocalBackend
-from bapo_megatron.rollout.engines.registry import BACKENDS, engine_backend, open_pool
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.broadcast import sender_address
 from tests.support.plain_engine import PlainBackend, PlainConfig
@@ -187,7 +187,7 @@ def test_the_address_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_a_few_files_know_sglang() -> None:
     """Only its own folder, its configuration, the registry, commands and plans about servers."""
-    may = ["rollout/engines/sglang", "config/sglang.py", "rollout/engines/registry.py", "commands/"]
+    may = ["rollout/engines/sglang", "config/sglang.py", "rollout/engines/backend.py", "commands/"]
     may += ["config/", "cli.py"]  # the field of its settings with their ranges; `bapo rollout-server`
     may += ["checkpoint/run_directory.py", "evaluation/options.py"]  # names of flags
     may += ["planning/"]  # the memory and the nodes of servers

@@ -268,7 +268,6 @@ class BlockLayer(DynamicLayer):  # type: ignore[misc]
     value_room: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values; returns all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -277,7 +276,6 @@ class BlockLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows of the batch."""
         super().batch_select_indices(indices)
         self.key_room = self.value_room = None
 

@@ -174,7 +174,6 @@ class LocalModel:
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights that were loaded last; 0 before any load."""
         return self._version
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
@@ -248,7 +247,6 @@ class LocalModel:
                 self._gate.notify_all()
 
     def close(self) -> None:
-        """Abort all calls and release the model."""
         self.abort()
         with self._call_lock, self._update_lock:
             self._model = None
@@ -282,12 +280,10 @@ class ModelWeights:
 
     @torch.no_grad()
     def commit(self, staged: dict[str, Tensor]) -> None:
-        """Copy staged weights into the model."""
         for name, tensor in staged.items():
             self._own[name].copy_(tensor)
 
     def release(self) -> None:
-        """Drop the references to the model's parameters."""
         self._own.clear()
 
 

@@ -40,9 +40,7 @@ class KnownKey:
 
 def known_key(sglang: SglangConfig, directory: Path) -> KnownKey | None:
     """The key in the file that the recipe or the environment names, else the run's own; None without either.
-
-    ConfigError, without the file's content, if the file holds no key or others may read it.
-    """
+    ConfigError, without the file's content, if the file holds no key or others may read it."""
     given = _given_file(sglang)
     path = given or RunPaths(directory).api_key
     if given is None and not os.path.lexists(path):
@@ -73,10 +71,8 @@ def servers_key_file(config: RunConfig) -> Path:
 
 
 def check_keys_asked(sglang: SglangConfig) -> None:
-    """Check ``require_api_key``: ConfigError if a server of ``urls`` needs no key.
-
-    A server that does not answer now is checked again before it gets requests.
-    """
+    """Check ``require_api_key``: ConfigError if a server of ``urls`` needs no key. One that does not answer
+    now is checked again before it gets requests."""
     if not (sglang.require_api_key and sglang.urls):
         return
 
@@ -165,13 +161,10 @@ class Authorization:
                 f"{self._url}: asks for no API key, and rollout.sglang.require_api_key is set: start it with "
                 "bapo rollout-server"
             )
-        if not self._is_warned:
-            self._is_warned = True
-            print(f"warning: {_open_text(self._url)}", flush=True)
+        self._warn()
         return sent
 
     async def _is_trusted(self) -> bool:
-        """Whether the server may be sent the key."""
         try:
             self._known = self._known or self._look()
         except ConfigError as error:
@@ -192,13 +185,15 @@ class Authorization:
     async def _is_open(self) -> bool:
         return await answers_without_key(self._url, _PROOF_S)
 
-
-def _open_text(url: str) -> str:
-    reach = "of this machine" if is_loopback(url) else "who reaches it"
-    return (
-        f"{url} asks for no API key: everybody {reach} can sample from it and replace its weights; "
-        "start it with bapo rollout-server"
-    )
+    def _warn(self) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            reach = "of this machine" if is_loopback(self._url) else "who reaches it"
+            print(
+                f"warning: {self._url} asks for no API key: everybody {reach} can sample from it and replace "
+                "its weights; start it with bapo rollout-server",
+                flush=True,
+            )
 
 
 def _given_file(sglang: SglangConfig) -> Path | None:

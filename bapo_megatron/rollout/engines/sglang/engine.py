@@ -129,11 +129,8 @@ class SglangEngine:
             await self._resume()
 
     async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
-        """Load new weights between two tokens, under which requests in flight continue.
-
-        ServerError if the load fails or another version is reported, and the errors of ``confirm``. The
-        server must not sample then before a load has succeeded.
-        """
+        """Load new weights. ServerError if the load fails or another version is reported, and the errors of
+        ``confirm``: the server must not sample then before a load has succeeded."""
         timeout = await self._load_seconds(weights)
         async with self._one_control:
             await self._check_settings()
@@ -203,8 +200,8 @@ class SglangEngine:
     async def _pause_for_update(self) -> None:
         """Pause before new weights: requests in flight are retracted, or wait in place.
 
-        Those that ask for routes are aborted in place of a retraction: a server computes a retracted prefix
-        again, and would return the new weights' routes for the old weights' tokens. They continue by segment.
+        Those that ask for routes are aborted instead: a server computes a retracted prefix again, and would
+        return the new weights' routes for the old weights' tokens. They continue by segment.
         """
         self._inflight.close_gate()
         if self._on_update == "retract" and any(one.routes for one in self._inflight.all):
@@ -231,18 +228,14 @@ class SglangEngine:
         )
 
     async def _confirm(self, version: int, confirm: Confirm, timeout: float) -> None:
-        """Verify version and digest of the paused server's weights."""
         found = await self.weight_version()
         if found != version:
             raise ServerError(f"{self.name}: reports weight version {found} after a load of {version}")
         await confirm(await self.server.checksum(timeout))
 
     async def _check_settings(self) -> None:
-        """Check the server's settings before it takes new weights. ServerError names a flag that is wrong.
-
-        A server that the run has not started may have other flags than ``server_process.server_flags``, and
-        so may the next one at its address.
-        """
+        """Check the settings of a server that the run may not have started. ServerError names a flag that is
+        wrong."""
         settings = await self.server.settings()
         for field in OUTLIVING:
             if settings.get(field):
@@ -266,11 +259,8 @@ class SglangEngine:
         return await self._answer(request, pending, again)
 
     async def _answer(self, request: GenerateRequest, pending: InflightRequest, again: bool) -> Generation:
-        """The server's answer; at the deadline the tokens so far. ``again``: see ``SglangServer.generate``.
-
-        ServerError if the server does not answer the abort either, or no request gets a token any more
-        (``_note_without_tokens``).
-        """
+        """The server's answer; at the deadline the tokens so far. ServerError if the server does not answer
+        the abort either, or no request gets a token any more (``_note_without_tokens``)."""
         loop, limits = asyncio.get_running_loop(), self._deadlines
         overdue: list[asyncio.Task[None]] = []
 
@@ -389,7 +379,6 @@ class InflightRequests:
         return not self._open
 
     async def until_open(self) -> None:
-        """Wait until the gate is open."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._open)
 
@@ -402,11 +391,9 @@ class InflightRequests:
         return list(self.all)
 
     def close_gate(self) -> None:
-        """Close the gate: new requests wait."""
         self._open = False
 
     async def open_gate(self) -> None:
-        """Open the gate: waiting requests are sent."""
         self._open = True
         async with self._changed:
             self._changed.notify_all()

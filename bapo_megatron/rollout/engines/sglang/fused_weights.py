@@ -180,7 +180,6 @@ class FusedDigests:
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one whole tensor. ValueError if its layout on servers is unknown."""
         place = self._layout.place(name)
         if place is None:
             return
@@ -304,7 +303,6 @@ class GpuHash:
         return f"{_mixed64(total & _MASK64):016x}"
 
     def _sum(self, words_TW: Tensor) -> None:
-        """Add the sums of the next tiles."""
         first, count = self._words, words_TW.numel()
         places_TW = torch.arange(first, first + count, device=words_TW.device).to(torch.int32)
         places_TW = places_TW.view(words_TW.shape)

@@ -129,17 +129,15 @@ class SglangServer:
         self._authorization = authorization
         self.url = url.rstrip("/")
         self._sessions = sessions
-        self._control = control_timeout
+        self._control_s = control_timeout
 
     async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
-        """Send one request under the id ``rid``. An aborted one returns its tokens so far.
-
-        ``again``: use a new connection; else KeptConnectionClosed if a kept one was closed.
-        """
+        """Send one request under the id ``rid``. An aborted one returns its tokens so far. ``again``: use a
+        new connection; else KeptConnectionClosed if a kept one was closed."""
         session = self._sessions.new if again else self._sessions.kept
         payload = generate_payload(request, rid)
         try:
-            body = await self._call(session, "POST", "/generate", payload, None)
+            body = await self._call(session, "/generate", payload, None)
         except BadRequest as error:  # any other server would refuse it, too
             raise ValueError(f"request {request.request_id!r}: {error}") from error
         try:
@@ -151,21 +149,21 @@ class SglangServer:
 
     async def abort_all(self) -> None:
         """Abort every request, running or waiting; they return their tokens so far."""
-        await self._post("/abort_request", {"abort_all": True})
+        await self._control("/abort_request", {"abort_all": True})
 
     async def abort(self, rid: str) -> None:
         """Abort one request; unknown ids are ignored."""
-        await self._post("/abort_request", {"rid": rid})
+        await self._control("/abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """Pause after the current step; requests keep their KV cache (``in_place``) or lose it."""
-        await self._post("/pause_generation", {"mode": mode})
+        await self._control("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._control("/continue_generation", {})
 
     async def weight_version(self) -> int:
-        info = await self._request("GET", "/model_info", None, self._control)
+        info = await self._control("/model_info")
         try:
             return int(info["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
@@ -175,13 +173,13 @@ class SglangServer:
 
     async def settings(self) -> dict[str, Any]:
         """The server's settings, by the names of SGLang's ``ServerArgs``."""
-        info = await self._request("GET", "/server_info", None, self._control)
+        info = await self._control("/server_info")
         return info if isinstance(info, dict) else {}
 
     async def is_alive(self) -> bool:
         """Health check: whether the server answers. Not ``/ready``, which fails while weights are loaded."""
         try:
-            await self._request("GET", "/model_info", None, 5.0)
+            await self._control("/model_info", timeout=5.0)
         except ServerError:
             return False
         return True
@@ -198,15 +196,13 @@ class SglangServer:
             "flush_cache": flush,
             "abort_all_requests": False,
         }
-        reply = await self._post("/update_weights_from_disk", body, timeout)
+        reply = await self._control("/update_weights_from_disk", body, timeout)
         if not (isinstance(reply, dict) and reply.get("success")):
             raise ServerError(f"{self.url}: the weights in {folder} were not loaded: {str(reply)[:500]}")
 
     async def join_weight_group(self, group: BroadcastGroup, rank_offset: int, timeout: float) -> None:
-        """Join a broadcast group: the server's tensor-parallel ranks become those from ``rank_offset`` on.
-
-        The server blocks until the sender answers, for longer than ``timeout``.
-        """
+        """Join a broadcast group: the server's tensor-parallel ranks become those from ``rank_offset`` on. It
+        blocks until the sender answers, for longer than ``timeout``."""
         body = {
             "master_address": group.address,
             "master_port": group.port,
@@ -215,15 +211,15 @@ class SglangServer:
             "group_name": group.name,
             "backend": group.backend,
         }
-        await self._post("/init_weights_update_group", body, timeout)
+        await self._control("/init_weights_update_group", body, timeout)
 
     async def leave_weight_group(self, name: str, timeout: float) -> None:
-        call = self._post("/destroy_weights_update_group", {"group_name": name}, timeout)
+        call = self._control("/destroy_weights_update_group", {"group_name": name}, timeout)
         await _ignoring(call, "does not exist")
 
     async def begin_update(self) -> None:
         """Open a weight update. Refused during another one; waits for all requests unless paused."""
-        await self._post("/begin_weight_update", {})
+        await self._control("/begin_weight_update", {})
 
     async def receive(self, bucket: BucketSpec, group_name: str, timeout: float) -> None:
         """Receive one bucket by broadcast, and load it. The weights change at once."""
@@ -235,78 +231,63 @@ class SglangServer:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        await self._post("/update_weights_from_distributed", body, timeout)
+        await self._control("/update_weights_from_distributed", body, timeout)
 
     async def receive_handles(self, handles: Sequence[bytes], timeout: float) -> None:
-        """Load one bucket from another process's memory. The first rank answers; others may still read until
-        they take part in the next call.
-
-        ``handles``: for each tensor-parallel rank a pickle by ``weight_sync/ipc.py``.
-        """
+        """Load one bucket by ``handles``, for each tensor-parallel rank a pickle by ``weight_sync/ipc.py``.
+        The first rank answers; others may still read until they take part in the next call."""
         body = {
             "serialized_named_tensors": [base64.b64encode(one).decode() for one in handles],
             "flush_cache": False,
         }
-        await self._post("/update_weights_from_tensor", body, timeout)
+        await self._control("/update_weights_from_tensor", body, timeout)
 
     async def end_update(self) -> None:
         """Close a weight update. No effect if none is open."""
-        await _ignoring(self._post("/end_weight_update", {}), "no weight-update session is open")
+        await _ignoring(self._control("/end_weight_update", {}), "no weight-update session is open")
 
     async def flush_cache(self) -> None:
         """Empty the prefix cache. Refused while a request runs; retracted ones do not count."""
-        await self._post("/flush_cache", {})
+        await self._control("/flush_cache", {})
 
     async def release_memory(self, timeout: float) -> None:
         """Release the GPU memory of weights, CUDA graphs and KV cache. The server must be paused, with an
         empty batch, or an assertion of SGLang ends it. It may answer before the memory is free."""
-        await self._post("/release_memory_occupation", {"tags": [*_MODEL_MEMORY, _CACHE_MEMORY]}, timeout)
+        await self._control("/release_memory_occupation", {"tags": [*_MODEL_MEMORY, _CACHE_MEMORY]}, timeout)
 
     async def resume_model_memory(self, timeout: float) -> None:
         """Reclaim the GPU memory of weights and CUDA graphs. The weights are undefined until they are loaded.
-
-        A server that has not released the memory, or has resumed it already, crashes.
-        """
-        await self._post("/resume_memory_occupation", {"tags": [*_MODEL_MEMORY]}, timeout)
+        A server that has not released the memory, or has resumed it already, crashes."""
+        await self._control("/resume_memory_occupation", {"tags": [*_MODEL_MEMORY]}, timeout)
 
     async def resume_cache_memory(self, timeout: float) -> None:
         """Reclaim the GPU memory of the KV cache, which is empty."""
-        await self._post("/resume_memory_occupation", {"tags": [_CACHE_MEMORY]}, timeout)
+        await self._control("/resume_memory_occupation", {"tags": [_CACHE_MEMORY]}, timeout)
 
     async def set_version(self, version: int) -> None:
         """Set the version of the current weights, also for later tokens of requests in flight."""
         body = {"new_version": str(version), "abort_all_requests": False}
-        await self._post("/update_weight_version", body)
+        await self._control("/update_weight_version", body)
 
     async def checksum(self, timeout: float) -> str:
         """The digest of the weights in use on all ranks, with those of single tensors (``TensorDigests``) if
-        the server reports them.
-
-        It depends on the weights, their layout in memory, and the number of ranks.
-        """
-        reply = await self._post("/weights_checker", {"action": "checksum"}, timeout)
+        the server reports them. It depends on weights, their layout in memory, and the number of ranks."""
+        reply = await self._control("/weights_checker", {"action": "checksum"}, timeout)
         if not (isinstance(reply, dict) and reply.get("per_engine_checksum")):
             raise ServerError(f"{self.url}: no checksum of its weights: {str(reply)[:500]}")
         return _with_tensors(str(reply["per_engine_checksum"]), reply.get("ranks"))
 
-    async def _post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
-        return await self._request("POST", path, body, timeout or self._control)
-
-    async def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+    async def _control(self, path: str, body: dict[str, Any] | None = None, timeout: float = 0.0) -> Any:
+        """A control call: POST of ``body``, or GET without one; returns the answer, decoded."""
         sent = None if body is None else json.dumps(body).encode()
-        text = await self._call(self._sessions.new, method, path, sent, timeout)
+        text = await self._call(self._sessions.new, path, sent, timeout or self._control_s)
         try:
             return json.loads(text) if text.strip().startswith((b"{", b"[")) else text.decode()
         except (ValueError, RecursionError) as error:
             raise ServerError(f"{self.url}{path}: no JSON: {text[:300]!r}") from error
 
     async def _call(
-        self,
-        session: aiohttp.ClientSession,
-        method: str,
-        path: str,
-        body: bytes | None,
-        timeout: float | None,
+        self, session: aiohttp.ClientSession, path: str, body: bytes | None, timeout: float | None
     ) -> bytes:
         """One HTTP call; returns the body of status 200. There are no retries, and no redirects."""
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
@@ -315,7 +296,7 @@ class SglangServer:
         headers = {**plain, **await self._headers(url)}
         try:
             async with session.request(
-                method,
+                "GET" if body is None else "POST",
                 url,
                 data=body,
                 headers=headers,

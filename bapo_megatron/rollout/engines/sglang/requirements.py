@@ -219,7 +219,6 @@ def tried_preload(python: Path, environment: Mapping[str, str], deadline_s: floa
 
 @lru_cache
 def _runtime_folders(python: Path) -> tuple[str, ...]:
-    """The folders of the interpreter's wheels that hold a CUDA runtime."""
     # Without PYTHONPATH, as servers run. Importing torch there would take seconds.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     child = run_command([str(python), "-I", "-c", _ASK_WHEELS], _ASK_WHEELS_S, environment)

@@ -104,8 +104,7 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
 
 
 def _routes(own: Sequence[str], cuda: bool) -> list[str]:
-    """The flags of servers that return routes. A recipe's ``own`` choice of a kernel, or of a way between
-    GPUs that has kernels of its own, is kept."""
+    """The flags of servers that return routes; a recipe's ``own`` choice of kernels is kept."""
     chosen = _names(own, ROUTED_KERNEL[0]) or _names(own, "--moe-a2a-backend")
     return [flag(ROUTES), *(ROUTED_KERNEL if cuda and not chosen else ())]
 
@@ -125,9 +124,7 @@ def _patience(config: RunConfig) -> list[str]:
 
 def _names(flags: Sequence[str], name: str) -> bool:
     """Whether ``flags`` contain the flag ``name``, with its value as the next item or after an equals sign.
-
-    ``--cuda-graph-config`` does not count: SGLang takes both, and its JSON has precedence.
-    """
+    Not in ``--cuda-graph-config``: SGLang takes both, and its JSON has precedence."""
     return any(flag.partition("=")[0] == name for flag in flags)
 
 
@@ -146,10 +143,7 @@ def more_flags(sglang: SglangConfig) -> list[str]:
 def server_command(
     python: Path, hf_path: Path, host: str, port: int, cuda: bool, flags: Sequence[str] = ()
 ) -> list[str]:
-    """The command line of a server that starts with the model in ``hf_path`` as weight version 0.
-
-    The API key is in a file that the environment names (``server_environment``).
-    """
+    """The command line of a server that starts with the model in ``hf_path`` as weight version 0."""
     return [
         *(str(python), str(_LAUNCHER if cuda else _CPU_LAUNCHER)),
         *("--model-path", str(hf_path), "--host", host, "--port", str(port)),
@@ -230,10 +224,8 @@ def _is_of_launcher(name: str) -> bool:
 
 
 def sglang_python(given: Path | None = None) -> Path:
-    """The interpreter of SGLang's environment. ConfigError if there is none.
-
-    It is ``given``, else in the variable BAPO_SGLANG_PYTHON, else where `make` installs it.
-    """
+    """The interpreter of SGLang's environment: ``given``, else that of BAPO_SGLANG_PYTHON, else where `make`
+    installs it. ConfigError if there is none."""
     named = given or (Path(os.environ[PYTHON_VARIABLE]) if PYTHON_VARIABLE in os.environ else None)
     own = Path(".venv-cluster-sglang" if should_have_gpu() else ".venv-sglang")
     path = named or own / "bin/python"
@@ -296,7 +288,6 @@ class ServerProcess(ChildProcess):
         self.close()
 
     def is_ready(self) -> bool:
-        """Whether the server takes requests."""
         try:
             is_ready = ask(f"{self.url}/ready", timeout_s=2).status == 200
         except OSError:

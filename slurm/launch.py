@@ -49,7 +49,7 @@ wait() {{
 
 
 class _JobDetails(SlurmJobDetails):
-    """NeMo-Run's paths of a job's logs. Made by ``executor_of``."""
+    """NeMo-Run's paths of a job's logs."""
 
     @property
     def srun_stdout(self) -> Path:
@@ -113,7 +113,6 @@ def gpus_flag(count: int, sbatch: dict[str, Any]) -> Any:
 
 
 def script_of(job: dict[str, Any]) -> str:
-    """The batch script of the job."""
     groups = job["groups"]
     executors = [executor_of(job, group) for group in groups]
     executor = SlurmExecutor.merge(executors, num_tasks=len(groups))

@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 _ELEMENTS = 1 << 18
 """Elements of the all-reduce: one megabyte of float32."""
@@ -40,20 +41,13 @@ _MEETING_PART, _ALL_REDUCE_PART = 0.6, 0.85
 """Parts of the probe's time at which nodes stop to wait for each other, and the all-reduce ends."""
 
 
-class Clock:
-    """Real clock; tests pass a simulated one."""
-
-    monotonic = staticmethod(time.monotonic)
-    sleep = staticmethod(time.sleep)
-    time = staticmethod(time.time)
+Clock = Any
+"""A clock: the module ``time``; tests pass a simulated one."""
 
 
 @dataclass
 class Findings:
-    """The findings of one node about itself and the others.
-
-    Made on each node; the first node reads those of all.
-    """
+    """The findings of one node about itself and the others; the first node reads those of all."""
 
     node: str
     problems: list[str] = field(default_factory=list)
@@ -67,7 +61,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements of a node. Made from the arguments of the command line."""
+    """The requirements of a node, from the command line."""
 
     gpus: int = 0
     memory_gb: float = 1.0
@@ -152,11 +146,10 @@ def canary_problems(folder: Path, node: str) -> Iterator[str]:
 
 
 class Meeting:
-    """Network and clock check: a listener that answers with this node's time, and calls to all others. Made
-    once a node."""
+    """Network and clock check: a listener that answers with this node's time, and calls to all others."""
 
-    def __init__(self, folder: Path, node: str, clock: Clock | None = None) -> None:
-        self._folder, self._node, self._clock = folder, node, clock or Clock()
+    def __init__(self, folder: Path, node: str, clock: Clock = time) -> None:
+        self._folder, self._node, self._clock = folder, node, clock
         self._listener = socket.create_server(("", 0), backlog=256)
         threading.Thread(target=self._answer, daemon=True).start()
         write_whole(folder / f"{node}.port", str(self._listener.getsockname()[1]))
@@ -304,13 +297,12 @@ def probe_node(
     problems: Iterator[str],
     seconds: float,
     reduce: Callable[[Path, Sequence[str], int, float], tuple[str, float | None]] | None,
-    clock: Clock | None = None,
+    clock: Clock = time,
 ) -> None:
     """Probe of one node: its own ``problems``, network, all-reduce; on the first node also the verdict.
 
     ``seconds``: for the whole probe, from the time in FOLDER/start. ``reduce``: the all-reduce, if any.
     """
-    clock = clock or Clock()
     began = begin_of_probe(folder, seconds, clock)
     findings = Findings(node, [*problems, *canary_problems(folder, node)])
     meeting = Meeting(folder, node, clock)

@@ -225,10 +225,8 @@ class WeightBroadcast:
                 pass
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        self._buckets.release()
-        if group is not None:
-            self._wait_for({"the group": group.close()}, self._deadline())
+        if closing := self._drop_group():
+            self._wait_for({"the group": closing}, self._deadline())
 
     def _send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> int:
         if self._group is None:
@@ -269,11 +267,11 @@ class WeightBroadcast:
         wait(parts.values(), min(_ERROR_GRACE_S, max(0.0, deadline - time.monotonic())))
         raise BroadcastError("; ".join(f"{name}: {_outcome(part)}" for name, part in parts.items()))
 
-    def _drop_group(self) -> None:
+    def _drop_group(self) -> Future[None] | None:
+        """Begin to close the process group, if there is one."""
         group, self._group = self._group, None
         self._buckets.release()  # never reused: a broadcast that hangs still reads from them
-        if group is not None:
-            group.close()
+        return None if group is None else group.close()
 
 
 def sender_address(config: EngineConfig) -> str:

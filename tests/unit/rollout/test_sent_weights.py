@@ -1,11 +1,15 @@
-"""Verification of a weight sync: engines' digests against those sent; engines that agree can all be wrong."""
+"""Verification of a weight sync: engines' digests against those sent, and against each other's.
+
+Engines that agree can all be wrong. Where the sent digests are unknown a quorum says which is right.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,30 +179,95 @@ def test_a_failing_digest_does_not_stop_the_weights() -> None:
     assert DigestingIterator(weights(), lambda: UnknownDigests("why")).sent() == SentDigests(unknown="why")
 
 
+# --- the quorum of engines -----------------------------------------------------------------------
+
+
+def outcomes(
+    *rounds: Sequence[tuple[str, str]], is_sent: Callable[[str, str], bool] | None = None
+) -> list[list[BaseException | None]]:
+    """The outcome for engines that report these digests at once, in each round."""
+
+    async def tell(quorum: DigestQuorum, digests: Sequence[tuple[str, str]]) -> list[BaseException | None]:
+        for engine, _ in digests:
+            quorum.expect(engine)
+        calls = (quorum.confirm(engine, digest) for engine, digest in digests)
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def all_rounds() -> list[list[BaseException | None]]:
+        quorum = DigestQuorum(10.0, is_sent)
+        return [await tell(quorum, digests) for digests in rounds]
+
+    return asyncio.run(asyncio.wait_for(all_rounds(), 20))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])
+def test_two_of_three_engines_form_a_quorum(order: tuple[int, int, int]) -> None:
+    engines = [("a", "x"), ("b", "y"), ("c", "x")]
+    (found,) = outcomes([engines[place] for place in order])
+    assert [engines[place][0] for place, one in zip(order, found, strict=True) if one] == ["b"]
+    (wrong,) = filter(None, found)
+    assert isinstance(wrong, DigestMismatch)
+    assert "a: x" in str(wrong)
+    assert "b: y" in str(wrong)
+
+
+def test_without_two_equal_digests_all_fail_and_may_retry() -> None:
+    first, second = outcomes([("a", "x"), ("b", "y")], [("a", "x"), ("b", "x")])
+    assert all(first)
+    assert second == [None, None]
+
+
+def test_a_single_engine_sets_the_digest_for_later_ones() -> None:
+    first, second, third = outcomes([("a", "x")], [("b", "x")], [("c", "y")])
+    assert first == second == [None]
+    assert all(third)
+
+
+def test_an_engines_earlier_digest_does_not_count_with_its_new_one() -> None:
+    assert all(outcomes([("a", "x"), ("b", "y")], [("a", "x")])[1])  # b's y still stands
+
+
+def test_an_engine_without_a_match_waits_for_loading_engines() -> None:
+    async def check() -> None:
+        quorum = DigestQuorum(60.0)
+        quorum.expect("a")
+        quorum.expect("b")
+        first = asyncio.create_task(quorum.confirm("a", "x"))
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        await quorum.release("b")  # it was lost
+        await asyncio.wait_for(first, 10)
+
+    asyncio.run(check())
+
+
+def test_the_wait_for_loading_engines_has_a_limit() -> None:
+    async def check() -> None:
+        quorum = DigestQuorum(0.05)
+        quorum.expect("a")
+        quorum.expect("hangs")
+        await asyncio.wait_for(quorum.confirm("a", "x"), 10)
+        with pytest.raises(DigestMismatch, match="the engines have different weights: a: x, hangs: y"):
+            await quorum.confirm("hangs", "y")
+
+    asyncio.run(check())
+
+
 # --- each way: all engines lack the same tensor --------------------------------------------------
 
 LACKING = {**SENT, "norm": OLD["norm"]}
 
 
-def by_quorum(is_sent: Callable[[str, str], bool] | None, *digests: str) -> list[BaseException | None]:
-    async def tell() -> list[BaseException | None]:
-        quorum = DigestQuorum(10.0, is_sent)
-        for number in range(len(digests)):
-            quorum.expect(str(number))
-        calls = (quorum.confirm(str(number), digest) for number, digest in enumerate(digests))
-        return list(await asyncio.gather(*calls, return_exceptions=True))
-
-    return asyncio.run(asyncio.wait_for(tell(), 20))
-
-
 def test_a_quorum_does_not_overrule_the_sent_digests() -> None:
     check = Events().check
     sent = SentDigests((SENT,))
-    assert by_quorum(None, told(LACKING), told(LACKING)) == [None, None], "engines agree"
-    found = by_quorum(lambda *of: check.is_sent(sent, *of), told(LACKING), told(LACKING), told(SENT))
+    wrong = [("a", told(LACKING)), ("b", told(LACKING))]
+    assert outcomes(wrong) == [[None, None]], "engines agree"
+    is_sent = partial(check.is_sent, sent)
+    (found,) = outcomes([*wrong, ("c", told(SENT))], is_sent=is_sent)
     assert [isinstance(one, DigestMismatch) for one in found] == [True, True, False]
     assert "other values in norm on rank 0" in str(found[0])
-    (alone,) = by_quorum(lambda *of: check.is_sent(sent, *of), told(LACKING))
+    ((alone,),) = outcomes(wrong[:1], is_sent=is_sent)
     assert isinstance(alone, DigestMismatch)
 
 

@@ -98,11 +98,10 @@ class SglangEngine:
                 answer = await self._send(request, pending, again=True)
             if answer is None:
                 return empty_generation(request)
-            if answer.finish_reason == "abort" and not pending.aborted and not len(answer.token_ids_R):
+            ids = answer.token_ids_R
+            if answer.finish_reason == "abort" and not pending.aborted and not len(ids):
                 raise ServerError(f"{self.name}: aborted a request by itself")
-            if len(answer.token_ids_R) and not 0 <= answer.token_ids_R.min() <= answer.token_ids_R.max() < (
-                self._limits.vocabulary
-            ):
+            if len(ids) and (ids.min() < 0 or ids.max() >= self._limits.vocabulary):
                 raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
             if self._on_update == "retract":
                 answer = without_old_routes(answer)
@@ -223,9 +222,9 @@ class SglangEngine:
     async def _load_seconds(self, weights: Path | WeightParts) -> float:
         """Deadline of each call of a load, in seconds."""
         limit_s = self._deadlines.update_s
-        return (
-            await asyncio.to_thread(load_seconds, weights, limit_s) if isinstance(weights, Path) else limit_s
-        )
+        if isinstance(weights, Path):
+            return await asyncio.to_thread(load_seconds, weights, limit_s)
+        return limit_s
 
     async def _confirm(self, version: int, confirm: Confirm, timeout: float) -> None:
         found = await self.weight_version()

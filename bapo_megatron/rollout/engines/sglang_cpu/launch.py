@@ -18,7 +18,7 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "sglang_launch"))
 import access
 
 stand_ins.install()  # before anything imports sglang, which fails without them
-access.install()
+key = access.install()
 
 if __name__ == "__main__":
     set_method = multiprocessing.set_start_method
@@ -33,6 +33,6 @@ if __name__ == "__main__":
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(access.require_key(prepare_server_args(sys.argv[1:])))
+        run_server(access.require_key(prepare_server_args(sys.argv[1:]), key))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

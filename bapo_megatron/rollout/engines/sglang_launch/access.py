@@ -23,8 +23,6 @@ _OPEN = ("/ready",)
 _ALIVE = "/health"
 """Liveness path: without the key the answer is empty, and no token is sampled."""
 
-_key: str | None = None
-
 
 class KeyRequired:
     """ASGI middleware of authentication: a request without the key gets status 401."""
@@ -33,7 +31,6 @@ class KeyRequired:
         self._app, self._key = app, key
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
-        """Handle one connection."""
         if scope["type"] not in ("http", "websocket"):  # the server's own start and end
             await self._app(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == api_key.PROOF_PATH:
@@ -71,18 +68,18 @@ async def _answer(send: Callable[[Any], Awaitable[None]], status: int, text: str
     await send({"type": "http.response.body", "body": body})
 
 
-def install() -> None:
-    """Harden this process: private sockets and files, the API key read, and redacted in the log.
+def install() -> str | None:
+    """Harden this process: private sockets and files, and an API key that is redacted in the log; returns it.
 
     There is no key without ``api_key.VARIABLE``. Called at the top of the launcher, because the worker
     processes that SGLang spawns import the launcher again.
     """
-    global _key
     os.umask(0o077)  # SGLang's ZMQ sockets unpickle what they receive: only this user may connect
     if not (named := os.environ.get(api_key.VARIABLE)):
-        return
-    _key = api_key.read_key_file(Path(named)).value
-    logging.setLogRecordFactory(_redacting(logging.getLogRecordFactory(), _key))
+        return None
+    key = api_key.read_key_file(Path(named)).value
+    logging.setLogRecordFactory(_redacting(logging.getLogRecordFactory(), key))
+    return key
 
 
 def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[..., logging.LogRecord]:
@@ -101,13 +98,13 @@ def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[...
     return redacted
 
 
-def require_key(arguments: Any) -> Any:
+def require_key(arguments: Any, key: str | None) -> Any:
     """Server settings (``ServerArgs``) that require the key; unchanged if there is none."""
-    if _key is None:
+    if key is None:
         return arguments
     from sglang.srt.utils import auth
 
-    key, add = _key, auth.add_api_key_middleware
+    add = auth.add_api_key_middleware
 
     def add_both(app: Any, **keys: Any) -> None:
         # Ours after SGLang's: the middleware that is added last runs first.
@@ -117,8 +114,3 @@ def require_key(arguments: Any) -> Any:
     auth.add_api_key_middleware = add_both
     arguments.api_key = key
     return arguments
-
-
-def given_key() -> str | None:
-    """The API key that ``install`` has read; None without one."""
-    return _key

@@ -9,7 +9,7 @@ import sys
 
 import access  # the folder of this file comes first on the path
 
-access.install()
+key = access.install()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server
@@ -19,6 +19,6 @@ if __name__ == "__main__":
 
     load_plugins()
     try:
-        run_server(access.require_key(prepare_server_args(sys.argv[1:])))
+        run_server(access.require_key(prepare_server_args(sys.argv[1:]), key))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

@@ -8,11 +8,11 @@ import sys
 
 import access  # the folder of this file comes first on the path
 
-access.install()
+key = access.install()
 
 if __name__ == "__main__":
     from sglang_router.launch_router import launch_router, parse_router_args
 
     arguments = parse_router_args(sys.argv[1:])
-    arguments.api_key = access.given_key()
+    arguments.api_key = key
     launch_router(arguments)

@@ -81,6 +81,7 @@ class WeightDigester(Protocol):
 
 
 MakeDigester = Callable[[], WeightDigester]
+"""The factory of the digests that engines must report; None in its place: none are compared."""
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,6 @@ class BroadcastSync:
         on_event: Callable[[dict[str, Any]], None],
         make_digester: MakeDigester | None = None,
     ) -> None:
-        """``make_digester``: makes the digests that engines must report; None: none are compared."""
         self._engines, self._broadcast, self._disk, self._on_event = engines, broadcast, disk, on_event
         self._make_digester = make_digester
 

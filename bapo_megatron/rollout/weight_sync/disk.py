@@ -45,7 +45,7 @@ class DiskSync:
         make_digester: MakeDigester | None = None,
     ) -> None:
         """``sampler``: None on every rank but 0. ``staging``: None on all of them in a replay, where nothing
-        is sampled. ``make_digester``: makes the digests that engines must report; None: none are compared."""
+        is sampled."""
         self._sampler, self._staging = sampler, staging
         self._make_digester = make_digester
         self._writers: list[int] = []

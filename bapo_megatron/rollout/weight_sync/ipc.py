@@ -83,8 +83,7 @@ class IpcSync:
         on_event: Callable[[dict[str, Any]], None],
         make_digester: MakeDigester | None = None,
     ) -> None:
-        """``engines``, and ``gpus`` of each engine by its name, are known on rank 0 alone. ``make_digester``:
-        makes the digests that engines must report; None: nothing is compared."""
+        """``engines``, and ``gpus`` of each engine by its name, are known on rank 0 alone."""
         self._make_digester = make_digester if engines is not None else None
         self._disk, self._engines, self._gpus, self._on_event = disk, engines, gpus, on_event
         self._device = device

@@ -299,7 +299,7 @@ class SglangEngine:
         while True:
             await self._inflight.until_open()
             async with self._one_control:
-                if self._inflight.are_held:
+                if not self._inflight.is_open:
                     continue
                 pending.aborted = True
                 timeouts.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
@@ -364,22 +364,18 @@ class InflightRequests:
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()
         self._changed = asyncio.Condition()
-        self._open = True
+        self.is_open = True
+        """Whether the gate is open: the server is neither paused nor about to be."""
 
     async def may_send(self, pending: InflightRequest) -> bool:
         """Wait until the gate is open; False if ``pending`` is aborted before."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._open or pending.aborted)
+            await self._changed.wait_for(lambda: self.is_open or pending.aborted)
         return not pending.aborted
-
-    @property
-    def are_held(self) -> bool:
-        """Whether the gate is closed: the server is paused, or about to be."""
-        return not self._open
 
     async def until_open(self) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._open)
+            await self._changed.wait_for(lambda: self.is_open)
 
     async def abort(self) -> list[InflightRequest]:
         """Mark the current requests as aborted; returns them. Those that wait at the gate are not sent."""
@@ -390,9 +386,9 @@ class InflightRequests:
         return list(self.all)
 
     def close_gate(self) -> None:
-        self._open = False
+        self.is_open = False
 
     async def open_gate(self) -> None:
-        self._open = True
+        self.is_open = True
         async with self._changed:
             self._changed.notify_all()

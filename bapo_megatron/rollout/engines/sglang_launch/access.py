@@ -77,7 +77,7 @@ def install() -> str | None:
     os.umask(0o077)  # SGLang's ZMQ sockets unpickle what they receive: only this user may connect
     if not (named := os.environ.get(api_key.VARIABLE)):
         return None
-    key = api_key.read_key_file(Path(named)).value
+    key: str = api_key.read_key_file(Path(named)).value
     logging.setLogRecordFactory(_redacting(logging.getLogRecordFactory(), key))
     return key
 

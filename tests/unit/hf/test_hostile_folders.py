@@ -104,7 +104,7 @@ def _fifo(path: Path) -> None:
         ("chat_template.jinja", load_tokenizer),
         ("tokenizer_config.json", carried_files),
         ("generation_config.json", lambda folder: _copy_reference(folder, folder.parent)),
-        ("config.json", lambda folder: _load(str(folder), "float32", "cpu")),
+        ("config.json", lambda folder: _load(folder, "float32", "cpu")),
     ],
 )
 def test_links_outside_and_what_is_no_file(
@@ -350,7 +350,7 @@ def test_a_config_that_is_no_json_object_is_one_line(text: bytes, model: Path) -
 CODE = "from pathlib import Path\nPath(__file__).with_name('PROOF').touch()\nclass Evil: ...\n"
 
 
-@pytest.mark.parametrize("read", [load_tokenizer, lambda folder: _load(str(folder), "float32", "cpu")])
+@pytest.mark.parametrize("read", [load_tokenizer, lambda folder: _load(folder, "float32", "cpu")])
 def test_no_code_of_a_folder_runs(
     read: Callable[[Path], Any], model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -383,7 +383,7 @@ class Attack:
 def test_weights_in_a_pickle_are_refused(model: Path) -> None:
     (model / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Attack(model / "PROOF")}, model / "pytorch_model.bin")
-    for read in (HfReader, read_safetensors_folder, lambda folder: _load(str(folder), "float32", "cpu")):
+    for read in (HfReader, read_safetensors_folder, lambda folder: _load(folder, "float32", "cpu")):
         with pytest.raises(
             ConfigError, match="holds neither model.safetensors|no file named model.safetensors"
         ):

@@ -186,7 +186,7 @@ def test_the_address_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_a_few_files_know_sglang() -> None:
-    """Only its own folder, its configuration, the registry, commands and plans about servers."""
+    """Only its own folder, its configuration, the table of backends, commands and plans about servers."""
     may = ["rollout/engines/sglang", "config/sglang.py", "rollout/engines/backend.py", "commands/"]
     may += ["config/", "cli.py"]  # the field of its settings with their ranges; `bapo rollout-server`
     may += ["checkpoint/run_directory.py", "evaluation/options.py"]  # names of flags

@@ -1,7 +1,7 @@
-"""``bapo train RECIPE [flags]``: start or resume a run; the entry points of its ranks, and the run's end.
+"""``bapo train RECIPE [flags]`` and ``bapo sft``: the commands, the entry points of ranks, the end of a run.
 
-``train_command`` checks everything before a process group exists, then runs as one rank under a launcher, or
-starts the layout's processes. The same command continues a run. Preempted and RunStopped propagate to
+The commands check everything before a process group exists, then run as one rank under a launcher, or start
+the layout's processes. ``bapo train``, given again, continues a run. Preempted and RunStopped propagate to
 ``cli.py``. Used by ``benchmarks/study/forked_sampler.py``.
 """
 
@@ -15,12 +15,13 @@ from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING
 
+from bapo_megatron.commands.recipe_flags import recipe_config
 from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.run_paths import RunPaths
 
 if TYPE_CHECKING:
     from bapo_megatron.checkpoint.fork_record import ForkSource
-    from bapo_megatron.config import RunConfig
+    from bapo_megatron.config import RunConfig, SftConfig
     from bapo_megatron.runtime.preemption import PreemptionSignal
     from bapo_megatron.trainer.build import Run
 
@@ -218,3 +219,40 @@ def _run_lock(config: RunConfig) -> Iterator[None]:
                 f"the run directory {config.directory} was removed or moved while the run used it ({error}); "
                 f"put it back, or the run begins anew"
             ) from error
+
+
+# --- supervised fine-tuning ------------------------------------------------------------------------
+
+
+def sft_command(arguments: Sequence[str]) -> None:
+    """``bapo sft RECIPE [flags]``: a supervised warm start, written as a Hugging Face folder.
+
+    It saves nothing before its end: one that is killed begins anew.
+    """
+    from bapo_megatron.config import SftConfig
+
+    config = recipe_config("sft", SftConfig, arguments)
+
+    # After the flags: torch and megatron take seconds, and a wrong flag or --help needs neither.
+    from bapo_megatron.policy.layout import data_parallel_size
+    from bapo_megatron.runtime.distributed import launched_world_size, run_processes
+    from bapo_megatron.trainer.preflight import check_sft
+
+    launched = launched_world_size()
+    data = data_parallel_size(config.parallel, launched)
+    check_sft(config)
+    if launched is not None:
+        sft_process(config)
+    else:
+        run_processes(sft_process, (config,), data * config.parallel.model_size)
+
+
+def sft_process(config: SftConfig) -> None:
+    """Entry point of one SFT rank: process group, training, export of the model."""
+    from bapo_megatron.policy.layout import parallel_processes
+    from bapo_megatron.runtime.storage import writing
+    from bapo_megatron.trainer.sft import run_sft
+
+    silence_libraries()
+    with writing("the model", config.output), parallel_processes(config.parallel):
+        run_sft(config)

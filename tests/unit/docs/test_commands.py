@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import tyro
 
-from bapo_megatron.commands.cluster.commands import _run_and_switches
+from bapo_megatron.commands.cluster.run_job import run_and_switches
 from bapo_megatron.commands.cluster.submit import SubmitCommand
 from bapo_megatron.commands.doctor.doctor import DoctorArguments
-from bapo_megatron.commands.plan import PlanCommand
+from bapo_megatron.commands.plan import PlanCommand, RehearseCommand
 from bapo_megatron.commands.recipe_flags import check_names, parse_flags, recipe_config, recipe_path
-from bapo_megatron.commands.rehearse import RehearseCommand
 from bapo_megatron.commands.train_flags import TrainCommand
 from bapo_megatron.commands.verify.check import VerifyConfig
 from bapo_megatron.config import RunConfig, SftConfig
@@ -115,9 +114,9 @@ PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
     "sft": lambda words: recipe_config("sft", SftConfig, words).check(),
     "report": parse_report,
     "submit": parse_submit,
-    "status": lambda words: _run_and_switches("status", words, "--watch"),
-    "logs": lambda words: _run_and_switches("logs", words, "--follow", "--all"),
-    "cancel": lambda words: _run_and_switches("cancel", words, "--now"),
+    "status": lambda words: run_and_switches("status", words, "--watch"),
+    "logs": lambda words: run_and_switches("logs", words, "--follow", "--all"),
+    "cancel": lambda words: run_and_switches("cancel", words, "--now"),
     "rollout-server": lambda words: parse_plan(ServeCommand, words, "rollout-server"),
     "plan": lambda words: parse_plan(PlanCommand, words, "plan"),
     "rehearse": lambda words: parse_plan(RehearseCommand, words, "rehearse"),

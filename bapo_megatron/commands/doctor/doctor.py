@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.machine import Disk, machine_rows
-from bapo_megatron.commands.doctor.namespaces import sandbox_rows
+from bapo_megatron.commands.doctor.machine import Disk, machine_rows, sandbox_rows
 from bapo_megatron.commands.doctor.packages import package_rows
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, check_recipe
 from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, lines, one_line, summary_line

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+from bapo_megatron.commands.doctor.packages import SGLANG, pins
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State, one_line
-from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.rollout.engines.sglang.requirements import (
     CHOOSING_KERNELS,
     FP32_HEAD,

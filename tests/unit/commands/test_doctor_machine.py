@@ -17,19 +17,17 @@ from bapo_megatron.commands.doctor.machine import (
     Disk,
     control_group_limit,
     disk_rows,
-    has_infiniband,
-    locked_memory_row,
-    open_files_row,
-    shared_memory_row,
-)
-from bapo_megatron.commands.doctor.namespaces import (
     forgeable_row,
+    has_infiniband,
     isolation_row,
+    locked_memory_row,
     namespace_row,
     namespace_rows,
+    open_files_row,
     sandbox_rows,
+    shared_memory_row,
 )
-from bapo_megatron.commands.doctor.tested import SGLANG, pins
+from bapo_megatron.commands.doctor.packages import SGLANG, pins
 from bapo_megatron.reward.sandbox.sandbox import SandboxError
 
 # --- SGLang's environment ------------------------------------------------------------------------

@@ -28,7 +28,7 @@ COMMANDS = {
     "rollout-server": "commands.rollout_server:rollout_server_command",
     "plan": "commands.plan:plan_command",
     "rehearse": "commands.plan:rehearse_command",
-    "verify-parallel": "commands.verify.command:verify_command",
+    "verify-parallel": "commands.verify.check:verify_command",
     "data": "data.prepare.command:data_command",
     "eval": "evaluation.command:eval_command",
     "study": "cli:study_command",

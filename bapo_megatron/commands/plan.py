@@ -15,9 +15,8 @@ from typing import Annotated
 
 import tyro
 
-from bapo_megatron.commands.recipe_flags import check_names, parse_flags, recipe_path
+from bapo_megatron.commands.recipe_flags import check_names, recipe_command
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
@@ -38,8 +37,7 @@ class PlanCommand:
 
 def plan_command(arguments: Sequence[str]) -> int:
     """Print the plan of the recipe. Exit code 1 if it does not fit, else 0."""
-    recipe = recipe_path("plan", arguments)
-    command = parse_flags("plan", recipe, PlanCommand(load_recipe(recipe, RunConfig)), arguments)
+    recipe, command = recipe_command("plan", PlanCommand, arguments)
     command.options.check()
     job = _sound_job(command.run, recipe, command.options)
     check_names(command.run)
@@ -62,8 +60,7 @@ class RehearseCommand:
 
 def rehearse_command(arguments: Sequence[str]) -> int:
     """Rehearse the chosen ranks, print the page, write the JSON. Exit code 1 if one fails or does not fit."""
-    recipe = recipe_path("rehearse", arguments)
-    command = parse_flags("rehearse", recipe, RehearseCommand(load_recipe(recipe, RunConfig)), arguments)
+    recipe, command = recipe_command("rehearse", RehearseCommand, arguments)
     run, options = command.run, command.options
     options.check()
     run.check()

@@ -155,8 +155,7 @@ def wait_for_exports(run: Run) -> None:
 
 
 def _summary(run: Run) -> str:
-    from bapo_megatron.commands.report.data import headline
-    from bapo_megatron.commands.report.metric_table import read_metrics
+    from bapo_megatron.commands.report.data import headline, read_metrics
 
     paths = RunPaths(run.config.directory)
     figures = headline(read_metrics(paths.metrics))

@@ -20,9 +20,8 @@ import tyro
 
 from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import with_former_preset
-from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
+from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -66,8 +65,7 @@ class TrainRequest(NamedTuple):
 
 def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
     """The request of a recipe and flags. ConfigError for contradicting flags or a run without rollouts."""
-    recipe = recipe_path(command, arguments)
-    found = parse_flags(command, recipe, TrainCommand(load_recipe(recipe, RunConfig)), arguments)
+    _, found = recipe_command(command, TrainCommand, arguments)
     run, options = found.run, found.options
     if options.rollout_only and options.train_only is not None:
         raise ConfigError("--rollout-only and --train-only exclude each other: give one")

@@ -21,11 +21,11 @@ from bapo_megatron.commands.report.data import (
     headline,
     make_report_folder,
     read_run,
+    smoothing_window,
 )
 from bapo_megatron.commands.report.episodes import conversations, episode_cells, episode_panels
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
-from bapo_megatron.commands.report.lines import smoothing_window
-from bapo_megatron.commands.report.panels import PANELS, Panel, expert_panels
+from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, Panel, expert_panels
 from bapo_megatron.commands.report.series import FEW_TOKENS, LOSS_EVENTS, event_marks, final_results
 from bapo_megatron.commands.report.text import (
     NO_VALUE,
@@ -111,7 +111,6 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
         ConfigError: too many runs, one twice, one without metrics, or a damaged log.
     """
     # Imported here: matplotlib is slow to import.
-    from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
     from bapo_megatron.commands.report.plots import COLOURS, curves_of, draw_overview, draw_panel
 
     _check_runs(run_dirs, len(COLOURS))

@@ -22,9 +22,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, draw_distribution
-from bapo_megatron.commands.report.lines import Line, draw_line, line_of, mark_cut_offs
+from bapo_megatron.commands.report.lines import Line, draw_distribution, draw_line, line_of, mark_cut_offs
 from bapo_megatron.commands.report.panels import (
+    DISTRIBUTIONS,
     NEGATIVE,
     NEUTRAL,
     OVERVIEW,

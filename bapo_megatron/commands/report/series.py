@@ -13,8 +13,7 @@ from typing import Literal
 import numpy as np
 
 from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
-from bapo_megatron.commands.report.data import RunRecord, Series, headline, mean
-from bapo_megatron.commands.report.metric_table import MetricTable
+from bapo_megatron.commands.report.data import MetricTable, RunRecord, Series, headline, mean
 from bapo_megatron.runtime.jsonl_log import Row
 
 LOSS_EVENTS = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")

@@ -1,17 +1,19 @@
-"""Layout check of ``bapo verify-parallel``: log-probs, bounds, loss and gradient norm on a canary batch.
+"""``bapo verify-parallel RECIPE [flags]``: log-probs, bounds, loss and gradient norm of a canary batch.
 
 The canary batch is random sequences, so it needs the recipe and the model, but no dataset, tokenizer or run
-directory. A check writes a layout reference (``--save``), compares with one (``--certificate``), or both. The
-loss is always ``clip``, BAPO's, whatever ``algorithm.loss`` is. It makes one update, to measure the gradient
-norm, unless log-probs are not finite; the updated weights are discarded. So that a comparison notices another
-model, a reference also holds fingerprints: SHA-256 of config.json, and of samples of the weight files, in a
-second at any size. It runs in the processes of the layout. Used by ``command.py``.
+directory. A check writes a layout reference (``--save``), compares with one (``--certificate``), or both.
+Without either the command measures the layout of ``--reference.*`` first (by default one process), then the
+recipe's, each in new processes, and compares them; under a launcher it runs in the launcher's processes.
+The loss is always ``clip``, BAPO's, whatever ``algorithm.loss`` is. A check makes one update, to measure the
+gradient norm, unless log-probs are not finite; the updated weights are discarded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -24,6 +26,7 @@ from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
 from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.surrogate import contributions
+from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.commands.verify.comparison import (
     TOLERANCES,
     QuantityRow,
@@ -56,7 +59,15 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.runtime.distributed import broadcast_from_main, gather, is_main
+from bapo_megatron.policy.layout import data_parallel_size, parallel_processes
+from bapo_megatron.runtime.device import silence_libraries
+from bapo_megatron.runtime.distributed import (
+    broadcast_from_main,
+    gather,
+    is_main,
+    launched_world_size,
+    run_processes,
+)
 from bapo_megatron.runtime.files import check_output_file
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.tensor_types import MicroBatch
@@ -193,6 +204,41 @@ class VerifyConfig(RunConfig):
     def runs_reference(self) -> bool:
         """Whether this command runs the reference itself."""
         return self.certificate is None and self.save is None
+
+
+def verify_command(arguments: Sequence[str]) -> None:
+    """Check the layout, in as many processes as it needs. SystemExit(1) if it differs from the reference."""
+    _, config = recipe_command("verify-parallel", VerifyConfig.of, arguments)
+    launched = launched_world_size()
+    processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
+    check_verify(config, launched is not None)
+    if launched is not None:
+        verify_process(config)
+    elif config.runs_reference:
+        _run_both_layouts(config, processes)
+    else:
+        run_processes(verify_process, (config,), processes, apart=True)
+
+
+def _run_both_layouts(config: VerifyConfig, processes: int) -> None:
+    """Measure the reference layout, then the recipe's layout in new processes, and compare them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "reference.npz"
+        reference = dataclasses.replace(config, parallel=config.reference, save=path)
+        count = config.reference.model_size * (config.reference.data or 1)
+        print(f"the reference, in {count} process(es), then the recipe's layout, in {processes}", flush=True)
+        run_processes(verify_process, (reference,), count, apart=True)
+        compared = dataclasses.replace(config, certificate=path)
+        run_processes(verify_process, (compared,), processes, apart=True)
+
+
+def verify_process(config: VerifyConfig) -> None:
+    """One rank of a layout's check. SystemExit(1), on every rank, if the layout differs."""
+    silence_libraries()
+    with parallel_processes(config.parallel):
+        code = verify_layout(config)
+    if code:
+        sys.exit(code)
 
 
 def check_verify(config: VerifyConfig, launched: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.report.metric_table import MetricTable, read_metrics
+from bapo_megatron.commands.report.data import MetricTable, read_metrics
 from bapo_megatron.errors import ConfigError
 
 ROWS = [{"step": 1, "a": 0.5, "b": None}, {"step": 2, "b": 3}, {"a": 0.25, "step": 3, "c": 7}]

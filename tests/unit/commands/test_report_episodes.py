@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.data import MetricTable, RunRecord
 from bapo_megatron.commands.report.episodes import episode_cells
-from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.page import MetricRow, _metric_rows
 from bapo_megatron.commands.report.text import source_cells
 

@@ -47,8 +47,7 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 class JobState:
     """State of a Slurm job, as plain data from RUN/slurm.state, which slurm/lib/state.sh writes.
 
-    A number that the file lacks is 0, a text "". Made by ``read_job_state`` for `bapo status` and `bapo
-    cancel`.
+    A number that the file lacks is 0, a text "".
     """
 
     job: str
@@ -75,12 +74,10 @@ def read_job_state(run: Path, ask: Ask | None = None) -> JobState | None:
     begun, submitted = _read_state_file(run), _submitted(run)
     if submitted is None or (begun is not None and submitted <= _number(begun.job)):
         return begun
-    is_over = begun is None or begun.status in ("done", "stopped", "cancelled")
-    if not is_over and begun is not None:
+    if begun is not None and begun.status not in ("done", "stopped", "cancelled"):
         queued = (ask or queue_state)(begun.job)  # it may have been killed, and left no word
-        is_over = queued is not None and queued[0] not in LIVE_STATES
-    if not is_over:
-        return begun
+        if queued is None or queued[0] in LIVE_STATES:
+            return begun
     return JobState(str(submitted), 0, "submitted", 0, "", "", dict.fromkeys(_COUNTERS, 0))
 
 
@@ -131,10 +128,7 @@ def queue_state(job: str) -> tuple[str, str] | None:
 
 
 class SlurmError(Exception):
-    """Error of a Slurm command that failed, gave no answer in time, or is not installed.
-
-    Raised by ``call_slurm``.
-    """
+    """Error of a Slurm command that failed, gave no answer in time, or is not installed."""
 
 
 def call_slurm(*command: str) -> str:

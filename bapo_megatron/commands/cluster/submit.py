@@ -44,10 +44,7 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """The parsed command line of ``bapo submit``, with the flags that it leaves to ``bapo train``.
-
-    ``submit_command`` passes it to ``submit``.
-    """
+    """The parsed command line of ``bapo submit``, with the flags that it leaves to ``bapo train``."""
 
     recipe: Path
     cluster: Path
@@ -130,16 +127,11 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
     if command.dry_run:
         print("\n".join(job.summary()), file=sys.stderr)
     else:
-        for warning in _queue_warnings(job):
+        for warning in partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes):
             print(f"warning: {warning}", file=sys.stderr)
+        if (other := earlier_job(job.run_dir)) is not None:
+            print(f"warning: {other}; of two jobs of a run the second stops", file=sys.stderr)
     return launch(job, command.dry_run)
-
-
-def _queue_warnings(job: ClusterJob) -> Iterator[str]:
-    """What Slurm says against the submission, on a machine where it answers."""
-    yield from partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes)
-    if (other := earlier_job(job.run_dir)) is not None:
-        yield f"{other}; of two jobs of a run the second stops"
 
 
 def earlier_job(run: Path) -> str | None:
@@ -153,12 +145,12 @@ def earlier_job(run: Path) -> str | None:
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
     """Run `slurm/launch.py` in an interpreter that has NeMo-Run; its standard output."""
-    if not dry_run and shutil.which("sbatch") is None:
-        raise ConfigError(
-            "there is no sbatch on this machine: submit on a login node of the cluster; --dry-run prints the "
-            "job here"
-        )
     if not dry_run:
+        if shutil.which("sbatch") is None:
+            raise ConfigError(
+                "there is no sbatch on this machine: submit on a login node of the cluster; --dry-run prints "
+                "the job here"
+            )
         # Before the submission: launch.py writes the script there, and Slurm opens the job's log there.
         try:
             RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.machine import Disk, machine_rows, sandbox_rows
+from bapo_megatron.commands.doctor.machine import machine_rows, sandbox_rows
 from bapo_megatron.commands.doctor.packages import package_rows
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, check_recipe
 from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, lines, one_line, summary_line
@@ -30,10 +30,7 @@ start. `bapo train RECIPE --help` lists the flags.
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """The parsed command line of ``bapo doctor``: the recipe if there is one, its flags, and ``--json``.
-
-    Made by ``of`` for ``run_doctor``.
-    """
+    """The parsed command line of ``bapo doctor``: the recipe if there is one, its flags, and ``--json``."""
 
     recipe: Path | None
     flags: tuple[str, ...] = ()
@@ -50,8 +47,7 @@ class DoctorArguments:
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Print the report as it is made. Exit code: 0 if a run could start, else 1. ConfigError for wrong
-    flags."""
+    """Print the report as it is made. Exit code 1 if a run could not start. ConfigError for wrong flags."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
         return 0
@@ -73,7 +69,7 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
     told, facts = ([], None) if command.recipe is None else check_recipe(command.recipe, command.flags)
     yield from guarded("training", package_rows)
     yield from guarded("SGLang", lambda: sglang_rows(*_sglang_needs(facts)))
-    yield from guarded("machine", lambda: machine_rows(_disk(facts)))
+    yield from guarded("machine", lambda: machine_rows(*_disk(facts)))
     yield from guarded("code sandbox", lambda: sandbox_rows(*_sandbox_needs(facts)))
     yield from told
     if facts is not None:
@@ -104,8 +100,8 @@ def _sandbox_needs(facts: RecipeFacts | None) -> tuple[bool, bool, int]:
     return facts.runs_programs, facts.allow_weak_sandbox, facts.forgeable_rows
 
 
-def _disk(facts: RecipeFacts | None) -> Disk:
-    return Disk() if facts is None else Disk(Path(facts.directory), facts.disk_gb)
+def _disk(facts: RecipeFacts | None) -> tuple[Path, float | None]:
+    return (Path("runs"), None) if facts is None else (Path(facts.directory), facts.disk_gb)
 
 
 def _collecting(rows: Iterator[DoctorRow], kept: list[DoctorRow]) -> Iterator[DoctorRow]:

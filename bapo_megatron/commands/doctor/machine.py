@@ -14,7 +14,6 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
@@ -30,26 +29,14 @@ OPEN_FILES = 4096
 _GB = 1e9
 
 
-@dataclass(frozen=True)
-class Disk:
-    """Disk need of a run: its directory, and how much it writes there.
-
-    Made by ``doctor.py`` from the recipe's facts.
-    """
-
-    directory: Path = Path("runs")
-    needed_gb: float | None = None
-    """Gigabytes that the run writes; None where no recipe says."""
-
-
-def machine_rows(disk: Disk | None = None) -> Iterator[DoctorRow]:
-    """The rows of all checks of this machine."""
+def machine_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
+    """The rows of all checks of this machine. ``directory``: the run's, which writes ``needed_gb`` there."""
     yield DoctorRow(SECTION, "cores", "ok", str(len(os.sched_getaffinity(0))))
     yield memory_row()
     yield shared_memory_row(Path("/dev/shm"))
     yield open_files_row(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield locked_memory_row(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_infiniband())
-    yield from disk_rows(disk or Disk())
+    yield from disk_rows(directory, needed_gb)
 
 
 def memory_row() -> DoctorRow:
@@ -127,31 +114,28 @@ def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
     return devices.is_dir() and any(devices.iterdir())
 
 
-def disk_rows(disk: Disk) -> Iterator[DoctorRow]:
-    """Rows of the run directory's disk: free space, and write permission."""
-    name = f"disk of {disk.directory}"
-    needed = (
-        f"{_size(disk.needed_gb * _GB)}, for checkpoints, weights and rollouts"
-        if disk.needed_gb is not None
-        else ""
-    )
+def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
+    """Rows of the run directory's disk: free space, and write permission.
+
+    ``needed_gb``: gigabytes that the run writes; None where no recipe says.
+    """
+    name, least = f"disk of {directory}", (needed_gb or 0) * _GB
+    needed = "" if needed_gb is None else f"{_size(least)}, for checkpoints, weights and rollouts"
     kept = "checkpoint.keep_last, rollout.keep_steps"
     fix = f"free some, keep fewer ({kept}), or name another disk with --run-dir"
     try:
-        existing, free, writable = within(DISK_DEADLINE_S, lambda: _look_at(disk.directory))
+        existing, free, writable = within(DISK_DEADLINE_S, lambda: _look_at(directory))
     except OSError as error:
         yield DoctorRow(SECTION, name, "problem", one_line(error), needed, "name another disk with --run-dir")
         return
-    short, found = disk.needed_gb is not None and free < disk.needed_gb * _GB, f"{_size(free)} free"
-    if short and disk.needed_gb is not None and (held := _held(disk.directory)):
+    short, found = free < least, f"{_size(free)} free"
+    if short and (held := _held(directory)):
         # A run that goes on has written a part of what it needs.
-        short, found = free + held < disk.needed_gb * _GB, f"{found}, and {_size(held)} of this run there"
+        short, found = free + held < least, f"{found}, and {_size(held)} of this run there"
     yield DoctorRow(SECTION, name, "problem" if short else "ok", found, needed, fix)
     if not writable:
-        found = f"{existing} may not be written to"
-        yield DoctorRow(
-            SECTION, name, "problem", found, "a folder to write to", "name another with --run-dir"
-        )
+        found, needed = f"{existing} may not be written to", "a folder to write to"
+        yield DoctorRow(SECTION, name, "problem", found, needed, "name another with --run-dir")
 
 
 def _look_at(directory: Path) -> tuple[Path, int, bool]:
@@ -232,14 +216,14 @@ def isolation_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
     from bapo_megatron.reward.sandbox.requirements import FIX
     from bapo_megatron.reward.sandbox.sandbox import SandboxError
 
-    needed = "else reward.allow_weak_sandbox=True"
     try:
-        found = notes()
+        lacks = "; ".join(notes())
     except SandboxError as error:
-        return DoctorRow(SANDBOX, "walls", missing(required), one_line(error), needed, FIX)
-    if not found:
+        lacks = one_line(error)
+    needed = "else reward.allow_weak_sandbox=True"
+    if not lacks:
         return DoctorRow(SANDBOX, "walls", "ok", "all stand", needed)
-    return DoctorRow(SANDBOX, "walls", missing(required), one_line("; ".join(found)), needed, FIX)
+    return DoctorRow(SANDBOX, "walls", missing(required), one_line(lacks), needed, FIX)
 
 
 def forgeable_row(rows: int) -> DoctorRow:

@@ -266,7 +266,8 @@ def main(modules: Sequence[str]) -> None:
         error, facts = None, {}
         try:
             module = importlib.import_module(name)
-            facts = torch_facts(module) if name == "torch" else {}
+            if name == "torch":
+                facts = {**torch_facts(module), "asked": wants_cpu(), "problem": gpu_problem()}
         except BaseException as raised:  # packages raise everything, SystemExit too
             error = f"{type(raised).__name__}: {raised}"
         answers.write(json.dumps({"module": name, "error": error, "facts": facts}) + "\n")
@@ -274,22 +275,13 @@ def main(modules: Sequence[str]) -> None:
 
 
 def torch_facts(torch: Any) -> dict[str, Any]:
-    """Facts about torch and the device: `cuda` (None for a CPU build), `gpus` (name and GB of each), `nccl`.
-
-    `asked`: BAPO_DEVICE asks for the CPU. `problem`: that of the GPU, or None.
-    """
+    """Facts about torch: `cuda` (None for a CPU build), `gpus` (name and GB of each), `nccl`."""
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.cuda.get_device_properties(index)
         gpus.append([device.name, round(device.total_memory / 1e9)])
     nccl = torch.cuda.nccl.version() if gpus else None
-    return {
-        "cuda": torch.version.cuda,
-        "gpus": gpus,
-        "nccl": nccl and ".".join(map(str, nccl)),
-        "asked": wants_cpu(),
-        "problem": gpu_problem(),
-    }
+    return {"cuda": torch.version.cuda, "gpus": gpus, "nccl": nccl and ".".join(map(str, nccl))}
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ _PLAIN = {int, float, bool, type(None)}
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows with the same names in the same order. Made by ``MetricTable``."""
+    """Rows with the same names in the same order."""
 
     places: dict[str, int]
     """Place of each name within a row."""
@@ -143,8 +143,7 @@ class Headline(TypedDict):
 class Series:
     """A time series: the values of one metric over a run, NaN where the log has none.
 
-    ``step`` is a fraction where the values are those of single updates. Made by ``RunRecord.by_step`` and
-    ``by_update``, and by what derives curves from these.
+    ``step`` is a fraction where the values are those of single updates.
     """
 
     step: np.ndarray
@@ -170,6 +169,11 @@ class RunRecord:
     def name(self) -> str:
         """The run's name, or the name of its directory if none was stored."""
         return str(self.config.get("name") or self.run_dir.resolve().name)
+
+    @property
+    def bounds(self) -> BoundsConfig | None:
+        """The clipping bounds that the run was configured with; None if its directory does not say."""
+        return configured_bounds(self.config)
 
     @property
     def resumed_at(self) -> list[int]:

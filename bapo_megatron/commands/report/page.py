@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from bapo_megatron.commands.report.data import (
 )
 from bapo_megatron.commands.report.episodes import conversations, episode_cells, episode_panels
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
-from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, Panel, expert_panels
+from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, expert_panels
 from bapo_megatron.commands.report.series import FEW_TOKENS, LOSS_EVENTS, event_marks, final_results
 from bapo_megatron.commands.report.text import (
     NO_VALUE,
@@ -46,7 +46,7 @@ from bapo_megatron.runtime.run_files import check_no_links
 from bapo_megatron.runtime.run_paths import RunPaths
 
 Cells = tuple[str, list[str]]
-"""A row of a table: its name, and a text for each run."""
+"""A row of a table: its name, and its texts."""
 
 _OUR_PREFIXES = (
     *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
@@ -61,54 +61,11 @@ _COMPARED_EVENTS = (
 """Kinds of events that a comparison shows; the page of one run shows all."""
 
 
-@dataclass(frozen=True)
-class RunCells:
-    """Texts of one run on the page, for the template."""
-
-    name: str
-    colour: str
-    folder: str
-    settings: list[str]
-    """The resolved configuration, one setting a line."""
-    staleness: list[Cells]
-    events: list[tuple[str, str, str]]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A plot of the page: its panel, and data URIs of the axes and of a layer for each run.
-
-    The axes of a single run hold its curves, and there is no layer.
-    """
-
-    panel: Panel
-    lines: str
-    """The key to the line styles of a comparison."""
-    axes_uri: str
-    run_uris: list[str]
-
-
-@dataclass(frozen=True)
-class MetricRow:
-    """A row of the metrics table: mean of the first and last steps, and the final value, as text.
-
-    Made by ``_metric_rows``.
-    """
-
-    name: str
-    first: str
-    last: str
-    final: str
-
-
 def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     """Write the page of one run, or of several compared, into ``folder``; returns the page.
 
-    By default the folder is ``report/`` of a single run, and ``comparison/`` beside several. Runs may still
-    be training.
-
-    Raises:
-        ConfigError: too many runs, one twice, one without metrics, or a damaged log.
+    By default the folder is ``report/`` of a single run, and ``comparison/`` beside several. ConfigError for
+    too many runs, one twice, one without metrics, or a damaged log.
     """
     # Imported here: matplotlib is slow to import.
     from bapo_megatron.commands.report.plots import COLOURS, curves_of, draw_overview, draw_panel
@@ -126,9 +83,8 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
         if single or panel.compared != ():
             layers = draw_panel(panel, runs, folder)
             lines = "" if single else _line_names([curve.label or "" for curve in curves_of(panel, runs)])
-            pictures.append(
-                Picture(panel, lines, svg_uri(layers.axes), [svg_uri(layer) for layer in layers.runs])
-            )
+            uris = {"axes_uri": svg_uri(layers.axes), "run_uris": [*map(svg_uri, layers.runs)]}
+            pictures.append({"panel": panel, "lines": lines, **uris})
     if single:
         draw_overview(runs[0], folder / "overview.png")
     page = folder / PAGE
@@ -174,7 +130,7 @@ def _check_runs(run_dirs: Sequence[Path], most: int) -> None:
 # --- the template's values -------------------------------------------------------------------------
 
 
-def _render(runs: Sequence[RunRecord], pictures: list[Picture], colours: Sequence[str]) -> str:
+def _render(runs: Sequence[RunRecord], pictures: list[dict[str, Any]], colours: Sequence[str]) -> str:
     said = comparison_readings(runs) if len(runs) > 1 else readings(runs[0])
     return render(
         "page.html",
@@ -216,12 +172,16 @@ def _details(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _run_cells(run: RunRecord, colour: str, compared: bool) -> RunCells:
+def _run_cells(run: RunRecord, colour: str, compared: bool) -> dict[str, Any]:
     events = [event for event in run.events if not compared or event.get("kind") in _COMPARED_EVENTS]
-    cells = [event_cells(event) for event in events]
-    return RunCells(
-        run.name, colour, str(run.run_dir), setting_lines(run.config), staleness_cells(run), cells
-    )
+    return {
+        "name": run.name,
+        "colour": colour,
+        "folder": str(run.run_dir),
+        "settings": setting_lines(run.config),
+        "staleness": staleness_cells(run),
+        "events": [event_cells(event) for event in events],
+    }
 
 
 def _facts(runs: Sequence[RunRecord]) -> list[Cells]:
@@ -264,11 +224,10 @@ def setting_differences(configs: Sequence[dict[str, Any]]) -> list[Cells]:
     return rows
 
 
-def _metric_rows(run: RunRecord, window: int) -> list[MetricRow]:
-    rows = []
-    for name in sorted(set(run.steps.names) - {"step"}):
-        rows.append(MetricRow(name, *ends(run.steps, name, window), number(run.steps.last.get(name))))
-    return rows
+def _metric_rows(run: RunRecord, window: int) -> list[Cells]:
+    """All metrics: means of the first and of the last steps, and the final value, as text."""
+    names = sorted(set(run.steps.names) - {"step"})
+    return [(n, [*ends(run.steps, n, window), number(run.steps.last.get(n))]) for n in names]
 
 
 def _line_names(labels: Sequence[str]) -> str:

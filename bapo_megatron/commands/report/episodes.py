@@ -143,7 +143,7 @@ def _cells(run: RunRecord, window: int, of: str, prefix: str) -> list[tuple[str,
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a conversation: who wrote it, and its text. Made by ``conversations``."""
+    """A block of a conversation: who wrote it, and its text."""
 
     speaker: Speaker
     pieces: list[Piece]
@@ -152,7 +152,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One episode as text, or why it cannot be shown. Made by ``conversations``."""
+    """One episode as text, or why it cannot be shown."""
 
     title: str
     blocks: list[Block]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import NullLocator
@@ -34,7 +34,7 @@ _FEW_POINTS = 8
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a run as it is drawn: thin single values, and their moving mean. Made by ``line_of``."""
+    """A curve of a run as it is drawn: thin single values, and their moving mean."""
 
     thin: Series
     """Single updates, or single steps."""
@@ -119,26 +119,12 @@ def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None 
     """Draw a thin line of the measured values, and a thick one of their moving mean, pale where it is of few
     tokens; returns the artists."""
     known = np.isfinite(line.thick.value).any() or np.isfinite(line.pale.value).any()
+    pale = {"color": colour, "linestyle": style, "linewidth": 1.2, "alpha": 0.4, **_markers(line.pale)}
+    thick = {"color": colour, "linestyle": style, "linewidth": 2, **_markers(line.thick)}
     return [
         *axes.plot(line.thin.step, line.thin.value, color=colour, linewidth=0.8, alpha=0.3),
-        *axes.plot(
-            line.pale.step,
-            line.pale.value,
-            color=colour,
-            linewidth=1.2,
-            alpha=0.4,
-            linestyle=style,
-            **_markers(line.pale),
-        ),
-        *axes.plot(
-            line.thick.step,
-            line.thick.value,
-            color=colour,
-            label=label if known else None,
-            linewidth=2,
-            linestyle=style,
-            **_markers(line.thick),
-        ),
+        *axes.plot(line.pale.step, line.pale.value, **pale),
+        *axes.plot(line.thick.step, line.thick.value, label=label if known else None, **thick),
     ]
 
 
@@ -200,10 +186,7 @@ def draw_distribution(axes: Any, panel: Panel, runs: Sequence[tuple[RunRecord, s
         axes.set_xlabel("predicted change, any unit")
         axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
         return artists
-    what: Literal["probability", "entropy"] = (
-        "probability" if panel.file == "ratio_probability" else "entropy"
-    )
-    artists = [_profile(axes, run, colour, what) for run, colour in runs]
+    artists = [_profile(axes, run, colour, panel.file.removeprefix("ratio_")) for run, colour in runs]
     axes.set_xscale("log")
     axes.set_xticks(list(_TICKS), list(_TICKS.values()))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -214,7 +197,7 @@ def draw_distribution(axes: Any, panel: Panel, runs: Sequence[tuple[RunRecord, s
     return artists
 
 
-def _profile(axes: Any, run: RunRecord, colour: str, what: Literal["probability", "entropy"]) -> list[Any]:
+def _profile(axes: Any, run: RunRecord, colour: str, what: str) -> list[Any]:
     profile, tokens = ratio_profile(run, what), ratio_tokens(run)
     known = np.isfinite(profile.value)
     if not known.any():

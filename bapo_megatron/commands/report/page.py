@@ -81,9 +81,9 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     pictures = []
     for panel in (*PANELS, *expert_panels(runs), *episode_panels(runs), *DISTRIBUTIONS):
         if single or panel.compared != ():
-            layers = draw_panel(panel, runs, folder)
+            axes, layers = draw_panel(panel, runs, folder)
             lines = "" if single else _line_names([curve.label or "" for curve in curves_of(panel, runs)])
-            uris = {"axes_uri": svg_uri(layers.axes), "run_uris": [*map(svg_uri, layers.runs)]}
+            uris = {"axes_uri": svg_uri(axes), "run_uris": [*map(svg_uri, layers)]}
             pictures.append({"panel": panel, "lines": lines, **uris})
     if single:
         draw_overview(runs[0], folder / "overview.png")

@@ -328,15 +328,13 @@ def expert_panels(runs: Sequence[RunRecord]) -> tuple[Panel, ...]:
 
 def bands(panel: Panel, run: RunRecord) -> list[Band]:
     """The bands of a plot: ranges of the clipping bounds and the target, from the configuration."""
+    ranges = [*_range(run, "high", POSITIVE), *_range(run, "low", NEGATIVE)]
+    target = run.config.get("algorithm.bounds.target")
     if panel.file == "clip_bounds":
-        return _bound_ranges(run)
-    if panel.file == "contribution":
-        return _target(run)
+        return ranges
+    if panel.file == "contribution" and target is not None and ranges:  # fixed bounds aim at nothing
+        return [Band(target, target, NEUTRAL, f"target {target:g}")]
     return []
-
-
-def _bound_ranges(run: RunRecord) -> list[Band]:
-    return [*_range(run, "high", POSITIVE), *_range(run, "low", NEGATIVE)]
 
 
 def _range(run: RunRecord, bound: str, colour: str) -> list[Band]:
@@ -345,10 +343,3 @@ def _range(run: RunRecord, bound: str, colour: str) -> list[Band]:
     if start is None or end is None or start == end:
         return []  # A fixed bound has no range.
     return [Band(start, end, colour, "allowed range")]
-
-
-def _target(run: RunRecord) -> list[Band]:
-    target = run.config.get("algorithm.bounds.target")
-    if target is None or not _bound_ranges(run):
-        return []  # Fixed bounds aim at nothing.
-    return [Band(target, target, NEUTRAL, f"target {target:g}")]

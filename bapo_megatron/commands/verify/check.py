@@ -74,6 +74,9 @@ from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.preflight import check_weights
 
+_TOKENS = 16384
+_PLACES, _PLACE_BYTES = 64, 4096
+_EXPERTS = {"EP": "parallel.expert", "ETP": "parallel.expert_tensor"}
 _BySample = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
@@ -109,13 +112,8 @@ def measure_totals(
     used = chosen if at is None else SearchResult(at, contributions(sums, at, bounds))
     result = policy.update(packs, Objective(loss).token_fn(used, policy.version))
     tokens = sum(sample.trained_tokens for sample in samples)
-    return Totals(
-        sums.numpy(),
-        chosen.bounds.low,
-        chosen.bounds.high,
-        float(result.sums[0]) / tokens,
-        result.grad_norm,
-    )
+    loss_mean = float(result.sums[0]) / tokens
+    return Totals(sums.numpy(), chosen.bounds.low, chosen.bounds.high, loss_mean, result.grad_norm)
 
 
 def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list[MicroBatch]:
@@ -123,12 +121,8 @@ def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list
     return pack_samples(routed, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
 
 
-_PLACES = 64
-_PLACE_BYTES = 4096
-
-
 def model_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 (the first 16 digits) of ``config.json``, and of the weight files.
+    """SHA-256 (the first 16 digits) of ``config.json``, and of samples of the weight files.
 
     Of each ``model*.safetensors`` file the digest covers the name, the size, and 64 places of 4 KiB, evenly
     spaced from the first byte (the header: tensor names, types, shapes) to the last. So any other training
@@ -137,21 +131,14 @@ def model_digests(folder: Path) -> dict[str, str]:
     """
     weights = hashlib.sha256()
     for path in sorted(folder.glob("model*.safetensors")):
-        _add_places(weights, path)
+        size = path.stat().st_size
+        weights.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(_PLACES):
+                file.seek(max(0, size - _PLACE_BYTES) * place // (_PLACES - 1))
+                weights.update(file.read(_PLACE_BYTES))
     config = hashlib.sha256((folder / "config.json").read_bytes())
     return {"config_sha256": config.hexdigest()[:16], "weights_sha256": weights.hexdigest()[:16]}
-
-
-def _add_places(digest: hashlib._Hash, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name} {size}\n".encode())
-    with path.open("rb") as file:
-        for place in range(_PLACES):
-            file.seek(max(0, size - _PLACE_BYTES) * place // (_PLACES - 1))
-            digest.update(file.read(_PLACE_BYTES))
-
-
-_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -308,21 +295,17 @@ def measure_layout(
     samples = reference.samples if reference else unscored(sequences)
     tokens = measure_tokens(policy, config, samples)
     broken = first_not_finite(tokens, samples)
-    if reference is None and broken:
-        raise FloatingPointError(f"the log-probs of this layout are not finite: first at {broken}")
     if reference is None:
+        if broken:
+            raise FloatingPointError(f"the log-probs of this layout are not finite: first at {broken}")
         samples = scored(sequences, tokens.log_probs, bounds, config.algorithm.loss_mean)
-    at = _bounds_of(reference, config) if reference else None
-    if reference and broken:
+        totals = measure_totals(policy, config, samples)
+    elif broken:
         totals = not_measured(reference.totals)
     else:
+        at = search_bounds(reference.totals.sums[: sum_count(bounds)].tolist(), bounds)
         totals = measure_totals(policy, config, samples, at)
     return LayoutReference(_identity(config), _provenance(config, policy), samples, tokens, totals)
-
-
-def _bounds_of(reference: LayoutReference, config: VerifyConfig) -> Bounds:
-    bounds = config.algorithm.bounds
-    return search_bounds(reference.totals.sums[: sum_count(bounds)].tolist(), bounds)
 
 
 def _matching_reference(path: Path, config: VerifyConfig) -> LayoutReference:
@@ -375,11 +358,10 @@ def _print_comparison(reference: LayoutReference, ours: LayoutReference, config:
 def _verdict(rows: Sequence[QuantityRow], reference: LayoutReference) -> str:
     lines = [f"a tie: {row.quantity}: {row.detail}" for row in rows if row.verdict == "tie"]
     first = first_differing_row(rows)
-    tokens = sum(sample.positions for sample in reference.samples)
+    samples = reference.samples
     if first is None:
-        lines.append(
-            f"all {len(rows)} quantities agree over {tokens} tokens of {len(reference.samples)} samples"
-        )
+        tokens = sum(sample.positions for sample in samples)
+        lines.append(f"all {len(rows)} quantities agree over {tokens} tokens of {len(samples)} samples")
     else:
         lines.append(f"the layouts differ, first in the {first.quantity}: {first.detail}")
     return "\n".join(lines)
@@ -388,9 +370,6 @@ def _verdict(rows: Sequence[QuantityRow], reference: LayoutReference) -> str:
 def _tolerances(config: VerifyConfig) -> Tolerances:
     given = {name: value for name, value in vars(config.tolerance).items() if value is not None}
     return dataclasses.replace(TOLERANCES[config.model.dtype], **given)
-
-
-_EXPERTS = {"EP": "parallel.expert", "ETP": "parallel.expert_tensor"}
 
 
 def _layout(measured: LayoutReference) -> str:

@@ -6,7 +6,6 @@ in memory. Used by ``check.py``.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,40 +30,22 @@ from bapo_megatron.runtime.text_table import text_table
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Allowed differences: ``absolute + relative * abs(reference)``. The defaults are those of float32.
+    """Allowed differences: ``absolute + relative * abs(reference)``; fields as of ``ToleranceConfig``.
 
-    A log-prob is a difference of numbers of the size of the logits, so it is never more exact than they are.
+    The defaults are those of float32. A log-prob is a difference of numbers of the size of the logits, so it
+    is never more exact than they are.
     The absolute part, and that of the norm, cover the largest float32 errors against float64 on a canary of
     random tokens: 3.3e-4 nats and 2.2e-4 of the norm, measured with transformers' Llama and SmolLM2-135M,
-    whose first activations of a sequence are large. ``TOLERANCES`` has one for each dtype;
-    ``compare_layouts`` takes it.
+    whose first activations of a sequence are large.
     """
 
     token_relative: float = 1e-5
-    """Relative part for log-probs and entropies."""
     token_absolute: float = 5e-4
-    """Absolute part for log-probs and entropies, nats."""
     token_mean: float = math.inf
-    """Largest mean absolute difference over all tokens, nats."""
     total_relative: float = 1e-5
-    """Relative part for contribution sums and the loss."""
     norm_relative: float = 5e-4
-    """Relative part for the gradient norm, in which errors of the backward pass add up."""
+    """In the gradient norm errors of the backward pass add up."""
     total_absolute: float = 2e-6
-    """Absolute part for contribution sums, the loss and the gradient norm."""
-
-    def of_tokens(self, size: np.ndarray) -> np.ndarray:
-        """Allowed difference of tokens whose reference has the absolute value ``size``."""
-        return self.token_absolute + self.token_relative * size
-
-    @property
-    def of_norm(self) -> Tolerances:
-        """The tolerances of the gradient norm, in place of those of the other totals."""
-        return dataclasses.replace(self, total_relative=self.norm_relative)
-
-    def of_totals(self, size: np.ndarray) -> np.ndarray:
-        """Allowed difference of totals whose reference has the absolute value ``size``."""
-        return self.total_absolute + self.total_relative * size
 
 
 # Activations and logits of bfloat16 have 8 significant bits, and layouts add up in other orders. What sound
@@ -77,10 +58,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class QuantityRow:
-    """Row of the comparison, as plain data: a quantity, its difference between the layouts, its tolerance.
-
-    Made by ``compare_layouts``, printed by ``comparison_table``.
-    """
+    """Row of the comparison, as plain data: a quantity, its difference between the layouts, its tolerance."""
 
     quantity: str
     reference: str
@@ -103,13 +81,15 @@ def compare_layouts(
     """The comparison, one row for each quantity, upstream first. ``config`` is that of both searches."""
     samples, said = reference.samples, reference.tokens
     ours, theirs = totals, reference.totals
+    relative, absolute = tolerances.total_relative, tolerances.total_absolute
+    names, norm = list(_sum_names(config)), tolerances.norm_relative
     return [
         _token_row("log-probs", said.log_probs, tokens.log_probs, samples, tolerances),
         _token_row("entropies", said.entropies, tokens.entropies, samples, tolerances),
-        _total_row("contribution sums", theirs.sums, ours.sums, tolerances, list(_sum_names(config))),
+        _total_row("contribution sums", theirs.sums, ours.sums, relative, absolute, names),
         _bounds_row(theirs, ours, config, tolerances),
-        _total_row("loss", theirs.loss, ours.loss, tolerances),
-        _total_row("gradient norm", theirs.grad_norm, ours.grad_norm, tolerances.of_norm),
+        _total_row("loss", theirs.loss, ours.loss, relative, absolute),
+        _total_row("gradient norm", theirs.grad_norm, ours.grad_norm, norm, absolute),
     ]
 
 
@@ -143,7 +123,8 @@ def _token_row(
 ) -> QuantityRow:
     there, here = (np.concatenate(values).astype(np.float64) for values in (reference, ours))
     apart = np.abs(here - there)
-    bad = np.flatnonzero(~(apart <= tolerances.of_tokens(np.abs(there))))  # nan is bad
+    allowed = tolerances.token_absolute + tolerances.token_relative * np.abs(there)
+    bad = np.flatnonzero(~(apart <= allowed))  # nan is bad
     mean_is_bad = not apart.mean() <= tolerances.token_mean
     detail = ""
     if len(bad):
@@ -186,12 +167,13 @@ def _total_row(
     name: str,
     reference: float | np.ndarray,
     ours: float | np.ndarray,
-    tolerances: Tolerances,
+    relative: float,
+    absolute: float,
     names: Sequence[str] = (),
 ) -> QuantityRow:
     there, here = (np.atleast_1d(np.asarray(value, np.float64)) for value in (reference, ours))
     apart = np.abs(here - there)
-    bad = np.flatnonzero(~(apart <= tolerances.of_totals(np.abs(there))))
+    bad = np.flatnonzero(~(apart <= absolute + relative * np.abs(there)))
     detail = ""
     if len(bad):
         which = f"{names[bad[0]]}, the first of {len(bad)} that differ: " if names else ""
@@ -202,7 +184,7 @@ def _total_row(
         f"{mean}{there.mean():.6g}",
         f"{mean}{here.mean():.6g}",
         *_worst(there, apart),
-        _stated(tolerances.total_relative, tolerances.total_absolute),
+        _stated(relative, absolute),
         "DIFFERS" if detail else "ok",
         detail,
     )
@@ -273,16 +255,11 @@ def _worst(reference: np.ndarray, apart: np.ndarray) -> tuple[float, float]:
 
 
 def _stated(relative: float, absolute: float, mean: float = math.inf) -> str:
-    parts = [f"{absolute:g}"]
-    if relative:
-        parts.append(f"{relative:g} rel")
-    text = " + ".join(parts)
+    text = f"{absolute:g}" + (f" + {relative:g} rel" if relative else "")
     return text if math.isinf(mean) else f"{text}, mean {mean:g}"
 
 
 def not_measured(totals: Totals) -> Totals:
     """Totals of nan in the shape of ``totals``, for a layout whose log-probs are not finite."""
     sums = np.full_like(totals.sums, np.nan)
-    return dataclasses.replace(
-        totals, sums=sums, low=math.nan, high=math.nan, loss=math.nan, grad_norm=math.nan
-    )
+    return Totals(sums, low=math.nan, high=math.nan, loss=math.nan, grad_norm=math.nan)

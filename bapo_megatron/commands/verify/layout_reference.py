@@ -30,10 +30,7 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZi
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Per-token outputs of one layout: log-probs and entropies, an array for each sample, [positions].
-
-    Made by ``measure_tokens``, compared by ``compare_layouts``.
-    """
+    """Per-token outputs of one layout: log-probs and entropies, an array for each sample, [positions]."""
 
     log_probs: list[np.ndarray]
     """Natural logs, float32."""
@@ -43,10 +40,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one layout over the batch, taken as one update: sums, bounds, loss, gradient norm.
-
-    Made by ``measure_totals``, compared by ``compare_layouts``.
-    """
+    """Totals of one layout over the batch, taken as one update: sums, bounds, loss, gradient norm."""
 
     sums: np.ndarray
     """float64: the contribution sums at every candidate, under every measure (``measured_sums``)."""
@@ -62,10 +56,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """Content of a layout reference: a batch, and the outputs and totals that one layout computes on it.
-
-    Made by ``check.py``; written with ``--save``, read for a comparison.
-    """
+    """Content of a layout reference: a batch, and the outputs and totals that one layout computes on it."""
 
     identity: dict[str, Any]
     """Fields that two references must share to be comparable, as flat JSON values."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING
 
 from bapo_megatron.commands.recipe_flags import recipe_config
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -77,10 +78,7 @@ def _train(arguments: Sequence[str]) -> int | None:
 
 
 def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
-    """Entry point of one training rank: process group, run directory's lock, training loop, export.
-
-    ``fork``: the checkpoint of another run that a new run begins at.
-    """
+    """Entry point of one training rank: process group, run directory's lock, training loop, export."""
     from bapo_megatron.checkpoint.fork import make_fork
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.rollout.engines.registry import engine_backend
@@ -93,11 +91,7 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
         engine_backend(config.rollout.engine).prepare_process(config.rollout, should_have_gpu())
     # Stop signals first: one that comes while process groups are made must not kill a single rank. The lock
     # after them: the process group says which rank holds it.
-    with (
-        _process_guards(config) as preemption,
-        parallel_processes(config.parallel),
-        _run_lock(config),
-    ):
+    with _process_guards(config) as preemption, parallel_processes(config.parallel), _run_lock(config):
         if fork is not None:
             make_fork(config, fork)  # under the lock, and before the run reads its directory
         config, kept = pin_threads(config)  # before any kernel: the thread count decides how sums round
@@ -161,8 +155,7 @@ def _summary(run: Run) -> str:
     figures = headline(read_metrics(paths.metrics))
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
     return (
-        f"reward {first} -> {last} in {figures['steps']} steps, "
-        f"{run.policy.version} updates\n"
+        f"reward {first} -> {last} in {figures['steps']} steps, {run.policy.version} updates\n"
         f"Hugging Face model: {paths.export}\n"
         f"plots: bapo report {paths.root}"
     )
@@ -200,10 +193,7 @@ def _process_guards(config: RunConfig) -> Iterator[PreemptionSignal]:
 @contextmanager
 def _run_lock(config: RunConfig) -> Iterator[None]:
     """Lock of the run directory, held by rank 0. RunStopped if the directory is removed meanwhile."""
-    from contextlib import nullcontext
-
     from bapo_megatron.checkpoint.run_directory import only_writer
-    from bapo_megatron.errors import ConfigError, Preempted, RunStopped
     from bapo_megatron.runtime.distributed import is_main
 
     with only_writer(config.directory) if is_main() else nullcontext():

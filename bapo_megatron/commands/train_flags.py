@@ -1,9 +1,5 @@
 """Flags of ``bapo train`` and ``bapo submit`` beside the recipe's fields, and the configuration they make.
 
-- ``--rollout-only`` samples the batches of all steps without a trainer; it excludes the other two.
-- ``--train-only [RUN]`` trains on stored rollouts, without engines.
-- ``--fork RUN[:STEP]`` begins at a checkpoint of another run.
-
 Used by ``commands/cluster/submit.py`` and ``train.py``.
 """
 
@@ -51,10 +47,7 @@ class TrainCommand:
 
 
 class TrainRequest(NamedTuple):
-    """Parsed request of ``bapo train``: the run's configuration, with the mode's changes, and the mode.
-
-    Made by ``train_flags`` for `bapo train`.
-    """
+    """Parsed request of ``bapo train``: the run's configuration, with the mode's changes, and the mode."""
 
     run: RunConfig
     samples_only: bool = False
@@ -77,9 +70,8 @@ def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
         return TrainRequest(_continued(rollout_only_config(run)), samples_only=True)
     if options.train_only is not None:
         run = train_only_config(run, options.train_only)
-    return TrainRequest(
-        _continued(run), fork=ForkSource.of(options.fork) if options.fork is not None else None
-    )
+    fork = None if options.fork is None else ForkSource.of(options.fork)
+    return TrainRequest(_continued(run), fork=fork)
 
 
 def _continued(run: RunConfig) -> RunConfig:
@@ -141,9 +133,7 @@ def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
 
 def _stored_steps(run_dir: Path) -> int:
     """Number of steps with stored rollouts, counted from step 1 without a gap."""
-    from bapo_megatron.rollout.sampler.step_batches import (
-        step_path,  # with numpy, which the flags do not need
-    )
+    from bapo_megatron.rollout.sampler.step_batches import step_path  # with numpy, which flags do not need
 
     journal, steps = RunPaths(run_dir).journal, 0
     while step_path(journal, steps + 1).is_file():

@@ -179,15 +179,13 @@ def _distillation_problems(run: RunConfig) -> Iterator[str]:
 
 def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Rules of ``algorithm.corrections``: limits of pi_old / pi_rollout need a pi_old of the trainer."""
-    corrections = algorithm.corrections
-    if algorithm.old_log_probs == "rollout":
-        for name in ("geometric_min", "geometric_max", "worst_token_min", "worst_token_max"):
-            value = getattr(corrections, name)
-            if value is not None:
-                yield (
-                    f"algorithm.corrections.{name}={value} limits pi_old / pi_rollout, which is 1 with "
-                    f"algorithm.old_log_probs=rollout: set that to trainer, or leave the limit out"
-                )
+    for name in ("geometric_min", "geometric_max", "worst_token_min", "worst_token_max"):
+        value = getattr(algorithm.corrections, name)
+        if value is not None and algorithm.old_log_probs == "rollout":
+            yield (
+                f"algorithm.corrections.{name}={value} limits pi_old / pi_rollout, which is 1 with "
+                f"algorithm.old_log_probs=rollout: set that to trainer, or leave the limit out"
+            )
 
 
 def _hold_problems(run: RunConfig) -> Iterator[str]:

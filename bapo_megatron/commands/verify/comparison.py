@@ -33,10 +33,9 @@ class Tolerances:
     """Allowed differences: ``absolute + relative * abs(reference)``; fields as of ``ToleranceConfig``.
 
     The defaults are those of float32. A log-prob is a difference of numbers of the size of the logits, so it
-    is never more exact than they are.
-    The absolute part, and that of the norm, cover the largest float32 errors against float64 on a canary of
-    random tokens: 3.3e-4 nats and 2.2e-4 of the norm, measured with transformers' Llama and SmolLM2-135M,
-    whose first activations of a sequence are large.
+    is never more exact than they are. The absolute part, and that of the norm, cover the largest float32
+    errors against float64 on a canary of random tokens: 3.3e-4 nats and 2.2e-4 of the norm, measured with
+    transformers' Llama and SmolLM2-135M, whose first activations of a sequence are large.
     """
 
     token_relative: float = 1e-5

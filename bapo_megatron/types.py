@@ -17,60 +17,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get
 
 import numpy as np
 
-from bapo_megatron.step_header import (
-    ColumnFile,
-    GroupHeader,
-    ResponseHeader,
-    RouteShape,
-    StepHeader,
-    StoredRoutes,
-    VersionSpan,
-)
+from bapo_megatron.step_header import ColumnFile as ColumnFile
+from bapo_megatron.step_header import GroupHeader as GroupHeader
+from bapo_megatron.step_header import ResponseHeader as ResponseHeader
+from bapo_megatron.step_header import RouteShape as RouteShape
+from bapo_megatron.step_header import StepHeader as StepHeader
+from bapo_megatron.step_header import StoredRoutes as StoredRoutes
+from bapo_megatron.step_header import VersionSpan as VersionSpan
 
 if TYPE_CHECKING:
-    from bapo_megatron.tensor_types import (
-        COLUMNS,
-        Column,
-        MicroBatch,
-        SearchedLoss,
-        TokenFn,
-        TokenStats,
-        UpdateResult,
-    )
+    from bapo_megatron.tensor_types import COLUMNS as COLUMNS
+    from bapo_megatron.tensor_types import Column as Column
+    from bapo_megatron.tensor_types import MicroBatch as MicroBatch
+    from bapo_megatron.tensor_types import SearchedLoss as SearchedLoss
+    from bapo_megatron.tensor_types import TokenFn as TokenFn
+    from bapo_megatron.tensor_types import TokenStats as TokenStats
+    from bapo_megatron.tensor_types import UpdateResult as UpdateResult
 
-__all__ = [
-    "COLUMNS",
-    "GIVEN",
-    "RESPONSE_COLUMNS",
-    "BroadcastGroup",
-    "BucketSpec",
-    "Column",
-    "ColumnFile",
-    "FinishReason",
-    "GenerateRequest",
-    "Generation",
-    "Group",
-    "GroupHeader",
-    "Metrics",
-    "MicroBatch",
-    "PackLayout",
-    "Prompt",
-    "ResponseColumn",
-    "ResponseColumns",
-    "ResponseHeader",
-    "ResponseTokens",
-    "Rollout",
-    "RouteShape",
-    "SamplingParams",
-    "SearchedLoss",
-    "StepBatch",
-    "StepHeader",
-    "StoredRoutes",
-    "TokenFn",
-    "TokenStats",
-    "UpdateResult",
-    "VersionSpan",
-]
+_WITH_TENSORS = ("COLUMNS", "Column", "MicroBatch", "SearchedLoss", "TokenFn", "TokenStats", "UpdateResult")
 
 Metrics = dict[str, float | None]
 """Flat names to values, e.g. ``{"bapo/clip_high": 1.45}``; ``None`` where a value does not exist."""
@@ -386,6 +350,6 @@ trainer may reuse the memory of handles when the part after them was loaded."""
 
 def __getattr__(name: str) -> Any:
     """The types that hold tensors, at their first use: only then is torch imported (PEP 562)."""
-    if name in __all__:
+    if name in _WITH_TENSORS:
         return getattr(import_module("bapo_megatron.tensor_types"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,6 +38,12 @@ from bapo_megatron.runtime.text_table import text_table
 
 FRESH_S = 60.0
 """Age of an entry in RUN/engines at which its server counts as gone, seconds."""
+_WITHOUT_END = {
+    "submitted": "it ended before its script began (`bapo logs`)",
+    "running": "it ended without a record",
+    "requeued": "it was cancelled before it started again",
+}
+"""What became of a job that is over by Slurm, and not by its state file."""
 _WATCH_S = 5.0
 _STATUS_DEADLINE_S = 30.0
 """Deadline for reading a run's status from its file system, seconds; longer than Slurm's own deadline."""
@@ -67,10 +73,7 @@ def status_command(arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run at one moment, as plain data; None where nothing is known.
-
-    Made by ``read_status``, printed by ``status_text``.
-    """
+    """Status of a run at one moment, as plain data; None where nothing is known."""
 
     run: Path
     job: JobState | None
@@ -213,13 +216,9 @@ def _state(run: Path, job: JobState | None) -> str:
     state, reason = queued
     if state in (*LIVE_STATES, "COMPLETING"):
         return f"{state} ({reason})" if reason else state
-    if job.status == "submitted":
-        return f"{state or 'not in the queue'}; it ended before its script began (`bapo logs`)"
-    if job.status == "running":
-        return f"{state or 'not in the queue'}; it ended without a record"
-    if job.status == "requeued":
-        return f"{state or 'not in the queue'}; it was cancelled before it started again"
-    return job.status
+    if job.status not in _WITHOUT_END:
+        return job.status
+    return f"{state or 'not in the queue'}; {_WITHOUT_END[job.status]}"
 
 
 def _continued_by_hand(run: Path, job: JobState) -> bool:
@@ -242,10 +241,8 @@ def _continued_by_hand(run: Path, job: JobState) -> bool:
 def _ended(run: Path) -> str:
     """State of a local run that no process here has open, by its last beginning or end in events.jsonl."""
     last = last_turn(tail_rows(RunPaths(run).events))
-    if last in ENDS:
-        return f"not running, {last}"
-    if last is None:
-        return "not running"
+    if last is None or last in ENDS:
+        return f"not running, {last}" if last else "not running"
     return "not running here, and no end is recorded: killed, or on another machine"
 
 

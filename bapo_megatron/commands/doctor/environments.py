@@ -38,10 +38,8 @@ BUDGET_S = 300.0
 AT_A_TIME = 4
 """Environments that are tried at a time."""
 GOES_ON = "a run goes on, and this response fails (reward.failed)"
-_SHOWN = 60
-"""Most characters of an observation in the report."""
-_SETTINGS_SHOWN = 300
-"""Most characters of the settings of a class that failed."""
+_SHOWN, _SETTINGS_SHOWN = 60, 300
+"""Most characters of an observation, and of the settings of a class that failed."""
 _LAST_LINES, _LAST_BYTES = 5, 4000
 """Most of the stderr of an environment in the report."""
 
@@ -55,9 +53,8 @@ class _Tried:
     config: EnvironmentConfig
     """With one worker, and with a limit of at most ``MOST_WAIT_S``."""
     allowed_s: float
-    """Time that the run gives to the step."""
     limit_field: str
-    """The field of the section that is that limit."""
+    """The field of the section that limits the step to ``allowed_s``."""
     where: str
     prompt: Prompt
 
@@ -169,15 +166,15 @@ async def _stepped(tried: _Tried, traits: Traits) -> StepResult:
 
 def _answer(traits: Traits, result: StepResult) -> str:
     """What the step answered, in words."""
-    given = "no turn"
-    if result.observation is not None:
+    reward = "no reward" if result.reward is None else f"reward {result.reward:g}"
+    if result.observation is None:
+        judged = " (reward.function judges)" if result.reward is None else ""
+        said = f"no turn, {reward}{judged}, done"
+    else:
         shown = result.observation[:_SHOWN] + ("…" if len(result.observation) > _SHOWN else "")
         given = f"a turn of role {traits.role}, {len(result.observation)} characters ({shown!r})"
-    reward = "no reward" if result.reward is None else f"reward {result.reward:g}"
-    if result.reward is None and result.observation is None:
-        reward = "no reward (reward.function judges)"
-    done = "done" if result.observation is None else "not done"
-    return f"to {TURN!r} it gave {given}, {reward}, {done}, in {result.seconds:.1f} s"
+        said = f"{given}, {reward}, not done"
+    return f"to {TURN!r} it gave {said}, in {result.seconds:.1f} s"
 
 
 def _described(traits: Traits) -> str:

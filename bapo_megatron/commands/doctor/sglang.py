@@ -38,7 +38,6 @@ for name in sys.argv[1:]:
 print(json.dumps(found))
 """
 
-
 _ASK_GPU = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 
 

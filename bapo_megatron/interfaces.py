@@ -151,11 +151,10 @@ class Engine(Protocol):
     """An inference engine with a copy of the policy's weights: one server, or a model in this process.
 
     All calls are async and come from one event loop, that of the engine pool. A call that fails raises, and
-    leaves the engine in an unknown state; but ``is_alive`` never raises, and a ValueError of ``generate`` is
-    the request's fault alone. Abilities of some engines: ``ReceivesBroadcast``, ``ReleasesMemory``,
-    ``ReceivesHandles``. New weights take one call by every transport, ``load`` or, of an engine that sleeps,
-    ``wake``: it begins an update, receives, confirms, resumes. tests/contract holds every engine to this
-    contract. ``LocalEngine`` and ``SglangEngine`` implement it.
+    leaves the engine in an unknown state; but a ValueError of ``generate`` is the request's fault alone.
+    Abilities of some engines: ``ReceivesBroadcast``, ``ReleasesMemory``, ``ReceivesHandles``. New weights
+    take one call by every transport, ``load`` or, of an engine that sleeps, ``wake``: it begins an update,
+    receives, confirms, resumes. tests/contract holds every engine (``LocalEngine``, ``SglangEngine``) to it.
     """
 
     name: str

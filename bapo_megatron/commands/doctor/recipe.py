@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,19 +43,17 @@ _REPORT_S = 30.0
 
 @dataclass(frozen=True)
 class RecipeFacts:
-    """Facts of a recipe that the doctor's other sections need, which the child process sends as JSON."""
+    """Facts of a recipe that the doctor's other sections need, which the child sends as JSON; or of none."""
 
-    name: str
-    directory: str
-    engine: str
-    starts_servers: bool
-    urls: list[str]
-    python: str | None
+    directory: str = "runs"
+    starts_servers: bool = False
+    urls: list[str] = field(default_factory=list)
+    python: str | None = None
     """Interpreter of SGLang's environment, if the recipe names one."""
-    on_update: str
-    longest_sequence: int
-    dtype: str
-    runs_programs: bool
+    on_update: str = ""
+    longest_sequence: int = 0
+    dtype: str = ""
+    runs_programs: bool = False
     model: dict[str, Any] | None = None
     """`config.json` of the model; None if it cannot be read."""
     disk_gb: float | None = None
@@ -245,9 +243,7 @@ def facts_of(config: RunConfig) -> RecipeFacts:
     rollout, sglang = config.rollout, config.rollout.sglang
     samples = rollout.engine == "sglang" and rollout.replay is None
     return RecipeFacts(
-        name=config.name,
         directory=str(config.directory),
-        engine=rollout.engine,
         starts_servers=samples and not sglang.urls,
         urls=list(sglang.urls) if samples else [],
         python=None if sglang.python is None else str(sglang.python),

@@ -248,7 +248,7 @@ def refuses(*_):
 
 recipe._load = lambda *_: None
 recipe.problems_of = lambda *_: iter(["a problem"])
-recipe.facts_of = lambda _: recipe.RecipeFacts("n", "d", "e", False, [], None, "", 1, "bfloat16", False)
+recipe.facts_of = lambda _: recipe.RecipeFacts()
 recipe._try_rewards = lambda *_: [recipe.DoctorRow("recipe", "reward", "ok", "score 1")]
 recipe.try_environments = lambda *_: []
 CHANGE

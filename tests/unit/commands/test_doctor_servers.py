@@ -116,16 +116,11 @@ def server(model: Path) -> Iterator[Played]:
 
 def facts(*urls: str, **more: Any) -> RecipeFacts:
     usual = RecipeFacts(
-        name="demo",
         directory="runs/demo",
-        engine="sglang",
-        starts_servers=False,
         urls=list(urls),
-        python=None,
         on_update="retract",
         longest_sequence=256,
         dtype="float32",
-        runs_programs=False,
         model=SHAPE,
     )
     return dataclasses.replace(usual, **more)

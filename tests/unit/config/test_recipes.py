@@ -1,4 +1,4 @@
-"""Recipes: those for clusters are built, checked, held against the model's shape, planned; the demo's method."""
+"""Recipes: for clusters they are built, checked, held against the model's shape, planned; the demo's method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: for clusters they are built, checked, held against the model's shape, planned; the demo's method."""
+"""Recipes: for clusters they are built, checked, held against the model's shape, planned; and the demo."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 
@@ -35,7 +36,7 @@ LIVE_STATES = (
 
 _DEADLINE_S = 15.0
 _ASK_S = 30.0
-"""Age, seconds, up to which an answer of Slurm holds while logs are followed."""
+"""Seconds for which an answer of Slurm may hold while logs are followed."""
 _MOST_STATE_BYTES = 1 << 20
 _LINES, _TAIL_BYTES = 40, 1 << 20
 """Most lines, and bytes, of a log that are shown."""
@@ -265,15 +266,8 @@ def follow_logs(
 def _asked_rarely() -> Ask:
     """``queue_state`` with answers that are kept for a while: logs are looked at twice a second, and Slurm's
     controller serves the whole cluster."""
-    answers: dict[str, tuple[float, tuple[str, str] | None]] = {}
-
-    def ask(job: str) -> tuple[str, str] | None:
-        now = time.monotonic()
-        if job not in answers or now - answers[job][0] > _ASK_S:
-            answers[job] = now, queue_state(job)
-        return answers[job][1]
-
-    return ask
+    answers = lru_cache(lambda job, _moment: queue_state(job))
+    return lambda job: answers(job, time.monotonic() // _ASK_S)
 
 
 def _is_shown(name: str) -> bool:

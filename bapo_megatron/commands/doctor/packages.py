@@ -55,36 +55,17 @@ class Package:
     """Imported where torch sees a GPU only, and then used: a failing import is a problem there."""
 
 
+_OF_THEIR_NAMES = (
+    *("transformers", "tokenizers", "safetensors", "datasets", "math-verify", "aiohttp", "uvloop", "numpy"),
+    *("packaging", "psutil", "einops", "orjson", "pybase64", "jinja2", "matplotlib", "rich"),
+)
 PACKAGES = (
     Package("torch", "torch"),
     Package("megatron-core", "megatron.core", install="--no-deps"),
-    Package("transformers", "transformers"),
-    Package("tokenizers", "tokenizers"),
-    Package("safetensors", "safetensors"),
-    Package("datasets", "datasets"),
-    Package("math-verify", "math_verify"),
-    Package("aiohttp", "aiohttp"),
-    Package("uvloop", "uvloop"),
-    Package("numpy", "numpy"),
-    Package("packaging", "packaging"),
-    Package("psutil", "psutil"),
-    Package("einops", "einops"),
-    Package("orjson", "orjson"),
-    Package("pybase64", "pybase64"),
-    Package("jinja2", "jinja2"),
-    Package("matplotlib", "matplotlib"),
-    Package("rich", "rich"),
+    *(Package(name, name.replace("-", "_")) for name in _OF_THEIR_NAMES),
     Package("tensorboard", "torch.utils.tensorboard"),
-    Package("typeguard", "typeguard"),
-    Package("tyro", "tyro"),
-    Package("annotated-types", "annotated_types"),
-    Package(
-        "transformer-engine",
-        "transformer_engine.pytorch",
-        "fused layers on GPUs",
-        "make cluster",
-        on_gpu=True,
-    ),
+    *(Package(name, name.replace("-", "_")) for name in ("typeguard", "tyro", "annotated-types")),
+    Package("transformer-engine", "transformer_engine.pytorch", "fused layers on GPUs", "make cluster", True),
     Package("apex", None, "fused kernels on GPUs without Transformer Engine", "from source"),
     Package("flash-attn", None, "Transformer Engine's attention on an A100", "make cluster"),
     Package("wandb", None, "logging.trackers", '"wandb>=0.19"'),

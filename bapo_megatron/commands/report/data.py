@@ -7,8 +7,6 @@ dicts take 1 GB. Used in ``commands/`` and this folder.
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,12 +24,6 @@ from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.jsonl_log import Row, parse_line, read_events, whole_lines
 from bapo_megatron.runtime.run_paths import RunPaths
-
-PAGE = "index.html"
-"""File of the page in a report's folder."""
-
-_TITLE = re.compile(rb"(?s)<title>.* \xc2\xb7 (training report|comparison)</title>")
-
 
 _COUNTS = (
     *("algorithm.reuse_epochs", "algorithm.updates_per_epoch", "rollout.max_staleness"),
@@ -340,27 +332,3 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 def smoothing_window(steps: int) -> int:
     """The window of the moving mean, in steps: odd, about a twelfth of the run, at most 25."""
     return 2 * min(steps // 24, 12) + 1
-
-
-def make_report_folder(folder: Path) -> None:
-    """Make the folder of a report. ConfigError if it is not writable, or has a page of another program."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise ConfigError(f"the report cannot be written to {folder}: name another folder with --output DIR")
-    page = folder / PAGE
-    if os.path.lexists(page) and not _is_report(page):
-        raise ConfigError(
-            f"{page} is no page of bapo report, and is kept: name another folder with --output DIR"
-        )
-
-
-def _is_report(page: Path) -> bool:
-    """Whether a file is a page of a report or of a comparison, also of an earlier version."""
-    if page.is_symlink() or not page.is_file():
-        return False
-    with page.open("rb") as file:
-        return _TITLE.search(file.read(1 << 16)) is not None

@@ -195,20 +195,8 @@ def main_settings(config: dict[str, Any]) -> list[Fact]:
     rows = [
         ("model", _joined(get("model.hf_path"), get("model.dtype"))),
         ("data", _data(config)),
-        (
-            "batch",
-            _filled(
-                "{} prompts of {} responses, at most {} tokens, temperature {}",
-                *(get(f"rollout.{name}") for name in _BATCH),
-            ),
-        ),
-        (
-            "optimizer",
-            _filled(
-                "AdamW, learning rate {}, {}, warm-up of {} updates, weight decay {}",
-                *(get(f"optimizer.{name}") for name in ("lr", "decay", "warmup_updates", "weight_decay")),
-            ),
-        ),
+        ("batch", _filled(_BATCH, [get(f"rollout.{name}") for name in _OF_BATCH])),
+        ("optimizer", _filled(_OPTIMIZER, [get(f"optimizer.{name}") for name in _OF_OPTIMIZER])),
         ("evaluation", _evaluation(config)),
         ("engine", _joined(get("rollout.engine"))),
         ("seed", _joined(get("seed"))),
@@ -216,14 +204,17 @@ def main_settings(config: dict[str, Any]) -> list[Fact]:
     return [(name, said) for name, said in rows if said]
 
 
-_BATCH = ("prompts_per_step", "group_size", "max_response_tokens", "temperature")
+_BATCH = "{} prompts of {} responses, at most {} tokens, temperature {}"
+_OF_BATCH = ("prompts_per_step", "group_size", "max_response_tokens", "temperature")
+_OPTIMIZER = "AdamW, learning rate {}, {}, warm-up of {} updates, weight decay {}"
+_OF_OPTIMIZER = ("lr", "decay", "warmup_updates", "weight_decay")
 
 
 def _joined(*values: Any) -> str:
     return ", ".join(str(value) for value in values if value is not None)
 
 
-def _filled(form: str, *values: Any) -> str:
+def _filled(form: str, values: Sequence[Any]) -> str:
     if any(value is None for value in values):
         return ""
     return form.format(*(f"{value:g}" if isinstance(value, float) else value for value in values))

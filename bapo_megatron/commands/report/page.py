@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -16,10 +17,8 @@ from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import NOT_SETTINGS
 from bapo_megatron.commands.report.data import (
-    PAGE,
     RunRecord,
     headline,
-    make_report_folder,
     read_run,
     smoothing_window,
 )
@@ -45,6 +44,9 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import check_no_links
 from bapo_megatron.runtime.run_paths import RunPaths
 
+PAGE = "index.html"
+"""File of the page in a report's folder."""
+_TITLE = re.compile(rb"(?s)<title>.* \xc2\xb7 (training report|comparison)</title>")
 Cells = tuple[str, list[str]]
 """A row of a table: its name, and its texts."""
 
@@ -77,7 +79,7 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
         check_no_links(run_dirs[0])
         folder = RunPaths(run_dirs[0]).report
     folder = folder or common_folder(run_dirs) / "comparison"
-    make_report_folder(folder)
+    _make_folder(folder)
     pictures = []
     for panel in (*PANELS, *expert_panels(runs), *episode_panels(runs), *DISTRIBUTIONS):
         if single or panel.compared != ():
@@ -125,6 +127,30 @@ def _check_runs(run_dirs: Sequence[Path], most: int) -> None:
     for run_dir, place in zip(run_dirs, places, strict=True):
         if places.count(place) > 1:
             raise ConfigError(f"{run_dir} is given twice: name each run once")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a report. ConfigError if it is not writable, or has a page of another program."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(f"the report cannot be written to {folder}: name another folder with --output DIR")
+    page = folder / PAGE
+    if os.path.lexists(page) and not _is_report(page):
+        raise ConfigError(
+            f"{page} is no page of bapo report, and is kept: name another folder with --output DIR"
+        )
+
+
+def _is_report(page: Path) -> bool:
+    """Whether a file is a page of a report or of a comparison, also of an earlier version."""
+    if page.is_symlink() or not page.is_file():
+        return False
+    with page.open("rb") as file:
+        return _TITLE.search(file.read(1 << 16)) is not None
 
 
 # --- the template's values -------------------------------------------------------------------------

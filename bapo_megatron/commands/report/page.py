@@ -16,12 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import NOT_SETTINGS
-from bapo_megatron.commands.report.data import (
-    RunRecord,
-    headline,
-    read_run,
-    smoothing_window,
-)
+from bapo_megatron.commands.report.data import RunRecord, headline, read_run, smoothing_window
 from bapo_megatron.commands.report.episodes import conversations, episode_cells, episode_panels
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
 from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, expert_panels

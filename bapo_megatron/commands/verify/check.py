@@ -47,13 +47,7 @@ from bapo_megatron.commands.verify.layout_reference import (
 )
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import flat
-from bapo_megatron.data.canary import (
-    CanarySpec,
-    canary_sequences,
-    scored,
-    unscored,
-    with_random_routes,
-)
+from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored, with_random_routes
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
@@ -329,10 +323,7 @@ def _identity(config: VerifyConfig) -> dict[str, Any]:
         # A certificate of an earlier version has the routers' own routes, which rounding decides.
         "canary": {**dataclasses.asdict(config.canary), **({"routes": "random"} if has_experts else {})},
         "rollout": {"temperature": config.rollout.temperature},
-        "algorithm": {
-            "loss_mean": config.algorithm.loss_mean,
-            **flat(config.algorithm.bounds, "bounds."),
-        },
+        "algorithm": {"loss_mean": config.algorithm.loss_mean, **flat(config.algorithm.bounds, "bounds.")},
     }
     return {f"{part}.{name}": value for part, fields in named.items() for name, value in fields.items()}
 

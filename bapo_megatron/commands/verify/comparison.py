@@ -49,10 +49,7 @@ class Tolerances:
 
 # Activations and logits of bfloat16 have 8 significant bits, and layouts add up in other orders. What sound
 # layouts of the demo's policy differ by is in docs/doctor.md; only float32 makes a sharp check.
-TOLERANCES = {
-    "float32": Tolerances(),
-    "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.25, 0.25, 5e-3),
-}
+TOLERANCES = {"float32": Tolerances(), "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.25, 0.25, 5e-3)}
 
 
 @dataclass(frozen=True)

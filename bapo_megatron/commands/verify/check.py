@@ -27,21 +27,19 @@ from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.surrogate import contributions
 from bapo_megatron.commands.recipe_flags import recipe_command
-from bapo_megatron.commands.verify.comparison import (
+from bapo_megatron.commands.verify.layout_reference import (
     TOLERANCES,
+    LayoutReference,
     QuantityRow,
+    TokenOutputs,
     Tolerances,
+    Totals,
     compare_layouts,
     comparison_table,
     first_differing_row,
     first_not_finite,
-    not_measured,
-)
-from bapo_megatron.commands.verify.layout_reference import (
-    LayoutReference,
-    TokenOutputs,
-    Totals,
     identity_differences,
+    not_measured,
     read_layout_reference,
     write_layout_reference,
 )

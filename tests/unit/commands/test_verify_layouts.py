@@ -13,18 +13,16 @@ import pytest
 
 from bapo_megatron.commands.verify import layout_reference as module
 from bapo_megatron.commands.verify.check import model_digests
-from bapo_megatron.commands.verify.comparison import (
+from bapo_megatron.commands.verify.layout_reference import (
+    LayoutReference,
     QuantityRow,
     Tolerances,
     compare_layouts,
     comparison_table,
     first_differing_row,
     first_not_finite,
-    not_measured,
-)
-from bapo_megatron.commands.verify.layout_reference import (
-    LayoutReference,
     identity_differences,
+    not_measured,
     read_layout_reference,
     write_layout_reference,
 )

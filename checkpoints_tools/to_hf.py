@@ -23,21 +23,17 @@ from bapo_megatron.hf.fp8 import (
     weight_of_scale,
     with_fp8,
 )
-from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, hf_tensors
 from bapo_megatron.runtime.files import read_file_inside
-from checkpoints_tools.carried import carried_files
-from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
+from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, carried_files, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
-from checkpoints_tools.formats.locate import LATEST, Format
-from checkpoints_tools.formats.opening import OpenedCheckpoint, open_checkpoint
-from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE, read_weight_map
-from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
+from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint
+from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE, plan_safetensors, read_weight_map
 from checkpoints_tools.formats.torch_dist import TorchDist
 
 Origin = Literal["model", "optimizer"]
 MOST_SHARD_BYTES = 5_000_000_000
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _CONFIG = "config.json"
 _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -73,7 +69,6 @@ def to_hf(
 
     ConfigError or CheckpointError comes before anything is written, except where the disk fills up.
     """
-    settings.check()
     opened = open_checkpoint(checkpoint, step, reference)
     source, model, shape = opened.location.folder, opened.reference, opened.shape
     if opened.location.format is Format.HF:
@@ -83,8 +78,8 @@ def to_hf(
     tensors = {name: found[name] for name in hf_tensors(shape)}
     in_fp8 = _in_fp8(shape) if quantize == "fp8-block" else set()
     weight_map = None if shard_bytes is not None else _weight_map(model, tensors, in_fp8)
-    if shape.tied and _OUTPUT in (weight_map or ()):
-        tensors[_OUTPUT] = replace(tensors[_EMBEDDING], name=_OUTPUT)
+    if shape.tied and OUTPUT in (weight_map or ()):
+        tensors[OUTPUT] = replace(tensors[EMBEDDING], name=OUTPUT)
     rounds = dtype == "bf16" or bool(in_fp8)
     types = {name: "BF16" if rounds else tensor.dtype for name, tensor in tensors.items()}
     wanted = {name: (types[name], tensor.shape) for name, tensor in tensors.items()}
@@ -92,8 +87,7 @@ def to_hf(
         wanted[name] = (FP8, tensors[name].shape)
         wanted[scale_name(name)] = ("F32", scale_shape(tensors[name].shape))
     folder = temporary_folder(output)
-    sharding = Sharding(shard_bytes or MOST_SHARD_BYTES, weight_map, _index(model))
-    plan = plan_safetensors(wanted, folder, sharding)
+    plan = plan_safetensors(wanted, folder, shard_bytes or MOST_SHARD_BYTES, weight_map, _index(model))
     files = carried_files(model)
     config = with_dtype(files.pop(_CONFIG).read_bytes(), {_TORCH_TYPES[kind] for kind in types.values()})
     if in_fp8:

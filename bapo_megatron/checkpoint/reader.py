@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bapo_megatron.checkpoint.writer import Digests, digest
+from bapo_megatron.checkpoint.store import Digests, digest
 from bapo_megatron.errors import CheckpointError, printable
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import file_below, read_file_inside

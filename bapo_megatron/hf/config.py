@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,12 @@ def missing_file(path: Path, first: str, others: int) -> str:
         f"{path} is missing: the index says that it holds {first}{more}. Copy it from where the model came "
         "from, or fetch the model again"
     )
+
+
+def problems_of(folder: Path, problems: Sequence[str]) -> str:
+    """Error message for problems of a model folder: the first eight."""
+    more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return f"model folder {folder}:\n" + "\n".join(problems[:8]) + more
 
 
 def _check_counts(shape: ModelShape, source: str) -> None:

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.fp8 import BLOCK, FP8
-from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
+from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor, data_after
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
-from checkpoints_tools.core.holes import data_after
 
 if TYPE_CHECKING:
     import numpy as np

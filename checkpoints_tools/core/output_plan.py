@@ -1,20 +1,20 @@
 """Output plan of a conversion: the files, their sizes, each tensor's place in them, and their headers.
 
 It also creates and commits the files; the caller (``conversion.py``) copies the tensors' bytes in between.
-Used by ``checkpoints_tools/conversion.py``, ``checkpoints_tools/formats/safetensors_writer.py`` and
+Used by ``checkpoints_tools/conversion.py``, ``checkpoints_tools/formats/safetensors_folder.py`` and
 ``checkpoints_tools/formats/torch_dist_writer.py``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_megatron.runtime.files import sync_file, sync_folder
 from checkpoints_tools.core.blocks import BlockTensor
-from checkpoints_tools.core.holes import data_after, hole_after
 
 PARTIAL = ".partial"
 """Ending of a data file's name until all data files of the output are whole."""
@@ -32,8 +32,8 @@ class OutputPlan:
     """Tensors by Hugging Face name; their blocks lie in files whose names end in ``PARTIAL``."""
     sizes: dict[Path, int] = field(default_factory=dict)
     """Bytes of each data file."""
-    around: list[tuple[Path, int, bytes]] = field(default_factory=list)
-    """Bytes around the tensors, such as headers: file, position, content."""
+    around: dict[Path, list[tuple[int, bytes]]] = field(default_factory=lambda: defaultdict(list))
+    """Bytes around each file's tensors, such as headers: position, content."""
     copied: dict[Path, Path] = field(default_factory=dict)
     """Files that are copied as they are, with their source."""
     last: dict[Path, bytes] = field(default_factory=dict)
@@ -50,16 +50,14 @@ class OutputPlan:
         """Create the folders, and the data files at full size, with zeros in place of the tensors."""
         for folder in {path.parent for path in (*self.sizes, *self.copied, *self.last)}:
             folder.mkdir(parents=True, exist_ok=True)
-        by_file: dict[Path, list[tuple[int, bytes]]] = {path: [] for path in self.sizes}
-        for path, position, data in self.around:
-            by_file[path].append((position, data))
         for path, size in self.sizes.items():
             with path.open("xb", buffering=0) as file:
                 file.truncate(size)
-                for position, data in by_file[path]:
+                for position, data in self.around[path]:
                     _write_all(file.fileno(), data, position)
         for path, source in self.copied.items():
-            _copy_file(source, path)
+            with source.open("rb") as read, path.open("xb") as written:
+                shutil.copyfileobj(read, written, 1 << 20)
 
     def complete(self) -> None:
         """Sync the data files, give them their names, and write the commit files."""
@@ -76,32 +74,6 @@ class OutputPlan:
             temporary.rename(path)
         for folder in sorted({path.parent for path in (*self.sizes, *self.copied, *self.last)}):
             sync_folder(folder)
-
-
-def holes(tensors: Mapping[str, BlockTensor]) -> int:
-    """Bytes of holes in the tensors' sparse files; a copy has the same holes and needs no space for them."""
-    files = {block.file for tensor in tensors.values() for block in tensor.blocks}
-    return sum(map(_hole_bytes, files))
-
-
-def _hole_bytes(path: Path) -> int:
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        if status.st_blocks * 512 >= status.st_size:
-            return 0
-        # Counted, not taken from the number of blocks: a file may also be small because it is compressed.
-        found = position = 0
-        while position < status.st_size:
-            data = data_after(file.fileno(), position)
-            found += data - position
-            position = data if data == status.st_size else hole_after(file.fileno(), data)
-        return found
-
-
-def _copy_file(source: Path, destination: Path) -> None:
-    with source.open("rb") as read, destination.open("xb") as written:
-        while data := read.read(1 << 20):
-            written.write(data)
 
 
 def _write_all(descriptor: int, data: bytes, position: int) -> None:

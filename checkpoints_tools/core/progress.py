@@ -1,9 +1,8 @@
 """Progress of a copy on stderr, drawn by rich: share done, bytes, rate of the last seconds, time left.
 
 A line that changes five times a second in a terminal, and each ten seconds a new line in a log; at the end of
-the whole work one with bytes, time and mean rate. A stderr that fails costs the lines, not the work. Used by
-``checkpoints_tools/conversion.py``, ``checkpoints_tools/file_digests.py``,
-``checkpoints_tools/inspection.py`` and ``checkpoints_tools/verification.py``.
+the whole work one with bytes, time and mean rate. A stderr that fails costs the lines, not the work. Used in
+``checkpoints_tools/``.
 """
 
 from __future__ import annotations

@@ -16,10 +16,16 @@ from typing import Any, BinaryIO
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.runtime.files import COPY_AGAIN, file_inside, read_file_inside
 from checkpoints_tools.archives.pickle_allow_list import MOST_PICKLE_BYTES, PickledObject, load_pickle, shown
-from checkpoints_tools.archives.torch_dist_metadata import METADATA_JSON
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
 
 METADATA = ".metadata"
+METADATA_JSON = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""Content of ``metadata.json``: the format's backends."""
 _MOST_OBJECT_BYTES = 1 << 26
 _MOST_DIMENSIONS = 64  # as torch
 _LONGEST_KEY = 1000

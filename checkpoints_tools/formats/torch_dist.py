@@ -19,8 +19,14 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import RowSegment, checkpoint_key, mapping_table
-from checkpoints_tools.core.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor
-from checkpoints_tools.core.segments import check_cover, cut_into_sources
+from checkpoints_tools.core.blocks import (
+    ITEM_BYTES,
+    WEIGHT_TYPES,
+    Block,
+    BlockTensor,
+    check_cover,
+    cut_into_sources,
+)
 from checkpoints_tools.formats.distcp import (
     ChunkFiles,
     GlobalTensor,

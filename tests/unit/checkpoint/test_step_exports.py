@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from bapo_megatron.checkpoint.step_exports import StepExports
+from bapo_megatron.checkpoint.exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.commands.train import wait_for_exports
 from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
@@ -117,7 +117,7 @@ def _exports(child: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):  # also a zombie that another test has left
         while not (line := child.cmdline()):  # within its exec
             time.sleep(0.01)
-        return "bapo_megatron.checkpoint.export_process" in line
+        return "bapo_megatron.checkpoint.exports" in line
     return False
 
 
@@ -198,7 +198,7 @@ def test_the_export_process_has_the_lowest_priority(endless: Owner) -> None:
 
 def test_the_export_process_imports_no_torch() -> None:
     """Or it would take a second copy of half a gigabyte beside every trainer."""
-    module = "bapo_megatron.checkpoint.export_process"
+    module = "bapo_megatron.checkpoint.exports"
     script = f"import sys, {module}; print({{'torch', 'megatron', 'numpy'}} & {{*sys.modules}})"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
 
@@ -341,7 +341,7 @@ def test_closing_leaves_nothing_half_written(tmp_path: Path) -> None:
 _TRAINER = """
 import sys
 from pathlib import Path
-from bapo_megatron.checkpoint.step_exports import StepExports
+from bapo_megatron.checkpoint.exports import StepExports
 exports = StepExports(Path(sys.argv[1]), Path(sys.argv[2]), 10, print)
 exports.resume([10])
 print("begun", exports._process.pid, flush=True)

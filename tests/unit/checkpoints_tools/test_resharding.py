@@ -18,10 +18,10 @@ from checkpoints_tools import reshard, to_hf, to_megatron, verify
 from checkpoints_tools.archives.torch_archive import object_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor
 from checkpoints_tools.core.copying import copy_tensors
-from checkpoints_tools.formats.opening import open_checkpoint
+from checkpoints_tools.formats.locate import open_checkpoint
 from checkpoints_tools.formats.torch_dist import TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
-from checkpoints_tools.resharding import common_for_stacked
+from checkpoints_tools.to_megatron import common_for_stacked
 from tests.support.checkpoint_models import edit_metadata, folder_bytes, load_tensors, save_random_model
 
 

@@ -144,7 +144,7 @@ def test_a_copy_of_a_tied_embedding_does_not_count(tmp_path: Path) -> None:
 def test_a_file_that_ends_early_is_named(hf: Path, others: dict[str, Path]) -> None:
     """Truncated after it was opened, say by another program: the header was whole."""
     from checkpoints_tools.core.comparing import compare_tensors
-    from checkpoints_tools.formats.opening import open_checkpoint
+    from checkpoints_tools.formats.locate import open_checkpoint
 
     first, second = open_checkpoint(hf), open_checkpoint(others["torch_dist"])
     shard = hf / "model-00001-of-00002.safetensors"

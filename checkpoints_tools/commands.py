@@ -1,7 +1,7 @@
 """Commands of ``bapo-ckpt``: the flags of each, and its call of the Python API.
 
-A command imports its own modules when it runs, since start-up is a good part of a small conversion.
-``cli.py`` dispatches to them. Used by ``cli.py``.
+A command imports what others do not need when it runs: start-up is a good part of a small conversion. Used
+by ``cli.py``.
 """
 
 from __future__ import annotations

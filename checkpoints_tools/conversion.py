@@ -14,10 +14,9 @@ from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside
-from checkpoints_tools.core.atomic_output import atomic_output, check_space
+from checkpoints_tools.core.atomic_output import OutputPlan, atomic_output, check_space
 from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor, holes
 from checkpoints_tools.core.copying import copy_tensors
-from checkpoints_tools.core.output_plan import OutputPlan
 from checkpoints_tools.core.progress import byte_progress, format_bytes
 from checkpoints_tools.formats.safetensors_folder import INDEX
 from checkpoints_tools.formats.torch_dist import OPTIMIZER
@@ -43,10 +42,7 @@ _CARRIED = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a conversion or verification, common to all formats; plain data.
-
-    Made by ``commands.py`` from the flags, and by the export process of a run.
-    """
+    """The settings of a conversion or verification, common to all formats; plain data."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""
@@ -74,10 +70,7 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion, as plain data and text: what was written, or in a dry run would be.
-
-    Made by ``convert``.
-    """
+    """The result of a conversion, as plain data and text: what was written, or in a dry run would be."""
 
     source: Path
     output: Path

@@ -1,7 +1,6 @@
 """Megatron-to-HF conversion: a checkpoint as a Hugging Face folder that transformers and engines load.
 
-``bapo-ckpt to-hf``, and ``bapo eval`` of a checkpoint. The output appears whole or not at all. Used in
-``checkpoint/``, this folder and ``evaluation/``.
+For ``bapo-ckpt to-hf``, exports and evaluations. Used in ``checkpoint/``, this folder and ``evaluation/``.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, o
 from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE, plan_safetensors, read_weight_map
 from checkpoints_tools.formats.torch_dist import TorchDist
 
-Origin = Literal["model", "optimizer"]
-MOST_SHARD_BYTES = 5_000_000_000
+_MOST_SHARD_BYTES = 5_000_000_000
 _CONFIG = "config.json"
 _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -43,7 +41,7 @@ def to_hf(
     output: Path,
     reference: Path | None = None,
     dtype: Literal["bf16"] | None = None,
-    origin: Origin = "model",
+    origin: Literal["model", "optimizer"] = "model",
     step: str = LATEST,
     shard_bytes: int | None = None,
     settings: Settings = DEFAULTS,
@@ -56,14 +54,13 @@ def to_hf(
 
     Args:
         checkpoint: any path that ``formats/locate.py`` understands.
-        output: the folder to write.
+        output: the folder to write, which appears whole or not at all.
         reference: Hugging Face folder of the model, for a checkpoint that carries none. The weights keep its
             division into files, unless ``shard_bytes`` is given.
         dtype: type that the weights are rounded to; without it every bit stays.
         origin: "model" takes the model's weights, "optimizer" the fp32 master weights of the optimizer.
         step: which step, where the path holds several.
         shard_bytes: most bytes of one safetensors file.
-        settings: settings of every conversion, such as overwriting.
         quantize: "fp8-block" writes matrices in fp8 with scales of 128 x 128 blocks, computed from the
             source's numbers, and all else as bfloat16.
 
@@ -87,7 +84,7 @@ def to_hf(
         wanted[name] = (FP8, tensors[name].shape)
         wanted[scale_name(name)] = ("F32", scale_shape(tensors[name].shape))
     folder = temporary_folder(output)
-    plan = plan_safetensors(wanted, folder, shard_bytes or MOST_SHARD_BYTES, weight_map, _index(model))
+    plan = plan_safetensors(wanted, folder, shard_bytes or _MOST_SHARD_BYTES, weight_map, _index(model))
     files = carried_files(model)
     config = with_dtype(files.pop(_CONFIG).read_bytes(), {_TORCH_TYPES[kind] for kind in types.values()})
     if in_fp8:

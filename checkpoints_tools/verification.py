@@ -38,10 +38,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass
 class Verification:
-    """The result of comparing two checkpoints, filled tensor by tensor; as text it is what is printed.
-
-    Made by ``verify``.
-    """
+    """The result of ``verify``, filled tensor by tensor; as text it is what is printed."""
 
     first: Path
     second: Path
@@ -155,10 +152,7 @@ def _optimizer_not_compared(here: OpenedCheckpoint, there: OpenedCheckpoint) -> 
 
 @dataclass(frozen=True)
 class FileCheck:
-    """The result of a file check, as plain data and text.
-
-    Made by ``verify_files``.
-    """
+    """The result of a file check, as plain data and text. Made by ``verify_files``."""
 
     folder: Path
     """The checkpoint: the folder of the manifest."""

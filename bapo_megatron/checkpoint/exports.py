@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,8 @@ OnEvent = Callable[[dict[str, Any]], None]
 class StepExports:
     """Background exports of one run, one at a time, on rank 0: one more waits, and a newer one replaces it.
 
-    ``poll`` records the end of an export and starts the next; a failed one is an event and a warning, and
-    does not end the run. ``close`` terminates a running one, and kills it after 20 s. Only ``close`` waits.
-    Made by ``trainer/build.py``; the training loop polls it.
+    A failed one is an event and a warning, and does not end the run. Only ``close`` waits. Made by
+    ``trainer/build.py``; the training loop polls it.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class StepExports:
         """``model``: the Hugging Face folder that the run started from. ``every``: steps; 0 for none.
         ``after``: the export hook; closed with this."""
         self._paths = RunPaths(run_dir)
-        self.folder = self._paths.step_exports
         self._model, self._every, self._on_event = model, every, on_event
         self.after = after
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="export")
@@ -74,10 +71,6 @@ class StepExports:
         """The step in the process."""
         self._next: int | None = None
         """The queued step."""
-
-    def path(self, step: int) -> Path:
-        """The folder of the export of ``step``."""
-        return self._paths.step_export(step)
 
     def is_using(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` is being exported or queued, and must not be deleted."""
@@ -94,9 +87,10 @@ class StepExports:
         """
         from bapo_megatron.checkpoint.store import delete_hidden  # with torch, which the process does without
 
-        for leftover in step_leftovers(self.folder, ".bapo-ckpt.tmp"):
+        for leftover in step_leftovers(self._paths.step_exports, ".bapo-ckpt.tmp"):
             delete_hidden(leftover)
-        missing = sorted(s for s in steps if self._is_due(s) and not (self.path(s) / "config.json").exists())
+        due = sorted(filter(self._is_due, steps))
+        missing = [step for step in due if not (self._paths.step_export(step) / "config.json").exists()]
         for step in missing[-2:]:
             self.offer(step)
         if self.after:
@@ -126,7 +120,7 @@ class StepExports:
         self._process = self._ended = None
         fields = {"step": step, "seconds": round(seconds, 3)}
         if code == 0:
-            self._on_event({"kind": "export_done", **fields, "path": str(self.path(step))})
+            self._on_event({"kind": "export_done", **fields, "path": str(self._paths.step_export(step))})
             if self.after:
                 self.after.exported(step)
         else:
@@ -154,8 +148,8 @@ class StepExports:
         return self._every > 0 and step % self._every == 0
 
     def _start(self, step: int) -> None:
-        checkpoint = self._paths.checkpoint(step)
-        arguments = [str(checkpoint), str(self.path(step)), str(self._model), str(os.getpid())]
+        folders = self._paths.checkpoint(step), self._paths.step_export(step), self._model
+        arguments = [*map(str, folders), str(os.getpid())]
         # Its own session: signals to the run's process group do not reach it, `close` ends it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bapo_megatron.checkpoint.exports", *arguments],
@@ -180,27 +174,12 @@ def _wait(process: subprocess.Popen[str], began: float) -> tuple[int, str, float
 # --- the hook ---
 
 
-@dataclass(frozen=True)
-class _Exported:
-    """A complete export, as plain data: its step and its folder."""
-
-    step: int
-    folder: Path
-    """exports/step_NNNNNN, or export/ of the last step."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages, in RUN/after_export.json and of the log."""
-        return step_name(self.step)
-
-
 class AfterExport:
-    """Queue of export hooks of one run, on rank 0. No method waits for a command.
+    """Queue of export hooks of one run, by the exports' steps, on rank 0. No method waits for a command.
 
     ``exported`` and ``exported_last`` queue; ``poll`` starts the next command and records the end of one (an
-    event; RUN/after_export.json); ``close`` kills the one that runs. ``StepExports`` polls and closes it. A
-    failed command is tried again by the next start of the run, not by this one. Made by ``trainer/build.py``
-    if the setting is there.
+    event; RUN/after_export.json). ``StepExports`` polls and closes it. A failed command is tried again by the
+    next start of the run, not by this one. Made by ``trainer/build.py`` if the setting is there.
     """
 
     def __init__(
@@ -217,11 +196,10 @@ class AfterExport:
         self._last_step = last_step
         self._words, self._limit_minutes = command_words(command), limit_minutes
         self._done = _stored(self._paths.after_export)
-        self._waiting: list[_Exported] = []
+        self._waiting: list[int] = []
         self._running: UserCommand | None = None
-        self._export: _Exported | None = None
-        """The export of the running command."""
-        self._began = 0.0
+        self._step, self._began = 0, 0.0
+        """Step and start of the running command."""
 
     def is_busy(self) -> bool:
         """Whether a command runs or is queued."""
@@ -232,33 +210,31 @@ class AfterExport:
         for (step, updates), folder in sorted(step_entries(self._paths.step_exports)):
             is_due = not updates and step != self._last_step and step_name(step) not in self._done
             if is_due and (folder / "config.json").exists():
-                self._add(_Exported(step, folder))
+                self._add(step)
 
     def exported(self, step: int) -> None:
         """Queue the new export of ``step``, and start its command if none runs; not for the last step."""
         if step != self._last_step:
-            self._again(_Exported(step, self._paths.step_export(step)))
+            self._again(step)
 
     def exported_last(self, is_new: bool) -> None:
         """Queue the final export, if its command has not succeeded yet.
 
-        ``is_new``: the export was just written, so the command runs again even if it has succeeded for this
-        step.
+        ``is_new``: it was just written, so the command runs again even if it has succeeded for this step.
         """
-        last = _Exported(self._last_step, self._paths.export)
         if is_new:
-            self._again(last)
-        elif last.name not in self._done:
-            self._add(last)
+            self._again(self._last_step)
+        elif step_name(self._last_step) not in self._done:
+            self._add(self._last_step)
 
     def poll(self) -> None:
         """Record the end of a command, or kill it at its time limit; then start the next one."""
-        if self._running and self._export:
+        if self._running:
             code = self._running.wait(0)
             seconds = time.monotonic() - self._began
             if code is None and seconds < 60 * self._limit_minutes:
                 return
-            self._end(self._running, self._export, code, seconds)
+            self._end(self._running, code, seconds)
         if self._waiting:
             self._start(self._waiting.pop(0))
 
@@ -269,53 +245,59 @@ class AfterExport:
             self._running = None
         self._waiting.clear()
 
-    def _again(self, export: _Exported) -> None:
+    def _again(self, step: int) -> None:
         # The note goes first: a kill before the command's end must not leave the export as done.
-        if export.name in self._done:
-            self._note(self._done - {export.name})
-        self._add(export)
+        if step_name(step) in self._done:
+            self._note(self._done - {step_name(step)})
+        self._add(step)
 
-    def _add(self, export: _Exported) -> None:
-        self._waiting = [*(one for one in self._waiting if one != export), export]
+    def _add(self, step: int) -> None:
+        self._waiting = [*(one for one in self._waiting if one != step), step]
         if self._running is None:
             self.poll()
 
-    def _start(self, export: _Exported) -> None:
-        folder = str(export.folder.absolute())
-        values = {"{folder}": folder, "{step}": str(export.step), "{name}": self._run_name}
+    def _start(self, step: int) -> None:
+        export = self._paths.export if step == self._last_step else self._paths.step_export(step)
+        folder = str(export.absolute())
+        values = {"{folder}": folder, "{step}": str(step), "{name}": self._run_name}
         about = {
             "BAPO_RUN_DIR": str(self._paths.root.absolute()),
             "BAPO_EXPORT": folder,
-            "BAPO_EXPORT_STEP": str(export.step),
+            "BAPO_EXPORT_STEP": str(step),
         }
         words = [_filled(word, values) for word in self._words]
-        self._export, self._began = export, time.monotonic()
+        self._step, self._began = step, time.monotonic()
         try:
-            self._running = UserCommand(words, about, self._paths.after_export_log(export.name))
+            self._running = UserCommand(words, about, self._paths.after_export_log(step_name(step)))
         except OSError as error:
-            self._failed(export, 0.0, f"it cannot be started: {error}")
+            self._failed(0.0, f"it cannot be started: {error}")
             return
-        self._on_event({"kind": "after_export_started", "export": export.name, "step": export.step})
+        self._on_event({"kind": "after_export_started", **self._about()})
 
-    def _end(self, running: UserCommand, export: _Exported, code: int | None, seconds: float) -> None:
+    def _end(self, running: UserCommand, code: int | None, seconds: float) -> None:
         running.close()
         self._running = None
         if code != 0:
-            self._failed(export, seconds, running.failure(code, f"{self._limit_minutes:g} min"))
+            self._failed(seconds, running.failure(code, f"{self._limit_minutes:g} min"))
             return
-        self._note(self._done | {export.name})  # durable before the event says done
-        self._on_event({"kind": "after_export_done", **_fields(export, seconds)})
+        self._note(self._done | {step_name(self._step)})  # durable before the event says done
+        self._on_event({"kind": "after_export_done", **self._about(seconds=round(seconds, 3))})
 
-    def _failed(self, export: _Exported, seconds: float, reason: str) -> None:
-        log = self._paths.after_export_log(export.name)
-        self._on_event({"kind": "after_export_failed", **_fields(export, seconds), "reason": reason})
+    def _failed(self, seconds: float, reason: str) -> None:
+        about = self._about(seconds=round(seconds, 3), reason=reason)
+        self._on_event({"kind": "after_export_failed", **about})
+        name = step_name(self._step)
         with suppress(OSError):
             print(
-                f"warning: checkpoint.after_export has failed for {export.name}: {reason}; the run goes on, "
-                f"and the next start tries it again ({log})",
+                f"warning: checkpoint.after_export has failed for {name}: {reason}; the run goes on, "
+                f"and the next start tries it again ({self._paths.after_export_log(name)})",
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _about(self, **more: Any) -> dict[str, Any]:
+        """Fields of an event of the running command, or of the one that has just ended."""
+        return {"export": step_name(self._step), "step": self._step, **more}
 
     def _note(self, done: set[str]) -> None:
         self._done = done
@@ -326,10 +308,6 @@ def _filled(word: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         word = word.replace(name, value)
     return word
-
-
-def _fields(export: _Exported, seconds: float) -> dict[str, Any]:
-    return {"export": export.name, "step": export.step, "seconds": round(seconds, 3)}
 
 
 def _stored(path: Path) -> set[str]:

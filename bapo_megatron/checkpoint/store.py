@@ -6,8 +6,8 @@
 A checkpoint is written under a hidden name: the ranks' parts, then digests, both in the background; then rank
 0 writes the manifest, with the size and the digest of every other file, and renames the folder while the
 others wait. A folder without a matching manifest is no checkpoint. The trainer decides when to save
-(``trainer/checkpointing.py``), the reader of a resumed run is ``reader.py``. Used in this folder, ``trainer/``
-and ``benchmarks/``.
+(``trainer/checkpointing.py``), the reader of a resumed run is ``reader.py``. Used in ``benchmarks/``, this
+folder and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from bapo_megatron import __version__
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.interfaces import Saving
-from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main
+from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, is_main
 from bapo_megatron.runtime.files import remove_folder, sha256_of, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import (
     MANIFEST,
@@ -68,7 +68,7 @@ class CheckpointStore:
 
     After ``begin`` call ``finalize`` until it returns the save; both are collective, the other methods are
     for rank 0. RunStopped, on the rank that meets it, if the disk is full or fails. Made by
-    ``trainer/build.py``, called by ``trainer/checkpointing.py``.
+    ``trainer/build.py``.
     """
 
     def __init__(
@@ -94,13 +94,10 @@ class CheckpointStore:
     def begin(
         self, moment: Moment, folders: Mapping[str, Callable[[Path], Saving]], trainer: dict[str, Any]
     ) -> None:
-        """Begin the asynchronous save of the checkpoint of ``moment`` (step, updates). Collective.
+        """Begin the asynchronous save of the checkpoint of ``moment``; the one before must be finalized.
 
-        ``finalize`` completes it; the previous save must have been finalized. ``folders``: for the name of
-        each folder of the checkpoint the function that begins to write it. ``trainer``: content of
-        trainer.json.
-
-        RunStopped, on the rank that meets it, if the disk is full or fails; older checkpoints stay.
+        ``folders``: for the name of each folder of the checkpoint the function that begins to write it.
+        ``trainer``: content of trainer.json. Older checkpoints stay if the save fails.
         """
         assert self._pending is None, "finalize the checkpoint before"
         final = self._paths.checkpoint(*moment)
@@ -115,8 +112,8 @@ class CheckpointStore:
     def finalize(self, wait: bool) -> Saved | None:
         """Complete the pending save if all ranks have written their parts; ``wait`` blocks until they have.
 
-        Returns the finished save, once; None while it is pending or if there is none. Collective. A complete
-        save also deletes old checkpoints.
+        Returns the finished save, once; None while it is pending or if there is none. A complete save also
+        deletes old checkpoints.
         """
         pending = self._pending
         if pending is None:
@@ -203,8 +200,7 @@ class _PendingCheckpoint:
             self._digests = self._thread.submit(self._sync_and_digest, mine)
         if not _on_every_rank(self._digests.done()):
             return False
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, self._digests.result())
+        parts = all_gather(self._digests.result())
         self._thread.shutdown()
         self.seconds = max(seconds for _, seconds in parts)
         found = {name: value for digests, _ in parts for name, value in sorted(digests.items())}
@@ -273,7 +269,7 @@ def _on_main(action: Callable[[], None]) -> None:
 
     An error on rank 0 ends its process, and the launcher then ends the others.
     """
-    if dist.get_rank() == 0:
+    if is_main():
         action()
     dist.barrier()
 
@@ -301,10 +297,8 @@ def _remove(path: Path) -> None:
 def delete_hidden(path: Path) -> None:
     """Delete a hidden folder: a checkpoint's, or a half-written export (``exports.py``).
 
-    One that cannot be deleted stays, with a warning: it must not end the run.
-
-    On NFS a file that a process of this node has open comes back under another name, so its folder is not
-    empty. FailingDiskError for a file system that fails.
+    One that cannot be deleted stays, with a warning: on NFS a file that a process of this node has open comes
+    back under another name. FailingDiskError for a file system that fails.
     """
     try:
         remove_folder(path)

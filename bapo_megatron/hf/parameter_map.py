@@ -25,10 +25,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor.
-
-    Part of a ``Mapping``.
-    """
+    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -39,10 +36,7 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Mapping of one megatron parameter: its HF tensors, row segments and tensor-parallel cut.
-
-    Made by ``mapping_table``, one for each parameter of a layer or of the model.
-    """
+    """Mapping of one megatron parameter of a layer or the model: HF tensors, row segments, TP cut."""
 
     hf_names: tuple[str, ...]
     """Names of the HF tensors, which may contain ``{layer}``."""
@@ -122,8 +116,7 @@ def hf_tensors(shape: ModelShape) -> Shapes:
     """All tensors of an HF folder of this model shape, with their shapes, in a natural order."""
     expected: Shapes = {}
     for name, mapping in mapping_table(shape).items():
-        layers = range(shape.layers) if "{layer}" in name else range(1)
-        for layer in layers:
+        for layer in range(shape.layers) if "{layer}" in name else range(1):
             for hf_name, hf_shape in zip(mapping.hf_names, mapping.hf_shapes, strict=True):
                 expected[hf_name.format(layer=layer)] = hf_shape
     return expected
@@ -188,8 +181,6 @@ _FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _UNFUSED_NORMS = {plain: fused for fused, plain in _FUSED_NORMS.items()}
-
-
 _LOCAL_EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))"
 )
@@ -225,9 +216,9 @@ def checkpoint_key(name: str, stacked: bool = True, sparse: bool = False) -> str
     if not layer:
         return prefix
     suffix = _EXPERT.sub("mlp.experts.experts.", suffix)
-    if sparse and suffix == "pre_mlp_layernorm.weight":
-        return ("decoder.layers." if stacked else layer) + suffix
-    return ("decoder.layers." if stacked else layer) + _UNFUSED_NORMS.get(suffix, suffix)
+    if not (sparse and suffix == "pre_mlp_layernorm.weight"):
+        suffix = _UNFUSED_NORMS.get(suffix, suffix)
+    return ("decoder.layers." if stacked else layer) + suffix
 
 
 def _plain(hf_name: str, hf_shape: tuple[int, ...], tp_dim: int | None = None) -> Mapping:

@@ -1,7 +1,6 @@
 """Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
 
-ConfigError for a folder or file that cannot be read; no link may lead out of the folder. Weights in fp8 are
-read as bfloat16 (``fp8.py``). The policy loads its initial weights by it. Used in ``policy/``,
+ConfigError for a folder or file that cannot be read; no link may lead out of the folder. Used in ``policy/``,
 ``planning/rehearsal/``, ``rollout/engines/local/``, ``rollout/engines/sglang/`` and ``trainer/``.
 """
 
@@ -52,9 +51,7 @@ class TensorReader(Protocol):
 class HfReader:
     """Reader of one Hugging Face folder; files are opened when first needed, and stay open.
 
-    ``read`` reads only the asked rows and columns. ``check`` compares the folder with a model's shape. Made
-    by ``MegatronPolicy`` to load its weights and the reference's, and by checks as ``trainer/preflight.py``.
-    Fused experts are read as the tensors of each expert, fp8 weights as q s in bfloat16.
+    Fused experts are read as the tensors of each expert, fp8 weights as q s in bfloat16 (``fp8.py``).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,8 +114,8 @@ class HfReader:
     def check(self, shape: ModelShape) -> None:
         """Check the folder: ConfigError with each missing or unknown tensor, wrong shape and wrong type.
 
-        Reads headers alone, but for the two matrices of a tied model that holds its embedding twice: they
-        must be equal, since the policy computes with one of them, and transformers then with both.
+        Reads headers alone, but for a tied model that holds its embedding twice: the policy computes with
+        one of the two matrices, transformers with both, so they must be equal.
         """
         known = sorted(set(self._file_of) - set(self.fused_experts))
         problems = tensor_problems({name: self.shape(name) for name in known}, shape)
@@ -172,7 +169,7 @@ class HfReader:
         return scales_problem(name, weight, scales, rows, described)
 
     def _locate(self) -> dict[str, str]:
-        index = self.folder / _INDEX
+        index, single = self.folder / _INDEX, self.folder / _SINGLE
         if index.exists():
             try:
                 weight_map = json.loads(read_file_inside(self.folder, _INDEX))["weight_map"]
@@ -181,13 +178,13 @@ class HfReader:
                 raise ConfigError(f"{index} cannot be read: {error!r:.200}") from None
             if not files:
                 raise ConfigError(f"{index} lists no tensors")
-            if (self.folder / _SINGLE).exists() and _SINGLE not in files.values():
+            if single.exists() and _SINGLE not in files.values():
                 raise ConfigError(
                     f"{self.folder} holds both {_SINGLE}, which transformers would load, and {_INDEX}, which "
                     "does not list it: remove the one of the two that is not the model's"
                 )
             return files
-        if (self.folder / _SINGLE).exists():
+        if single.exists():
             return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
         raise ConfigError(
             f"model.hf_path={self.folder} holds neither {_SINGLE} nor {_INDEX}: "

@@ -136,10 +136,7 @@ def _write_int(out: bytearray, value: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorArchive:
-    """A planned archive: the bytes before and after a tensor's own.
-
-    Made by ``tensor_archive`` for ``torch_dist_writer.py``.
-    """
+    """A planned archive: the bytes before and after a tensor's own."""
 
     before: bytes
     payload: int

@@ -79,10 +79,7 @@ def byte_progress(
 
 
 class _Lossy:
-    """Stream that drops what cannot be written: rich would end the process, or the copy, at a closed pipe.
-
-    Made by ``byte_progress``.
-    """
+    """Stream that drops what cannot be written: rich would end the process, or the copy, at a closed pipe."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -37,7 +37,6 @@ LATEST = "latest"
 """The step that means the newest whole checkpoint."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
-
 _CONFIG = "config.json"
 _ITERATION = re.compile(r"iter_(\d{1,18})")
 _MOST_TRACKER_BYTES = 1000
@@ -54,10 +53,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Location:
-    """The location of one checkpoint on disk, as plain data.
-
-    Made by ``locate``.
-    """
+    """The location of one checkpoint on disk, as plain data. Made by ``locate``."""
 
     folder: Path
     """Folder that directly holds the files of the weights."""
@@ -68,10 +64,7 @@ class Location:
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """An opened checkpoint: its tensors under Hugging Face names, as places in files.
-
-    No file is held open. Made by ``open_checkpoint``.
-    """
+    """An opened checkpoint: its tensors under Hugging Face names, as places in files; none is held open."""
 
     location: Location
     reference: Path
@@ -124,8 +117,7 @@ def locate(path: Path, step: str = LATEST) -> Location:
 def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> OpenedCheckpoint:
     """The checkpoint that ``path`` names, with a check that all of its tensors are there.
 
-    ``reference`` names the folder of config.json for a checkpoint that carries none. CheckpointError names
-    what is wrong with it.
+    ``reference`` names the folder of config.json for a checkpoint that carries none.
     """
     location = locate(path, step)
     model = hf_reference(location, reference)

@@ -41,10 +41,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """One pipeline chunk of the model on one tensor-parallel rank: its parameters by name.
-
-    Made by ``RankFiles``.
-    """
+    """One pipeline chunk of the model on one tensor-parallel rank: its parameters by name."""
 
     file: Path
     parameters: dict[str, StoredTensor]
@@ -58,8 +55,7 @@ class ModelChunk:
 class RankFiles:
     """Rank files of a legacy checkpoint, for any model; what describes their tensors is read when it is made.
 
-    CheckpointError names a rank that is missing and a file that is damaged. Made by ``MpRank``, and by
-    inspections.
+    CheckpointError names a rank that is missing and a file that is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,7 +104,7 @@ class RankFiles:
 class MpRank:
     """A legacy checkpoint as a model: its weights as blocks of the rank files.
 
-    CheckpointError names what is unknown or of another shape. Made by ``open_checkpoint``.
+    CheckpointError names what is unknown or of another shape.
     """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:

@@ -27,9 +27,9 @@ from bapo_megatron.runtime.files import (
     is_lfs_pointer,
     read_file_inside,
 )
+from checkpoints_tools.core.atomic_output import PARTIAL, OutputPlan
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.comparing import tensor_difference
-from checkpoints_tools.core.output_plan import PARTIAL, OutputPlan
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

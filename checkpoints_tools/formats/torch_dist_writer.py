@@ -26,8 +26,8 @@ from checkpoints_tools.archives.torch_archive import (
     object_archive,
     tensor_archive,
 )
+from checkpoints_tools.core.atomic_output import PARTIAL, OutputPlan
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor, cut_into_sources
-from checkpoints_tools.core.output_plan import PARTIAL, OutputPlan
 from checkpoints_tools.formats.distcp import METADATA_JSON
 from checkpoints_tools.formats.torch_dist import VOCABULARY
 
@@ -72,10 +72,7 @@ class _StoredKey:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding.
-
-    Made by ``to_megatron`` and ``reshard``.
-    """
+    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding."""
 
     common: bytes
     """The bytes of ``common.pt``."""

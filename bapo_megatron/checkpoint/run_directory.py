@@ -272,7 +272,7 @@ def _may_change(change: Change, config: RunConfig) -> bool:
 
 
 def is_among(name: str, fields: Iterable[str]) -> bool:
-    """Whether a field is one of ``fields``, where a name that ends with a dot or an underscore is a prefix."""
+    """Whether a field is one of ``fields``, of which those that end with a dot or underscore are prefixes."""
     return any(name == field or (field.endswith((".", "_")) and name.startswith(field)) for field in fields)
 
 

@@ -25,8 +25,6 @@ from typing import Annotated, NoReturn
 
 import tyro
 
-import bapo_megatron.rollout.engines.sglang_cpu as on_cpu
-import bapo_megatron.rollout.engines.sglang_launch as with_key
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
@@ -50,8 +48,8 @@ from bapo_megatron.runtime.processes import descendants
 from bapo_megatron.runtime.run_files import open_plain
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
-_CPU_LAUNCHER = Path(on_cpu.__file__).with_name("launch.py")
-_LAUNCHER = Path(with_key.__file__).with_name("launch.py")
+_LAUNCHER = Path(__file__).parents[1] / "sglang_launch/launch.py"
+_CPU_LAUNCHER = Path(__file__).parents[1] / "sglang_cpu/launch.py"
 _CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     "--sleep-on-idle",  # an idle server would busy-wait on a core
@@ -104,7 +102,8 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
 
 
 def _routes(own: Sequence[str], cuda: bool) -> list[str]:
-    """The flags of servers that return routes; a recipe's ``own`` choice of kernels is kept."""
+    """The flags of servers that return routes. A recipe's ``own`` choice of a kernel, or of a way between
+    GPUs that has kernels of its own, is kept."""
     chosen = _names(own, ROUTED_KERNEL[0]) or _names(own, "--moe-a2a-backend")
     return [flag(ROUTES), *(ROUTED_KERNEL if cuda and not chosen else ())]
 

@@ -27,7 +27,7 @@ FIXED = 3 * GB
 # Estimate: what the caching allocator loses to fragments of blocks that come and go.
 FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
-_BUCKET = 1 << 26  # policy/host_optimizer.py
+_BUCKET = 1 << 26  # policy/optimizer.py
 _HOST_BLOCK = 1 << 28  # policy/state/offload.py
 PACK_COLUMNS = 4 * 8 + 7 * 4 + 4
 """Bytes of a token's columns on the device (``tensor_types.COLUMNS``): four int64, six float32, one int32."""

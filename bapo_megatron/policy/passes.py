@@ -24,10 +24,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from bapo_megatron.policy.attention.context_parallel import positions, slice_batch
-from bapo_megatron.policy.expert_load import UpdateTally
+from bapo_megatron.policy.experts import UpdateTally, pack_totals
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.policy.route_replay import pack_totals
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 
 

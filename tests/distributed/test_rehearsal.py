@@ -100,7 +100,7 @@ def contents(call: Call) -> tuple[object, ...]:
 
 
 PASSES = "bapo_megatron/policy/passes.py"
-FLASH, CORE = "bapo_megatron/policy/attention/flash.py", "bapo_megatron/policy/attention/core.py"
+CORE = "bapo_megatron/policy/attention/core.py"
 WEIGHTS = "bapo_megatron/policy/weight_map.py"
 HEAD = "bapo_megatron/policy/output_head.py"
 ONE, CP = ParallelConfig(), ParallelConfig(context=2)
@@ -130,7 +130,7 @@ FAILS = {
     "bounds of the keys on the host": (
         ONE,
         Mistake(
-            FLASH,
+            CORE,
             "x.to(device, non_blocking=True) for x in (rows, *bounds_of)",
             "x for x in (rows, *bounds_of)",
             seen="return cast(Tensor, varlen_attn(",

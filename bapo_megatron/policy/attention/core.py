@@ -2,8 +2,11 @@
 
 Context parallelism: an all-gather of keys and values over the CP ranks (small, with grouped-query heads);
 each rank's queries attend to the part of their document up to them. No mask tensor exists. Half precision on
-a GPU uses ``flash.py``; else whole documents use padded batches, and chunks ``prefix_attention``.
-``policy/model.py`` puts ``DocumentAttention`` into the layer spec.
+a GPU uses ``flash_attention``; else whole documents use padded batches, and chunks ``prefix_attention``.
+
+Flash attention: one call of torch's variable-length kernel for all chunks, from torch 2.11 on
+(``device.varlen_problem``). Its causal mask is aligned to the last query and the last key (bottom right), as
+a document's chunk needs: its queries are the last of the keys that they see.
 
 Padded batches: documents of similar length, right-padded, through SDPA. Under a causal mask no real query
 sees the padding behind it, so no mask tensor is needed, and SDPA can use its fast kernels.
@@ -15,8 +18,8 @@ backward gives its exact share of the gradient, as in ring attention (Liu et al.
 Where m = n, and on a GPU (float32), it is one SDPA call.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
-``_LKHD`` with keys and values in a dimension of 2, ``_PHD`` [rows of all padded batches, heads, head_dim].
-Used by ``policy/model.py``.
+``_LKHD`` with keys and values in a dimension of 2, ``_PHD`` [rows of all padded batches, heads, head_dim],
+``_KHD`` for the keys of a rank's chunks, end to end. Used by ``policy/model.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any
+from inspect import signature
+from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +41,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from bapo_megatron.policy.attention.context_parallel import document_chunks, gathered_rows
-from bapo_megatron.policy.attention.flash import flash_attention
 from bapo_megatron.policy.attention.rope import RotaryTable, rotate
-from bapo_megatron.policy.expert_load import PackLoad
-from bapo_megatron.policy.route_replay import PackRoutes
+from bapo_megatron.policy.experts import PackLoad, PackRoutes
 
 # Padding limit: a padded batch has at most this many times the tokens of its documents.
 _MAX_PADDING = 1.5
@@ -159,6 +161,53 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """An empty state: attention has no parameters."""
         return {}
+
+
+def flash_attention(
+    query_LHD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    bounds: tuple[int, ...],
+    size: int,
+    rank: int,
+    scale: float,
+) -> Tensor:
+    """Attention [tokens, heads, head_dim] of this rank's queries; documents ``bounds[d]:bounds[d + 1]``."""
+    plan = _key_plan(bounds, size, rank, query_LHD.device)
+    if size > 1:  # two chunks of a document see overlapping keys: (2 x size + 1) chunks instead of 2 x size
+        key_THD, value_THD = key_THD[plan.key_rows], value_THD[plan.key_rows]
+    return _varlen(query_LHD, key_THD, value_THD, plan, scale)
+
+
+def _varlen(query_LHD: Tensor, key_KHD: Tensor, value_KHD: Tensor, plan: _KeyPlan, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # torch 2.10
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    groups = query_LHD.size(1) // key_KHD.size(1)
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = groups > 1
+    else:  # torch 2.11
+        key_KHD, value_KHD = (x.repeat_interleave(groups, 1) for x in (key_KHD, value_KHD))
+    bounds = plan.query_bounds, plan.key_bounds, plan.most_queries, plan.most_keys
+    return cast(Tensor, varlen_attn(query_LHD, key_KHD, value_KHD, *bounds, **options))
+
+
+class _KeyPlan:
+    """The arguments of the variable-length kernel for a rank's chunks: bounds of queries and keys."""
+
+    def __init__(self, bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> None:
+        parts = [s for s in document_chunks(bounds, size, rank) if s.queries]
+        keys = [part.last_key - part.first_key for part in parts]
+        queries = [part.queries for part in parts]
+        rows = torch.cat([torch.arange(part.first_key, part.last_key) for part in parts])
+        bounds_of = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (queries, keys)]
+        self.key_rows, self.query_bounds, self.key_bounds = (
+            x.to(device, non_blocking=True) for x in (rows, *bounds_of)
+        )
+        self.most_queries, self.most_keys = max(queries), max(keys)
+
+
+_key_plan = lru_cache(maxsize=16)(_KeyPlan)  # every layer of a micro-batch needs the same plan
 
 
 def _by_segment(
@@ -311,7 +360,7 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """
     queries, keys = q.size(2), k.size(2)
     if q.is_cuda:
-        # Float32 on a GPU: its memory-efficient kernel has no grouped queries. Half precision uses flash.py.
+        # Float32 on a GPU: its memory-efficient kernel has no grouped queries.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     if queries == keys:
         gqa = q.size(1) != k.size(1)

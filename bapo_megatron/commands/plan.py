@@ -18,8 +18,7 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape
-from bapo_megatron.planning.json_summary import plan_dict
-from bapo_megatron.planning.page import plan_text
+from bapo_megatron.planning.page import plan_dict, plan_text
 from bapo_megatron.planning.plan import make_plan
 
 

@@ -20,10 +20,8 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.advice import problems
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
-from bapo_megatron.planning.json_summary import rehearsal_dict
-from bapo_megatron.planning.page import rehearsal_text
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, one_of_each_stage, rehearse_job
-from bapo_megatron.planning.rehearsal.match import collective_mismatches
+from bapo_megatron.planning.rehearsal.results import collective_mismatches, rehearsal_dict, rehearsal_text
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Letters: h hidden, q and kv widths of queries and of keys, f MLP width; t TP siz
 s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation.
 
 In a layer with experts the MLP is one of the experts' width for each copy of a token that the rank's experts
-process (``experts.py``), with what routing and permutation keep. Used by ``memory.py`` and ``page.py``.
+process (``ExpertLoad``), with what routing and permutation keep. Used by ``memory.py`` and ``page.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.planning.experts import ExpertLoad, expert_load
+from bapo_megatron.planning.sizes import ExpertLoad, expert_load
 
 Spec = Literal["te", "torch"]
 Recompute = Literal["none", "selective", "full"]
@@ -54,7 +54,7 @@ def activation_bytes_per_token(
 ) -> ActivationBytes:
     """The activation bytes under a recompute mode; ``policy/model.py`` says what each mode recomputes.
 
-    ``imbalance``: of a model with experts, that of the busiest rank (``experts.py``).
+    ``imbalance``: of a model with experts, that of the busiest rank.
     """
     widths = _Widths.of(shape, parallel, element)
     layer = (_te_layer if spec == "te" else _torch_layer)(widths)

@@ -21,10 +21,15 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
-from bapo_megatron.planning.experts import ExpertLoad, expert_load, measured_imbalance
 from bapo_megatron.planning.hardware import GPUS, GPUS_PER_NODE, Gpu
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
-from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes
+from bapo_megatron.planning.sizes import (
+    ExpertLoad,
+    expert_load,
+    measured_imbalance,
+    rollout_bytes,
+    run_folder_bytes,
+)
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 _BYTES = {"bfloat16": 2, "float32": 4}

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapo_megatron.planning.experts import rank_imbalance
 from bapo_megatron.planning.job import Job, slots
 from bapo_megatron.planning.memory import largest_shard, offloaded_bytes
-from bapo_megatron.planning.sizes import stage_parameters, total_parameters
+from bapo_megatron.planning.sizes import rank_imbalance, stage_parameters, total_parameters
 from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy.flops import (
     attention_flops,

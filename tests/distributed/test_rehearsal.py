@@ -9,9 +9,9 @@ import pytest
 
 from bapo_megatron.config import ParallelConfig, ReferenceKlConfig
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.planning.records import Call, RankRequest, RankResult
-from bapo_megatron.planning.rehearsal.match import collective_mismatches
-from bapo_megatron.planning.rehearsal.processes import rehearse
+from bapo_megatron.planning.rehearsal.job import rehearse
+from bapo_megatron.planning.rehearsal.records import Call, RankRequest, RankResult
+from bapo_megatron.planning.rehearsal.results import collective_mismatches
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.policy.state import offload
 from tests.support.planted import Mistake, rehearse_with

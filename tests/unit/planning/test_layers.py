@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.rehearsal.layers import VERSIONS, find_sources
+from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS, find_sources
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,7 +44,7 @@ def test_sources_of_the_installed_package(
 
 TORCH_LAYERS = """
 import torch
-from bapo_megatron.planning.rehearsal.layers import prepare_layers
+from bapo_megatron.planning.rehearsal.job import prepare_layers
 
 prepare_layers("torch")
 from bapo_megatron.policy import device

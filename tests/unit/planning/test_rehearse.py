@@ -10,8 +10,7 @@ import pytest
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.rehearsal.job import RehearseOptions, packs_of, ranks_of
-from bapo_megatron.planning.rehearsal.layers import choose_layers
+from bapo_megatron.planning.rehearsal.job import RehearseOptions, choose_layers, packs_of, ranks_of
 from bapo_megatron.planning.rehearsal.program import sequence_lengths
 from bapo_megatron.runtime.files import check_output_file
 from tests.unit.planning.test_plan import job

@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from bapo_megatron.planning.rehearsal.fake.cuda_device import CUDA, META
-from bapo_megatron.planning.rehearsal.fake.ledger import Ledger
+from bapo_megatron.planning.rehearsal.fake.ledger import Ledger, program_line
 from bapo_megatron.planning.rehearsal.fake.process_group import Collectives
 from bapo_megatron.planning.rehearsal.fake.values import ShapesFromValues, guess, known, propagate
-from bapo_megatron.planning.rehearsal.fake.waits import HostWaits, program_line
+from bapo_megatron.planning.rehearsal.records import Wait
 from bapo_megatron.planning.rehearsal.transformer_engine.attention import named_arguments
 from bapo_megatron.planning.rehearsal.transformer_engine.extension import MaskType
 
@@ -58,7 +58,10 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, group_names: Mapping[str, str], cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger, self.flops, self.waits = Ledger(), FlopMeter(), HostWaits()
+        self.ledger, self.flops = Ledger(), FlopMeter()
+        self.waits: Counter[Wait] = Counter()
+        self.guesses: Counter[Wait] = Counter()
+        """Reads of unknown values."""
         self.collectives = Collectives(group_names, lambda tensor, op: self._book(tensor, op))
         self.flops_of: Counter[str] = Counter()
         """FLOPs of each phase."""
@@ -69,7 +72,7 @@ class Meter(TorchDispatchMode):
         self.vocabulary = 0
         """Columns of this rank's logits."""
         self._cuda = cuda
-        self.shapes = ShapesFromValues(self._read_shape)
+        self.shapes = ShapesFromValues(self._read)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -124,14 +127,20 @@ class Meter(TorchDispatchMode):
 
     def value_of(self, tensor: Tensor, what: str) -> Tensor:
         """Values that the host reads from a tensor, known or guessed. A read from the GPU is a wait."""
-        if tensor.device.type == "cuda":
-            self.waits.wait(self.phase, what)
+        self._read(tensor, what)
         value = known(tensor)
         if value is None:
-            self.waits.guess(self.phase, what)
             value = guess(tensor)
         with unset_fake_temporarily():
             return value.detach()
+
+    def wait(self, what: str) -> None:
+        """Count a host wait: the CPU blocks until the GPU has finished.
+
+        At a read of a value, a shape that depends on values, a copy without ``non_blocking``, a
+        ``synchronize``.
+        """
+        self.waits[Wait(self.phase, what, program_line())] += 1
 
     def see_te_kernel(self, name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
         """Record a call of Transformer Engine's compiled part, which bypasses torch's dispatcher."""
@@ -178,9 +187,7 @@ class Meter(TorchDispatchMode):
         source, target = (args[0], out) if func is aten._to_copy.default else (args[1], args[0])
         waits = not (named.get("non_blocking") or (len(args) > 2 and args[2]))
         if waits and source.device.type != target.device.type:
-            self.waits.wait(
-                self.phase, "copy to the host" if target.device.type == "cpu" else "copy to the GPU"
-            )
+            self.wait("copy to the host" if target.device.type == "cpu" else "copy to the GPU")
 
     def _mark_communicated(self, args: Sequence[Any]) -> None:
         for leaf in tree_leaves(list(args[:2])):
@@ -190,15 +197,16 @@ class Meter(TorchDispatchMode):
                 if block is not None:
                     block.communicated = True
 
-    def _read_shape(self, tensor: Tensor, what: str) -> None:
+    def _read(self, tensor: Tensor, what: str) -> None:
+        """Record a read by the host: a wait if it is of the GPU, a guess if the values are unknown."""
         if tensor.device.type == "cuda":
-            self.waits.wait(self.phase, what)
+            self.wait(what)
         if known(tensor) is None:
-            self.waits.guess(self.phase, what)
+            self.guesses[Wait(self.phase, what, program_line())] += 1
 
     def _equal(self, left: Tensor, right: Tensor) -> bool:
         on_gpu = left if left.device.type == "cuda" else right
-        self._read_shape(on_gpu, "equal")
+        self._read(on_gpu, "equal")
         a, b = known(left), known(right)
         if a is None or b is None:
             return True

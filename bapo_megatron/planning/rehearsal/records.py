@@ -1,7 +1,7 @@
 """Records of a rehearsal as plain data: the request for a rank, and its metered result.
 
-Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes. Used in
-this folder, ``planning/rehearsal/`` and ``planning/rehearsal/fake/``.
+Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes. Used in this
+folder and ``planning/rehearsal/fake/``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RankRequest:
 class Call:
     """One collective or point-to-point call of a rank, with its place in the program.
 
-    Made by ``Collectives``, compared between ranks by ``match.py``.
+    Compared between ranks by ``results.py``.
     """
 
     op: str

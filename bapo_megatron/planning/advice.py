@@ -50,7 +50,7 @@ def _broken_rules(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of settings that makes a plan fit in memory, as flags. Made by ``smallest_changes``."""
+    """A change of settings that makes a plan fit in memory, as flags."""
 
     flags: list[str]
     gpus: int

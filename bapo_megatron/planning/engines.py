@@ -198,7 +198,6 @@ class OpenResponses:
         return steps if self.overlap and steps > 1 else steps - 1
 
     def values(self) -> dict[str, float | int | None]:
-        """All of it for ``--json``."""
         return {
             **vars(self),
             "needed": self.needed,

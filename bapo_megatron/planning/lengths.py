@@ -19,10 +19,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class ResponseLengths:
-    """Distribution of response lengths in tokens: log-normal, cut to the longest length, with a given mean.
-
-    Its median is found by bisection at the first use, and kept. Made by ``response_lengths``.
-    """
+    """Distribution of response lengths in tokens: log-normal, cut to the longest, with a given mean."""
 
     mean: float
     """Mean length of the responses as they come, the cut ones included."""
@@ -33,7 +30,7 @@ class ResponseLengths:
 
     @cached_property
     def _middle(self) -> float | None:
-        """Logarithm of the median before the cut; None if all responses are cut."""
+        """Logarithm of the median before the cut, by bisection; None if all responses are cut."""
         if self.mean >= self.longest * (1 - 1e-9):
             return None
         low, high = log(self.mean) - self.spread**2, log(self.longest) + 40 * self.spread

@@ -1,7 +1,6 @@
 """Plan of a training job: memory of every stage, speed, traffic, engines, the limits it exceeds; its summary.
 
-``make_plan`` is called by ``bapo plan``, ``bapo submit`` and the layout search (``advice.py``). Used in
-``commands/``, this folder and ``planning/rehearsal/``.
+Used in ``commands/``, this folder and ``planning/rehearsal/``.
 """
 
 from __future__ import annotations
@@ -39,12 +38,10 @@ class Verdict:
 
     @property
     def problems(self) -> list[str]:
-        """All lines."""
         return [*self.memory, *self.others]
 
     @property
     def fits(self) -> bool:
-        """Whether there is no problem."""
         return not self.problems
 
 
@@ -103,7 +100,6 @@ class JobPlan:
 
     @property
     def trainer_nodes(self) -> int:
-        """Nodes that train."""
         return -(-self.job.gpus // GPUS_PER_NODE)
 
     @property
@@ -113,7 +109,6 @@ class JobPlan:
 
     @property
     def run_seconds(self) -> float:
-        """Estimate of the seconds of all steps of the run."""
         return self.job.run.steps * self.step_seconds
 
     @property
@@ -139,7 +134,6 @@ class JobPlan:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Limits that the job exceeds."""
         return Verdict(tuple(self._misfits()), tuple(filter(None, [self._engine_problem()])))
 
     def _misfits(self) -> Iterator[str]:

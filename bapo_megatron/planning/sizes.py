@@ -3,7 +3,7 @@
 A token's router makes K copies of it, one for each of its experts, which EP sends to the experts' ranks. How
 many copies a rank gets depends on the routers. The flag ``--expert-imbalance`` says how many the busiest rank
 gets, as a multiple of the mean, or ``--expert-routes`` measures it; all estimates and rehearsals are of that
-rank. Used in this folder.
+rank. Used in ``planning/``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class StageParameters:
 
     @property
     def total(self) -> int:
-        """Parameters of the GPU."""
         return self.dense + self.experts
 
     @property
@@ -101,7 +100,7 @@ def read_parameters(shape: ModelShape, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Load of one layer's experts, for each token of a pack on a CP rank. Made by ``expert_load``."""
+    """Load of one layer's experts, for each token of a pack on a CP rank."""
 
     routed: float
     """Tokens that a rank routes: 1 / TP, since sequence parallelism splits them."""
@@ -112,6 +111,8 @@ class ExpertLoad:
     x the imbalance."""
     local: int
     """Experts of a layer on one rank."""
+    width: float
+    """MLP width of an expert on a rank of ETP."""
 
 
 def expert_load(shape: ModelShape, parallel: ParallelConfig, imbalance: float) -> ExpertLoad | None:
@@ -121,7 +122,8 @@ def expert_load(shape: ModelShape, parallel: ParallelConfig, imbalance: float) -
     routed = 1 / (parallel.tensor if parallel.sequence else 1)
     copies = shape.experts.per_token * routed
     rows = copies * parallel.expert_tensor * rank_imbalance(parallel, imbalance)
-    return ExpertLoad(routed, copies, rows, shape.experts.count // parallel.expert)
+    local, width = shape.experts.count // parallel.expert, shape.experts.ffn / parallel.expert_tensor
+    return ExpertLoad(routed, copies, rows, local, width)
 
 
 def rank_imbalance(parallel: ParallelConfig, imbalance: float) -> float:

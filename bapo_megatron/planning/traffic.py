@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
@@ -32,10 +33,7 @@ H200 in 2.5 s (miles, docs/models/qwen/qwen3-8.md)."""
 
 @dataclass(frozen=True)
 class Traffic:
-    """Volume and duration of one kind of communication on its link; the base class of ``Sync``.
-
-    Made by ``update_traffic``, one for each kind of parallelism.
-    """
+    """Volume and duration of one kind of communication on its link."""
 
     name: str
     sent: float
@@ -98,9 +96,7 @@ def _measures_ratio(algorithm: AlgorithmConfig) -> bool:
     """
     if algorithm.loss == "clip" or ":" in algorithm.loss:
         return algorithm.loss != "clip"
-    from bapo_megatron.algo.losses import build_loss
-
-    search = build_loss(algorithm).search
+    search = _search_of(algorithm)
     return search is not None and search.is_ratio
 
 
@@ -113,10 +109,14 @@ def _searches_update(algorithm: AlgorithmConfig) -> bool:
         return algorithm.bounds.searches_update
     if ":" in algorithm.loss:
         return True
+    search = _search_of(algorithm)
+    return search is not None and search.known is None and search.scope == "update"
+
+
+def _search_of(algorithm: AlgorithmConfig) -> Any:
     from bapo_megatron.algo.losses import build_loss  # with torch, which the default loss does not need here
 
-    search = build_loss(algorithm).search
-    return search is not None and search.known is None and search.scope == "update"
+    return build_loss(algorithm).search
 
 
 def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
@@ -159,8 +159,7 @@ def _tensor(job: Job) -> float:
     if job.shape.experts is not None:
         again = {"none": 0, "selective": 0, "full": 2}[job.run.batch.recompute]
         each = 2 + backward / 2 + again + 2 * forward_passes(job)
-    body = layers * each
-    return message * (body + 2)  # and the output layer's input and gradient
+    return message * (layers * each + 2)  # and the output layer's input and gradient
 
 
 def _expert_calls(job: Job) -> float:
@@ -215,7 +214,7 @@ def _data(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Sync(Traffic):
-    """Weight sync of a step to the engines, made by ``sync_traffic``; ``seconds`` is that on the wire."""
+    """Weight sync of a step to the engines; ``seconds`` is that on the wire."""
 
     expected_seconds: float
     """Seconds of a sync at the measured or assumed rate."""

@@ -68,7 +68,7 @@ class PackLoad:
 class UpdateTally:
     """What an update of a mixture of experts counts at its routers, on this rank, float64 on the device.
 
-    Made by ``MegatronPolicy.update``. Its parts are views of one vector, which is summed over all ranks.
+    Its parts are views of one vector, which is summed over all ranks.
     """
 
     version: int
@@ -114,10 +114,7 @@ class UpdateTally:
 
 @dataclass(frozen=True)
 class PackRoutes:
-    """The routes of a pack for the layers of one model chunk, on the device, for the tokens of this rank.
-
-    Made by ``PolicyModel.document_pack`` for each pass over a pack.
-    """
+    """The routes of a pack for the layers of one model chunk, on the device, for the tokens of this rank."""
 
     expert_TLK: Tensor
     """As the engine stored them, of the chunk's layers."""
@@ -141,7 +138,7 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 class RouterChoice:
     """A router's choice of experts, in the place of megatron's ``RouterReplay``: the given ones, or its own.
 
-    Made by ``ReplayRouter``; the layer sets its number, ``routes`` and ``load`` before each call.
+    The layer sets its number, ``routes`` and ``load`` before each call.
     ``scores_are_probabilities``: whether the scores are; else they are the router's logits.
     """
 
@@ -184,10 +181,7 @@ class RouterChoice:
 
 
 class ReplayRouter(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router, which takes the experts that its layer hands it, or compares them with its own.
-
-    megatron-core makes one for each layer.
-    """
+    """megatron-core's router, which takes the experts that its layer hands it, or compares them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -195,15 +189,11 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
 
 
 class ReplayExperts(MoELayer):  # type: ignore[misc]
-    """megatron-core's layer of experts, whose own recomputation hands the router its pack's routes again.
-
-    Made of megatron-core's by ``ReplayLayer``.
-    """
+    """megatron-core's layer of experts, whose own recomputation hands the router its pack's routes again."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
     ) -> Any:
-        """The experts' output, as megatron-core's."""
         # Megatron's would call the router in the backward pass, when it has the routes of another pack.
         choice, forward = self.router.router_replay, super().forward
         routes, load = choice.routes, choice.load
@@ -218,10 +208,7 @@ class ReplayExperts(MoELayer):  # type: ignore[misc]
 
 
 class ReplayLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, which hands its router the pack's routes, and where to count its tokens.
-
-    megatron-core makes one for each layer.
-    """
+    """megatron-core's layer, which hands its router the pack's routes, and where to count its tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -230,7 +217,6 @@ class ReplayLayer(TransformerLayer):  # type: ignore[misc]
             self.mlp.__class__ = ReplayExperts  # megatron-core warns of a spec with a class of one's own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, as megatron-core's."""
         choice, pack = self.mlp.router.router_replay, kwargs["packed_seq_params"]
         choice.layer, choice.routes, choice.load = self.layer_number, pack.routes, pack.load
         output = super().forward(*args, **kwargs)

@@ -49,8 +49,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class MegatronPolicy:
     """The ``Policy`` (actor) on megatron-core, made on every rank. ``interfaces.py`` has its contract.
 
-    Process groups must exist (``layout.parallel_processes``). Made by ``build_policy`` for RL,
-    ``bapo verify-parallel`` and rehearsals, by ``trainer/sft.py`` for SFT.
+    Process groups must exist (``layout.parallel_processes``).
     """
 
     def __init__(
@@ -104,7 +103,6 @@ class MegatronPolicy:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the model is a mixture of experts."""
         return self._config.num_moe_experts is not None
 
     @property

@@ -1,8 +1,8 @@
 """The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
 Layers are Transformer Engine's (GPU, half precision, installed), or torch's (``layer_spec``). Weights are not
-loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``). ``MegatronPolicy``
-calls it when it is made. Used by ``megatron.py`` and ``passes.py``.
+loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``). Used by ``megatron.py``
+and ``passes.py``.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ def _recompute(batch: BatchConfig, shape: ModelShape) -> dict[str, object]:
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPTModel whose last stage returns hidden states; ``output_head.py`` computes logits and loss.
 
-    A rank has one (a chunk), or one for each of its virtual pipeline stages. Made by ``build_chunks``, run by
-    ``Passes``.
+    A rank has one (a chunk), or one for each of its virtual pipeline stages.
     """
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
@@ -352,10 +351,7 @@ def _torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism.
-
-    For layers without Transformer Engine. megatron-core makes one where the layer spec names it.
-    """
+    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

@@ -187,7 +187,7 @@ def _take_gradients(part: Any, owners: Sequence[tuple[_Shard, Any]]) -> None:
 class HostAdamW(torch.optim.AdamW):
     """AdamW with master weights and moments on the host, and gradients and weights on the device.
 
-    ``move_to_host`` puts it in place of megatron's. A step is local to the rank.
+    A step is local to the rank.
     """
 
     def __init__(

@@ -51,8 +51,8 @@ Evaluate = Callable[[Tensor, _Part], Tensor]
 class Passes:
     """The forward and backward passes of one model: its chunks in DDP, and the chunk of the output layer.
 
-    ``MegatronPolicy`` has one on each rank. All calls are collective, ``stats`` only within a replica,
-    but where experts are cut over replicas: then over all ranks, each with as many packs.
+    All calls are collective, ``stats`` only within a replica, but where experts are cut over replicas: then
+    over all ranks, each with as many packs.
     """
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:

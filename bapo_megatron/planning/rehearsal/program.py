@@ -37,8 +37,7 @@ _SHORTEST = 256
 class RankProgram:
     """Phases of one rank, as methods, of which ``build`` comes first; process groups must exist.
 
-    ``phase`` makes the context manager of a phase from its name, in which the caller measures. Made by
-    ``RankRehearsal``, and by tests that run it on a real device.
+    ``phase`` makes the context manager of a phase from its name, in which the caller measures.
     """
 
     def __init__(self, config: RunConfig, phase: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -54,7 +53,6 @@ class RankProgram:
                 self.policy.load_reference(self._config.model.hf_path, reader)
 
     def packs(self, number: int) -> list[MicroBatch]:
-        """The packs of an update, on the host."""
         shape = read_model_shape(self._config.model.hf_path)
         return full_packs(self._config, self.policy.pack_layout, shape, number)
 
@@ -94,7 +92,6 @@ class RankProgram:
             buckets.release()
 
     def save(self, save: Callable[[MegatronPolicy], object]) -> object:
-        """Save a checkpoint by ``save``; its result."""
         with self._phase("save"):
             held = save(self.policy)
         gc.collect()
@@ -131,7 +128,6 @@ class RankProgram:
             buckets.release()
 
     def load(self, load: Callable[[MegatronPolicy], None]) -> None:
-        """Load a checkpoint by ``load``."""
         with self._phase("load"):
             load(self.policy)
 

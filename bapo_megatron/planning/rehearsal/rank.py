@@ -1,10 +1,7 @@
 """Rehearsal of one rank: set-up of the fake backend and the meter, then the rank's program under them.
 
-The rank's process must do nothing else: torch stays patched in it. A block of the ledger is one allocated
-storage. Weights, gradients, optimizer state and the frozen reference are labelled by ``label_model_state``,
-after the build and after each update, the host copies of an offloaded policy by ``label_offloaded_state``.
-Saved activations and module names are recorded by hooks. The meter's records become a ``RankResult``; an
-error of the program is its error, one of the set-up is raised.
+The rank's process must do nothing else: torch stays patched in it. The meter's records become a
+``RankResult``; an error of the program is its error, one of the set-up is raised.
 
 How many copies of tokens experts get only real routers would say. The rehearsed rank is taken for the busiest
 of its EP group: each peer sends it ``expert_imbalance`` times the mean, spread evenly over its experts, and
@@ -81,8 +78,7 @@ class FakeWeights:
 class RankRehearsal:
     """Rehearsal of one rank: sets up the fake backend, and runs the rank's program under the meter.
 
-    Made by ``rehearse_rank`` in the rank's own process, which calls ``run`` once and makes a ``RankResult``
-    of ``meter`` and ``seconds``. After an error of the program they hold what was recorded until then.
+    ``run`` is called once. After an error of the program ``meter`` and ``seconds`` hold what was recorded.
     """
 
     def __init__(self, request: RankRequest) -> None:
@@ -151,7 +147,6 @@ class RankRehearsal:
         self.program.load(rehearse_load)
 
     def build(self) -> None:
-        """Build the policy with weights that have no values."""
         self.program.build(FakeWeights(self.config))
         label_model_state(self.meter.ledger, self.program.policy)
         self._names.learn(self.program.policy._model)

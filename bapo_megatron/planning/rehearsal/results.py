@@ -263,22 +263,15 @@ def rehearsal_dict(results: Sequence[RankResult], job: Job, mismatches: Sequence
 
 
 def _rank_dict(result: RankResult, job: Job) -> dict[str, Any]:
-    """One rank as plain numbers."""
     return {
         "rank": result.rank,
         "place": result.place,
         "error": result.error,
         "peak_gb": {phase: peak.size / GB for phase, peak in result.gpu.items()},
         "needed_gb": {phase: needed(result, phase, job) / GB for phase in result.gpu},
-        "kinds_gb": {
-            phase: {kind: size / GB for kind, size in peak.kinds.items()}
-            for phase, peak in result.gpu.items()
-        },
+        "kinds_gb": _kinds(result.gpu),
         "host_gb": {phase: peak.size / GB for phase, peak in result.host.items()},
-        "host_kinds_gb": {
-            phase: {kind: size / GB for kind, size in peak.kinds.items()}
-            for phase, peak in result.host.items()
-        },
+        "host_kinds_gb": _kinds(result.host),
         "largest": [vars(one) for one in result.largest],
         "tflop": {phase: flops / 1e12 for phase, flops in result.flops.items()},
         "model_tflop": model_flops(result, job) / 1e12,
@@ -289,6 +282,10 @@ def _rank_dict(result: RankResult, job: Job) -> dict[str, Any]:
         "seconds": result.seconds,
         "kernels": result.kernels,
     }
+
+
+def _kinds(peaks: Mapping[str, Peak]) -> dict[str, dict[str, float]]:
+    return {phase: {kind: size / GB for kind, size in peak.kinds.items()} for phase, peak in peaks.items()}
 
 
 def collectives(result: RankResult) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
     """The sequence parameters of a pack: megatron-core's, with document bounds on the host, RoPE and routes.
 
-    Made by ``PolicyModel.document_pack`` for each pass over a pack; every layer reads it.
+    Made for each pass over a pack; every layer reads it.
     """
 
     bounds: tuple[int, ...] = ()
@@ -274,10 +274,7 @@ def _attend(inputs: list[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """The index maps between a pack's tokens and the rows of its padded batches, cached for all layers.
-
-    Made by ``padding_plan``, read by ``padded_attention`` in every layer.
-    """
+    """The index maps between a pack's tokens and the rows of its padded batches."""
 
     batches: tuple[tuple[int, int, int], ...]
     """First row, end row and number of documents of each batch."""

@@ -45,13 +45,11 @@ class Offload:
     """The offload of a model and its optimizer: ``offload`` frees device memory, ``reload`` restores it.
 
     Local to a rank. Host memory for the copies is allocated when it is first needed, and kept.
-    Made by ``MegatronPolicy``; ``GpuHandover`` calls both through the policy.
     """
 
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self.host = HostBlocks()
-        """The host memory of the copies."""
         self._copied: list[Tensor] = []
         """The offloaded storages, as byte tensors, in the order of their copies on the host."""
         self._freed_gradients: list[Tensor] = []
@@ -107,7 +105,7 @@ class Offload:
 
 
 class FrozenReference:
-    """The frozen reference of one rank; ``MegatronPolicy`` has one, if it was asked to load it. Local.
+    """The frozen reference of one rank. Local.
 
     First ``loading``, in which the caller fills the model with the reference's weights; then ``in_place`` as
     often as needed, in which the model has them. Outside of both the model has the policy's.
@@ -117,7 +115,6 @@ class FrozenReference:
         """``model``: the chunks of this rank, whose weights are on the device. Allocates nothing yet."""
         self._storages = storages_of(one for chunk in model for one in chunk.module.parameters())
         self.host = HostBlocks()
-        """The host memory of the reference's weights."""
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -174,7 +171,6 @@ class HostBlocks:
             place = end
 
     def _block(self, number: int) -> Tensor:
-        """The block of this number."""
         if number == len(self.blocks):
             self.blocks.append(torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=has_cuda()))
         return self.blocks[number]

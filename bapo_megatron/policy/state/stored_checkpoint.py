@@ -55,10 +55,7 @@ _MOST_TENSOR_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint in ``folder``, opened: the content of its pickles as plain values, tensors unread.
-
-    Made by ``open_stored``, for ``policy/checkpoint.py``.
-    """
+    """A checkpoint in ``folder``, opened: the content of its pickles as plain values, tensors unread."""
 
     folder: Path
     metadata: Metadata
@@ -97,14 +94,13 @@ class _CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
         self._stored = stored
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """The common state."""
         return {key: _copied(value) for key, value in self._stored.common.items()}
 
 
 class StoredReader(StorageReader):
     """The ``StorageReader`` (torch.distributed.checkpoint) of an opened checkpoint: torch calls its methods.
 
-    CheckpointError for content that is damaged or not plain. Made by ``read_by``.
+    CheckpointError for content that is damaged or not plain.
     """
 
     def __init__(self, stored: StoredCheckpoint) -> None:
@@ -131,11 +127,9 @@ class StoredReader(StorageReader):
         """Do nothing: the places are known."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
         return plans
 
     def place(self, index: MetadataIndex) -> Place:

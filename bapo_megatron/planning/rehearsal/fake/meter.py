@@ -49,11 +49,10 @@ _OUTPUT_LAYER = "bapo_megatron/policy/output_head.py"
 
 
 class Meter(TorchDispatchMode):
-    """The meter of one rank: a dispatch mode (context manager) that sees every kernel call of the rank's
-    program.
+    """The meter of one rank: a dispatch mode (context manager) that sees every kernel call of its program.
 
     ``cuda`` says whether the rank's device is the fake GPU. RuntimeError for tensors on mixed devices, as on
-    a GPU, and for an output layer whose product is not float32. Made by ``RankRehearsal``.
+    a GPU, and for an output layer whose product is not float32.
     """
 
     def __init__(self, group_names: Mapping[str, str], cuda: bool) -> None:
@@ -255,7 +254,7 @@ def _check_devices(name: str, args: Sequence[Any], named: dict[str, Any]) -> Non
 
 
 class FlopMeter:
-    """FLOP counter of kernels: gives the meter, which makes it, the FLOPs of one call, and adds nothing up.
+    """FLOP counter of kernels: gives the meter the FLOPs of one call, and adds nothing up.
 
     ``chunks``, the (queries, keys) of each chunk of documents on this rank, must be set before the
     variable-length kernels run: their arguments are on the device.

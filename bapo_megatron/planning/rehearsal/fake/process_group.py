@@ -157,7 +157,7 @@ def _numbers(data: Any) -> Any:
 
 
 class Collectives:
-    """Recorder of one rank's collectives, in order; it also gives their results to the meter, its maker.
+    """Recorder of one rank's collectives, in order; it also gives their results to the meter.
 
     RuntimeError or ValueError where NCCL would refuse a call.
     """

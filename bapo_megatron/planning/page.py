@@ -192,7 +192,6 @@ def _colocated_memory(plan: JobPlan) -> Iterator[str]:
 
 
 def _handover(handover: Handover) -> str:
-    """Line of the GPU hand-over between training and sampling."""
     policy = (
         f"{handover.moved / GB:.1f} GB a GPU to the host and back, {handover.moving_seconds:,.1f} s"
         if handover.moved

@@ -162,30 +162,28 @@ def _tensor(job: Job) -> float:
     return message * (layers * each + 2)  # and the output layer's input and gradient
 
 
-def _expert_calls(job: Job) -> float:
-    """Times that a copy of a token travels, in all layers of the largest stage: to its expert and back in
-    each forward pass, a recomputed one included, and its gradients."""
+def _copies(job: Job) -> float:
+    """Copies of an update's tokens that the busiest rank gets, times that one travels, in all layers of the
+    largest stage: to its expert and back in each forward pass, a recomputed one included, and its gradients;
+    0 without experts."""
+    if (load := job.expert_load) is None:
+        return 0.0
     again = 0 if job.run.batch.recompute == "none" else 2
     layers = max(stage_layers(job.parallel, job.shape.layers))
-    return layers * (4 + again + 2 * forward_passes(job))
+    return layers * (4 + again + 2 * forward_passes(job)) * _per_update(job) * load.rows
 
 
 def _experts(job: Job) -> float:
     """Bytes of EP: all-to-alls, in which the busiest rank sends what its experts made of their copies."""
     size = job.parallel.expert
-    if (load := job.expert_load) is None or size == 1:
-        return 0.0
-    copies = _per_update(job) * load.rows / job.parallel.expert_tensor
-    return _expert_calls(job) * copies * job.shape.hidden * job.element * (size - 1) / size
+    copies = _copies(job) / job.parallel.expert_tensor
+    return copies * job.shape.hidden * job.element * (size - 1) / size
 
 
 def _expert_tensor(job: Job) -> float:
     """Bytes of ETP: copies are gathered, and the results reduce-scattered in float32."""
     size = job.parallel.expert_tensor
-    if (load := job.expert_load) is None or size == 1:
-        return 0.0
-    whole = _per_update(job) * load.rows * job.shape.hidden * (job.element + 4) / 2
-    return _expert_calls(job) * whole * (size - 1) / size
+    return _copies(job) * job.shape.hidden * (job.element + 4) / 2 * (size - 1) / size
 
 
 def _context(job: Job) -> float:

@@ -232,8 +232,7 @@ def _l2_norm(
 class _CpuStream:
     """A stand-in for a CUDA stream: on a CPU everything runs in order, so waits return at once."""
 
-    def wait_stream(self, _stream: Any) -> None:
-        """Return at once."""
+    def wait_stream(self, _stream: Any) -> None: ...
 
     wait_event = record_event = wait_stream
 
@@ -271,10 +270,6 @@ def _call_on_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return func(*args, **kwargs)
 
 
-def _stay(_func: object, args: tuple[Any, ...], _kwargs: object) -> Any:
-    return args[0]
-
-
 def _move(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) > 1 and _is_cuda(args[1]):
         args = (args[0], _CPU, *args[2:])
@@ -290,7 +285,7 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _ON_CPU: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.Tensor.cuda: _stay,
+    torch.Tensor.cuda: lambda _func, args, _kwargs: args[0],
     torch.Tensor.to: _move,
     torch.Tensor.type: _type,
 }

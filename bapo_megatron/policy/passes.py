@@ -106,7 +106,10 @@ class Passes:
 
         ``tally``: to which its routers add; its sums over all ranks stand behind those of the loss.
         """
-        self._count_packs(batches, tally)
+        # Another rank of the replica has the same packs.
+        counts = self._counts_tokens and not parallel_state.get_context_parallel_rank()
+        if tally is not None and tally.has_routes and counts:
+            tally.totals.add_(pack_totals(batches).to(self._device, non_blocking=True))
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
                 return self._searched_update(batches, loss, tally)
@@ -114,13 +117,6 @@ class Passes:
             return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss), tally)
         outputs = self._schedule(batches, self._differentiated(loss), False, tally)
         return self._sum_over_ranks(outputs, self._width(outputs, batches, loss), tally)
-
-    def _count_packs(self, batches: Sequence[MicroBatch], tally: UpdateTally | None) -> None:
-        """Add the totals of an update's routes to ``tally``."""
-        # Another rank of the replica has the same packs.
-        counts = self._counts_tokens and not parallel_state.get_context_parallel_rank()
-        if tally is not None and tally.has_routes and counts:
-            tally.totals.add_(pack_totals(batches).to(self._device, non_blocking=True))
 
     def _measured(self, fn: TokenFn) -> Evaluate:
         def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
@@ -272,7 +268,6 @@ class Passes:
 
 
 def _context() -> tuple[int, int]:
-    """The context-parallel size and rank."""
     return (
         int(parallel_state.get_context_parallel_world_size()),
         int(parallel_state.get_context_parallel_rank()),

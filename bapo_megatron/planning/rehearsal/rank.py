@@ -141,7 +141,8 @@ class RankRehearsal:
         self.program.weight_sync()
         held = self.program.save(rehearse_save)  # kept over the sampling: a run's writer may still be at work
         self.program.sample()
-        label_offloaded_state(self.meter.ledger, self.program.policy)
+        for block in self.program.policy._offload.host.blocks:
+            _mark(self.meter.ledger, block, OFFLOADED)
         del held
         gc.collect()
         self.program.load(rehearse_load)
@@ -265,12 +266,6 @@ def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
                 for value in part.optimizer.state.get(parameter, {}).values():
                     if isinstance(value, Tensor):
                         _mark(ledger, value, "optimizer")
-
-
-def label_offloaded_state(ledger: Ledger, policy: MegatronPolicy) -> None:
-    """Label the host copies of an offloaded policy."""
-    for block in policy._offload.host.blocks:
-        _mark(ledger, block, OFFLOADED)
 
 
 def _mark(ledger: Ledger, tensor: Tensor, kind: str) -> None:

@@ -24,6 +24,7 @@ from bapo_megatron.planning.rehearsal.records import (
     HAND_OVER,
     OFFLOADED,
     SAMPLE,
+    SEARCH,
     UPDATE,
     Call,
     Peak,
@@ -35,6 +36,8 @@ from bapo_megatron.runtime.text_table import text_table
 _POINT_TO_POINT = ("send", "recv")
 _OWN_SIZES = ("alltoall", "alltoall_base")
 """Collectives to which each rank brings as much as it has."""
+_PASSES = (UPDATE, SEARCH, "old log-probs", "reference log-probs")
+"""Beginnings of phases that are passes over packs, where activations come and go."""
 _STEADY = ("weights", "gradients", "optimizer")
 _KINDS = (*_STEADY, "activations", "communication", "passing")
 _MOST_LINES = 40
@@ -123,8 +126,10 @@ def needed(result: RankResult, phase: str, job: Job) -> float:
 
     The reserve is for the CUDA context and NCCL's buffers, and in passes for allocator fragmentation.
     """
-    servers = server_bytes(job, result.place["stage"], phase)
-    return _policy_bytes(phase, result.gpu[phase]) + servers
+    peak, fragments = result.gpu[phase], 0.0
+    if phase.startswith(_PASSES):
+        fragments = FRAGMENTATION * (peak.size - sum(peak.kinds.get(kind, 0) for kind in _STEADY))
+    return peak.size + FIXED + fragments + server_bytes(job, result.place["stage"], phase)
 
 
 def server_bytes(job: Job, stage: int, phase: str) -> float:
@@ -132,16 +137,6 @@ def server_bytes(job: Job, stage: int, phase: str) -> float:
     in sampling also its KV cache."""
     memory = stage_memory(job, stage)
     return memory.kept + {HAND_OVER: memory.reading, SAMPLE: memory.serving}.get(phase, 0.0)
-
-
-def _policy_bytes(phase: str, peak: Peak) -> float:
-    passing = peak.size - sum(peak.kinds.get(kind, 0) for kind in _STEADY)
-    return peak.size + FIXED + (FRAGMENTATION * passing if _is_pass(phase) else 0.0)
-
-
-def _is_pass(phase: str) -> bool:
-    """Whether a phase is a pass over packs, where activations come and go."""
-    return phase.startswith(("update", "bounds search", "old log-probs", "reference log-probs"))
 
 
 def node_bytes(results: Sequence[RankResult], job: Job) -> float:

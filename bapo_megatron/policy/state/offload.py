@@ -137,7 +137,6 @@ class FrozenReference:
             self._swap()
 
     def _swap(self) -> None:
-        """Exchange the weights on the device with those on the host."""
         for data, block in self.host.pieces(self._storages):
             leaving = data.clone()
             # In the order of the stream: the block is read before it is written.
@@ -155,7 +154,6 @@ class HostBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
 
     def pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -139,7 +139,6 @@ class StoredReader(StorageReader):
         return self._chunks[index.fqn, tuple(index.offset or ())].place
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the plan's items into the planner's tensors and objects."""
         with ChunkFiles() as files:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:

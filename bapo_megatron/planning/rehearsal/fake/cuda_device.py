@@ -36,8 +36,7 @@ def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
     """
     answer_queries(on_synchronize)
     _show_cuda_to_python()
-    _install_swiglu()
-    _ignore_generators()
+    _patch_megatron()
     functions = CudaFunctions()
     _enter_in_backward(functions)
     return functions
@@ -201,14 +200,17 @@ def _to(tensor: Tensor, device: Any, dtype: torch.dtype | None = None, **options
     return copied
 
 
-def _install_swiglu() -> None:
+def _patch_megatron() -> None:
     """Replace megatron's compiled SwiGLU, forward and backward, by the allocation of its outputs.
 
-    Run eagerly, as on a CPU, it and RMSNorm would allocate intermediates that a GPU never has.
+    Run eagerly, as on a CPU, it and RMSNorm would allocate intermediates that a GPU never has. Also its own
+    reference to a torch function by which recomputation sets a GPU's generator.
     """
     # Not before Transformer Engine is installed, which megatron looks for when it is imported.
     import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
+    import megatron.core.tensor_parallel.random as megatron_random
 
+    megatron_random._lazy_call = lambda *_args, **_kwargs: None
     megatron_swiglu.swiglu = lambda y: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
     megatron_swiglu.swiglu_back = lambda _gradient, y: torch.empty_like(y)
     megatron_swiglu.weighted_swiglu = lambda y, _weights: megatron_swiglu.swiglu(y)
@@ -216,13 +218,6 @@ def _install_swiglu() -> None:
         torch.empty_like(y),
         torch.empty_like(weights),
     )
-
-
-def _ignore_generators() -> None:
-    """Replace megatron's own reference to a torch function by which recomputation sets a GPU's generator."""
-    import megatron.core.tensor_parallel.random as megatron_random
-
-    megatron_random._lazy_call = lambda *_args, **_kwargs: None
 
 
 def _rms_norm(

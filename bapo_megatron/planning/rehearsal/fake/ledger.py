@@ -110,7 +110,6 @@ class Ledger:
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Context manager of the phase ``name``."""
         start = len(self._events)
         try:
             yield

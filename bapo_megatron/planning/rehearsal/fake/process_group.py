@@ -182,7 +182,6 @@ class Collectives:
         return work if name in _WORK_ONLY else (args[0], work)
 
     def note(self, func: Any, args: Sequence[Any], phase: str) -> tuple[Call, list[Tensor]]:
-        """Record a collective; the call, and its tensors."""
         name = _kernel(func)
         group = ProcessGroup.unbox(args[_GROUP_AT.get(name, 1)])
         tensors = _tensors(args[:2]) if name != "barrier" else []

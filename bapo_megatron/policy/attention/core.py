@@ -254,15 +254,17 @@ def padded_attention(
 ) -> Tensor:
     """Causal attention [tokens, heads, head_dim] within each document ``bounds[d]:bounds[d + 1]``."""
     plan = padding_plan(bounds, query_THD.device)
+    token_P, row_T = plan.token_of_row_P, plan.row_of_token_T
+    # The gradient of padding rows is zero: no kept output depends on them.
     q_PHD, k_PHD, v_PHD = (
-        _Pad.apply(x_THD, plan)  # type: ignore[no-untyped-call]
+        _Gather.apply(x_THD, token_P, row_T, None)  # type: ignore[no-untyped-call]
         for x_THD in (query_THD, key_THD, value_THD)
     )
     outputs = [
         _attend([x_PHD[start:end].unflatten(0, (documents, -1)) for x_PHD in (q_PHD, k_PHD, v_PHD)], scale)
         for start, end, documents in plan.batches
     ]
-    out_THD: Tensor = _Unpad.apply(torch.cat(outputs), plan)  # type: ignore[no-untyped-call]
+    out_THD: Tensor = _Gather.apply(torch.cat(outputs), row_T, token_P, plan.real_P)  # type: ignore[no-untyped-call]
     return out_THD
 
 
@@ -322,32 +324,21 @@ def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-class _Pad(torch.autograd.Function):
-    """Pad: tokens to padded rows. A gather both ways: torch's own backward would scatter-add rows."""
+class _Gather(torch.autograd.Function):
+    """Rows of ``x`` by index; backward a gather by ``back``, of rows that are 1 in ``real`` (None: all).
+
+    torch's own backward would scatter-add rows.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, plan: PaddingPlan) -> Tensor:
-        ctx.plan = plan
-        return x_THD.index_select(0, plan.token_of_row_P)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor, real: Tensor | None) -> Tensor:
+        ctx.back, ctx.real = back, real
+        return x.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad_PHD: Tensor) -> tuple[Tensor, None]:
-        """The gradient of the tokens' rows. That of padding rows is zero: no kept output depends on them."""
-        return grad_PHD.index_select(0, ctx.plan.row_of_token_T), None
-
-
-class _Unpad(torch.autograd.Function):
-    """Unpad: padded rows to tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PHD: Tensor, plan: PaddingPlan) -> Tensor:
-        ctx.plan = plan
-        return x_PHD.index_select(0, plan.row_of_token_T)
-
-    @staticmethod
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None]:
-        grad_PHD = grad_THD.index_select(0, ctx.plan.token_of_row_P)
-        return grad_PHD * ctx.plan.real_P[:, None, None], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grad.index_select(0, ctx.back)
+        return grad if ctx.real is None else grad * ctx.real[:, None, None], None, None, None
 
 
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""``bapo rehearse``: its flags choose ranks, packs and layers, whose sources are found; bad flags are refused."""
+"""``bapo rehearse``: its flags choose ranks, packs and layers; invalid flags are refused."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class RankRehearsal:
         bounds = packs[0].cu_seqlens
         size, rank = self.config.parallel.context, self.request.place["context"]
         chunks = document_chunks(bounds, size, rank)
-        self.meter.flops.chunks = [(one.queries, one.last_key - one.first_key) for one in chunks]
+        self.meter.chunks = [(one.queries, one.last_key - one.first_key) for one in chunks]
         hidden = read_model_shape(self.config.model.hf_path).hidden
         self.meter.collectives.message_shape = message_shape(self.config, bounds[-1], hidden)
         return packs
@@ -201,7 +201,7 @@ def result_of(rehearsal: RankRehearsal, layers: str, error: str | None) -> RankR
         gpu=gpu,
         host=_peaks(meter.ledger, "cpu")[0],
         largest=_largest(highest),
-        flops=dict(meter.flops_of),
+        flops=dict(meter.flops),
         calls=meter.collectives.calls,
         waits=dict(meter.waits),
         guesses=dict(meter.guesses),

@@ -3,7 +3,7 @@
 Three modes lie between the program and the kernels, outermost first: ``CudaFunctions`` (corrections for the
 fake GPU), the ``Meter``, and torch's FakeTensorMode (shapes, types and devices, no memory or arithmetic).
 
-FLOPs (``FlopMeter``) are those of matrix products, by their shapes, and of attention as executed: flash
+FLOPs are those of matrix products, by their shapes, and of attention as executed: flash
 attention does two products for each pair of a query and a key forward and five backward (recomputed scores,
 and the gradients of queries, keys, values and scores): Dao 2023, FlashAttention-2 (arXiv 2307.08691), section
 3.1. Of a causal chunk only unmasked pairs are counted. Used by ``planning/rehearsal/rank.py``.
@@ -57,13 +57,16 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, group_names: Mapping[str, str], cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger, self.flops = Ledger(), FlopMeter()
+        self.ledger = Ledger()
         self.waits: Counter[Wait] = Counter()
         self.guesses: Counter[Wait] = Counter()
         """Reads of unknown values."""
         self.collectives = Collectives(group_names, lambda tensor, op: self._book(tensor, op))
-        self.flops_of: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
         """FLOPs of each phase."""
+        self.chunks: list[tuple[int, int]] = []
+        """(queries, keys) of each chunk of documents on this rank: variable-length kernels have them on the
+        device."""
         self.kernels = 0
         self.phase = ""
         self.modules: list[str] = []
@@ -144,18 +147,16 @@ class Meter(TorchDispatchMode):
     def see_te_kernel(self, name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
         """Record a call of Transformer Engine's compiled part, which bypasses torch's dispatcher."""
         _check_devices(name, args, named)
-        flops = self.flops.count_te(name, args)
-        if flops:
-            self.flops_of[self.phase] += flops
+        if flops := _te_flops(name, args):
+            self.flops[self.phase] += flops
 
     def _count(self, func: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
         if func in _COPIES:
             self._copy(func, args, named, out)
         if func._overloadpacket in _PRODUCTS:
             self._check_logits(out)
-        flops = self.flops.count(func, args, named, out)
-        if flops:
-            self.flops_of[self.phase] += flops
+        if flops := _flops(func, args, named, out, self.chunks):
+            self.flops[self.phase] += flops
         for leaf in out if isinstance(out, list | tuple) else (out,):
             if isinstance(leaf, Tensor):
                 self._book(leaf, func.name())
@@ -253,48 +254,41 @@ def _check_devices(name: str, args: Sequence[Any], named: dict[str, Any]) -> Non
         raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(map(str, devices)))}")
 
 
-class FlopMeter:
-    """FLOP counter of kernels: gives the meter the FLOPs of one call, and adds nothing up.
+def _flops(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, chunks: Sequence[tuple[int, int]]
+) -> int:
+    """FLOPs of one kernel call; 0 for a kernel without products."""
+    packet = func._overloadpacket
+    if packet is torch.ops.torch_attn._varlen_attn:
+        return _varlen(args[0], chunks, _FORWARD)
+    if packet is torch.ops.torch_attn._varlen_attn_backward:
+        return _varlen(args[1], chunks, _BACKWARD)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return _dense(args[0], args[1], _causal(args, 4), _FORWARD)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return _dense(args[1], args[2], _causal(args, 7), _BACKWARD)
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
-    ``chunks``, the (queries, keys) of each chunk of documents on this rank, must be set before the
-    variable-length kernels run: their arguments are on the device.
-    """
 
-    def __init__(self) -> None:
-        self.chunks: list[tuple[int, int]] = []
+def _te_flops(kernel: str, args: Sequence[Any]) -> int:
+    """FLOPs of one call of Transformer Engine's compiled part; 0 for a kernel without products."""
+    if kernel == "generic_gemm":
+        a, transposed_a, b = args[:3]
+        return 2 * int(b.numel()) * int(a.shape[-2] if transposed_a else a.shape[-1])
+    if kernel == "te_general_grouped_gemm":
+        pairs = zip(args[0], args[2], strict=True)
+        return sum(_te_flops("generic_gemm", (a, args[1], b)) for a, b in pairs)
+    if kernel in ("fused_attn_fwd", "fused_attn_bwd"):
+        named = named_arguments(kernel, tuple(args))
+        each = _FORWARD if kernel == "fused_attn_fwd" else _BACKWARD
+        heads, width = named["q"].shape[-2:]
+        return int(each * heads * width * _te_pairs(named))
+    return 0
 
-    def count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-        """FLOPs of one kernel call; 0 for a kernel without products."""
-        packet = func._overloadpacket
-        if packet is torch.ops.torch_attn._varlen_attn:
-            return self._varlen(args[0], _FORWARD)
-        if packet is torch.ops.torch_attn._varlen_attn_backward:
-            return self._varlen(args[1], _BACKWARD)
-        if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-            return _dense(args[0], args[1], _causal(args, 4), _FORWARD)
-        if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-            return _dense(args[1], args[2], _causal(args, 7), _BACKWARD)
-        formula = flop_registry.get(packet)
-        return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
-    def count_te(self, kernel: str, args: Sequence[Any]) -> int:
-        """FLOPs of one call of Transformer Engine's compiled part; 0 for a kernel without products."""
-        if kernel == "generic_gemm":
-            a, transposed_a, b = args[:3]
-            return 2 * int(b.numel()) * int(a.shape[-2] if transposed_a else a.shape[-1])
-        if kernel == "te_general_grouped_gemm":
-            pairs = zip(args[0], args[2], strict=True)
-            return sum(self.count_te("generic_gemm", (a, args[1], b)) for a, b in pairs)
-        if kernel in ("fused_attn_fwd", "fused_attn_bwd"):
-            named = named_arguments(kernel, tuple(args))
-            each = _FORWARD if kernel == "fused_attn_fwd" else _BACKWARD
-            heads, width = named["q"].shape[-2:]
-            return int(each * heads * width * _te_pairs(named))
-        return 0
-
-    def _varlen(self, query: torch.Tensor, each: int) -> int:
-        pairs = sum(_seen(queries, keys) for queries, keys in self.chunks)
-        return each * query.shape[1] * query.shape[2] * pairs
+def _varlen(query: Tensor, chunks: Sequence[tuple[int, int]], each: int) -> int:
+    return each * query.shape[1] * query.shape[2] * sum(_seen(*chunk) for chunk in chunks)
 
 
 def _dense(query: torch.Tensor, key: torch.Tensor, causal: bool, each: int) -> int:

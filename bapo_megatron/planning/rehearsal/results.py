@@ -5,7 +5,7 @@ two members of a group differ is where they would deadlock. Sends are matched wi
 
 To the memory of the rehearsed ranks the verdict adds the reserve and the colocated servers of the plan's
 estimate. JSON: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, and each rank. Used by
-``commands/rehearse.py`` and ``commands/cluster/job.py``.
+``commands/plan.py`` and ``commands/cluster/job.py``.
 """
 
 from __future__ import annotations

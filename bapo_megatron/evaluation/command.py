@@ -31,7 +31,7 @@ from bapo_megatron.evaluation.responses import (
     read_summary,
 )
 from bapo_megatron.evaluation.run import Results, evaluate
-from bapo_megatron.evaluation.statistics import (
+from bapo_megatron.evaluation.scoring import (
     Interval,
     bootstrap_intervals,
     detectable_difference,

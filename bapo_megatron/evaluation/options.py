@@ -32,7 +32,7 @@ from bapo_megatron.config.validation import (
     sandbox_problems,
 )
 from bapo_megatron.data.prepare.options import SUITES
-from bapo_megatron.data.suites import REWARD_FUNCTION
+from bapo_megatron.data.problem_sets import REWARD_FUNCTION
 from bapo_megatron.errors import ConfigError
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from bapo_megatron import __version__
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.validation import settings_of_scores
-from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, load_suite, programs_of
+from bapo_megatron.data.problem_sets import REWARD_FUNCTION, Suite, load_suite, programs_of
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
@@ -43,7 +43,7 @@ from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.functions import check_function
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.reward.sandbox.requirements import checked_sandbox
+from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of, response_text, stop_token_ids

@@ -20,8 +20,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math, math_verify_compare
 from bapo_megatron.reward.code_tests import check_tests, is_tests
 from bapo_megatron.reward.endpoints.settings import read_settings
-from bapo_megatron.reward.reasoning_gym.library import tasks
-from bapo_megatron.reward.reasoning_gym.reward import check_extra_info, score
+from bapo_megatron.reward.reasoning_gym import check_extra_info, score, tasks
 from bapo_megatron.reward.sandbox.fusion import FusionServer
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 

@@ -3,8 +3,8 @@
 Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
 group; after that, or if it died, a new one tries the same response once more, then the reward is
 ``reward.failed`` (workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
-asks the endpoint (endpoints/). The prompt's reward function decides which. Used in ``commands/doctor/``,
-``evaluation/`` and ``rollout/sampler/``.
+asks the endpoint (endpoints/). The prompt's reward function decides which. ``FailureReports`` tells of what
+failed, now and then. Used in ``commands/doctor/``, ``evaluation/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.reward.endpoints.scorer import EndpointScorer
 from bapo_megatron.reward.functions import is_built_in, is_endpoint, prompt_fields_of
-from bapo_megatron.reward.math_verify_process import COMMAND
-from bapo_megatron.reward.penalties import overlong_penalty
+from bapo_megatron.reward.math import COMMAND
 from bapo_megatron.types import Prompt
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
 
 Failure = Literal["raised", "time", "died", "not finite", "endpoint", "environment"]
+
+_MOST_KINDS = 50
+"""Limit of distinct failures that are reported apart; further ones count together."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -143,3 +145,56 @@ def _described(prompt: Prompt, function: str) -> dict[str, Any]:
 def _result(failed: float, answer: dict[str, Any]) -> RewardResult:
     """Result from the reply of a worker or an endpoint."""
     return RewardResult(failed, **answer) if "failure" in answer else RewardResult(**answer)
+
+
+def overlong_penalty(
+    response_tokens: int, max_response_tokens: int, zone_tokens: int, penalty: float
+) -> float:
+    """DAPO's soft over-long punishment (arXiv 2503.14476, Eq. 13) as a positive number to subtract.
+
+    0 up to max - zone tokens; then penalty * (tokens - (max - zone)) / zone; ``penalty`` from max on. In the
+    paper's symbols L_max is ``max_response_tokens``, L_cache is ``zone_tokens``, and the penalty is 1.
+    """
+    over = response_tokens - (max_response_tokens - zone_tokens)
+    if zone_tokens == 0 or over <= 0:
+        return 0.0
+    return penalty * min(1.0, over / zone_tokens)
+
+
+class _Result(Protocol):
+    """A result that may be a failure: of a score, or of an environment's step."""
+
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def traceback(self) -> str: ...
+    @property
+    def place(self) -> str: ...
+
+
+class FailureReports:
+    """Reporter of failures: the 1st, 10th, 100th ... of each kind, the first with its traceback.
+
+    Two failures are of one kind if their ``failure`` and ``place`` are equal. The counts live in memory, so
+    they begin anew with the process. Made by ``RobustScorer`` and ``TurnTaker``.
+    """
+
+    def __init__(self, report: Callable[..., None], event: str = "reward_failed") -> None:
+        """``report`` is called with the kind of the event, and its fields."""
+        self._report, self._event = report, event
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def note(self, result: _Result) -> None:
+        """Count ``result``, which may have no failure."""
+        if result.failure is None:
+            return
+        kind: tuple[str, str] = (result.failure, result.place)
+        if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
+            kind = ("others", "")
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 10 ** (len(str(count)) - 1):
+            stack = {"traceback": result.traceback} if count == 1 and result.traceback else {}
+            self._report(self._event, failure=kind[0], detail=result.detail, count=count, **stack)

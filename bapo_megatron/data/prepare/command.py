@@ -15,10 +15,11 @@ from pathlib import Path
 
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.data.prepare.card import Card, Dropped, as_markdown, summary
-from bapo_megatron.data.prepare.contamination import Contamination, EvaluationProblem
 from bapo_megatron.data.prepare.filters import (
     INVALID,
+    Contamination,
     Duplicates,
+    EvaluationProblem,
     Filter,
     TypesOfExtraInfo,
     contamination_filter,

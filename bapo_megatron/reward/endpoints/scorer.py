@@ -26,8 +26,7 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.answer_text import THINKING, after_thinking
-from bapo_megatron.reward.endpoints.api_key import key_of, redacted
-from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient
+from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient, key_of, redacted
 from bapo_megatron.reward.endpoints.settings import (
     FIELD,
     LlmJudgeSettings,

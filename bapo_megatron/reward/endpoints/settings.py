@@ -16,8 +16,7 @@ from annotated_types import Ge, Gt
 
 from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.endpoints.api_key import key_of, key_problem
-from bapo_megatron.reward.endpoints.client import url_problem
+from bapo_megatron.reward.endpoints.client import key_of, key_problem, url_problem
 
 FIELD = "reward.settings"
 

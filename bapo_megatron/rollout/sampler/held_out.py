@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.suites import Suite, programs_of
+from bapo_megatron.data.problem_sets import Suite, programs_of
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.reward.functions import reads_boxes
 from bapo_megatron.rollout.engines.pool import EnginePool

@@ -14,8 +14,7 @@ from math_verify import grader
 
 from bapo_megatron.reward import math_verify_compare
 from bapo_megatron.reward.answer_text import last_boxed
-from bapo_megatron.reward.math import answer_is_right, answers_equal, check_ground_truth
-from bapo_megatron.reward.math_verify_process import MathVerifyProcess
+from bapo_megatron.reward.math import MathVerifyProcess, answer_is_right, answers_equal, check_ground_truth
 
 
 def judge(ground_truth: str, response: str) -> float:

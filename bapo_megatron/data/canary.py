@@ -34,10 +34,7 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """Parameters of a canary batch, as plain data; the same spec draws the same batch.
-
-    Made by ``checkpoint/resume_check.py`` and ``commands/verify/check.py``.
-    """
+    """Parameters of a canary batch, as plain data; the same spec draws the same batch."""
 
     seed: int
     tokens: int
@@ -50,10 +47,7 @@ class CanarySpec:
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """Random sequence of the canary batch, before it has rollout log-probs (``scored``).
-
-    Made by ``canary_sequences``.
-    """
+    """Random sequence of the canary batch, before it has rollout log-probs (``scored``)."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""

@@ -42,10 +42,7 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack.
-
-    Made by ``plan_packs``, read by ``balance``.
-    """
+    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack."""
 
     tokens: np.ndarray
     """Tokens of each document in a pack, int64."""

@@ -46,10 +46,7 @@ CheckExtraInfo = Callable[[dict[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source of a mixture of training files: its name, weight, number of prompts and digest.
-
-    Made by ``problem_sets.mixed``; ``Mixture`` draws prompts from it.
-    """
+    """A source of a mixture of training files: its name, weight, number of prompts and digest."""
 
     name: str
     prompts: int
@@ -229,8 +226,8 @@ class ProportionalInterleaving:
 
     Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). Of every first n prompts it has
     n w_i, to within 1 - 1 / (2 k - 2) of a prompt for k > 1 sources. In general no rule is better
-    (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i prompts
-    taken from source i before the n-th, the n-th comes from the source which, among those with
+    (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i
+    prompts taken from source i before the n-th, the n-th comes from the source which, among those with
 
         n w_i - x_i >= 1 / (2 k - 2),
 

@@ -96,9 +96,7 @@ class Sample(ResponseColumns, _TokenIds):
     """Training sequence, as plain data: a prompt and a response with its advantage.
 
     It has all columns of the response. ValueError for a loss mask that has not one value for each token of
-    the response. Positional arguments: token ids, log-probs, versions, advantage. Made by ``StoredSample``
-    from a step's file, by ``trainer/sft.py`` from a solution, by ``canary.py`` at random; packed by
-    ``pack_samples``.
+    the response. Positional arguments: token ids, log-probs, versions, advantage.
     """
 
     advantage: float

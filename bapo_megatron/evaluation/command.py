@@ -48,7 +48,6 @@ class Compared:
     """Comparison of one suite, as plain data: avg@n of evaluation A and of B.
 
     ``a``, ``b``, the difference, its interval and the detectable one are shares of 1; differences are B - A.
-    Made by ``compare_suite``, printed by ``bapo eval compare``.
     """
 
     suite: str
@@ -146,10 +145,7 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Example:
-    """Example: one problem, with the first response of each evaluation, as plain data.
-
-    Made by ``examples``, printed by ``command.py``.
-    """
+    """Example: one problem, with the first response of each evaluation, as plain data."""
 
     suite: str
     problem: int

@@ -97,10 +97,7 @@ def flat_settings(settings: Row) -> Row:
 
 @dataclass(frozen=True)
 class Response:
-    """Text of a stored response, and whether it is right.
-
-    Made by ``first_responses``; ``evaluation/command.py`` shows it in the examples of a comparison.
-    """
+    """Text of a stored response, and whether it is right."""
 
     text: str
     correct: bool

@@ -176,10 +176,7 @@ _FILES = (".safetensors", ".json", ".jinja", ".model")
 
 @dataclass(frozen=True)
 class Model:
-    """Model of an evaluation, as plain data: its HF folder, origin and digest.
-
-    Made by ``hf_model`` for ``evaluation/run.py``.
-    """
+    """Model of an evaluation, as plain data: its HF folder, origin and digest."""
 
     folder: Path
     checkpoint: str

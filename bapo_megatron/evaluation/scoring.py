@@ -34,10 +34,7 @@ _ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """Scored response to a problem, without its text; the stored form of one response.
-
-    Made by ``SuiteSampler`` and by ``trainer/evaluation.py``; ``score`` makes metrics of them.
-    """
+    """Scored response to a problem, without its text; the stored form of one response."""
 
     problem: int
     """Row of the suite."""

@@ -143,7 +143,7 @@ class MathVerifyProcess:
     """Child process that compares answers, started at the first request, and again after a failure.
 
     Any thread may ask, one at a time; a fork starts a child of its own. If the child dies or takes too long
-    the answer is False: not equal, not parsed, no operation. Made by ``math.py`` outside reward workers.
+    the answer is False: not equal, not parsed, no operation.
     """
 
     def __init__(self) -> None:

@@ -60,8 +60,7 @@ class RewardPool:
     """Pool of ``reward.workers`` processes for one event loop, async.
 
     Rewards behind an endpoint need no process. ``start``, then ``score`` any number at once, then ``close``.
-    A failure to score is a result, not an exception; ``failures`` counts them by kind. Made by the sampler's
-    process, `bapo eval` and `bapo doctor`.
+    A failure to score is a result, not an exception; ``failures`` counts them by kind.
     """
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:
@@ -178,7 +177,7 @@ class FailureReports:
     """Reporter of failures: the 1st, 10th, 100th ... of each kind, the first with its traceback.
 
     Two failures are of one kind if their ``failure`` and ``place`` are equal. The counts live in memory, so
-    they begin anew with the process. Made by ``RobustScorer`` and ``TurnTaker``.
+    they begin anew with the process.
     """
 
     def __init__(self, report: Callable[..., None], event: str = "reward_failed") -> None:

@@ -32,10 +32,7 @@ _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 
 @dataclass(frozen=True)
 class Dropped:
-    """A dropped row, with the name and the reason of the filter that dropped it.
-
-    Made by ``command.py``; the card counts them, and shows some.
-    """
+    """A dropped row, with the name and the reason of the filter that dropped it."""
 
     reason: str
     source: str

@@ -49,7 +49,6 @@ class Duplicates:
     """Deduplication filter: of questions with equal normal form the first stays; none if answers differ.
 
     It sees every question in the first pass, and filters in the second. Tests of programs are not compared.
-    Made by ``prepare`` in ``command.py``.
     """
 
     def __init__(self) -> None:
@@ -256,7 +255,7 @@ def _sentence(answer: str) -> str | None:
 class TypesOfExtraInfo:
     """Schema check: each key of ``extra_info`` must have one type in all rows, as Arrow needs it.
 
-    It remembers the types of the rows so far. Made by ``command.py`` for the rows that it writes.
+    It remembers the types of the rows so far.
     """
 
     def __init__(self) -> None:

@@ -36,10 +36,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 @dataclass(frozen=True)
 class FileSource:
-    """Source in a file, JSONL, JSON or parquet, which is opened anew at each call of ``rows``.
-
-    Made by ``open_source``, read twice by ``command.py``.
-    """
+    """Source in a file, JSONL, JSON or parquet, which is opened anew at each call of ``rows``."""
 
     path: Path
 
@@ -63,10 +60,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """Source on the Hugging Face hub: a split of a dataset, which is downloaded when the source is opened.
-
-    Made by ``open_source``, read twice by ``command.py``.
-    """
+    """Source on the Hugging Face hub: a split of a dataset, which is downloaded when the source is opened."""
 
     name: str
     dataset: Any
@@ -84,10 +78,7 @@ class HubSource:
 
 
 class ChampSource:
-    """Source of the contest problems of the package champ-dataset, in its order; each call reads the file.
-
-    Made by ``open_source``, read by ``command.py``.
-    """
+    """Source of the contest problems of the package champ-dataset, in its order; each call reads the file."""
 
     name = CHAMP
 

@@ -105,8 +105,7 @@ class JsonClient:
     """HTTP client of one address, async, for one event loop: any number of ``ask`` at once, then ``close``.
 
     A retryable failure is retried for up to ``give_up_s`` seconds. Once the endpoint has answered no call at
-    all for so long, each further call is tried once (circuit breaker). Made by ``EndpointScorer``, by
-    ``FusionServer`` for SandboxFusion, and by ``Teacher``.
+    all for so long, each further call is tried once (circuit breaker).
     """
 
     def __init__(

@@ -38,10 +38,7 @@ from bapo_megatron.types import Prompt
 
 @dataclass(frozen=True)
 class Question:
-    """A response with its prompt and ground truth, as plain data.
-
-    Made by ``question_of`` in the scorer; a ``Judge`` makes the request of it.
-    """
+    """A response with its prompt and ground truth, as plain data."""
 
     messages: tuple[dict[str, str], ...]
     """The chat messages of the prompt."""
@@ -73,10 +70,7 @@ Message = dict[str, str]
 
 
 class RewardModel:
-    """Reward model (a ``Judge``): makes the request's body, and reads the number from the reply.
-
-    Made by ``scorer.py`` for `reward_model`.
-    """
+    """Reward model (a ``Judge``): makes the request's body, and reads the number from the reply."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         """Load the tokenizer, if the settings name one. ConfigError if it cannot be loaded."""
@@ -186,10 +180,7 @@ _PATH = "/chat/completions"
 
 
 class LlmJudge:
-    """LLM judge (a ``Judge``): makes the request's body, and reads the score from the reply.
-
-    Made by ``scorer.py`` for `llm_judge`.
-    """
+    """LLM judge (a ``Judge``): makes the request's body, and reads the score from the reply."""
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
         """``wrong``, ``correct``: rewards of the worst and of the best verdict."""
@@ -287,7 +278,7 @@ class EndpointScorer:
 
     Equal questions are sent once, also while the first one is in flight, as long as the first score is in
     the cache (setting ``cache``); failures are not cached. A failed call is a reply with a ``failure``, not
-    an exception. Made by ``RewardPool``.
+    an exception.
     """
 
     def __init__(self, reward: RewardConfig) -> None:

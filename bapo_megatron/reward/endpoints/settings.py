@@ -78,10 +78,7 @@ class EndpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings(EndpointSettings):
-    """The settings of `reward_model`: a server that gives a number to a response.
-
-    Made by ``read_settings`` from ``reward.settings``.
-    """
+    """The settings of `reward_model`: a server that gives a number to a response."""
 
     protocol: Literal["sglang", "vllm", "openrlhf", "slime"]
     """Protocol of the server's requests and replies: docs/rewards.md#a-reward-model."""
@@ -121,10 +118,7 @@ class RewardModelSettings(EndpointSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LlmJudgeSettings(EndpointSettings):
-    """The settings of `llm_judge`: a language model with an OpenAI-compatible API.
-
-    Made by ``read_settings`` from ``reward.settings``.
-    """
+    """The settings of `llm_judge`: a language model with an OpenAI-compatible API."""
 
     model: str
     """Name of the model, as the server calls it."""

@@ -68,10 +68,7 @@ def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
 
 
 class FusionServer:
-    """A SandboxFusion server, for one reward worker; a call blocks, and opens a connection of its own.
-
-    Made by ``functions.py`` where ``reward.sandbox_url`` is set and the reward runs programs.
-    """
+    """A SandboxFusion server, for one reward worker; a call blocks, and opens a connection of its own."""
 
     def __init__(self, url: str) -> None:
         """``url``: its address, with or without ``/run_code``."""
@@ -134,10 +131,7 @@ class FusionServer:
 
 
 class FusionSandbox:
-    """Sandbox of one source on a server, where each case is a program; with the methods of ``Sandbox``.
-
-    Made by ``FusionServer.sandbox`` for ``code.py``.
-    """
+    """Sandbox of one source on a server, where each case is a program; with the methods of ``Sandbox``."""
 
     def __init__(
         self, server: FusionServer, source: str, prelude: str, memory_mb: int, case_limit_s: float

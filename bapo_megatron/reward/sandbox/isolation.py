@@ -37,10 +37,7 @@ _ALL_USERS = 4294967295
 
 
 class Walls:
-    """Walls (layers of isolation) of a sandbox that this kernel grants; filled in while they are put up.
-
-    Made by ``enter_namespaces``.
-    """
+    """Walls (layers of isolation) of a sandbox that this kernel grants; filled in while they are put up."""
 
     def __init__(self) -> None:
         self.namespaces = False

@@ -55,10 +55,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of one test case that ended, as plain data: exit code, output, value.
-
-    Made by ``Sandbox`` and ``FusionSandbox``, read by ``code.py``.
-    """
+    """Result of one test case that ended, as plain data: exit code, output, value."""
 
     code: int
     """Exit code; negative for a signal."""
@@ -72,7 +69,7 @@ class Sandbox:
     """Sandbox of one source, a context manager of its isolated processes; each case is a fork of them.
 
     All cases share a temporary directory. After a case that gave None (time, death) the sandbox takes no
-    other. Made by ``code.py`` for each response, and by ``sandbox_notes`` as a trial.
+    other.
     """
 
     def __init__(

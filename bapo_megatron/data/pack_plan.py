@@ -52,7 +52,6 @@ class Documents:
     """Tokens that a pack holds."""
 
     def weight(self, pack: Pack) -> int:
-        """Weight of ``pack``: the sum over its documents."""
         return int(self.weights[pack].sum())
 
 

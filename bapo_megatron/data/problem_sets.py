@@ -18,12 +18,13 @@ from types import MappingProxyType
 from typing import Any
 
 from bapo_megatron.config import DataConfig, SourceConfig
+from bapo_megatron.config.validation import BOXED_REWARDS
 from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, SUITES
 from bapo_megatron.data.prompts import MixedSource, PromptSet, Tools, load_prompts
 from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code_tests import is_tests
-from bapo_megatron.reward.functions import extra_info_check, ground_truth_check, reads_boxes, runs_code
+from bapo_megatron.reward.functions import extra_info_check, ground_truth_check, runs_code
 from bapo_megatron.runtime.files import sha256_of
 from bapo_megatron.types import Prompt
 
@@ -170,11 +171,11 @@ def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> No
     Its ground truths may be any text: the built-in ``reward_function`` would score every response as wrong.
     """
     card = path.with_name(CARD_FILE)
-    if path.name != DATA_FILE or not card.is_file() or not reads_boxes(reward_function):
+    if path.name != DATA_FILE or not card.is_file() or reward_function not in BOXED_REWARDS:
         return
     with suppress(ValueError, KeyError, TypeError):  # not a card of ours
         prepared_for = str(json.loads(card.read_text())["options"]["reward"])
-        if not reads_boxes(prepared_for):
+        if prepared_for not in BOXED_REWARDS:
             field = reward_flag.removeprefix("--")
             raise ConfigError(
                 f"{field}={reward_function}, but {path} was prepared for {prepared_for}: add "

@@ -94,7 +94,8 @@ def load_prompts(
     for number, row in enumerate(read_rows(path)):
         try:
             prompt = _prompt(number, row, tokenizer, several, tools)
-            _check(prompt.ground_truth, check_ground_truth)
+            if check_ground_truth and (problem := check_ground_truth(prompt.ground_truth)):
+                raise RowError(f"reward_model.ground_truth: {problem}")
             if check_extra_info and (problem := check_extra_info(prompt.extra_info)):
                 raise RowError(problem)
             if not begun and (problem := media_problem(row, prompt.messages)):
@@ -128,12 +129,6 @@ def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
         "chat_template ignores the messages: mend chat_template.jinja in the model's folder. If they ask the "
         "same, keep one of them; if an environment hides their answers, write something of the row into each"
     )
-
-
-def _check(ground_truth: str, check_ground_truth: CheckGroundTruth | None) -> None:
-    problem = check_ground_truth(ground_truth) if check_ground_truth else None
-    if problem:
-        raise RowError(f"reward_model.ground_truth: {problem}")
 
 
 def _prompt(number: int, row: Row, tokenizer: Any, several: bool, tools: Tools) -> Prompt:

@@ -94,7 +94,6 @@ class EvalOptions:
 
     @property
     def names(self) -> list[str]:
-        """The suites, as they were given."""
         return [name for name in self.suite.split(",") if name]
 
     @property

@@ -74,8 +74,7 @@ def score(
     majority vote, None if no response has an answer (programs); each with ``_low`` and ``_high``, its 95 %
     interval over problems. ``maj@n_tied``: of problems, with a tie at the top. Of responses: ``truncated``,
     ``unanswered`` (no box; None unless ``boxed``: programs need none, a reward of the user's may not),
-    ``unjudged``.
-    ``response_tokens/...``: mean, median, 95th percentile, means of right and of wrong ones.
+    ``unjudged``. ``response_tokens/...``: mean, median, 95th percentile, means of right and of wrong ones.
     ``rerun_std``, ``detectable_difference`` (None where all problems have the same avg@n): see the functions
     of these names; the latter for another model that is as uneven over the problems and independent of this
     one. ValueError for missing or repeated samples.

@@ -389,7 +389,6 @@ def _with_literal(test: ast.expr) -> tuple[ast.expr, Any] | None:
 
 
 def _read(source: str) -> frozenset[str]:
-    """The names that a piece of source reads."""
     return node_names(ast.parse(source))
 
 

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from bapo_megatron.reward.answer_text import (
     base_of,
@@ -98,7 +98,7 @@ def check_ground_truth(ground_truth: str) -> str | None:
         )
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return f"it has {len(answer)} characters; an answer may have {MAX_ANSWER_CHARACTERS}"
-    if not _math_verify().parses(answer):
+    if not _math_verify().ask("parses", answer):
         return f"math-verify cannot read {ground_truth!r} as mathematics; mend it or leave the row out"
     return None
 
@@ -106,7 +106,7 @@ def check_ground_truth(ground_truth: str) -> str | None:
 def is_operation(ground_truth: str) -> bool:
     """Whether a ground truth is an unevaluated operation, so that an answer may be one, too."""
     answer = _bare(ground_truth)
-    return not INTEGER.fullmatch(answer) and _math_verify().is_operation(answer)
+    return not INTEGER.fullmatch(answer) and _math_verify().ask("is_operation", answer)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -130,7 +130,7 @@ def answers_equal(
     bases = base_of(expected), base_of(given)
     if None not in bases and bases[0] != bases[1]:  # which math-verify does not read
         return False
-    return (equal or _math_verify().equal)(expected, given, allow_operations)
+    return (equal or partial(_math_verify().ask, "equal"))(expected, given, allow_operations)
 
 
 def _bare(ground_truth: str) -> str:
@@ -153,24 +153,12 @@ class MathVerifyProcess:
         self.failures = 0
         """Requests at which the child died or timed out."""
 
-    def equal(self, ground_truth: str, answer: str, allow_operations: bool = False) -> bool:
-        """Equality of ground truth and answer; False if it cannot be decided."""
-        return self._ask("equal", ground_truth, answer, allow_operations)
-
-    def parses(self, ground_truth: str) -> bool:
-        """Whether math-verify can parse the ground truth."""
-        return self._ask("parses", ground_truth)
-
-    def is_operation(self, ground_truth: str) -> bool:
-        """Whether the ground truth is an unevaluated operation."""
-        return self._ask("is_operation", ground_truth)
-
     def close(self) -> None:
-        """End the child."""
         with self._lock:
             self._stop()
 
-    def _ask(self, function: str, *arguments: str | bool) -> bool:
+    def ask(self, function: str, *arguments: str | bool) -> bool:
+        """Answer of one of the functions of ``math_verify_compare.py``."""
         with self._lock:
             if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
                 self._owner = os.getpid()

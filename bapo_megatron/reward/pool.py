@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from bapo_megatron.config import RewardConfig
+from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.reward.endpoints.scorer import EndpointScorer
-from bapo_megatron.reward.functions import is_built_in, is_endpoint, prompt_fields_of
+from bapo_megatron.reward.functions import prompt_fields_of
 from bapo_megatron.reward.math import COMMAND
 from bapo_megatron.types import Prompt
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
@@ -68,7 +69,7 @@ class RewardPool:
         self._config = config
         self._max_response_tokens = max_response_tokens
         functions = tuple(functions) or (config.function,)
-        in_workers = [function for function in functions if not is_endpoint(function)]
+        in_workers = [function for function in functions if function not in REWARD_ENDPOINTS]
         self._endpoint = EndpointScorer(config) if len(in_workers) < len(functions) else None
         settings = {"reward": dataclasses.asdict(config), "functions": in_workers}
         self._workers = WorkerPool(WorkerProgram(COMMAND, settings), config.workers if in_workers else 0)
@@ -103,7 +104,7 @@ class RewardPool:
         if not self._running:
             raise RuntimeError("the reward pool is not running: start() it before score(), not after close()")
         function = prompt.reward or self._config.function
-        if self._endpoint and is_endpoint(function):
+        if self._endpoint and function in REWARD_ENDPOINTS:
             result = _result(self._config.failed, await self._endpoint.answer(prompt, response))
         else:
             result = await self._score_in_worker(prompt, function, response)
@@ -136,13 +137,12 @@ class RewardPool:
 
 def _described(prompt: Prompt, function: str) -> dict[str, Any]:
     """The prompt as plain JSON; for a built-in ``function`` only the fields that it reads."""
-    if is_built_in(function):
+    if function in REWARD_FUNCTIONS:
         return {name: getattr(prompt, name) for name in prompt_fields_of(function)}
     return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
 
 
 def _result(failed: float, answer: dict[str, Any]) -> RewardResult:
-    """Result from the reply of a worker or an endpoint."""
     return RewardResult(failed, **answer) if "failure" in answer else RewardResult(**answer)
 
 

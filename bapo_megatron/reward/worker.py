@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config import RewardConfig
+from bapo_megatron.config.validation import REWARD_FUNCTIONS
 from bapo_megatron.reward import functions, math_verify_compare
 from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.reward.cpu_time import fatal_cpu_limit
@@ -91,7 +92,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _score_function(reward: RewardConfig) -> Callable[[dict[str, Any], str], Any]:
-    if functions.is_built_in(reward.function):
+    if reward.function in REWARD_FUNCTIONS:
         score_of = functions.built_in(reward)
 
         def judge(prompt: dict[str, Any], response: str) -> float:

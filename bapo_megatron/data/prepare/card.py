@@ -72,7 +72,6 @@ class Card:
     """Histogram of the lengths of kept prompts, in tokens; empty without a tokenizer."""
 
     def keep(self, problem: Problem) -> None:
-        """Count a kept row."""
         self.kept += 1
         self.by_data_source[problem.data_source] += 1
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
@@ -90,7 +89,6 @@ class Card:
             shown.append(short)
 
     def as_json(self) -> dict[str, Any]:
-        """Content of card.json."""
         options = dataclasses.asdict(self.options)
         return {
             "format": FORMAT,
@@ -145,7 +143,10 @@ def as_markdown(card: Card) -> str:
     ]
     for reason, shown in card.examples.items():
         lines += ["", f"## Examples: {reason}", ""]
-        lines += [f"- {one.source}, row {one.row}: {_cell(one.why)}{_quoted(one.question)}" for one in shown]
+        for one in shown:
+            lines.append(f"- {one.source}, row {one.row}: {_cell(one.why)}")
+            if one.question:
+                lines.append(f"  > {_cell(one.question)}")
     return "\n".join(lines) + "\n"
 
 
@@ -178,10 +179,6 @@ def _table(title: str, head: tuple[str, ...], rows: list[Any]) -> list[str]:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
-
-
-def _quoted(question: str) -> str:
-    return f"\n  > {_cell(question)}" if question else ""
 
 
 def _short(text: str) -> str:

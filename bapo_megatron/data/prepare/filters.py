@@ -174,22 +174,16 @@ class Contamination:
         best, number = max(enough, default=(0.0, 0))
         return Match(self._problems[-number], best) if enough else None
 
+    def overlap(self, problem: Problem) -> str | None:
+        """Second pass: the reason to drop a question of an evaluation set, or None."""
+        if (found := self.match(problem.question)) is None:
+            return None
+        return f"has {found.share:.0%} of {found.problem.suite}, row {found.problem.row}"
+
 
 def _text(question: str) -> str:
     """The normal form as a text in which others are looked for, token by token."""
     return f" {' '.join(tokens(question))} "
-
-
-def contamination_filter(index: Contamination) -> Filter:
-    """Decontamination filter: drops questions of an evaluation set."""
-
-    def why(problem: Problem) -> str | None:
-        found = index.match(problem.question)
-        if found is None:
-            return None
-        return f"has {found.share:.0%} of {found.problem.suite}, row {found.problem.row}"
-
-    return why
 
 
 def difficulty_filter(path: str, least: float, most: float) -> Filter:
@@ -252,22 +246,16 @@ def _sentence(answer: str) -> str | None:
     return next((run[0] for run in _RUN.finditer(answer) if _WORD.search(run[0])), None)
 
 
-class TypesOfExtraInfo:
-    """Schema check: each key of ``extra_info`` must have one type in all rows, as Arrow needs it.
+def clash_of_types(types: dict[str, str], info: dict[str, Any]) -> str | None:
+    """Schema check: error of the first key of ``extra_info`` with another type than in earlier rows, or None.
 
-    It remembers the types of the rows so far.
+    Arrow needs one type in all rows. ``types``: those of the rows so far, which gain those of this one.
     """
-
-    def __init__(self) -> None:
-        self._found: dict[str, str] = {}
-
-    def clash(self, info: dict[str, Any]) -> str | None:
-        """Error of the first key whose type differs from that in earlier rows, or None."""
-        for name, value in info.items():
-            now = "number" if isinstance(value, (int, float)) else type(value).__name__
-            if (before := self._found.setdefault(name, now)) != now:
-                return f"extra_info.{name} is of type {now} here ({json.dumps(value)[:60]}), {before} before"
-        return None
+    for name, value in info.items():
+        now = "number" if isinstance(value, (int, float)) else type(value).__name__
+        if (before := types.setdefault(name, now)) != now:
+            return f"extra_info.{name} is of type {now} here ({json.dumps(value)[:60]}), {before} before"
+    return None
 
 
 def first_reason(problem: Problem, filters: Iterable[tuple[str, Filter]]) -> tuple[str, str] | None:

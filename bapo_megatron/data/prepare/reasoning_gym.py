@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from bapo_megatron.data.prepare.normal_form import key
-from bapo_megatron.data.rows import Row
+from bapo_megatron.data.rows import Row, digest_of_rows
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.reward.reasoning_gym import (
     NO_ANSWER,
@@ -59,7 +59,6 @@ class GeneratedSource:
 
     @property
     def name(self) -> str:
-        """Name of the source in the data card."""
         return f"{PREFIX}{','.join(self.tasks)}, {self.size} problems, seed {self.seed}"
 
     def rows(self) -> Iterator[Row]:
@@ -67,11 +66,7 @@ class GeneratedSource:
         yield from self._rows
 
     def digest(self) -> str:
-        """SHA-256 of the rows as JSON, a line each."""
-        found = hashlib.sha256()
-        for row in self._rows:
-            found.update(json.dumps(row, sort_keys=True).encode() + b"\n")
-        return found.hexdigest()
+        return digest_of_rows(self._rows)
 
     @cached_property
     def _rows(self) -> list[Row]:

@@ -8,18 +8,18 @@ two passes. Used by ``command.py`` and ``options.py``.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX, GeneratedSource, tasks_of
-from bapo_megatron.data.rows import FORMATS, Row, iterate_jsonl, within_depth
+from bapo_megatron.data.rows import FORMATS, Row, digest_of_rows, iterate_jsonl, within_depth
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import sha256_of
 
@@ -42,7 +42,6 @@ class FileSource:
 
     @property
     def name(self) -> str:
-        """Name of the source in the data card: that of the file."""
         return self.path.name
 
     def rows(self) -> Iterator[Row]:
@@ -54,7 +53,6 @@ class FileSource:
             yield row
 
     def digest(self) -> str:
-        """SHA-256 of the file."""
         return sha256_of(self.path)
 
 
@@ -66,15 +64,10 @@ class HubSource:
     dataset: Any
 
     def rows(self) -> Iterator[Row]:
-        """All rows in order."""
         yield from self.dataset
 
     def digest(self) -> str:
-        """SHA-256 of the rows as JSON, a line each."""
-        found = hashlib.sha256()
-        for row in self.dataset:
-            found.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        return found.hexdigest()
+        return digest_of_rows(self.dataset)
 
 
 class ChampSource:
@@ -95,7 +88,6 @@ class ChampSource:
                 }
 
     def digest(self) -> str:
-        """SHA-256 of the package's file."""
         return sha256_of(self._path)
 
     @cached_property
@@ -117,27 +109,21 @@ def _champ_number(answer: str | None) -> str | None:
 Source = FileSource | HubSource | GeneratedSource | ChampSource
 
 
-@dataclass(frozen=True)
-class Generation:
-    """Settings of a generated source: number of problems, seed, settings of the tasks.
-
-    From the flags of `bapo data prepare`; ``open_source`` passes them to ``GeneratedSource``.
-    """
-
-    size: int | None = None
-    seed: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-def open_source(text: str, split: str, revision: str | None, generation: Generation | None = None) -> Source:
+def open_source(
+    text: str,
+    split: str,
+    revision: str | None,
+    size: int | None = None,
+    seed: int = 0,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Source:
     """Open a source: the file at the path ``text``, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub,
-    ``champ``, or ``reasoning-gym:TASK,TASK`` as ``generation`` says.
+    ``champ``, or ``size`` problems of ``reasoning-gym:TASK,TASK`` with ``seed`` and ``settings``.
 
     ConfigError if it is none of these, or cannot be loaded.
     """
     if text.startswith(PREFIX):
-        wanted = generation or Generation()
-        return tasks_of(text, wanted.size, wanted.seed, wanted.settings)
+        return tasks_of(text, size, seed, settings)
     path = Path(text)
     if text == CHAMP and not path.exists():
         return ChampSource()

@@ -16,7 +16,7 @@ import random
 import re
 from collections import Counter
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
@@ -101,6 +101,13 @@ def redacted(text: str, key: str) -> str:
     return text.replace(key, "[key]") if key else text
 
 
+def with_path(url: str, path: str) -> str:
+    """Address with ``path`` at its end, if it is not there."""
+    parts = urlsplit(url)
+    there = parts.path.rstrip("/")
+    return url if there.endswith(path) else urlunsplit(parts._replace(path=there + path))
+
+
 class JsonClient:
     """HTTP client of one address, async, for one event loop: any number of ``ask`` at once, then ``close``.
 
@@ -122,6 +129,8 @@ class JsonClient:
         ``most_bytes``: limit of a reply; a longer one is refused.
         """
         self._url, self._key = url, key
+        self.address = shown(url)
+        """As messages show it."""
         self._timeout_s, self._give_up_s = timeout_s, give_up_s
         self._room = asyncio.Semaphore(concurrency)
         self._most_bytes = most_bytes
@@ -130,11 +139,6 @@ class JsonClient:
         self._silent_since: float | None = None
         self._failed_at: float | None = None
         self._retries: Counter[str] = Counter()
-
-    @property
-    def address(self) -> str:
-        """Address as messages show it."""
-        return shown(self._url)
 
     @property
     def has_failed(self) -> bool:
@@ -172,9 +176,10 @@ class JsonClient:
                 writer.close()
                 return
             except OSError as error:  # TimeoutError is one
+                failure = EndpointError("no connection", f"{self.address}: {_words(error)}")
                 if _now() + wait_s > begun + self._give_up_s:
-                    raise EndpointError("no connection", f"{self.address}: {_words(error)}") from None
-                self._tell_of(_Passing("no connection", f"{self.address}: {_words(error)}"))
+                    raise failure from None
+                self._tell_of(failure)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 

@@ -97,7 +97,6 @@ class RewardModelSettings(EndpointSettings):
     """A number above fails."""
 
     def problems(self) -> Iterator[str]:
-        """As the base class's."""
         yield from super().problems()
         if self.protocol in ("sglang", "openrlhf") and not self.tokenizer:
             yield (
@@ -110,7 +109,6 @@ class RewardModelSettings(EndpointSettings):
             yield f"lowest={self.lowest} must be below highest={self.highest}"
 
     def absences(self) -> Iterator[str]:
-        """As the base class's."""
         yield from super().absences()
         if self.tokenizer and not Path(self.tokenizer).is_dir():
             yield f"tokenizer={self.tokenizer} is not a folder"
@@ -139,7 +137,6 @@ class LlmJudgeSettings(EndpointSettings):
     """More fields of the request, e.g. `{"response_format": {"type": "json_object"}}`; None takes one out."""
 
     def problems(self) -> Iterator[str]:
-        """As the base class's."""
         yield from super().problems()
         if "response" not in _PLACES.findall(self.template):
             yield "template has no {response}: the judge would not see what it judges"

@@ -16,7 +16,7 @@ from bapo_megatron.data.prepare.command import prepare
 from bapo_megatron.data.prepare.filters import TEMPLATE, Contamination, EvaluationProblem
 from bapo_megatron.data.prepare.normal_form import commuted_key, key
 from bapo_megatron.data.prepare.options import DATA_FILE, PrepareOptions
-from bapo_megatron.data.prepare.sources import Generation, open_source
+from bapo_megatron.data.prepare.sources import open_source
 from bapo_megatron.data.problem_sets import load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -131,12 +131,12 @@ def test_options_that_do_not_go_together(
 )
 def test_sources_that_say_too_little(text: str, size: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_source(text, "train", None, Generation(size))
+        open_source(text, "train", None, size)
 
 
 def test_settings_of_one_task_or_of_all() -> None:
     def found(settings: dict[str, Any]) -> list[Any]:
-        source = open_source("reasoning-gym:chain_sum,gcd", "train", None, Generation(2, 0, settings))
+        source = open_source("reasoning-gym:chain_sum,gcd", "train", None, 2, 0, settings)
         return [source._settings_of(task) for task in ("chain_sum", "gcd")]  # type: ignore[union-attr]
 
     assert found({}) == [{}, {}]

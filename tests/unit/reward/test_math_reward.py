@@ -206,12 +206,12 @@ def test_works_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_dead_child_costs_one_question() -> None:
     lone = MathVerifyProcess()
-    assert lone.equal("1/2", "0.5")
+    assert lone.ask("equal", "1/2", "0.5")
     assert lone._child is not None
     lone._child.kill()
-    assert not lone.equal("1/2", "0.5")
+    assert not lone.ask("equal", "1/2", "0.5")
     assert lone.failures == 1
-    assert lone.equal("1/2", "0.5")
+    assert lone.ask("equal", "1/2", "0.5")
     lone.close()
 
 
@@ -221,7 +221,7 @@ def test_integers_are_judged_as_math_verify_does() -> None:
     texts = ["0", "-0", "7", "007", "+7", "-7", "70", "1234567890123456789012"]
     for truth in texts:
         for answer in texts:
-            assert answers_equal(truth, answer) == lone.equal(truth, answer), (truth, answer)
+            assert answers_equal(truth, answer) == lone.ask("equal", truth, answer), (truth, answer)
     lone.close()
 
 

@@ -24,7 +24,7 @@ from bapo_megatron.config import (
     RunConfig,
     SglangConfig,
 )
-from bapo_megatron.config.free_settings import Settings
+from bapo_megatron.config.flags import Settings
 from bapo_megatron.config.validation import (
     REWARD_ENDPOINTS,
     environment_problems,

@@ -1,7 +1,7 @@
 """Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
 
 Of up to some ten thousand candidates it drops most by cheap rules, and plans at most a few hundred, by
-arithmetic; nothing is run. Used by ``page.py``, ``commands/plan.py`` and ``commands/rehearse.py``.
+arithmetic; nothing is run. Used by ``page.py`` and ``commands/plan.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from bapo_megatron.algo.settings import out_of_range, wrong_types
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.config.validation import flat
+from bapo_megatron.config.validation import flat, run_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.memory import stage_memory
@@ -45,7 +45,7 @@ def problems(job: Job) -> list[str]:
 
 def _broken_rules(job: Job) -> list[str]:
     """``problems`` of a candidate of the search, whose fields have their types: half the time."""
-    return [*layout_problems(job.parallel, job.shape), *job.run.rule_problems()]
+    return [*layout_problems(job.parallel, job.shape), *run_problems(job.run)]
 
 
 @dataclass(frozen=True)

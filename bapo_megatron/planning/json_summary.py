@@ -1,7 +1,7 @@
 """JSON summaries of a plan and of a rehearsal: everything that ``--json`` writes, as plain numbers.
 
 Of a rehearsal ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, and each rank. Used by
-``commands/plan.py``, ``commands/rehearse.py`` and ``page.py``.
+``commands/plan.py`` and ``page.py``.
 """
 
 from __future__ import annotations

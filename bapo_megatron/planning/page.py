@@ -2,7 +2,7 @@
 
 A plan: summary, memory of each stage, traffic, speed, engines, advice, and a few more numbers, such as
 activations by mode of recomputation. A rehearsal: memory, FLOPs, collectives and host waits of each rank.
-Used by ``commands/plan.py`` and ``commands/rehearse.py``.
+Used by ``commands/plan.py``.
 """
 
 from __future__ import annotations

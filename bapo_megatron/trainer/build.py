@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 
-from bapo_megatron.checkpoint.after_export import AfterExport
+from bapo_megatron.checkpoint.exports import AfterExport, StepExports
 from bapo_megatron.checkpoint.run_directory import plain_values, read_config, store_config
-from bapo_megatron.checkpoint.step_exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RunConfig
 from bapo_megatron.hf.reader import TensorReader

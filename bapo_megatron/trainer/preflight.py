@@ -28,7 +28,7 @@ from bapo_megatron.config import (
     RunConfig,
     SftConfig,
 )
-from bapo_megatron.config.validation import raise_problems
+from bapo_megatron.config.validation import new_run_problems, raise_problems
 from bapo_megatron.data.problem_sets import load_problems
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
@@ -136,7 +136,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
 def check_new_run(config: RunConfig) -> None:
     """ConfigError for mistakes that a run without a step may not have."""
     if not has_steps(config.directory):
-        raise_problems(list(config.new_run_problems()))
+        raise_problems(list(new_run_problems(config)))
 
 
 def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:

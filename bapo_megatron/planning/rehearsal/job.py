@@ -2,7 +2,7 @@
 
 It starts processes. ConfigError for a stage or a rank that the layout does not have, for flags that exclude
 each other, and for layers that are not there. Used by
-``commands/rehearse.py`` and ``commands/cluster/job.py``.
+``commands/plan.py`` and ``commands/cluster/job.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each rank is rehearsed alone, so a rank that would hang on the cluster goes on here. The first call in which
 two members of a group differ is where they would deadlock. Sends are matched with the other rank's receives.
-Pure functions on the results of all ranks. Used by ``commands/rehearse.py``.
+Pure functions on the results of all ranks. Used by ``commands/plan.py``.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
             "its scorer gets more than a wrong one; lower reward.failed"
         )
-    yield from unused_settings(config.data, reward, config.algorithm, config.optimizer, config.evaluation)
+    yield from unused_settings(config)
 
 
 class StepClock:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster
-from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
-from bapo_megatron.commands.cluster.partition import partition_warnings
 from bapo_megatron.commands.cluster.submit import (
     SubmitCommand,
     _queue_warnings,
     earlier_job,
     launch,
     nemo_run_python,
+    partition_warnings,
+    submission_environment,
     submit,
 )
 from bapo_megatron.config import RunConfig

@@ -90,7 +90,7 @@ def test_flags_that_exclude_each_other_are_refused(capsys: pytest.CaptureFixture
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bapo_megatron.commands.rehearse.rehearse_job", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("bapo_megatron.commands.plan.rehearse_job", lambda *_: pytest.fail("it began"))
     gone = tmp_path / "gone/out.json"
     assert bapo(["rehearse", "recipes/bp_math_32b_64k.py", "--json", str(gone)]) == 2
     told = f"--json {gone}: the folder {gone.parent} does not exist; make it, or name another file"

@@ -40,9 +40,7 @@ class CanarySpec:
     tokens: int
     """Tokens of all sequences together, up to a remainder below two tokens."""
     longest: int
-    """Tokens of the longest sequence."""
     vocab: int
-    """Vocabulary size: token ids are below this."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,15 +49,17 @@ def load_problems(
     (``RunConfig.environments``). ``begun``: whether the run has steps, as in ``ground_truth_check``.
     ConfigError as ``load_prompts``.
     """
+
+    def load(source: SourceConfig, flag: str, described: Tools) -> PromptSet:
+        function, limit = source.reward or reward_function, data.max_prompt_tokens
+        found = _load(source.file, function, flag, tokenizer, limit, described, begun)
+        return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
+
     digest = _tools_digest(tools)
     if not data.sources:
-        own = tools.get("", ())
-        found = _training(data, data.files[0], reward_function, "--reward.function", tokenizer, own, begun)
+        found = load(data.files[0], "--reward.function", tools.get("", ()))
         return replace(found, tools_sha256=digest)
-    sets = [
-        _load_source(data, source, reward_function, tokenizer, tools.get(source.name, ()), begun)
-        for source in data.sources
-    ]
+    sets = [_named(source, partial(load, described=tools.get(source.name, ()))) for source in data.sources]
     return PromptSet(
         tuple(prompt for one in sets for prompt in one.prompts),
         sum(one.too_long for one in sets),
@@ -76,12 +79,11 @@ def mixed(source: SourceConfig, found: PromptSet) -> MixedSource:
     return MixedSource(source.name, len(found.prompts), source.weight, sha256_of(source.file))
 
 
-def _load_source(
-    data: DataConfig, source: SourceConfig, reward_function: str, tokenizer: Any, tools: Tools, begun: bool
-) -> PromptSet:
+def _named(source: SourceConfig, load: Callable[[SourceConfig, str], PromptSet]) -> PromptSet:
+    """Prompts of one source of several, with its name, in messages, too."""
     flag = "--reward.function" if source.reward is None else f"data.sources[{source.name}].reward"
     try:
-        found = _training(data, source, source.reward or reward_function, flag, tokenizer, tools, begun)
+        found = load(source, flag)
     except ConfigError as error:  # its message names `data.path`
         field = f"data.sources[{source.name}].path"
         told = str(error).replace(f"data.path={source.file}", f"{field}={source.file}")
@@ -89,19 +91,6 @@ def _load_source(
         raise ConfigError(told if named else f"data.sources[{source.name}]: {told}") from error
     prompts = tuple(replace(one, source=source.name, reward=source.reward or "") for one in found.prompts)
     return replace(found, prompts=prompts)
-
-
-def _training(
-    data: DataConfig,
-    source: SourceConfig,
-    function: str,
-    flag: str,
-    tokenizer: Any,
-    tools: Tools,
-    begun: bool,
-) -> PromptSet:
-    found = _load(source.file, function, flag, tokenizer, data.max_prompt_tokens, tools, begun)
-    return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
 
 
 def _load(
@@ -122,7 +111,6 @@ class Suite:
     name: str
     path: Path
     sha256: str
-    """SHA-256 of the suite's file."""
     prompts: tuple[Prompt, ...]
 
 

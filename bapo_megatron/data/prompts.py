@@ -38,10 +38,8 @@ Tools = Sequence[Mapping[str, Any]]
 """Schemas of the tools of an environment, which the chat template writes into prompts; empty: none."""
 
 CheckGroundTruth = Callable[[str], str | None]
-"""Validator of ground truths: the error of one, or None."""
-
 CheckExtraInfo = Callable[[dict[str, Any]], str | None]
-"""Validator of a row's ``extra_info``: its error, or None."""
+"""Validators of a row's ground truth and ``extra_info``: its error, or None."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class MixedSource:
     """Usable prompts; the run's dataset concatenates those of all sources."""
     weight: float
     sha256: str
-    """SHA-256 of its file."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.types import FinishReason, Metrics
 
 RESAMPLES = 10_000
-"""Number of resamples of a bootstrap."""
 
 CONFIDENCE = 0.95
 SIGNIFICANCE, POWER = 0.05, 0.8

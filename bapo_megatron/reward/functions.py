@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
 
 Score = Callable[["Prompt", str], float]
-"""A user's reward function."""
 
 BuiltIn = Callable[[dict[str, Any], str], float]
 """A built-in reward function: from fields of a prompt and a response to a score in [0, 1]."""

@@ -47,7 +47,6 @@ class RewardResult:
     """Kind of the failure: the function raised, timed out, ended its process, or returned no finite number;
     or the endpoint gave none; or a step of the response's environment failed. None on success."""
     detail: str = ""
-    """Text of the failure, for the log."""
     traceback: str = dataclasses.field(default="", compare=False)
     """Traceback of a function that raised, shortened."""
     place: str = dataclasses.field(default="", compare=False)

@@ -38,7 +38,6 @@ UNUSABLE = {
     "composite": "it mixes other tasks: name those",
     "game_of_life_halting": "its verifier calls every answer right",
 }
-"""Unusable tasks, with the reason."""
 
 _COMPILED = "pycosat"
 _NEED_COMPILED = "zebra_puzzles"
@@ -96,7 +95,6 @@ MAX_CHARACTERS = 20_000
 """Limit in characters of an answer; a longer one is wrong."""
 
 MAX_EVALUATED_CHARACTERS = 2_000
-"""The same limit for an answer that is evaluated."""
 
 _MAX_DEPTH = 60
 _MAX_DIGITS = 18

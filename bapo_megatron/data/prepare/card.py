@@ -21,7 +21,6 @@ from bapo_megatron.reward.code_tests import forgeable_tests
 from bapo_megatron.reward.math import is_operation
 
 FORMAT = 1
-"""Version of card.json."""
 
 EXAMPLES = 3
 """Number of examples of left-out rows for each reason."""
@@ -59,7 +58,6 @@ class Card:
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[Dropped]] = field(default_factory=dict)
     invalid: list[Dropped] = field(default_factory=list)
-    """Invalid rows, which are no problems."""
     by_data_source: Counter[str] = field(default_factory=Counter)
     by_ability: Counter[str] = field(default_factory=Counter)
     forgeable: int = 0

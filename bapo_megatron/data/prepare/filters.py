@@ -29,7 +29,6 @@ _WORD = re.compile(r"[a-z]{3}")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
 
 INVALID = "invalid"
-"""The reason of invalid rows."""
 
 COMMON = 3
 """N-grams in so many evaluation problems or more do not count."""

@@ -44,7 +44,6 @@ class Walls:
         self.own_user = False
         """It has a user or user namespace of its own, and so the kernel counts its threads alone."""
         self.own_root = False
-        """It has a file system of its own."""
         self.landlock = False
         self.filter: bytes | None = None
         """Instructions of the filter of system calls."""

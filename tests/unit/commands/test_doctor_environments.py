@@ -22,8 +22,8 @@ from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.config import EnvironmentConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.sources import SourceConfig
+from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import PromptSet
-from bapo_megatron.data.suites import Suite
 from bapo_megatron.runtime.child_process import CommandResult, run_command
 from bapo_megatron.types import Prompt
 
@@ -289,6 +289,16 @@ def test_a_trial_that_breaks_the_check_costs_no_other_row(
     assert found[: 1 + len(refused)] == [("recipe", "problem", "a problem"), *refused]
     assert found[-1] == last
     assert (("reward", "ok", "score 1") in found) is ("_rewards = ends" not in change)
+
+
+def test_a_problem_that_the_recipe_and_its_reward_have_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change = "recipe._try_rewards = lambda *_: [recipe.DoctorRow('recipe', 'reward', 'problem', 'a problem')]"
+    command = [sys.executable, "-c", CHILD.replace("CHANGE", change)]
+    monkeypatch.setattr(recipe, "run_module", lambda *_: run_command(command, 600.0))
+    rows, _ = check_recipe(RECIPE, [])
+    assert [(row.state, row.found) for row in rows] == [("problem", "a problem")]
 
 
 def test_a_torn_line_is_no_answer() -> None:

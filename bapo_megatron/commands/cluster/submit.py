@@ -127,11 +127,16 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
     if command.dry_run:
         print("\n".join(job.summary()), file=sys.stderr)
     else:
-        for warning in partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes):
+        for warning in _queue_warnings(job):
             print(f"warning: {warning}", file=sys.stderr)
-        if (other := earlier_job(job.run_dir)) is not None:
-            print(f"warning: {other}; of two jobs of a run the second stops", file=sys.stderr)
     return launch(job, command.dry_run)
+
+
+def _queue_warnings(job: ClusterJob) -> Iterator[str]:
+    """What Slurm says against the submission, on a machine where it answers."""
+    yield from partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes)
+    if (other := earlier_job(job.run_dir)) is not None:
+        yield f"{other}; of two jobs of a run the second stops"
 
 
 def earlier_job(run: Path) -> str | None:

@@ -291,6 +291,16 @@ def test_a_trial_that_breaks_the_check_costs_no_other_row(
     assert (("reward", "ok", "score 1") in found) is ("_rewards = ends" not in change)
 
 
+def test_a_problem_that_the_recipe_and_its_reward_have_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change = "recipe._try_rewards = lambda *_: [recipe.DoctorRow('recipe', 'reward', 'problem', 'a problem')]"
+    command = [sys.executable, "-c", CHILD.replace("CHANGE", change)]
+    monkeypatch.setattr(recipe, "run_module", lambda *_: run_command(command, 600.0))
+    rows, _ = check_recipe(RECIPE, [])
+    assert [(row.state, row.found) for row in rows] == [("problem", "a problem")]
+
+
 def test_a_torn_line_is_no_answer() -> None:
     assert recipe._last_answer('{"next": "reward"}\n{"next": "environm') == {"next": "reward"}
     assert recipe._last_answer('{"next": "rew') is None

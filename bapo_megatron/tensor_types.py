@@ -174,4 +174,4 @@ class UpdateResult(NamedTuple):
     """float64 [7] of an update with routes, as ``trainer/routes.py`` reads them; else None."""
     experts: Tensor | None = None
     """float64 [layers, experts + 2] of a mixture of experts, by layer: tokens of each expert, tokens, sum of
-    their router entropies in nats (``policy/expert_load.py``); else None."""
+    their router entropies in nats (``policy/experts.py``); else None."""

@@ -20,11 +20,14 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
-from bapo_megatron.planning.json_summary import plan_dict, rehearsal_dict
-from bapo_megatron.planning.page import plan_text, rehearsal_text
+from bapo_megatron.planning.page import plan_dict, plan_text
 from bapo_megatron.planning.plan import make_plan
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, one_of_each_stage, rehearse_job
-from bapo_megatron.planning.rehearsal.match import collective_mismatches
+from bapo_megatron.planning.rehearsal.results import (
+    collective_mismatches,
+    rehearsal_dict,
+    rehearsal_text,
+)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from bapo_megatron.config.validation import (
     sandbox_problems,
 )
 from bapo_megatron.data.prepare.options import SUITES
-from bapo_megatron.data.suites import REWARD_FUNCTION
+from bapo_megatron.data.problem_sets import REWARD_FUNCTION
 from bapo_megatron.errors import ConfigError
 
 
@@ -94,7 +94,6 @@ class EvalOptions:
 
     @property
     def names(self) -> list[str]:
-        """The suites, as they were given."""
         return [name for name in self.suite.split(",") if name]
 
     @property

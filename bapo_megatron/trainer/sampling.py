@@ -16,9 +16,8 @@ from typing import Any
 from bapo_megatron.checkpoint.run_directory import has_steps, known_suites
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.data.prepare.options import SUITES
+from bapo_megatron.data.problem_sets import NO_TOOLS, Suite, load_problems, load_suite
 from bapo_megatron.data.prompts import Tools
-from bapo_megatron.data.sources import NO_TOOLS, load_problems
-from bapo_megatron.data.suites import Suite, load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Sampler, WeightSync

@@ -175,7 +175,6 @@ class _Unpickler(pickle._Unpickler):
         code: method for code, method in _ORDINARY.items() if code not in _FORBIDDEN_OPCODES
     }
     stack: list[Any]
-    metastack: list[list[Any]]
 
     def __init__(self, data: bytes, source: str, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data))

@@ -20,10 +20,9 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.hardware import GB
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
-from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.plan import make_plan, nodes_text, summary
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
-from bapo_megatron.planning.summary import nodes_text, summary
-from bapo_megatron.planning.verdict import rehearsal_verdict
+from bapo_megatron.planning.rehearsal.results import rehearsal_verdict
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 _TO_SLURM = ("account", "partition", "time", "qos", "constraint", "cpus_per_task", "mem")

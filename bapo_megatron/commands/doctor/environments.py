@@ -80,8 +80,8 @@ def try_environments(
 
 def _first_rows(config: RunConfig, passed: Sequence[object]) -> Mapping[str, Prompt]:
     """The first row of each source of prompts, and where a source has none that of its first suite."""
+    from bapo_megatron.data.problem_sets import Suite
     from bapo_megatron.data.prompts import PromptSet
-    from bapo_megatron.data.suites import Suite
 
     found: dict[str, Prompt] = {}
     for prompts in (one.prompts for one in passed if isinstance(one, PromptSet)):

@@ -202,7 +202,7 @@ def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterato
     ``needed``: the recipe's reward runs programs. ``allow_weak``: it permits missing isolation layers.
     ``forgeable_rows``: rows of its dataset with tests that a program can pass by forging.
     """
-    from bapo_megatron.reward.sandbox.requirements import sandbox_notes
+    from bapo_megatron.reward.sandbox.sandbox import sandbox_notes
 
     required = needed and not allow_weak
     yield isolation_row(sandbox_notes, required)
@@ -213,8 +213,7 @@ def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterato
 
 def isolation_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
     """Row of the sandbox's isolation layers, which its documents call walls: which of them are missing."""
-    from bapo_megatron.reward.sandbox.requirements import FIX
-    from bapo_megatron.reward.sandbox.sandbox import SandboxError
+    from bapo_megatron.reward.sandbox.sandbox import FIX, SandboxError
 
     try:
         lacks = "; ".join(notes())

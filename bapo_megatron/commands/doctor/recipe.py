@@ -192,10 +192,10 @@ def _response(ground_truth: str) -> tuple[str, str]:
 
 def _with_short_deadline(reward: RewardConfig) -> RewardConfig:
     """The reward's settings with one worker, and with a short deadline for an endpoint."""
-    from bapo_megatron.reward.functions import is_endpoint
+    from bapo_megatron.config.validation import REWARD_ENDPOINTS
 
     deadline = {"give_up_s": min(ENDPOINT_DEADLINE_S, reward.settings.get("give_up_s", ENDPOINT_DEADLINE_S))}
-    settings = reward.settings | (deadline if is_endpoint(reward.function) else {})
+    settings = reward.settings | (deadline if reward.function in REWARD_ENDPOINTS else {})
     return replace(reward, workers=1, settings=settings)
 
 

@@ -25,7 +25,7 @@ from bapo_megatron.commands.cluster.submit import (
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.records import Peak, RankResult
+from bapo_megatron.planning.rehearsal.records import Peak, RankResult
 
 ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "recipes/bp_math_32b_64k.py"

@@ -22,8 +22,8 @@ from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.config import EnvironmentConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.sources import SourceConfig
+from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import PromptSet
-from bapo_megatron.data.suites import Suite
 from bapo_megatron.runtime.child_process import CommandResult, run_command
 from bapo_megatron.types import Prompt
 

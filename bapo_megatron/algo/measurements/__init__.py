@@ -105,6 +105,11 @@ SEARCH = "search"
 """Name of the sums of a loss's search in ``UpdateSums.parts``."""
 
 
+def share(part: float, whole: float) -> float | None:
+    """The metric ``part / whole``; None where the whole is 0."""
+    return part / whole if whole else None
+
+
 def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:
     """Measurement of a token mean: the metric ``name`` is the mean of ``values`` over the tokens in the loss.
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums
+from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums, share
 from bapo_megatron.algo.tokens import unmasked
 from bapo_megatron.types import Metrics
 
@@ -75,9 +75,9 @@ def _raised_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
     raised, mass, positive, positive_mass = sums.tolist()
     return {
         "raised/tokens": raised / update.tokens,
-        "raised/probability": mass / raised if raised else None,
+        "raised/probability": share(mass, raised),
         "raised/positive_tokens": positive / update.tokens,
-        "raised/positive_probability": positive_mass / positive if positive else None,
+        "raised/positive_probability": share(positive_mass, positive),
     }
 
 

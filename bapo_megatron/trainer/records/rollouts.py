@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.algo.advantages import group_advantages, is_uniform
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.algo.filters import is_uniform
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import RunConfig
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.algo.corrections.rejection import is_off_policy
+from bapo_megatron.algo.corrections import is_off_policy
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.sequences import sequence_means, sums_by_sequence
 from bapo_megatron.config import AlgorithmConfig

@@ -1,15 +1,19 @@
-"""Rejection sampling of off-policy responses: rules by which whole responses leave an update, with any loss.
+"""Off-policy corrections that combine with any loss: rejection of responses, truncated importance weights.
 
-``trainer/corrections.py`` applies the rules on the host before packing, alike on every rank. No token of a
-rejected response is trained on in that update; only the metrics ``corrections/rejected_*`` of the update
-count it. Each limit is on one of two ratios:
+``trainer/corrections.py`` applies both on the host before packing, alike on every rank. Each limit of the
+rejection is on one of two ratios:
 
 - ``pi_old / pi_rollout``, trainer against engine at the start of a step: known before its updates;
 - ``pi / pi_rollout``, the policy in training: measured before an update, by a forward pass unless
   the ratio is known.
 
-Pure functions on numpy arrays and numbers. Legend: ``_N`` tokens of a response that are trained on. Used by
-``config/sections.py`` and ``trainer/corrections.py``.
+No token of a rejected response is trained on in that update; only the metrics ``corrections/rejected_*`` of
+the update count it. With ``algorithm.importance_cap`` the weights (TIS) multiply the tokens' weights in the
+loss.
+
+Pure functions on numpy arrays and numbers. Commands read the settings, so numpy is imported late. Legend:
+``_R`` tokens of a response, ``_N`` those that are trained on. Used by ``config/sections.py`` and
+``trainer/corrections.py``.
 """
 
 from __future__ import annotations
@@ -95,3 +99,52 @@ def is_off_policy(advantage: float, mean_gap: float, delta: float) -> bool:
         delta: largest such mean of a response with a negative advantage, nats.
     """
     return advantage < 0 and not mean_gap <= delta  # nan is above any limit
+
+
+def truncated_importance(
+    old_log_prob_R: np.ndarray, rollout_log_prob_R: np.ndarray, cap: float
+) -> np.ndarray:
+    """Truncated importance weights ``w_t = min(pi_old / pi_rollout, cap)`` of the tokens, [R].
+
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the separation
+    of the behaviour policy from the policy that the ratio starts at is that of Hilton et al., "Batch
+    size-invariance for policy optimization" (arXiv 2110.00641).
+
+    Args:
+        old_log_prob_R: log pi_old, nats.
+        rollout_log_prob_R: log pi_rollout, nats.
+        cap: the largest weight, above 0.
+
+    Returns:
+        float32 [R].
+    """
+    return _truncated(_log_weight(old_log_prob_R, rollout_log_prob_R), cap)
+
+
+def truncated_sequence_importance(
+    old_log_prob_R: np.ndarray, rollout_log_prob_R: np.ndarray, trained_R: np.ndarray, cap: float
+) -> np.ndarray:
+    """Truncated importance weight of a response: ``w = min(prod_t pi_old / pi_rollout, cap)``, [R].
+
+    The product is over the response's trained tokens: verl's ``rollout_is=sequence``, TRL's
+    ``sequence_truncate``. The longer the response, the further the product is from 1.
+
+    Args and result as of ``truncated_importance``, one number for all tokens. ``trained_R``: bool, the tokens
+    that are trained on.
+    """
+    import numpy as np
+
+    log_weight = _log_weight(old_log_prob_R, rollout_log_prob_R)[trained_R].sum()
+    return _truncated(np.full(len(old_log_prob_R), log_weight), cap)
+
+
+def _log_weight(old_log_prob_R: np.ndarray, rollout_log_prob_R: np.ndarray) -> np.ndarray:
+    difference_R: np.ndarray = old_log_prob_R.astype("float64") - rollout_log_prob_R
+    return difference_R
+
+
+def _truncated(log_weight_R: np.ndarray, cap: float) -> np.ndarray:
+    import numpy as np
+
+    weight_R: np.ndarray = np.exp(np.minimum(log_weight_R, math.log(cap))).astype(np.float32)
+    return weight_R

@@ -261,7 +261,7 @@ class Sampler(Protocol):
     On rank 0 only. Calls block, and sampling goes on between them: ``start`` comes first, ``next_batch`` and
     ``evaluated`` are polled. RunStopped if the run cannot go on, without engines or on a full disk, say.
     ``SamplerClient`` and, for a replay, ``ReplaySampler`` implement it; ``open_sampler`` makes it,
-    ``flow_control.py`` and ``rollout_only.py`` poll it, ``checkpointing.py`` stores its state, ``DiskSync``
+    ``flow_control.py`` and ``rollout_only.py`` poll it, the former stores its state, ``DiskSync``
     has it load weights.
     """
 

@@ -25,15 +25,8 @@ def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo"
     The standard deviation is that of a sample (over G - 1): GRPO's paper does not say which, and this is
     what torch.std, and with it verl, TRL and the published code of BAPO, compute.
 
-    Args:
-        rewards: [G] one finite reward for each response.
-        kind: the formula.
-
-    Returns:
-        float32 [G]; exactly zero where all rewards are equal.
-
-    Raises:
-        ValueError: if there are no rewards, or one is not finite.
+    float32; exactly zero where all rewards are equal. ValueError if there are no rewards, or one is not
+    finite.
     """
     rewards_G = np.asarray(rewards, dtype=np.float64)
     if rewards_G.size == 0 or not np.isfinite(rewards_G).all():

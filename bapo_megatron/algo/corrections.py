@@ -66,11 +66,7 @@ def is_outside(log_ratio_N: np.ndarray, config: CorrectionsConfig) -> bool:
 
     The range of the geometric mean is verl's ``rollout_rs=seq_mean_k1``, that of the worst token its former
     veto (github.com/verl-project/verl, ``rollout_corr_helper.py``). A ratio on a limit is inside; a response
-    without tokens is, too. A nan is outside any limit.
-
-    Args:
-        log_ratio_N: ``log(pi_old / pi_rollout)``, nats.
-        config: the limits.
+    without tokens is, too. A nan is outside any limit. ``log_ratio_N``: ``log(pi_old / pi_rollout)``, nats.
     """
     if not len(log_ratio_N):
         return False
@@ -91,12 +87,8 @@ def _within(log_ratio: float, low: float | None, high: float | None) -> bool:
 def is_off_policy(advantage: float, mean_gap: float, delta: float) -> bool:
     """Off-policy sequence mask, ``A < 0 and mean_t log(pi_rollout / pi) > delta``: whether it rejects.
 
-    DeepSeek-V3.2 (arXiv 2512.02556, Eq. 9).
-
-    Args:
-        advantage: of the response.
-        mean_gap: mean of ``log(pi_rollout / pi)`` over its tokens, nats; 0 without tokens.
-        delta: largest such mean of a response with a negative advantage, nats.
+    DeepSeek-V3.2 (arXiv 2512.02556, Eq. 9). ``mean_gap``: the mean over the response's tokens, nats; 0
+    without tokens.
     """
     return advantage < 0 and not mean_gap <= delta  # nan is above any limit
 
@@ -110,13 +102,7 @@ def truncated_importance(
     of the behaviour policy from the policy that the ratio starts at is that of Hilton et al., "Batch
     size-invariance for policy optimization" (arXiv 2110.00641).
 
-    Args:
-        old_log_prob_R: log pi_old, nats.
-        rollout_log_prob_R: log pi_rollout, nats.
-        cap: the largest weight, above 0.
-
-    Returns:
-        float32 [R].
+    float32. From log pi_old and log pi_rollout, nats; ``cap``: the largest weight, above 0.
     """
     return _truncated(_log_weight(old_log_prob_R, rollout_log_prob_R), cap)
 
@@ -129,8 +115,8 @@ def truncated_sequence_importance(
     The product is over the response's trained tokens: verl's ``rollout_is=sequence``, TRL's
     ``sequence_truncate``. The longer the response, the further the product is from 1.
 
-    Args and result as of ``truncated_importance``, one number for all tokens. ``trained_R``: bool, the tokens
-    that are trained on.
+    Otherwise as ``truncated_importance``, with one number for all tokens. ``trained_R``: bool, the trained
+    tokens.
     """
     import numpy as np
 

@@ -5,7 +5,7 @@
 
 A checkpoint is written under a temporary name while training continues. Its manifest, with the size and the
 digest of every other file, is written last; then the folder is renamed. A folder without a matching manifest
-is no checkpoint. The trainer decides when to save (``trainer/checkpointing.py``), the reader of a resumed run
+is no checkpoint. The trainer decides when to save (``trainer/flow_control.py``), the reader of a resumed run
 is ``reader.py``. Used by ``trainer/build.py``, ``trainer/records/recorder.py`` and
 ``benchmarks/checkpoint_stall.py``.
 """
@@ -48,7 +48,7 @@ class CheckpointStore:
 
     After ``begin`` call ``finalize`` until it returns the save; both are collective, the other methods are
     for rank 0. RunStopped, on the rank that meets it, if the disk is full or fails. Made by
-    ``trainer/build.py``, called by ``trainer/checkpointing.py``.
+    ``trainer/build.py``, called by ``trainer/flow_control.py``.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ def finish(run: Run) -> None:
     """
     from bapo_megatron.hf.export import export_hf, keep_others
     from bapo_megatron.runtime.distributed import is_main
-    from bapo_megatron.trainer.checkpointing import bring_policy_back
+    from bapo_megatron.trainer.flow_control import bring_policy_back
 
     bring_policy_back(run)  # engines have the GPUs after the evaluation of the last step
     output = RunPaths(run.config.directory).export

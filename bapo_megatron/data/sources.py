@@ -1,7 +1,7 @@
 """Loader of a run's training problems, from its one file or from several sources (``data.sources``).
 
 Preflight and the sampler call ``load_problems``; it tokenizes all rows. ConfigError for the first invalid
-row. Used by ``trainer/preflight.py``, ``trainer/sampling.py`` and ``trainer/sft.py``.
+row. Used by ``trainer/preflight.py``, ``trainer/build.py`` and ``trainer/sft.py``.
 """
 
 from __future__ import annotations

@@ -44,8 +44,7 @@ class GpuHandover:
     ``to_policy`` and ``to_engines`` are collective, and do nothing where engines have GPUs of their own,
     where stored rollouts are replayed, or where the GPUs are on that side already. ``policy_has_gpus`` and
     ``metrics`` are local. Nothing is checkpointed. Made by ``trainer/build.py`` on every rank, called by
-    ``trainer/flow_control.py`` and, before a save or the export, by ``trainer/checkpointing.py``;
-    ``train.py`` reads its metrics.
+    ``trainer/flow_control.py``, also before a save or the export; ``train.py`` reads its metrics.
     """
 
     def __init__(

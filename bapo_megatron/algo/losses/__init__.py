@@ -121,10 +121,7 @@ class Loss(ABC):
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient; 0, the ratio 1, where masked.
-
-    Made by ``TokenLoss.terms`` for each chunk of a pack.
-    """
+    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient; 0, the ratio 1, where masked."""
 
     log_ratio_T: Tensor
     """log(pi / pi_old), nats."""

@@ -99,14 +99,11 @@ def _groups(batch: MicroBatch, bounds_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search of the bounds, as plain data; equal on every rank.
-
-    Made by ``search``, read by ``ClipLoss``, with the contribution of the positive tokens there, for each
-    measure, share and weight (``BoundsConfig``).
-    """
+    """Result of a search of the bounds, as plain data; equal on every rank."""
 
     bounds: Bounds
     contributions: dict[str, float]
+    """Contribution of the positive tokens there, for each measure, share and weight (``BoundsConfig``)."""
     one_sign: bool = False
     """Whether all tokens of the search had advantages of one sign, so that there was nothing to balance."""
 
@@ -171,8 +168,7 @@ class ClipLoss(Loss):
 
     With ``bounds.scope=update`` or ``bounds_tokens`` the search needs the ratios of all tokens of the update
     before its first backward pass, which may cost a forward pass; fixed bounds need none, nor do lagged ones
-    or those of each pack. FloatingPointError from the search if its
-    sums are not finite. Made by ``build_loss`` for ``algorithm.loss=clip``, the default.
+    or those of each pack. FloatingPointError from the search if its sums are not finite.
     """
 
     bounds = "searched"

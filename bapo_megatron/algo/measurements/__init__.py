@@ -70,10 +70,7 @@ class PackView:
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """Input of ``Measurement.metrics``, as plain data: sums of a whole update, over all packs and ranks.
-
-    Made by ``Objective.metrics``, once an update.
-    """
+    """Input of ``Measurement.metrics``, as plain data: sums of a whole update, over all packs and ranks."""
 
     tokens: float
     """Tokens in the loss, at least 1: a divisor."""

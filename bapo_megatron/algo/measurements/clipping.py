@@ -23,9 +23,8 @@ from bapo_megatron.types import Metrics
 def clip_sums(clipped_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> Tensor:
     """Token counts for ``clip_fractions``: float64 [5], additive over packs and ranks.
 
-    Returns:
-        ``[tokens, positive tokens, negative tokens, positive clipped, negative clipped]``, where a token
-        counts once if its mask is not 0, and positive and negative are signs of advantage.
+    ``[tokens, positive tokens, negative tokens, positive clipped, negative clipped]``, where a token counts
+    once if its mask is not 0, and positive and negative are signs of advantage.
     """
     live_T = mask_T != 0
     positive_T, negative_T = live_T & (advantage_T > 0), live_T & (advantage_T < 0)

@@ -62,12 +62,7 @@ def contribution_sums(
       ``N(c_low) = sum_{A < 0, r > c_low} w |A| r``, or ``w |A| max(r, 1)`` with ``negative_weight``
       ``first_pass``
 
-    Args:
-        log_ratio_T: ``log r = log pi_theta - log pi_old`` of each token, nats.
-        advantage_T: advantage of each token.
-        rollout_log_prob_T: ``log pi_rollout`` of each token; read if the weight asks for it.
-        mask_T: weight of each token in the loss; 0 for tokens outside it.
-        config: candidates, measure and weight.
+    ``rollout_log_prob_T``, ``log pi_rollout``, is read if the weight asks for it.
 
     Returns:
         float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the device of the

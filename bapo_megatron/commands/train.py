@@ -32,7 +32,7 @@ def train_command(arguments: Sequence[str]) -> int | None:
 
     Runs as one rank under a launcher; otherwise starts the layout's ranks itself and waits for them.
     """
-    from bapo_megatron.runtime.stop_signals import handling, stop_at_once
+    from bapo_megatron.runtime.exit_codes import handling, stop_at_once
 
     # Before torch is imported: loading and checking take minutes, and a stop signal then must end with 85.
     with handling(stop_at_once):

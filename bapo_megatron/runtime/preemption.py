@@ -1,6 +1,6 @@
 """Preemption and hangs: a signal or the Slurm job's end stops a run after a save; a watchdog ends a hung one.
 
-Preempted (``stop_signals.py``), the run finishes the current update, saves, and ends with exit code 85: the
+Preempted (``exit_codes.py``), the run finishes the current update, saves, and ends with exit code 85: the
 same command continues it. The request is noted here; the loop asks for it and saves
 (``trainer/flow_control.py``). Used by ``commands/train.py``, ``trainer/build.py`` and
 ``trainer/rollout_only.py``.
@@ -18,7 +18,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.runtime.stop_signals import handling
+from bapo_megatron.runtime.exit_codes import handling
 
 LATE = "the job's time would end before the next update is saved"
 """Reason of a stop without a signal. slurm/lib/requeue.sh looks for it in the log of rank 0."""

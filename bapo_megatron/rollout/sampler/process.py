@@ -45,8 +45,8 @@ from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import open_environments
+from bapo_megatron.runtime.exit_codes import SIGNALS
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
-from bapo_megatron.runtime.stop_signals import SIGNALS
 
 
 @dataclass(frozen=True)

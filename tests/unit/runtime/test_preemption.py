@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.runtime import preemption as interrupt
+from bapo_megatron.runtime.exit_codes import SIGNALS, handling
 from bapo_megatron.runtime.preemption import PreemptionSignal
-from bapo_megatron.runtime.stop_signals import SIGNALS, handling
 from tests.support.processes import heed_signals
 
 START = 1_000_000.0
@@ -120,14 +120,14 @@ def test_a_rank_without_a_signal_stops_with_the_others(clock: Clock, monkeypatch
 
 STARTING = """
 import os, signal, sys
-from bapo_megatron.runtime.stop_signals import handling, stop_at_once
+from bapo_megatron.runtime.exit_codes import handling, stop_at_once
 with handling(stop_at_once):
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 """
 
 HUNG_UP = """
 import os, time
-from bapo_megatron.runtime.stop_signals import handling
+from bapo_megatron.runtime.exit_codes import handling
 told = []
 with handling(lambda number, frame: told.append(number)):
     os.write(int(os.environ["READY"]), b"r")

@@ -1,8 +1,7 @@
 """Command line ``bapo``: the table of commands, and the exit code of a command's errors.
 
 ``main`` is the console script. ConfigError, Preempted and RunStopped become one message and an exit code; any
-other error prints its traceback, with exit code 1. A command's module is imported only when it runs. Used
-by ``commands/study.py``.
+other error prints its traceback, with exit code 1. A command's module is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import prepare_device, silence_libraries
@@ -19,19 +19,19 @@ from bapo_megatron.runtime.exit_codes import exit_process, report_error
 
 COMMANDS = {
     "train": "commands.train:train_command",
-    "sft": "commands.sft:sft_command",
+    "sft": "commands.train:sft_command",
     "report": "commands.report.page:report_command",
     "submit": "commands.cluster.submit:submit_command",
-    "status": "commands.cluster.commands:status_command",
-    "logs": "commands.cluster.commands:logs_command",
-    "cancel": "commands.cluster.commands:cancel_command",
+    "status": "commands.cluster.status:status_command",
+    "logs": "commands.cluster.run_job:logs_command",
+    "cancel": "commands.cluster.run_job:cancel_command",
     "rollout-server": "commands.rollout_server:rollout_server_command",
     "plan": "commands.plan:plan_command",
-    "rehearse": "commands.rehearse:rehearse_command",
-    "verify-parallel": "commands.verify.command:verify_command",
+    "rehearse": "commands.plan:rehearse_command",
+    "verify-parallel": "commands.verify.check:verify_command",
     "data": "data.prepare.command:data_command",
     "eval": "evaluation.command:eval_command",
-    "study": "commands.study:study_command",
+    "study": "cli:study_command",
     "doctor": "commands.doctor.doctor:run_doctor",
 }
 """Dispatch table: each command's function, as ``module:name`` below this package. The function takes the
@@ -86,6 +86,8 @@ _GOES_ON = {
 }
 """What Ctrl-C leaves of a command that has work to lose."""
 
+_CHECKOUT = Path(__file__).parents[1]
+
 
 def main() -> None:
     """Entry point of the console script."""
@@ -123,6 +125,18 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped{_GOES_ON.get(arguments[0], '')}", file=sys.stderr)
         return 130
+
+
+def study_command(arguments: Sequence[str]) -> int:
+    """Run the study in ``benchmarks/study``. ConfigError if the package is installed without a checkout."""
+    if not (_CHECKOUT / "benchmarks/study/command.py").is_file():
+        raise ConfigError(
+            f"bapo study runs from a checkout of the repository, and {_CHECKOUT} is none: clone it and "
+            "install the package from there, `pip install -e .`"
+        )
+    sys.path.insert(0, str(_CHECKOUT))  # before any other package called benchmarks
+    code: int = import_module("benchmarks.study.command").study_command(arguments, run)
+    return code
 
 
 if __name__ == "__main__":

@@ -13,11 +13,7 @@ from typing import NoReturn
 
 
 class ConfigError(Exception):
-    """Wrong input: a recipe, flag or file; exit code 2. The message names what is wrong and the fix.
-
-    Raised before work starts where the mistake can be seen then. GapError, CheckpointError and ResumeError
-    are kinds of it.
-    """
+    """Wrong input: a recipe, flag or file; exit code 2. The message names what is wrong and the fix."""
 
 
 def printable(text: str) -> str:
@@ -42,18 +38,15 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
 
 
 class GapError(ConfigError):
-    """Engine mismatch: log-probs of engine and trainer differ by more than a limit; no restart helps.
-
-    Raised on every rank. Exit code 2.
-    """
+    """Engine mismatch: log-probs of engine and trainer differ by more than a limit; no restart helps."""
 
 
 class CheckpointError(ConfigError):
-    """Incomplete or damaged checkpoint, or unsafe file of a checkpoint or model folder. Exit code 2."""
+    """Incomplete or damaged checkpoint, or unsafe file of a checkpoint or model folder."""
 
 
 class ResumeError(ConfigError):
-    """Failed resume check: the loaded state differs from the saved state. Exit code 2. No step was made."""
+    """Failed resume check: the loaded state differs from the saved state. No step was made."""
 
 
 class Preempted(Exception):
@@ -61,10 +54,7 @@ class Preempted(Exception):
 
 
 class RunStopped(Exception):
-    """Stop of a run that cannot go on now (full disk, lost engines); exit code 3.
-
-    The same command continues the run from its last checkpoint.
-    """
+    """Stop of a run that cannot go on now (full disk, lost engines), but later; exit code 3."""
 
 
 class StorageFailed(RunStopped):

@@ -51,12 +51,10 @@ class Policy(Protocol):
     """The trained model (the actor), an object on each rank; its parallelism hides behind packs and sums.
 
     A pack is a micro-batch of concatenated sequences (``MicroBatch``). All methods but ``load_reference``,
-    ``offload`` and ``reload`` are collective; ``hf_weights``, ``log_probs`` and ``reference_log_probs`` only
-    within a replica, the ranks that hold one copy of the model. With experts cut over replicas (EP, ETP)
-    ``log_probs`` and ``reference_log_probs`` are collective over all ranks, with as many packs on each, and
-    ``hf_weights`` needs ``give_experts`` of the others. Properties are local. ``MegatronPolicy`` implements
-    it; the loop, weight syncs, GPU hand-overs, exports, the resume check, supervised fine-tuning and ``bapo
-    verify-parallel`` call it.
+    ``offload`` and ``reload`` are collective, properties local; ``hf_weights``, ``log_probs`` and
+    ``reference_log_probs`` only within a replica, the ranks that hold one copy of the model. With experts cut
+    over replicas (EP, ETP) ``log_probs`` and ``reference_log_probs`` are collective over all ranks, with as
+    many packs on each, and ``hf_weights`` needs ``give_experts`` of the others. ``MegatronPolicy`` is it.
     """
 
     version: int
@@ -153,11 +151,10 @@ class Engine(Protocol):
     """An inference engine with a copy of the policy's weights: one server, or a model in this process.
 
     All calls are async and come from one event loop, that of the engine pool. A call that fails raises, and
-    leaves the engine in an unknown state; but ``is_alive`` never raises, and a ValueError of ``generate`` is
-    the request's fault alone. Abilities of some engines: ``ReceivesBroadcast``, ``ReleasesMemory``,
-    ``ReceivesHandles``. New weights take one call by every transport, ``load`` or, of an engine that sleeps,
-    ``wake``: it begins an update, receives, confirms, resumes. tests/contract holds every engine to this
-    contract. ``LocalEngine`` and ``SglangEngine`` implement it.
+    leaves the engine in an unknown state; but a ValueError of ``generate`` is the request's fault alone.
+    Abilities of some engines: ``ReceivesBroadcast``, ``ReleasesMemory``, ``ReceivesHandles``. New weights
+    take one call by every transport, ``load`` or, of an engine that sleeps, ``wake``: it begins an update,
+    receives, confirms, resumes. tests/contract holds every engine (``LocalEngine``, ``SglangEngine``) to it.
     """
 
     name: str
@@ -196,7 +193,7 @@ class Engine(Protocol):
 class ReceivesBroadcast(Engine, Protocol):
     """A receiver of weight broadcasts: an ``Engine`` that is some ranks of the trainer's broadcast group.
 
-    ``rollout/engines/weight_updates.py`` calls ``leave_group`` and ``join_group`` once, then ``load``s.
+    ``leave_group`` and ``join_group`` are called once, then ``load`` for each version.
     """
 
     transports: Collection[str]
@@ -222,8 +219,7 @@ class ReceivesBroadcast(Engine, Protocol):
 class ReleasesMemory(Engine, Protocol):
     """A colocated ``Engine``: it releases its GPU memory while the policy trains on the same GPU.
 
-    Called at the GPU hand-overs, by ``ColocatedPool``. After an error of either call its memory is in an
-    unknown state, and its server must be ended.
+    After an error of either call its memory is in an unknown state, and its server must be ended.
     """
 
     async def release_memory(self) -> None:
@@ -260,9 +256,7 @@ class Sampler(Protocol):
 
     On rank 0 only. Calls block, and sampling goes on between them: ``start`` comes first, ``next_batch`` and
     ``evaluated`` are polled. RunStopped if the run cannot go on, without engines or on a full disk, say.
-    ``SamplerClient`` and, for a replay, ``ReplaySampler`` implement it; ``open_sampler`` makes it,
-    ``flow_control.py`` and ``rollout_only.py`` poll it, the former stores its state, ``DiskSync``
-    has it load weights.
+    ``SamplerClient`` and, for a replay, ``ReplaySampler`` implement it.
     """
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
@@ -296,10 +290,10 @@ class Sampler(Protocol):
 
 
 class WeightSync(Protocol):
-    """Protocol of weight synchronization: one of ``DiskSync``, ``BroadcastSync`` and ``IpcSync``.
+    """Weight synchronization, from the policy to the engines: ``DiskSync``, ``BroadcastSync`` or ``IpcSync``.
 
-    Each sends the policy's weights to the engines. ``push`` is called before the first step, after the
-    updates of every step, and again when the sampler answers ``Need.WEIGHTS``.
+    ``push`` is called before the first step, after the updates of every step, and again when the sampler
+    answers ``Need.WEIGHTS``.
     """
 
     def push(self, policy: Policy, step: int) -> None:

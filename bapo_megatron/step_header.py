@@ -1,7 +1,7 @@
 """The data types of a step's header, which rank 0 broadcasts, and of routes: no per-token columns.
 
 Apart from ``types.py`` for their number; users may import these names from there, too. Imports no torch. Used
-by ``types.py``, ``planning/memory.py``, ``planning/sizes.py`` and ``planning/rehearsal/expert_routes.py``.
+by ``types.py``, ``planning/memory.py``, ``planning/sizes.py`` and ``planning/rehearsal/program.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ class RouteShape:
     """The shape of routes, the experts that tokens took: [tokens, ``layers``, ``per_token``].
 
     The row of a token is that of the position that predicts it. It has the dtype's largest value throughout
-    where the route is unknown: no expert has that number, or else a route would have the expert twice. Made
-    by ``requests.asked_routes`` from config.json; part of a ``GenerateRequest``.
+    where the route is unknown: no expert has that number, or else a route would have the expert twice.
     """
 
     layers: int
@@ -36,10 +35,7 @@ class RouteShape:
 
 @dataclass(frozen=True)
 class StoredRoutes:
-    """The place of a response's routes in the file of a step's routes: a sample is sent without them.
-
-    Made where a step's file is read; ``data/routes.py`` reads them on the ranks that train the sample.
-    """
+    """The place of a response's routes in the file of a step's routes: a sample is sent without them."""
 
     file: Path
     first: int
@@ -55,7 +51,7 @@ class StoredRoutes:
 class VersionSpan(NamedTuple):
     """Weight versions of tokens in four numbers: all that ages and on-policy checks need.
 
-    Part of a ``ResponseHeader``; of a sample in memory ``Sample.versions`` makes it.
+    Part of a ``ResponseHeader``, and ``Sample.versions`` of a sample in memory.
     """
 
     tokens: int
@@ -79,10 +75,7 @@ class VersionSpan(NamedTuple):
 
 
 class ResponseHeader(NamedTuple):
-    """The numbers of a response that every rank needs: for advantages, packing plan, normalizers, ages.
-
-    Part of a ``GroupHeader``.
-    """
+    """The numbers of a response that every rank needs: for advantages, packing plan, normalizers, ages."""
 
     reward: float
     trained_tokens: int
@@ -101,10 +94,7 @@ class ResponseHeader(NamedTuple):
 
 
 class GroupHeader(NamedTuple):
-    """A group without its tokens: source and length of its prompt, headers of its responses.
-
-    Part of a ``StepHeader``.
-    """
+    """A group without its tokens: source and length of its prompt, headers of its responses."""
 
     source: str
     prompt_tokens: int
@@ -114,8 +104,7 @@ class GroupHeader(NamedTuple):
 class ColumnFile(NamedTuple):
     """A file of per-token columns, as rank 0 has read it: how others find it whole, and where its values are.
 
-    Part of a ``StepHeader``, opened by ``StepColumns``. Another file of columns of the same responses would
-    be another field of the header.
+    Part of a ``StepHeader``, opened by ``StepColumns``.
     """
 
     path: Path
@@ -131,7 +120,7 @@ class ColumnFile(NamedTuple):
 class StepHeader:
     """A step's batch without its per-token columns, about 50 bytes a response: rank 0 broadcasts it.
 
-    Made by ``read_header`` from a step's file, equal on every rank. Advantages and packs come later.
+    Equal on every rank. Advantages and packs come later.
     """
 
     groups: tuple[GroupHeader, ...]

@@ -20,8 +20,6 @@ class TokenStats(NamedTuple):
     """Per-token log-probs and entropies of the policy at the rollout temperature, aligned with the labels.
 
     A ``TokenFn`` gets them with the ``MicroBatch`` of the same tokens: often only a chunk of a pack's.
-
-    Made by the output layer; ``Passes.old_sums`` makes them of the old log-probs, without a forward pass.
     """
 
     log_prob_T: Tensor
@@ -31,10 +29,7 @@ class TokenStats(NamedTuple):
 
 
 class Column(NamedTuple):
-    """The dtype of a per-token column of a pack, and its fill value for tokens that are not trained on.
-
-    An annotation of ``MicroBatch``'s fields.
-    """
+    """The dtype of a per-token column of a pack, and its fill value for tokens that are not trained on."""
 
     dtype: torch.dtype
     fill: int = 0
@@ -44,16 +39,14 @@ class Column(NamedTuple):
 class MicroBatch:
     """A micro-batch: one pack, or a chunk of it, in the ``thd`` layout of concatenated sequences (documents).
 
-    Made by ``data.packing.pack_samples``, consumed by ``Policy``, losses and measurements. The annotated
-    fields are the table of per-token columns (``COLUMNS``). A column's value, but for input id and position,
-    stands at the position of the token that *predicts* the token it is about. Prompts, padding, dummy packs
-    (which even out the ranks' numbers of packs) and response tokens that a loss mask excludes hold fill
-    values in every column but the ids and the position, so they count nowhere.
+    A column's value, but for input id and position, stands at the position of the token that *predicts* the
+    token it is about. Prompts, padding, dummy packs (which even out the ranks' numbers of packs) and response
+    tokens that a loss mask excludes hold fill values in every column but the ids and the position, so they
+    count nowhere. A new column is one annotated field here (``COLUMNS``), and one line in
+    ``data.packing.trained_columns``, which gives its values.
 
     Documents lie one after the other; document ``d`` takes ``cu_seqlens[d]:cu_seqlens[d + 1]``, the padding
     at its own end included. Padding at the end of the pack is cut into documents of its own.
-
-    A new column is one field here, and one line in ``data.packing.trained_columns``, which gives its values.
     """
 
     token_T: Annotated[Tensor, Column(torch.int64)]
@@ -120,14 +113,7 @@ class MicroBatch:
         filled: dict[str, Any] = {
             n: torch.full((cu_seqlens[-1],), c.fill, dtype=c.dtype) for n, c in COLUMNS.items()
         }
-        return cls(
-            **filled | columns,
-            cu_seqlens=cu_seqlens,
-            rows=rows,
-            sequences=sequences,
-            sources=(),
-            trained_tokens=(),
-        )
+        return cls(**filled | columns, cu_seqlens=cu_seqlens, rows=rows, sequences=sequences)
 
     @property
     def max_seqlen(self) -> int:
@@ -165,7 +151,7 @@ Element 0 of a loss is minimized; the others are sums for metrics."""
 class SearchedLoss:
     """A loss with parameters that are searched on the policy's log-probs first, such as the clipping bounds.
 
-    ``UpdateLoss`` makes it, and ``Policy.update`` measures, builds the loss, and minimizes it.
+    ``Policy.update`` measures, builds the loss, and minimizes it.
     """
 
     measure: TokenFn
@@ -178,10 +164,7 @@ class SearchedLoss:
 
 
 class UpdateResult(NamedTuple):
-    """The result of an optimizer step, equal on every rank: sums of the loss, gradient norm, learning rate.
-
-    Returned by ``Policy.update``. ``Objective.metrics`` makes metrics of the sums.
-    """
+    """The result of an optimizer step, equal on every rank: sums of the loss, gradient norm, rate."""
 
     sums: Tensor
     """float64: the loss function's additive vector summed over the update; element 0 is the loss sum."""
@@ -191,4 +174,4 @@ class UpdateResult(NamedTuple):
     """float64 [7] of an update with routes, as ``trainer/routes.py`` reads them; else None."""
     experts: Tensor | None = None
     """float64 [layers, experts + 2] of a mixture of experts, by layer: tokens of each expert, tokens, sum of
-    their router entropies in nats (``policy/expert_load.py``); else None."""
+    their router entropies in nats (``policy/experts.py``); else None."""

@@ -1,11 +1,9 @@
 """The data types of a run: prompts, rollouts, groups, layouts of packs, weight broadcasts.
 
 Plain data, which travels between folders, processes and files. Shapes (suffix of a name): ``_P`` tokens of a
-prompt, ``_R`` tokens of a response. Token ids, log-probabilities and versions of a rollout are numpy arrays:
-pickling a list of Python numbers takes more than ten times as long.
-
-This module imports no torch: each reward worker imports it, and would take seconds to start. The types that
-hold tensors are in ``tensor_types.py``; their names can be imported from here as well. Used throughout the
+prompt, ``_R`` tokens of a response. Columns of tokens are numpy arrays: pickling a list of Python numbers
+takes more than ten times as long. No torch, with which reward workers would take seconds to start: types that
+hold tensors are in ``tensor_types.py``, and their names can be imported from here. Used throughout the
 package.
 """
 
@@ -19,60 +17,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get
 
 import numpy as np
 
-from bapo_megatron.step_header import (
-    ColumnFile,
-    GroupHeader,
-    ResponseHeader,
-    RouteShape,
-    StepHeader,
-    StoredRoutes,
-    VersionSpan,
-)
+from bapo_megatron.step_header import ColumnFile as ColumnFile
+from bapo_megatron.step_header import GroupHeader as GroupHeader
+from bapo_megatron.step_header import ResponseHeader as ResponseHeader
+from bapo_megatron.step_header import RouteShape as RouteShape
+from bapo_megatron.step_header import StepHeader as StepHeader
+from bapo_megatron.step_header import StoredRoutes as StoredRoutes
+from bapo_megatron.step_header import VersionSpan as VersionSpan
 
 if TYPE_CHECKING:
-    from bapo_megatron.tensor_types import (
-        COLUMNS,
-        Column,
-        MicroBatch,
-        SearchedLoss,
-        TokenFn,
-        TokenStats,
-        UpdateResult,
-    )
+    from bapo_megatron.tensor_types import COLUMNS as COLUMNS
+    from bapo_megatron.tensor_types import Column as Column
+    from bapo_megatron.tensor_types import MicroBatch as MicroBatch
+    from bapo_megatron.tensor_types import SearchedLoss as SearchedLoss
+    from bapo_megatron.tensor_types import TokenFn as TokenFn
+    from bapo_megatron.tensor_types import TokenStats as TokenStats
+    from bapo_megatron.tensor_types import UpdateResult as UpdateResult
 
-__all__ = [
-    "COLUMNS",
-    "GIVEN",
-    "RESPONSE_COLUMNS",
-    "BroadcastGroup",
-    "BucketSpec",
-    "Column",
-    "ColumnFile",
-    "FinishReason",
-    "GenerateRequest",
-    "Generation",
-    "Group",
-    "GroupHeader",
-    "Metrics",
-    "MicroBatch",
-    "PackLayout",
-    "Prompt",
-    "ResponseColumn",
-    "ResponseColumns",
-    "ResponseHeader",
-    "ResponseTokens",
-    "Rollout",
-    "RouteShape",
-    "SamplingParams",
-    "SearchedLoss",
-    "StepBatch",
-    "StepHeader",
-    "StoredRoutes",
-    "TokenFn",
-    "TokenStats",
-    "UpdateResult",
-    "VersionSpan",
-]
+_WITH_TENSORS = ("COLUMNS", "Column", "MicroBatch", "SearchedLoss", "TokenFn", "TokenStats", "UpdateResult")
 
 Metrics = dict[str, float | None]
 """Flat names to values, e.g. ``{"bapo/clip_high": 1.45}``; ``None`` where a value does not exist."""
@@ -89,10 +51,7 @@ log-prob 0."""
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem, tokenized with the chat template; ``ground_truth`` to ``extra_info`` are for its reward.
-
-    Made by ``data/prompts.py``, sampled from by the sampler.
-    """
+    """A problem, tokenized with the chat template; ``ground_truth`` to ``extra_info`` are for its reward."""
 
     prompt_id: int
     """Row number in the dataset file."""
@@ -115,8 +74,7 @@ class Prompt:
 class SamplingParams:
     """The sampling parameters of one generation request.
 
-    There is no top-p or top-k: the log-probs must be those of the sampled distribution. Part of a
-    ``GenerateRequest``.
+    There is no top-p or top-k: the log-probs must be those of the sampled distribution.
     """
 
     temperature: float
@@ -130,8 +88,7 @@ class SamplingParams:
 class GenerateRequest:
     """A generation request: continue ``input_ids`` (a prompt, or a prompt and the response so far).
 
-    The answer has the same ``request_id``. A long response takes several requests
-    (``rollout.segment_tokens``). Made by the dispatcher and by evaluations, answered by ``Engine.generate``.
+    The answer has the same ``request_id``. A long response takes several (``rollout.segment_tokens``).
     """
 
     request_id: str
@@ -144,10 +101,7 @@ class GenerateRequest:
 
 
 class ResponseColumn(NamedTuple):
-    """A per-token column of a response in files: its array's name and dtype, and whether it is optional.
-
-    An annotation of the fields of ``ResponseTokens``.
-    """
+    """A per-token column of a response in files: an annotation of the fields of ``ResponseTokens``."""
 
     array: str
     """Name of its array in the step files and in the write-ahead log."""
@@ -212,8 +166,8 @@ class ResponseTokens(ResponseColumns, _TokenIds):
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """The columns as files have them, by their names there; without optional ones that it lacks."""
-        found = {column.array: getattr(self, name) for name, column in RESPONSE_COLUMNS.items()}
-        return {name: array for name, array in found.items() if array is not None}
+        found = self.columns
+        return {c.array: found[name] for name, c in RESPONSE_COLUMNS.items() if found[name] is not None}
 
     def first(self, count: int) -> Self:
         """The same with its first ``count`` tokens."""
@@ -284,10 +238,7 @@ def _joined(name: str, column: ResponseColumn, parts: Sequence[ResponseTokens]) 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(ResponseTokens):
-    """An engine's answer to one request: a segment, the next tokens of a response, and why they end.
-
-    Made by engines.
-    """
+    """An engine's answer to one request: a segment, the next tokens of a response, and why they end."""
 
     request_id: str
     finish_reason: FinishReason
@@ -299,7 +250,6 @@ class Rollout(ResponseTokens):
 
     What a step's file stores, within a ``Group``, and training reads as a ``Sample``. Assembled from one or
     several ``Generation``s and, in an environment, its answers, so its tokens may be of different weights.
-    Made by the state of the sampler, and again where a step's file is read.
     """
 
     finish_reason: FinishReason
@@ -311,10 +261,7 @@ class Rollout(ResponseTokens):
 
 @dataclass(frozen=True)
 class Group:
-    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored.
-
-    Made by the sampler; a ``StepBatch`` has those of a step.
-    """
+    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -324,8 +271,8 @@ class Group:
 class StepBatch:
     """The training batch of one step: all its GRPO groups, and the metrics of its sampling.
 
-    The content of a step's file; routes are in a file of their own. Made by the sampler, and where a file is
-    read as a whole; a rank of the trainer has the ``StepHeader`` alone, and reads its own samples.
+    The content of a step's file; routes are in a file of their own. A rank of the trainer has the
+    ``StepHeader`` alone, and reads its own samples.
     """
 
     groups: tuple[Group, ...]
@@ -336,7 +283,7 @@ class StepBatch:
 class PackLayout:
     """The packing constraints of a data-parallel rank: its share of the packs, and rules for their shape.
 
-    ``Policy.pack_layout`` makes it, ``pack_samples`` obeys it. ValueError if its multiples contradict.
+    ``pack_samples`` obeys it. ValueError if its multiples contradict.
     """
 
     data_rank: int = 0
@@ -366,10 +313,7 @@ class PackLayout:
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """The process group of a weight broadcast: rendezvous address, size, backend. Rank 0 is the sender.
-
-    Plain data: the sender makes it, and the receiving engines join by it.
-    """
+    """The process group of a weight broadcast: rendezvous address, size, backend. Rank 0 is the sender."""
 
     address: str
     """Host of the sender, as the receivers reach it."""
@@ -385,7 +329,7 @@ class BroadcastGroup:
 class BucketSpec:
     """The layout of a bucket, a byte buffer with several weight tensors, for its receivers.
 
-    The tensors' bytes lie end to end, in this order, without gaps. Made by ``Buckets.cut``.
+    The tensors' bytes lie end to end, in this order, without gaps.
     """
 
     names: tuple[str, ...]
@@ -406,6 +350,6 @@ trainer may reuse the memory of handles when the part after them was loaded."""
 
 def __getattr__(name: str) -> Any:
     """The types that hold tensors, at their first use: only then is torch imported (PEP 562)."""
-    if name in __all__:
+    if name in _WITH_TENSORS:
         return getattr(import_module("bapo_megatron.tensor_types"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

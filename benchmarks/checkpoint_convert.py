@@ -26,7 +26,7 @@ import numpy as np
 
 from bapo_megatron.hf.config import model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
-from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
+from checkpoints_tools.formats.safetensors_folder import plan_safetensors
 
 # DeepSeek-R1-Distill-Qwen-1.5B.
 _CONFIG = {
@@ -106,7 +106,7 @@ def save_model(folder: Path, layers: int, vocabulary: int) -> int:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     wanted = {name: ("BF16", size) for name, size in hf_tensors(model_shape(config, "benchmark")).items()}
-    plan = plan_safetensors(wanted, folder, Sharding(2_000_000_000))
+    plan = plan_safetensors(wanted, folder, 2_000_000_000)
     plan.create()
     generator = np.random.default_rng(0)
     for tensor in plan.tensors.values():

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from bapo_megatron.config import OptimizerConfig
-from bapo_megatron.policy.host_optimizer import HostAdamW, _Shard
+from bapo_megatron.policy.optimizer import HostAdamW, _Shard
 from benchmarks.common import is_quick, machine, write
 
 STEP_BYTES = 28

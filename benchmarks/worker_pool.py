@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.reward.math_verify_process import COMMAND
+from bapo_megatron.reward.math import COMMAND
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.runtime.child_process import AnsweringChild, with_import_path
 from bapo_megatron.types import Prompt

@@ -1,7 +1,7 @@
 """Commands of ``bapo-ckpt``: the flags of each, and its call of the Python API.
 
-A command imports its own modules when it runs, since start-up is a good part of a small conversion.
-``cli.py`` dispatches to them. Used by ``cli.py``.
+A command imports what others do not need when it runs: start-up is a good part of a small conversion. Used
+by ``cli.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tyro
 from bapo_megatron.errors import ConfigError, printable
 from checkpoints_tools.conversion import Conversion, Settings
 from checkpoints_tools.to_hf import to_hf
-from checkpoints_tools.to_megatron import to_megatron
+from checkpoints_tools.to_megatron import reshard, to_megatron
 
 
 class Command(Protocol):
@@ -157,13 +157,7 @@ class Verify:
         from checkpoints_tools.verification import verify
 
         found = verify(
-            self.first,
-            self.second,
-            self.hf_reference,
-            self.step,
-            self.digests,
-            self.weights_only,
-            settings,
+            self.first, self.second, self.hf_reference, self.step, self.digests, self.weights_only, settings
         )
         print(dumps(found.as_json(), indent=2) if self.json else printable(str(found)))
         return 0 if found.equal else 1
@@ -173,7 +167,7 @@ class Verify:
             raise ConfigError(
                 "--digests, --weights-only and --hf-reference are for two checkpoints: give a second path"
             )
-        from checkpoints_tools.file_digests import verify_files
+        from checkpoints_tools.verification import verify_files
 
         found = verify_files(self.first, self.step, settings)
         print(dumps(found.as_json(), indent=2) if self.json else printable(str(found)))
@@ -205,8 +199,6 @@ class Reshard:
 
     def run(self) -> int:
         """Convert, and print what was written."""
-        from checkpoints_tools.resharding import reshard
-
         result = reshard(
             self.checkpoint,
             self.out,

@@ -1,6 +1,7 @@
 """Conversion driver of all formats: space check, then the copy of a plan into an atomic output folder.
 
-``to_megatron``, ``to_hf`` and ``reshard`` make the plan and call ``convert``. Used in this folder.
+``to_megatron``, ``reshard`` and ``to_hf`` make the plan, with the files that a model carries along, and call
+``convert``. Used in this folder.
 """
 
 from __future__ import annotations
@@ -12,20 +13,36 @@ from math import prod
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
-from checkpoints_tools.core.atomic_output import atomic_output, check_space
-from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor
+from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside
+from checkpoints_tools.core.atomic_output import OutputPlan, atomic_output, check_space
+from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor, holes
 from checkpoints_tools.core.copying import copy_tensors
-from checkpoints_tools.core.output_plan import OutputPlan, holes
 from checkpoints_tools.core.progress import byte_progress, format_bytes
+from checkpoints_tools.formats.safetensors_folder import INDEX
 from checkpoints_tools.formats.torch_dist import OPTIMIZER
+
+_CARRIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",  # of SentencePiece
+    "*.tiktoken",
+    "chat_template*",
+    f"{CHAT_TEMPLATES}/*",
+    "LICENSE*",
+    "NOTICE*",
+    "README*",
+    "USE_POLICY*",
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a conversion or verification, common to all formats; plain data.
-
-    Made by ``commands.py`` from the flags, and by the export process of a run.
-    """
+    """The settings of a conversion or verification, common to all formats; plain data."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""
@@ -36,7 +53,7 @@ class Settings:
     progress: bool = False
     """Show progress on stderr."""
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ConfigError for an impossible number of threads."""
         if not 0 <= self.threads <= 256:
             raise ConfigError(
@@ -53,10 +70,7 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion, as plain data and text: what was written, or in a dry run would be.
-
-    Made by ``convert``.
-    """
+    """The result of a conversion, as plain data and text: what was written, or in a dry run would be."""
 
     source: Path
     output: Path
@@ -116,3 +130,24 @@ def _shrinking(tensors: Mapping[str, BlockTensor], plan: OutputPlan) -> int:
     """How many times smaller an element may be in the output: so much less than its size a hole spares."""
     pairs = {(tensors[name].dtype, placed.dtype) for name, placed in plan.tensors.items()}
     return max(1, *(ITEM_BYTES[read] // ITEM_BYTES[written] for read, written in pairs))
+
+
+def carried_files(folder: Path) -> dict[str, Path]:
+    """Config, tokenizer, chat templates and licence of a model, by their paths in the folder.
+
+    CheckpointError for a link to a file outside of it, which would become part of the copy.
+    """
+    check_files_inside(folder)
+    files = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
+    return {path.relative_to(folder).as_posix(): path for path in sorted(files)}
+
+
+def carried_beside(folder: Path, checkpoint: Path) -> dict[Path, Path]:
+    """``carried_files`` and the index of a sharded model, by their paths in a Megatron checkpoint.
+
+    The index keeps the division into safetensors files for a conversion back.
+    """
+    carried = carried_files(folder)
+    if (folder / INDEX).is_file():
+        carried[INDEX] = folder / INDEX
+    return {checkpoint / "hf" / name: path for name, path in carried.items()}

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import FAMILIES, read_model_shape
-from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.hf.parameter_map import EMBEDDING, hf_tensors
 from bapo_megatron.runtime.text_table import text_table
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject
 from checkpoints_tools.core.blocks import ITEM_BYTES
@@ -29,27 +29,26 @@ from checkpoints_tools.formats.torch_dist import VOCABULARY, find_prefix, layers
 OBJECT = "object"
 """The dtype of a key that is no tensor."""
 
+_EMBEDDINGS = (VOCABULARY[0], EMBEDDING)
+
 # A layer, the place of an object on its grid, a state of the optimizer.
 _MEMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=/shard_)\d+|(?<=optimizer\.state\.)[a-z0-9_]+")
-# Attributes of Megatron's arguments that say how its processes were laid out.
+# How processes were laid out: in Megatron's arguments, and in a line of text.
 _PARALLEL = {
-    "tensor": "tensor_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "virtual": "virtual_pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "data": "data_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "expert_tensor": "expert_tensor_parallel_size",
-    "world": "world_size",
+    "tensor": ("tensor_model_parallel_size", "TP"),
+    "pipeline": ("pipeline_model_parallel_size", "PP"),
+    "virtual": ("virtual_pipeline_model_parallel_size", "VPP"),
+    "context": ("context_parallel_size", "CP"),
+    "data": ("data_parallel_size", "DP"),
+    "expert": ("expert_model_parallel_size", "EP"),
+    "expert_tensor": ("expert_tensor_parallel_size", "ETP"),
+    "world": ("world_size", "ranks "),
 }
 
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """A group of keys that differ in numbers, such as the layer, or in the state of the optimizer alone.
-
-    Part of an ``Inspection``.
-    """
+    """A group of keys that differ in numbers, such as the layer, or in the state of the optimizer alone."""
 
     key: str
     """The keys' common name, with ``*`` for what differs."""
@@ -142,9 +141,6 @@ def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = 
     )
 
 
-_EMBEDDINGS = (VOCABULARY[0], "model.embed_tokens.weight")
-
-
 def _nbytes(tensor: GlobalTensor) -> int:
     return prod(tensor.shape) * {**DTYPE_BYTES, **ITEM_BYTES}.get(tensor.dtype, 0)
 
@@ -213,7 +209,7 @@ def _written_at(common: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(ours, dict):
         found = {name: ours.get(name) for name in _PARALLEL}
     elif isinstance(arguments, PickledObject):
-        found = {name: arguments.field(field) for name, field in _PARALLEL.items()}
+        found = {name: arguments.field(field) for name, (field, _) in _PARALLEL.items()}
     known: dict[str, Any] = {name: value for name, value in found.items() if type(value) is int}
     layers = ours.get("pipeline_layers") if isinstance(ours, dict) else None
     if isinstance(layers, list) and all(type(count) is int for count in layers):
@@ -224,28 +220,13 @@ def _written_at(common: Mapping[str, Any]) -> dict[str, Any]:
 def _groups(tensors: Iterable[GlobalTensor], objects: Iterable[str]) -> list[KeyGroup]:
     counts: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for tensor in tensors:
-        entry = counts.setdefault((_pattern(tensor.key), tensor.dtype, tensor.shape), [0, 1])
+        entry = counts.setdefault((_MEMBER.sub("*", tensor.key), tensor.dtype, tensor.shape), [0, 1])
         entry[0] += 1
         entry[1] = max(entry[1], len(tensor.chunks))
     for key in objects:
-        counts.setdefault((_pattern(key), OBJECT, ()), [0, 1])[0] += 1
+        counts.setdefault((_MEMBER.sub("*", key), OBJECT, ()), [0, 1])[0] += 1
     return [KeyGroup(*group, count, chunks) for group, (count, chunks) in sorted(counts.items())]
 
-
-def _pattern(key: str) -> str:
-    return _MEMBER.sub("*", key)
-
-
-_SHORT = {
-    "tensor": "TP",
-    "pipeline": "PP",
-    "virtual": "VPP",
-    "context": "CP",
-    "data": "DP",
-    "expert": "EP",
-    "expert_tensor": "ETP",
-    "world": "ranks ",
-}
 
 _Node: TypeAlias = "dict[str, _Node | None]"
 
@@ -276,9 +257,9 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
 def _layout_text(written_at: Mapping[str, Any]) -> str:
     """The layout in a line; those of experts, and the layers of chunks, where they are not the usual ones."""
     shown = [
-        f"{_SHORT[name]}{size}"
+        f"{_PARALLEL[name][1]}{size}"
         for name, size in written_at.items()
-        if name in _SHORT and (size > 1 or not name.startswith("expert"))
+        if name in _PARALLEL and (size > 1 or not name.startswith("expert"))
     ]
     layers = written_at.get("pipeline_layers", [])
     if len(set(layers)) > 1:
@@ -290,15 +271,12 @@ def _model_text(found: Inspection) -> str:
     if found.model is None:
         return "unknown: the checkpoint carries no config.json; --hf-reference names one"
     model = found.model
-    parts = [
-        f"{model['name']}: {model['layers']} layers",
-        f"hidden {model['hidden']}",
-        f"{model['heads']} heads of {model['head_dim']} on {model['kv_heads']} KV groups",
-        f"MLP {model['ffn']}",
-        f"vocabulary {model['vocab']:,}",
-        "tied embeddings" if model["tied"] else "untied embeddings",
-    ]
-    return ", ".join(parts)
+    tied = "tied" if model["tied"] else "untied"
+    return (
+        f"{model['name']}: {model['layers']} layers, hidden {model['hidden']}, {model['heads']} heads of "
+        f"{model['head_dim']} on {model['kv_heads']} KV groups, MLP {model['ffn']}, vocabulary "
+        f"{model['vocab']:,}, {tied} embeddings"
+    )
 
 
 def _tree(groups: Iterable[KeyGroup]) -> Iterator[str]:

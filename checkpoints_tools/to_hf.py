@@ -1,7 +1,6 @@
 """Megatron-to-HF conversion: a checkpoint as a Hugging Face folder that transformers and engines load.
 
-``bapo-ckpt to-hf``, and ``bapo eval`` of a checkpoint. The output appears whole or not at all. Used in
-``checkpoint/``, this folder and ``evaluation/``.
+For ``bapo-ckpt to-hf``, exports and evaluations. Used in ``checkpoint/``, this folder and ``evaluation/``.
 """
 
 from __future__ import annotations
@@ -23,21 +22,16 @@ from bapo_megatron.hf.fp8 import (
     weight_of_scale,
     with_fp8,
 )
-from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, hf_tensors
 from bapo_megatron.runtime.files import read_file_inside
-from checkpoints_tools.carried import carried_files
-from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
+from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, carried_files, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
-from checkpoints_tools.formats.locate import LATEST, Format
-from checkpoints_tools.formats.opening import OpenedCheckpoint, open_checkpoint
-from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE, read_weight_map
-from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
+from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint
+from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE, plan_safetensors, read_weight_map
 from checkpoints_tools.formats.torch_dist import TorchDist
 
-Origin = Literal["model", "optimizer"]
-MOST_SHARD_BYTES = 5_000_000_000
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_MOST_SHARD_BYTES = 5_000_000_000
 _CONFIG = "config.json"
 _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -47,7 +41,7 @@ def to_hf(
     output: Path,
     reference: Path | None = None,
     dtype: Literal["bf16"] | None = None,
-    origin: Origin = "model",
+    origin: Literal["model", "optimizer"] = "model",
     step: str = LATEST,
     shard_bytes: int | None = None,
     settings: Settings = DEFAULTS,
@@ -60,20 +54,18 @@ def to_hf(
 
     Args:
         checkpoint: any path that ``formats/locate.py`` understands.
-        output: the folder to write.
+        output: the folder to write, which appears whole or not at all.
         reference: Hugging Face folder of the model, for a checkpoint that carries none. The weights keep its
             division into files, unless ``shard_bytes`` is given.
         dtype: type that the weights are rounded to; without it every bit stays.
         origin: "model" takes the model's weights, "optimizer" the fp32 master weights of the optimizer.
         step: which step, where the path holds several.
         shard_bytes: most bytes of one safetensors file.
-        settings: settings of every conversion, such as overwriting.
         quantize: "fp8-block" writes matrices in fp8 with scales of 128 x 128 blocks, computed from the
             source's numbers, and all else as bfloat16.
 
     ConfigError or CheckpointError comes before anything is written, except where the disk fills up.
     """
-    settings.check()
     opened = open_checkpoint(checkpoint, step, reference)
     source, model, shape = opened.location.folder, opened.reference, opened.shape
     if opened.location.format is Format.HF:
@@ -83,8 +75,8 @@ def to_hf(
     tensors = {name: found[name] for name in hf_tensors(shape)}
     in_fp8 = _in_fp8(shape) if quantize == "fp8-block" else set()
     weight_map = None if shard_bytes is not None else _weight_map(model, tensors, in_fp8)
-    if shape.tied and _OUTPUT in (weight_map or ()):
-        tensors[_OUTPUT] = replace(tensors[_EMBEDDING], name=_OUTPUT)
+    if shape.tied and OUTPUT in (weight_map or ()):
+        tensors[OUTPUT] = replace(tensors[EMBEDDING], name=OUTPUT)
     rounds = dtype == "bf16" or bool(in_fp8)
     types = {name: "BF16" if rounds else tensor.dtype for name, tensor in tensors.items()}
     wanted = {name: (types[name], tensor.shape) for name, tensor in tensors.items()}
@@ -92,8 +84,7 @@ def to_hf(
         wanted[name] = (FP8, tensors[name].shape)
         wanted[scale_name(name)] = ("F32", scale_shape(tensors[name].shape))
     folder = temporary_folder(output)
-    sharding = Sharding(shard_bytes or MOST_SHARD_BYTES, weight_map, _index(model))
-    plan = plan_safetensors(wanted, folder, sharding)
+    plan = plan_safetensors(wanted, folder, shard_bytes or _MOST_SHARD_BYTES, weight_map, _index(model))
     files = carried_files(model)
     config = with_dtype(files.pop(_CONFIG).read_bytes(), {_TORCH_TYPES[kind] for kind in types.values()})
     if in_fp8:

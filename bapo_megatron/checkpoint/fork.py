@@ -27,7 +27,7 @@ import torch.distributed as dist
 from bapo_megatron.checkpoint.fork_record import Fork, ForkSource, Origin, read_fork, write_fork
 from bapo_megatron.checkpoint.reader import READERS, manifest_of, newest_first, read_checkpoint
 from bapo_megatron.checkpoint.run_directory import read_config
-from bapo_megatron.checkpoint.writer import clear_leftovers
+from bapo_megatron.checkpoint.store import clear_leftovers
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import CheckpointError, ConfigError, printable
 from bapo_megatron.hf.config import ModelShape, read_model_shape

@@ -8,7 +8,7 @@ The other run is not read again: it may go on, move or be deleted. Nothing here 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from bapo_megatron.checkpoint.run_directory import (
     RATE_FIELDS,
     Change,
     differences,
+    is_among,
     plain_values,
     read_config,
     with_present_fields,
@@ -35,10 +36,7 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class ForkSource:
-    """Value of ``--fork``, as plain data: a run and a step of it.
-
-    Parsed by ``of`` from the flag; ``check_fork`` and ``make_fork`` read it.
-    """
+    """Value of ``--fork``, as plain data: a run and a step of it."""
 
     run: Path
     step: int | None
@@ -58,10 +56,7 @@ class ForkSource:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a fork, as plain data: a run and the step of its checkpoint.
-
-    Part of ``Fork``.
-    """
+    """Origin of a fork, as plain data: a run and the step of its checkpoint. Part of ``Fork``."""
 
     run: str
     """The absolute path of the other run's directory."""
@@ -73,10 +68,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Fork:
-    """Content of ``fork.json``, as plain data: origin, manifest digest, settings and ancestors of a fork.
-
-    Made by ``fork.make_fork``, read by ``read_fork`` at each start of the fork.
-    """
+    """Content of ``fork.json``, as plain data: origin, manifest digest, settings and ancestors of a fork."""
 
     origin: Origin
     manifest_sha256: str
@@ -134,30 +126,25 @@ def began_with(run_dir: Path) -> dict[str, Any] | None:
 
 def changes_algorithm(config: RunConfig, fork: Fork) -> bool:
     """Whether the fork changes the algorithm, so that its state between updates may not fit."""
-    names = changed_names(config, fork, ("algorithm.",))
+    names = _changed_names(config, fork, ("algorithm.",))
     return any(not name.startswith(("algorithm.gap_", "algorithm.on_gap")) for name in names)
 
 
-def changed_names(config: RunConfig, fork: Fork, fields: Sequence[str]) -> list[str]:
-    """Names among ``fields`` that differ from the other run's; a prefix of names ends with a dot."""
-    prefixes = tuple(field for field in fields if field.endswith("."))
-    names = [name for name, *_ in fork.changed(plain_values(config))]
-    return [name for name in names if name in fields or (prefixes and name.startswith(prefixes))]
+def _changed_names(config: RunConfig, fork: Fork, fields: Iterable[str]) -> list[str]:
+    """Names among ``fields`` (``is_among``) that differ from the other run's."""
+    return [name for name, *_ in fork.changed(plain_values(config)) if is_among(name, fields)]
 
 
 def changed_data(config: RunConfig, fork: Fork) -> str | None:
     """Changed data settings of a fork, in words, which change its prompts; None if there are none."""
-    return ", ".join(_changed_data(config, fork)) or None
-
-
-def _changed_data(config: RunConfig, fork: Fork) -> Iterator[str]:
-    ours = plain_values(config)
-    for name in changed_names(config, fork, ("data.",)):
-        then, now = fork.settings.get(name), ours.get(name)
-        same_order = _order_of(name, then) == _order_of(name, now)
-        # The sampler itself compares the number of prompts that a limit of their length leaves out.
-        if name != "data.max_prompt_tokens" and not same_order:
-            yield f"{name} is {now}, and was {then}"
+    # The sampler itself compares the number of prompts that a limit of their length leaves out.
+    told = [
+        f"{name} is {now}, and was {then}"
+        for name, then, now in fork.changed(plain_values(config))
+        if name.startswith("data.") and name != "data.max_prompt_tokens"
+        if _order_of(name, then) != _order_of(name, now)
+    ]
+    return ", ".join(told) or None
 
 
 def _order_of(name: str, value: Any) -> Any:
@@ -176,9 +163,9 @@ def may_differ(config: RunConfig, fork: Fork) -> set[str]:
     log-probs its temperature and model folder. Weights and optimizer must be equal.
     """
     found = {"sampler"}
-    if changed_names(config, fork, RATE_FIELDS):
+    if _changed_names(config, fork, RATE_FIELDS):
         found.add("learning_rate")
-    if changed_names(config, fork, ("rollout.temperature", "model.hf_path")):
+    if _changed_names(config, fork, ("rollout.temperature", "model.hf_path")):
         found.add("canary")
     return found
 

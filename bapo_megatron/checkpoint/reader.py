@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bapo_megatron.checkpoint.writer import Digests, digest
+from bapo_megatron.checkpoint.store import Digests, digest
 from bapo_megatron.errors import CheckpointError, printable
-from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
+from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, is_main
 from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.jsonl_log import parse_line, whole_lines
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
@@ -31,10 +31,7 @@ READERS = 4
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk, as plain data, equal on every rank. Its policy is not loaded yet.
-
-    Made by ``read_checkpoint``; ``trainer/resume.py`` resumes from the newest one.
-    """
+    """A verified checkpoint on disk, as plain data, equal on every rank. Its policy is not loaded yet."""
 
     path: Path
     moment: Moment
@@ -110,9 +107,7 @@ def newest_first(folder: Path) -> list[tuple[Moment, Path]]:
 def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
     """Verify and read the checkpoint in ``path``; CheckpointError on every rank alike. Collective."""
     files, problem = broadcast_from_main(manifest_of(path) if is_main() else None)
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, _first_damage(path, files))
-    if found := problem or next(filter(None, problems), None):
+    if found := problem or next(filter(None, all_gather(_first_damage(path, files))), None):
         raise CheckpointError(found)
     trainer, problem = broadcast_from_main(_trainer_state(path) if is_main() else None)
     if problem:

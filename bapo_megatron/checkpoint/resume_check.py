@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bapo_megatron.checkpoint.run_directory import RATE_FIELDS
+from bapo_megatron.checkpoint.run_directory import RATE_FIELDS, is_among
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.canary import (
     CanarySequence,
@@ -101,8 +101,7 @@ def fingerprint_differences(config: RunConfig, stored: Fingerprint, found: Finge
     else:
         lines.update(_bit_differences(stored, found))
         lines.update(_canary_difference(config, stored["canary"], found["canary"]))
-    prefixes = tuple(field for field in RATE_FIELDS if field.endswith("."))
-    may_change = any(name in RATE_FIELDS or name.startswith(prefixes) for name in config.allow_change)
+    may_change = any(is_among(name, RATE_FIELDS) for name in config.allow_change)
     if found["learning_rate"] != stored["learning_rate"] and not may_change:
         lines["learning_rate"] = _line(stored["learning_rate"], found["learning_rate"])
     behind = [

@@ -2,9 +2,7 @@
 
 The checks are preflight, without side effects but the new directory and its lock file; the lock is held by
 rank 0 while the run lasts. ConfigError for everything that is refused. ``runtime/run_paths.py`` has the names
-of the files. ``commands/train.py`` takes the lock, ``trainer/preflight.py`` makes the checks,
-``trainer/build.py`` stores the configuration. Used in ``commands/``, ``evaluation/``, ``trainer/`` and this
-folder.
+of the files. Used in ``commands/``, ``evaluation/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
@@ -36,11 +34,10 @@ _SAMPLES_ONLY = "rollout_only"
 """Entry of config.json: whether it is a run of ``bapo train --rollout-only``."""
 
 _DEFAULT_PRESET = "default_preset"
-"""Entry of config.json: that the run began when recipes had the preset ``paper``. Runs of before, when they
-had ``balanced``, lack it."""
+"""Entry of config.json: that the run began when recipes had the preset ``paper``. Runs of before lack it."""
 
 _FORMER = balanced()
-"""The former preset of recipes. It differs from ``paper`` by ``scope`` and ``bounds_tokens`` alone."""
+"""The preset that recipes had before. It differs from ``paper`` by ``scope`` and ``bounds_tokens`` alone."""
 
 THREADS = "threads"
 """Field whose stored value is kept if a resume gives none: sums on a CPU depend on it."""
@@ -118,10 +115,10 @@ NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch", "lo
 """Fields that belong to one run or one start of it; a comparison of two runs leaves them out."""
 
 RATE_FIELDS = ("optimizer.", "steps", "algorithm.reuse_epochs", "algorithm.updates_per_epoch")
-"""Fields that determine the learning rate of an update. A prefix ends with a dot."""
+"""Fields that determine the learning rate of an update, as ``is_among`` reads them."""
 
 # Fields that may differ when a run continues: its length, place, speed, logging and deadlines, but not what
-# it computes. A name that ends with a dot or an underscore stands for all names that begin with it.
+# it computes.
 _STEPS = "steps"
 _MAY_CHANGE = (
     *(_STEPS, "name", "run_dir", "allow_change", "accept_resume_mismatch", "hang_minutes"),
@@ -184,15 +181,8 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     stored = read_config(config.directory)
     if stored is None or not has_steps(config.directory):
         return
-    kept = {THREADS} if config.threads is None else set()
-    different = [
-        change
-        for change in changes(config, stored)
-        if not _may_change(change[0], config)
-        and change[0] not in kept
-        and not _changes_only_address(change, config)
-        and not _changes_only_limits(change)
-    ]
+    found = differences(plain_values(config), stored)
+    different = [change for change in found if not _may_change(change, config)]
     if different:
         raise ConfigError(
             f"the run {config.directory} was started with other settings:\n"
@@ -218,10 +208,9 @@ def known_suites(directory: Path) -> list[str]:
 def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
     """Preset of an older run that goes on: ``balanced`` in place of ``paper``, and the line that says so.
 
-    A run that began before ``paper`` became the default of recipes searches its bounds once an update. Its
-    own command, and its recipe as it is today, now ask for ``paper``: the run goes on as it began. Unchanged,
-    with None, for every other run, and where ``allow_change`` names the fields. Called by
-    ``commands/train_flags.py``.
+    A run that began before ``paper`` became the default of recipes goes on as it began, though its command
+    and its recipe now ask for ``paper``. Unchanged, with None, for every other run, and where
+    ``allow_change`` names the fields.
     """
     stored, bounds = _stored(config.directory), config.algorithm.bounds
     names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
@@ -229,16 +218,14 @@ def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
         return config, None
     then = with_present_fields(stored["config"])
     former = (_FORMER.scope, _FORMER.bounds_tokens)
-    if tuple(then.get(name) for name in names) != former or not bounds.grouped:
-        return config, None
-    if set(names) & set(config.allow_change):
+    is_former = tuple(then.get(name) for name in names) == former
+    if not is_former or not bounds.grouped or set(names) & set(config.allow_change):
         return config, None
     kept = replace(bounds, scope=_FORMER.scope, bounds_tokens=_FORMER.bounds_tokens)
     line = (
         f"{config.directory} began with one search of the bounds an update (preset balanced), and goes on "
         f"so; recipes now have the preset paper, a search for about {bounds.bounds_tokens} tokens. To change "
-        f"over: "
-        f"--allow-change {' '.join(names)}"
+        f"over: --allow-change {' '.join(names)}"
     )
     return replace(config, algorithm=replace(config.algorithm, bounds=kept)), line
 
@@ -260,11 +247,6 @@ def _check_kind(directory: Path, samples_only: bool) -> None:
         )
 
 
-def changes(config: RunConfig, stored: dict[str, Any]) -> list[Change]:
-    """Changed fields of ``config`` against a stored configuration, sorted by name."""
-    return differences(plain_values(config), stored)
-
-
 def differences(ours: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
     """Changed fields between two configurations by dotted names, sorted by name."""
     return [
@@ -274,31 +256,24 @@ def differences(ours: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
     ]
 
 
-def _may_change(name: str, config: RunConfig) -> bool:
-    """Whether the field ``name`` may change on a resume."""
-    if name in config.allow_change:
+def _may_change(change: Change, config: RunConfig) -> bool:
+    """Whether a field may change so on a resume."""
+    name, then, now = change
+    if name in config.allow_change or (name == THREADS and now is None):
         return True
+    if name == "reward.settings":  # only the endpoint's address or limits
+        function = config.reward.function
+        return settings_of_scores(function, then) == settings_of_scores(function, now)
+    if name == "data.sources":  # only limits, workers and the like of environments
+        return _without_limits(then) == _without_limits(now)
     if name == _STEPS and config.optimizer.decay != "constant":
         return False  # the decay is stretched over the steps: with more steps it is another schedule
-    if name in _MAY_CHANGE:
-        return True
-    prefixes = tuple(allowed for allowed in _MAY_CHANGE if allowed.endswith((".", "_")))
-    return name.startswith(prefixes) and name not in _MAY_NOT_CHANGE
+    return is_among(name, _MAY_CHANGE) and name not in _MAY_NOT_CHANGE
 
 
-def _changes_only_address(change: Change, config: RunConfig) -> bool:
-    """Whether a change of ``reward.settings`` is only one of the endpoint's address or limits."""
-    name, then, now = change
-    function = config.reward.function
-    return name == "reward.settings" and settings_of_scores(function, then) == settings_of_scores(
-        function, now
-    )
-
-
-def _changes_only_limits(change: Change) -> bool:
-    """Whether a change of ``data.sources`` is only one of limits, workers and the like of environments."""
-    name, then, now = change
-    return name == "data.sources" and _without_limits(then) == _without_limits(now)
+def is_among(name: str, fields: Iterable[str]) -> bool:
+    """Whether a field is one of ``fields``, of which those that end with a dot or underscore are prefixes."""
+    return any(name == field or (field.endswith((".", "_")) and name.startswith(field)) for field in fields)
 
 
 def _without_limits(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -313,7 +288,7 @@ def _without_limits(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def changed_settings(config: RunConfig) -> list[Change]:
     """Changed fields of ``config`` against the run directory's stored configuration; none for a new run."""
     before = read_config(config.directory)
-    return changes(config, before) if before else []
+    return differences(plain_values(config), before) if before else []
 
 
 def check_partial_step(changed: list[Change], config: RunConfig) -> None:

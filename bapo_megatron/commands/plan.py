@@ -1,6 +1,8 @@
-"""``bapo plan RECIPE [flags]``: memory, traffic and speed of a recipe on a kind of GPU.
+"""``bapo plan`` and ``bapo rehearse``: does a recipe fit, by arithmetic, or by a dry run of its program.
 
-Arithmetic on the recipe and the model's config.json; it needs no GPU and no weights.
+Neither needs a GPU or weights: the plan reads the recipe and the model's config.json; the rehearsal runs the
+ranks in child processes, some at a time, on fake tensors, which have shapes and no data. ConfigError for a
+recipe that cannot be planned or rehearsed.
 """
 
 from __future__ import annotations
@@ -8,19 +10,24 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from bapo_megatron.commands.recipe_flags import check_names, parse_flags, recipe_path
+from bapo_megatron.commands.recipe_flags import check_names, recipe_command
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
-from bapo_megatron.planning.job import Job, PlanOptions, find_shape
-from bapo_megatron.planning.json_summary import plan_dict
-from bapo_megatron.planning.page import plan_text
+from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
+from bapo_megatron.planning.page import plan_dict, plan_text
 from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.rehearsal.job import RehearseOptions, one_of_each_stage, rehearse_job
+from bapo_megatron.planning.rehearsal.results import (
+    collective_mismatches,
+    rehearsal_dict,
+    rehearsal_text,
+)
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,9 @@ class PlanCommand:
 
 def plan_command(arguments: Sequence[str]) -> int:
     """Print the plan of the recipe. Exit code 1 if it does not fit, else 0."""
-    recipe = recipe_path("plan", arguments)
-    command = parse_flags("plan", recipe, PlanCommand(load_recipe(recipe, RunConfig)), arguments)
+    recipe, command = recipe_command("plan", PlanCommand, arguments)
     command.options.check()
-    job = Job(command.run, find_shape(recipe, command.run.model.hf_path), command.options)
-    if found := problems(job):
-        raise ConfigError("\n".join(found))
+    job = _sound_job(command.run, recipe, command.options)
     check_names(command.run)
     plan = make_plan(job)
     advice = smallest_changes(plan) if plan.verdict.memory else []
@@ -47,3 +51,43 @@ def plan_command(arguments: Sequence[str]) -> int:
     else:
         print(plan_text(plan, advice, fastest_layouts(plan, command.options.compare)), end="")
     return 0 if plan.verdict.fits else 1
+
+
+@dataclass(frozen=True)
+class RehearseCommand:
+    """All flags of ``bapo rehearse``: those of the recipe and its own, without a prefix."""
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")]
+    options: Annotated[RehearseOptions, tyro.conf.arg(name="")] = field(default_factory=RehearseOptions)
+
+
+def rehearse_command(arguments: Sequence[str]) -> int:
+    """Rehearse the chosen ranks, print the page, write the JSON. Exit code 1 if one fails or does not fit."""
+    recipe, command = recipe_command("rehearse", RehearseCommand, arguments)
+    run, options = command.run, command.options
+    options.check()
+    run.check()
+    check_names(run)
+    plan_options = PlanOptions(
+        gpu=options.gpu,
+        memory_fraction=options.memory_fraction,
+        expert_imbalance=options.expert_imbalance,
+        expert_routes=options.expert_routes,
+    )
+    job = _sound_job(run, recipe, plan_options)
+    results = rehearse_job(job, shape_folder(recipe, run.model.hf_path), options)
+    notes = collective_mismatches(results) if options.all_ranks else []
+    shown = one_of_each_stage(results) if options.all_ranks else results
+    print(rehearsal_text(shown, job, notes), end="")
+    summary = rehearsal_dict(results, job, notes)
+    if options.json is not None:
+        options.json.write_text(json.dumps(summary, indent=1))
+    return 0 if summary["fits"] else 1
+
+
+def _sound_job(run: RunConfig, recipe: Path, options: PlanOptions) -> Job:
+    """The job of a recipe. ConfigError for one that has ``problems``."""
+    job = Job(run, find_shape(recipe, run.model.hf_path), options)
+    if found := problems(job):
+        raise ConfigError("\n".join(found))
+    return job

@@ -8,7 +8,7 @@ wrong flag, ``--help`` or no argument at all prints and exits. Used in ``command
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +27,14 @@ def recipe_config(command: str, kind: type[C], arguments: Sequence[str]) -> C:
 
     recipe = recipe_path(command, arguments)
     return parse_flags(command, recipe, load_recipe(recipe, kind), arguments)
+
+
+def recipe_command(command: str, whole: Callable[[RunConfig], C], arguments: Sequence[str]) -> tuple[Path, C]:
+    """The recipe, and its configuration with a command's own fields (``whole``), overridden by the flags."""
+    from bapo_megatron.config import RunConfig, load_recipe
+
+    recipe = recipe_path(command, arguments)
+    return recipe, parse_flags(command, recipe, whole(load_recipe(recipe, RunConfig)), arguments)
 
 
 def recipe_path(command: str, arguments: Sequence[str]) -> Path:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
-from bapo_megatron.config import RunConfig
-from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, serve
 
@@ -17,10 +15,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, se
 def rollout_server_command(arguments: Sequence[str]) -> None:
     """Start the server, and wait until it ends."""
     # A Slurm job gives its servers the trainer's flags; a server ignores --rollout-only and --fork.
-    arguments = list(_server_flags(arguments))
-    recipe = recipe_path("rollout-server", arguments)
-    default = ServeCommand(load_recipe(recipe, RunConfig))
-    command = parse_flags("rollout-server", recipe, default, arguments)
+    _, command = recipe_command("rollout-server", ServeCommand, list(_server_flags(arguments)))
     command.run.check()
     serve(command, has_cuda())
 

@@ -1,7 +1,7 @@
-"""``bapo train RECIPE [flags]``: start or resume a run; the entry points of its ranks, and the run's end.
+"""``bapo train RECIPE [flags]`` and ``bapo sft``: the commands, the entry points of ranks, the end of a run.
 
-``train_command`` checks everything before a process group exists, then runs as one rank under a launcher, or
-starts the layout's processes. The same command continues a run. Preempted and RunStopped propagate to
+The commands check everything before a process group exists, then run as one rank under a launcher, or start
+the layout's processes. ``bapo train``, given again, continues a run. Preempted and RunStopped propagate to
 ``cli.py``. Used by ``benchmarks/study/forked_sampler.py``.
 """
 
@@ -10,17 +10,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING
 
+from bapo_megatron.commands.recipe_flags import recipe_config
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.run_paths import RunPaths
 
 if TYPE_CHECKING:
     from bapo_megatron.checkpoint.fork_record import ForkSource
-    from bapo_megatron.config import RunConfig
+    from bapo_megatron.config import RunConfig, SftConfig
     from bapo_megatron.runtime.preemption import PreemptionSignal
     from bapo_megatron.trainer.build import Run
 
@@ -76,10 +78,7 @@ def _train(arguments: Sequence[str]) -> int | None:
 
 
 def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
-    """Entry point of one training rank: process group, run directory's lock, training loop, export.
-
-    ``fork``: the checkpoint of another run that a new run begins at.
-    """
+    """Entry point of one training rank: process group, run directory's lock, training loop, export."""
     from bapo_megatron.checkpoint.fork import make_fork
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.rollout.engines.registry import engine_backend
@@ -92,11 +91,7 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
         engine_backend(config.rollout.engine).prepare_process(config.rollout, should_have_gpu())
     # Stop signals first: one that comes while process groups are made must not kill a single rank. The lock
     # after them: the process group says which rank holds it.
-    with (
-        _process_guards(config) as preemption,
-        parallel_processes(config.parallel),
-        _run_lock(config),
-    ):
+    with _process_guards(config) as preemption, parallel_processes(config.parallel), _run_lock(config):
         if fork is not None:
             make_fork(config, fork)  # under the lock, and before the run reads its directory
         config, kept = pin_threads(config)  # before any kernel: the thread count decides how sums round
@@ -154,15 +149,13 @@ def wait_for_exports(run: Run) -> None:
 
 
 def _summary(run: Run) -> str:
-    from bapo_megatron.commands.report.data import headline
-    from bapo_megatron.commands.report.metric_table import read_metrics
+    from bapo_megatron.commands.report.data import headline, read_metrics
 
     paths = RunPaths(run.config.directory)
     figures = headline(read_metrics(paths.metrics))
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
     return (
-        f"reward {first} -> {last} in {figures['steps']} steps, "
-        f"{run.policy.version} updates\n"
+        f"reward {first} -> {last} in {figures['steps']} steps, {run.policy.version} updates\n"
         f"Hugging Face model: {paths.export}\n"
         f"plots: bapo report {paths.root}"
     )
@@ -200,10 +193,7 @@ def _process_guards(config: RunConfig) -> Iterator[PreemptionSignal]:
 @contextmanager
 def _run_lock(config: RunConfig) -> Iterator[None]:
     """Lock of the run directory, held by rank 0. RunStopped if the directory is removed meanwhile."""
-    from contextlib import nullcontext
-
     from bapo_megatron.checkpoint.run_directory import only_writer
-    from bapo_megatron.errors import ConfigError, Preempted, RunStopped
     from bapo_megatron.runtime.distributed import is_main
 
     with only_writer(config.directory) if is_main() else nullcontext():
@@ -218,3 +208,40 @@ def _run_lock(config: RunConfig) -> Iterator[None]:
                 f"the run directory {config.directory} was removed or moved while the run used it ({error}); "
                 f"put it back, or the run begins anew"
             ) from error
+
+
+# --- supervised fine-tuning ------------------------------------------------------------------------
+
+
+def sft_command(arguments: Sequence[str]) -> None:
+    """``bapo sft RECIPE [flags]``: a supervised warm start, written as a Hugging Face folder.
+
+    It saves nothing before its end: one that is killed begins anew.
+    """
+    from bapo_megatron.config import SftConfig
+
+    config = recipe_config("sft", SftConfig, arguments)
+
+    # After the flags: torch and megatron take seconds, and a wrong flag or --help needs neither.
+    from bapo_megatron.policy.layout import data_parallel_size
+    from bapo_megatron.runtime.distributed import launched_world_size, run_processes
+    from bapo_megatron.trainer.preflight import check_sft
+
+    launched = launched_world_size()
+    data = data_parallel_size(config.parallel, launched)
+    check_sft(config)
+    if launched is not None:
+        sft_process(config)
+    else:
+        run_processes(sft_process, (config,), data * config.parallel.model_size)
+
+
+def sft_process(config: SftConfig) -> None:
+    """Entry point of one SFT rank: process group, training, export of the model."""
+    from bapo_megatron.policy.layout import parallel_processes
+    from bapo_megatron.runtime.storage import writing
+    from bapo_megatron.trainer.sft import run_sft
+
+    silence_libraries()
+    with writing("the model", config.output), parallel_processes(config.parallel):
+        run_sft(config)

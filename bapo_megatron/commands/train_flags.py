@@ -1,9 +1,5 @@
 """Flags of ``bapo train`` and ``bapo submit`` beside the recipe's fields, and the configuration they make.
 
-- ``--rollout-only`` samples the batches of all steps without a trainer; it excludes the other two.
-- ``--train-only [RUN]`` trains on stored rollouts, without engines.
-- ``--fork RUN[:STEP]`` begins at a checkpoint of another run.
-
 Used by ``commands/cluster/submit.py`` and ``train.py``.
 """
 
@@ -20,9 +16,8 @@ import tyro
 
 from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import with_former_preset
-from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
+from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -52,10 +47,7 @@ class TrainCommand:
 
 
 class TrainRequest(NamedTuple):
-    """Parsed request of ``bapo train``: the run's configuration, with the mode's changes, and the mode.
-
-    Made by ``train_flags`` for `bapo train`.
-    """
+    """Parsed request of ``bapo train``: the run's configuration, with the mode's changes, and the mode."""
 
     run: RunConfig
     samples_only: bool = False
@@ -66,8 +58,7 @@ class TrainRequest(NamedTuple):
 
 def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
     """The request of a recipe and flags. ConfigError for contradicting flags or a run without rollouts."""
-    recipe = recipe_path(command, arguments)
-    found = parse_flags(command, recipe, TrainCommand(load_recipe(recipe, RunConfig)), arguments)
+    _, found = recipe_command(command, TrainCommand, arguments)
     run, options = found.run, found.options
     if options.rollout_only and options.train_only is not None:
         raise ConfigError("--rollout-only and --train-only exclude each other: give one")
@@ -79,9 +70,8 @@ def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
         return TrainRequest(_continued(rollout_only_config(run)), samples_only=True)
     if options.train_only is not None:
         run = train_only_config(run, options.train_only)
-    return TrainRequest(
-        _continued(run), fork=ForkSource.of(options.fork) if options.fork is not None else None
-    )
+    fork = None if options.fork is None else ForkSource.of(options.fork)
+    return TrainRequest(_continued(run), fork=fork)
 
 
 def _continued(run: RunConfig) -> RunConfig:
@@ -143,9 +133,7 @@ def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
 
 def _stored_steps(run_dir: Path) -> int:
     """Number of steps with stored rollouts, counted from step 1 without a gap."""
-    from bapo_megatron.rollout.sampler.step_batches import (
-        step_path,  # with numpy, which the flags do not need
-    )
+    from bapo_megatron.rollout.sampler.step_batches import step_path  # with numpy, which flags do not need
 
     journal, steps = RunPaths(run_dir).journal, 0
     while step_path(journal, steps + 1).is_file():

@@ -8,8 +8,7 @@ and rules), and so does ``SftConfig.check``.
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
-from bapo_megatron.config.engine import EngineConfig
-from bapo_megatron.config.environment import EnvironmentConfig
+from bapo_megatron.config.engines import EngineConfig, SglangConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.run import RunConfig, SftConfig
@@ -23,8 +22,7 @@ from bapo_megatron.config.sections import (
     RewardConfig,
     RolloutConfig,
 )
-from bapo_megatron.config.sglang import SglangConfig
-from bapo_megatron.config.sources import SourceConfig
+from bapo_megatron.config.sources import EnvironmentConfig, SourceConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -1,18 +1,20 @@
-"""Command-line parser: flags, read into a dataclass by tyro.
-
-For all commands with a recipe, and for `bapo eval`, `data prepare` and `study`.
+"""Command-line parser: flags, read into a dataclass by tyro; and fields whose flag is one JSON text.
 
 Besides tyro's own form, ``--section.field VALUE``, it takes Hydra's ``section.field=VALUE``, and a value
 after a switch (``--overwrite true``). A mistake ends the program (SystemExit, code 2). Used in
-``commands/``, ``data/prepare/`` and ``evaluation/``.
+``commands/``, ``data/prepare/``, ``evaluation/`` and this folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 C = TypeVar("C")
 
@@ -31,8 +33,6 @@ def parse_options(
 
     Exits with code 2 for an unknown flag or a bad value, with 0 for --help.
     """
-    import tyro
-
     args = in_tyros_form(kind, arguments)
     if default is None:
         return tyro.cli(kind, prog=prog, description=description, args=args)
@@ -95,8 +95,6 @@ class _Flag:
 
 def _flags_of(kind: type, prefix: str = "") -> Iterator[_Flag]:
     """The flags of all leaf fields of nested dataclasses."""
-    from tyro import conf
-
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint, notes = hints[field.name], tuple[Any, ...]()
@@ -107,4 +105,41 @@ def _flags_of(kind: type, prefix: str = "") -> Iterator[_Flag]:
         if dataclasses.is_dataclass(hint):
             yield from _flags_of(hint, f"{prefix}{name}." if name else prefix)  # type: ignore[arg-type]
         else:
-            yield _Flag(prefix + name, hint is bool, conf.FlagCreatePairsOff not in notes)
+            yield _Flag(prefix + name, hint is bool, tyro.conf.FlagCreatePairsOff not in notes)
+
+
+def json_flag(
+    kind: type,
+    form: str,
+    fits: Callable[[Any], bool],
+    read: Callable[[Any], Any],
+    write: Callable[[Any], str] = json.dumps,
+) -> PrimitiveConstructorSpec[Any]:
+    """The form of a field of type ``kind`` as a flag: one JSON text, which ``read`` and ``write`` convert.
+
+    ``form``: what it must be, and how to write it, for the message where it does not fit.
+    """
+
+    def from_words(words: list[str]) -> Any:
+        try:
+            found = json.loads(words[0])
+        except ValueError:  # the decoder's message names neither the value nor the form
+            found = None
+        if not fits(found):
+            raise ValueError(f"{words[0]} is no JSON {form}")
+        return read(found)
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=from_words,
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: [write(value)],
+    )
+
+
+Settings = Annotated[
+    dict[str, Any],
+    json_flag(dict, 'object: write {"name": value}', lambda found: isinstance(found, dict), dict),
+]
+"""Free-form settings of a loss, a reward or an environment: a dict in a recipe, a JSON object as a flag."""

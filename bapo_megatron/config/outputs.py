@@ -1,7 +1,7 @@
 """Configuration sections of the outputs: checkpoints, evaluations, profiles, logs and hooks.
 
 Frozen dataclasses, fields of ``RunConfig``; the docstring of a field is its text in ``--help``. Used by
-``config/``, ``run.py`` and ``validation.py``.
+``config/`` and ``run.py``.
 """
 
 from __future__ import annotations

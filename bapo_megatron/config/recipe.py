@@ -47,18 +47,14 @@ def load_recipe(path: Path, kind: type[C]) -> C:
             f"recipe {path} ends the program by sys.exit({error.code!r}) {_place(error, spec.origin)}: raise "
             "an exception instead, or return a configuration"
         ) from error
-    except Exception as error:
-        raise ConfigError(f"recipe {path}: {_told(error)} {_place(error, spec.origin)}") from error
+    except Exception as error:  # of a syntax error the message, as its place follows
+        told = f"SyntaxError({error.msg!r})" if isinstance(error, SyntaxError) else repr(error)
+        raise ConfigError(f"recipe {path}: {told} {_place(error, spec.origin)}") from error
     if not isinstance(config, kind):
         raise ConfigError(
             f"recipe {path}: recipe() returned {type(config).__name__}, expected {kind.__name__}"
         )
     return config
-
-
-def _told(error: Exception) -> str:
-    """An error in short; of a syntax error the message, as its place follows."""
-    return f"SyntaxError({error.msg!r})" if isinstance(error, SyntaxError) else repr(error)
 
 
 def _place(error: BaseException, recipe: str | None) -> str:
@@ -79,9 +75,9 @@ def _serve_former_paths() -> None:
         "bapo_megatron.algo.polarity_control": {"PolarityConfig": PapoConfig},
     }
     for former, names in former_modules.items():
-        module = ModuleType(former, "A module of version 0.1, for recipes that import it.")
-        vars(module).update(names)
         if former not in sys.modules:
+            module = ModuleType(former, "A module of version 0.1, for recipes that import it.")
+            vars(module).update(names)
             sys.modules[former] = module
             package, _, name = former.rpartition(".")
             setattr(importlib.import_module(package), name, module)

@@ -7,7 +7,6 @@ folder. Both run before any process group exists. Used by ``config/``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,6 @@ from typing import Annotated
 from annotated_types import Ge
 
 from bapo_megatron.algo.settings import out_of_range, wrong_types
-from bapo_megatron.config.environment import EnvironmentConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
@@ -27,25 +25,13 @@ from bapo_megatron.config.sections import (
     RewardConfig,
     RolloutConfig,
 )
+from bapo_megatron.config.sources import EnvironmentConfig
 from bapo_megatron.config.validation import (
-    algorithm_problems,
-    checkpoint_problems,
     data_problems,
-    engine_problems,
-    environment_problems,
-    hold_problems,
-    hook_problems,
-    milestone_problems,
-    mismatch_problems,
-    pack_problems,
     parallel_problems,
-    profile_problems,
-    project_problems,
     raise_problems,
     range_problems,
-    reward_problems,
-    source_reward_problems,
-    staleness_problems,
+    run_problems,
 )
 
 
@@ -152,36 +138,7 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
-        raise_problems(list(wrong_types(self)) or list(self.rule_problems()))
-
-    def rule_problems(self) -> Iterator[str]:
-        """Mistakes that the fields show by themselves, where each has a value of its type."""
-        yield from out_of_range(self)
-        yield from parallel_problems(self.parallel)
-        if not any(out_of_range(self.parallel)):  # which packs are divided by
-            yield from pack_problems(self.batch, self.parallel, self.longest_sequence)
-        yield from hold_problems(self.batch, self.parallel, self.algorithm.bounds)
-        yield from algorithm_problems(self.algorithm, self.rollout)
-        yield from staleness_problems(self.rollout)
-        yield from engine_problems(self.rollout, self.longest_request)
-        yield from reward_problems(self.reward, self.rollout.max_response_tokens)
-        yield from environment_problems(self.environment)
-        yield from data_problems(self.data)
-        yield from source_reward_problems(self.data, self.reward)
-        yield from checkpoint_problems(self.checkpoint, self.evaluation)
-        yield from hook_problems(self.checkpoint, self.logging)
-        yield from range_problems(self.data, self.optimizer)
-        yield from mismatch_problems(self.accept_resume_mismatch)
-        yield from profile_problems(self.profile, self.steps)
-
-    def new_run_problems(self) -> Iterator[str]:
-        """Mistakes for which only a new run is refused: one that has begun with them goes on as it did."""
-        if self.name.strip(" ./") == "":
-            yield f"name={self.name!r} names no run: give one; its directory and boards have it, too"
-        yield from milestone_problems(self.checkpoint)
-        yield from project_problems(self.logging)
-        if self.profile.memory and not self.profile.steps:
-            yield "profile.memory needs profile.steps: name the steps to trace"
+        raise_problems(list(wrong_types(self)) or list(run_problems(self)))
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from bapo_megatron.algo.bounds import BoundsConfig, paper
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
-from bapo_megatron.config.engine import EngineConfig
-from bapo_megatron.config.free_settings import Settings
-from bapo_megatron.config.sglang import SglangConfig
+from bapo_megatron.config.engines import EngineConfig, SglangConfig
+from bapo_megatron.config.flags import Settings
 from bapo_megatron.config.sources import SourceConfig, Sources
 
 

@@ -1,7 +1,7 @@
-"""Sources of training prompts: files that one run mixes, each with a weight, a reward and an environment.
+"""Configuration of the environment, and of sources of training prompts, which a run mixes.
 
-The entries of ``data.sources``, and their form as a flag (JSON; ValueError if it is malformed). Used in
-this folder and ``data/prepare/``.
+The entries of ``data.sources``, their form as a flag (JSON; ValueError if it is malformed), and the section
+``environment``, of a run or of a source. Used in ``data/prepare/``, ``environment/`` and this folder.
 """
 
 from __future__ import annotations
@@ -10,17 +10,45 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from annotated_types import Gt
-from tyro.constructors import PrimitiveConstructorSpec
+from annotated_types import Ge, Gt
 
-from bapo_megatron.config.environment import EnvironmentConfig
+from bapo_megatron.config.flags import Settings, json_flag
 
 PREPARED = "data.jsonl"
 """File of problems in a folder that `bapo data prepare` has written."""
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """The environment: what answers the model's turns, and the worker processes that hold its episodes."""
+
+    function: str | None = None
+    """`package.module:Name` or `file.py:Name` of a subclass of `bapo_megatron.environment.Environment`. None:
+    a response is one turn."""
+    settings: Settings = field(default_factory=dict)
+    """Settings of the environment, a JSON object: the second argument of its constructor."""
+    max_turns: Annotated[int, Ge(1)] = 8
+    """Most turns of the model in a response; then it ends, with the finish reason `turns`."""
+    step_limit_s: Annotated[float, Gt(0)] = 60.0
+    """Time limit of one step. A response whose step takes longer has the reward `reward.failed`."""
+    episode_limit_s: Annotated[float, Gt(0)] = 600.0
+    """Time limit of all steps of a response together."""
+    workers: Annotated[int, Ge(1)] = 2
+    """Processes that hold environments, on rank 0's machine. Each takes thousands of async steps at a time,
+    32 plain ones, or one if `own_random` is set."""
+    memory_limit_mb: Annotated[int, Ge(256)] = 16384
+    """Memory that the environments of one process may take together."""
+    python: Path | None = None
+    """Python interpreter (3.11 or newer) of these processes, for environments whose packages conflict with
+    those of the run. None: the run's."""
+    history: Literal["exact", "sampled"] = "exact"
+    """`exact`: a run starts only if the tokens of a response over several turns are those of the whole chat,
+    rendered by the model's template. `sampled`: the tokens that were sampled stand as they are, also where
+    the template would have left some out (thoughts of earlier turns)."""
 
 
 @dataclass(frozen=True)
@@ -48,25 +76,11 @@ class SourceConfig:
         return self.path / PREPARED if self.path.is_dir() else self.path
 
 
-_FIELDS = ", ".join(f'"{field.name}"' for field in dataclasses.fields(SourceConfig))
-_FORM = '[{"path": "data/math", "weight": 2, "reward": "math"}, {"path": "data/mine.jsonl"}]'
-
-
-def _from_json(words: list[str]) -> tuple[SourceConfig, ...]:
-    """The value of a flag. ValueError if it is no JSON list of sources."""
-    try:
-        found = json.loads(words[0])
-    except ValueError:  # the decoder's message names neither the value nor the form
-        found = None
-    if not isinstance(found, list) or not all(isinstance(one, dict) and "path" in one for one in found):
-        raise ValueError(f"{words[0]} is no JSON list of sources: write {_FORM}")
-    return tuple(_source(one) for one in found)
-
-
 def _source(fields: dict[str, Any]) -> SourceConfig:
-    known = {field.name for field in dataclasses.fields(SourceConfig)}
-    if unknown := fields.keys() - known:
-        raise ValueError(f"a source has no {', '.join(sorted(unknown))}: its fields are {_FIELDS}")
+    known = [field.name for field in dataclasses.fields(SourceConfig)]
+    if unknown := fields.keys() - set(known):
+        listed = ", ".join(f'"{name}"' for name in known)
+        raise ValueError(f"a source has no {', '.join(sorted(unknown))}: its fields are {listed}")
     environment = _environment(fields.get("environment"))
     return SourceConfig(**{**fields, "path": Path(str(fields["path"])), "environment": environment})
 
@@ -90,18 +104,23 @@ def _environment(fields: Any) -> EnvironmentConfig | None:
     return EnvironmentConfig(**{**fields, "python": None if python is None else Path(str(python))})
 
 
-def _to_json(sources: tuple[SourceConfig, ...]) -> list[str]:
-    return [json.dumps([dataclasses.asdict(one) for one in sources], default=str)]
+def _is_sources(found: object) -> bool:
+    return isinstance(found, list) and all(isinstance(one, dict) and "path" in one for one in found)
+
+
+def _to_json(sources: tuple[SourceConfig, ...]) -> str:
+    return json.dumps([dataclasses.asdict(one) for one in sources], default=str)
 
 
 Sources = Annotated[
     tuple[SourceConfig, ...],
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=_from_json,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=_to_json,
+    json_flag(
+        tuple,
+        'list of sources: write [{"path": "data/math", "weight": 2, "reward": "math"}, {"path": '
+        '"data/mine.jsonl"}]',
+        _is_sources,
+        lambda found: tuple(_source(one) for one in found),
+        _to_json,
     ),
 ]
 """Several sources: a tuple in a recipe, a JSON list as a flag."""

@@ -1,9 +1,7 @@
 """Rules between the fields of a configuration; types and ranges of each field are ``algo/settings.py``'s.
 
-``RunConfig.check`` and ``SftConfig.check`` call the functions that yield errors (``*_problems``), each error
-one line with the field and the fix; ``raise_problems`` then raises one ConfigError. ``flat``,
-``settings_of_scores`` and the names of the built-in rewards are for others, too. No file, GPU or network is
-looked at. Used throughout the package.
+Functions called ``*_problems`` yield errors, each one line with the field and the fix; ``raise_problems``
+raises one ConfigError with all. No file, GPU or network is looked at. Used throughout the package.
 """
 
 from __future__ import annotations
@@ -11,31 +9,31 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.algo.bounds import BoundsConfig, sum_count
-from bapo_megatron.algo.reference_kl_config import DistillationConfig
-from bapo_megatron.algo.settings import fields_of
-from bapo_megatron.config.engine import EngineConfig
-from bapo_megatron.config.environment import EnvironmentConfig
-from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
+from bapo_megatron.algo.bounds import sum_count
+from bapo_megatron.algo.settings import fields_of, out_of_range
+from bapo_megatron.config.engines import EngineConfig
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
-    BatchConfig,
     DataConfig,
     OptimizerConfig,
     ParallelConfig,
     RewardConfig,
     RolloutConfig,
 )
-from bapo_megatron.config.sources import source_problems
+from bapo_megatron.config.sources import EnvironmentConfig, source_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.events.targets import target_problems
 from bapo_megatron.runtime.run_paths import moment_of
 from bapo_megatron.runtime.user_command import command_words
 
+if TYPE_CHECKING:
+    from bapo_megatron.config import RunConfig
+
 _COMPARED = ("version", "weights", "optimizer", "canary", "learning_rate", "sampler")
 """Names of the parts that the resume check compares."""
+_NOT_IN_WANDB_PROJECTS = frozenset("/\\#?%:")
 
 
 def flat(config: object, prefix: str = "") -> dict[str, object]:
@@ -49,6 +47,47 @@ def raise_problems(problems: list[str]) -> None:
     """Raise one ConfigError with all problems, if there are any."""
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def run_problems(run: RunConfig) -> Iterator[str]:
+    """Mistakes that the fields of a run show by themselves, where each has a value of its type."""
+    yield from out_of_range(run)
+    yield from parallel_problems(run.parallel)
+    if not any(out_of_range(run.parallel)):  # which packs are divided by
+        yield from _pack_problems(run)
+    yield from _hold_problems(run)
+    yield from _algorithm_problems(run)
+    yield from staleness_problems(run.rollout)
+    yield from _engine_problems(run)
+    yield from _reward_problems(run.reward, run.rollout.max_response_tokens)
+    yield from environment_problems(run.environment)
+    yield from data_problems(run.data)
+    yield from _source_reward_problems(run.data, run.reward)
+    yield from _checkpoint_problems(run)
+    yield from _hook_problems(run)
+    yield from range_problems(run.data, run.optimizer)
+    yield from _mismatch_problems(run.accept_resume_mismatch)
+    for step in run.profile.steps:
+        if not 1 <= step <= run.steps:
+            yield f"profile.steps has {step}: the run has steps 1 to {run.steps}"
+
+
+def new_run_problems(run: RunConfig) -> Iterator[str]:
+    """Mistakes for which only a new run is refused: one that has begun with them goes on as it did."""
+    if run.name.strip(" ./") == "":
+        yield f"name={run.name!r} names no run: give one; its directory and boards have it, too"
+    every, kept = run.checkpoint.every, run.checkpoint.keep_every
+    if kept is not None and kept % every:
+        yield (
+            f"checkpoint.keep_every={kept} must be a multiple of checkpoint.every={every}, because only a "
+            f"checkpoint can be kept: set it to {max(1, round(kept / every)) * every}"
+        )
+    project = run.logging.wandb_project or run.logging.project
+    if "wandb" in run.logging.chosen and set(project) & _NOT_IN_WANDB_PROJECTS:
+        name = "wandb_project" if run.logging.wandb_project else "project"
+        yield f"logging.{name}={project!r}: W&B takes no project with one of / \\ # ? % : in its name"
+    if run.profile.memory and not run.profile.steps:
+        yield "profile.memory needs profile.steps: name the steps to trace"
 
 
 def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
@@ -85,21 +124,23 @@ def environment_field(source: str) -> str:
     return f"data.sources[{source}].environment"
 
 
-def pack_problems(batch: BatchConfig, parallel: ParallelConfig, longest: int) -> Iterator[str]:
-    """Rules of packing: a pack holds a sequence of ``longest`` tokens, and the layout can split it."""
-    multiple, needed = parallel.length_multiple, parallel.pack_tokens_for(longest)
-    if batch.pack_tokens >= needed:
+def _pack_problems(run: RunConfig) -> Iterator[str]:
+    """A pack must hold the longest sequence, and the layout split it."""
+    longest = run.longest_sequence
+    multiple, needed = run.parallel.length_multiple, run.parallel.pack_tokens_for(longest)
+    if run.batch.pack_tokens >= needed:
         return
     cut = f", rounded up to a multiple of {multiple} for this layout," if needed > longest else ""
     yield (
-        f"batch.pack_tokens={batch.pack_tokens} is smaller than data.max_prompt_tokens + "
+        f"batch.pack_tokens={run.batch.pack_tokens} is smaller than data.max_prompt_tokens + "
         f"rollout.max_response_tokens = {longest}{cut}: a full-length sequence would not fit; "
         f"set it to at least {needed}"
     )
 
 
-def algorithm_problems(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
+def _algorithm_problems(run: RunConfig) -> Iterator[str]:
     """Rules of the objective: bounds, importance weights, and no more updates than groups."""
+    algorithm, rollout = run.algorithm, run.rollout
     yield from (f"algorithm.bounds.{problem}" for problem in algorithm.bounds.problems())
     if algorithm.importance_cap is not None and algorithm.old_log_probs == "rollout":
         yield (
@@ -112,7 +153,7 @@ def algorithm_problems(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> It
             f"both or none"
         )
     yield from _correction_problems(algorithm)
-    yield from _distillation_problems(algorithm.distillation, rollout)
+    yield from _distillation_problems(run)
     if algorithm.updates_per_epoch > rollout.prompts_per_step:
         yield (
             f"algorithm.updates_per_epoch={algorithm.updates_per_epoch} is more than "
@@ -120,9 +161,9 @@ def algorithm_problems(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> It
         )
 
 
-def _distillation_problems(distillation: DistillationConfig, rollout: RolloutConfig) -> Iterator[str]:
+def _distillation_problems(run: RunConfig) -> Iterator[str]:
     """Rules of ``algorithm.distillation``: servers, and the temperature at which they give log-probs."""
-    field = "algorithm.distillation"
+    field, distillation, rollout = "algorithm.distillation", run.algorithm.distillation, run.rollout
     if not distillation.enabled:
         return
     if not distillation.urls and rollout.replay is None:
@@ -138,24 +179,23 @@ def _distillation_problems(distillation: DistillationConfig, rollout: RolloutCon
 
 def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Rules of ``algorithm.corrections``: limits of pi_old / pi_rollout need a pi_old of the trainer."""
-    corrections = algorithm.corrections
-    if algorithm.old_log_probs == "rollout":
-        for name in ("geometric_min", "geometric_max", "worst_token_min", "worst_token_max"):
-            value = getattr(corrections, name)
-            if value is not None:
-                yield (
-                    f"algorithm.corrections.{name}={value} limits pi_old / pi_rollout, which is 1 with "
-                    f"algorithm.old_log_probs=rollout: set that to trainer, or leave the limit out"
-                )
+    for name in ("geometric_min", "geometric_max", "worst_token_min", "worst_token_max"):
+        value = getattr(algorithm.corrections, name)
+        if value is not None and algorithm.old_log_probs == "rollout":
+            yield (
+                f"algorithm.corrections.{name}={value} limits pi_old / pi_rollout, which is 1 with "
+                f"algorithm.old_log_probs=rollout: set that to trainer, or leave the limit out"
+            )
 
 
-def hold_problems(batch: BatchConfig, parallel: ParallelConfig, bounds: BoundsConfig) -> Iterator[str]:
+def _hold_problems(run: RunConfig) -> Iterator[str]:
     """Rules of ``batch.hold_forwards``, with ``algorithm.bounds.scope``."""
-    if not batch.hold_forwards:
+    bounds = run.algorithm.bounds
+    if not run.batch.hold_forwards:
         return
-    if parallel.pipeline > 1:
+    if run.parallel.pipeline > 1:
         yield (
-            f"batch.hold_forwards needs parallel.pipeline=1, not {parallel.pipeline}: a pipeline runs "
+            f"batch.hold_forwards needs parallel.pipeline=1, not {run.parallel.pipeline}: a pipeline runs "
             f"backward passes between its forward passes"
         )
     if bounds.sums_over != "update":
@@ -205,8 +245,9 @@ def environment_problems(environment: EnvironmentConfig, field: str = "environme
         )
 
 
-def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConfig) -> Iterator[str]:
+def _checkpoint_problems(run: RunConfig) -> Iterator[str]:
     """Rules between the steps of checkpoints, exports and evaluations."""
+    checkpoint, evaluation = run.checkpoint, run.evaluation
     every, export, best = checkpoint.every, checkpoint.export_every, checkpoint.keep_best
     if every > 0 and export % every:
         yield (
@@ -224,31 +265,10 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
         )
 
 
-def milestone_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Rule of ``checkpoint.keep_every``, for new runs."""
-    every, kept = checkpoint.every, checkpoint.keep_every
-    if kept is not None and kept % every:
-        yield (
-            f"checkpoint.keep_every={kept} must be a multiple of checkpoint.every={every}, because only a "
-            f"checkpoint can be kept: set it to {max(1, round(kept / every)) * every}"
-        )
-
-
-_NOT_IN_WANDB_PROJECTS = frozenset("/\\#?%:")
-
-
-def project_problems(logging: LoggingConfig) -> Iterator[str]:
-    """Rule of W&B's project, for new runs."""
-    project = logging.wandb_project or logging.project
-    if "wandb" in logging.chosen and set(project) & _NOT_IN_WANDB_PROJECTS:
-        name = "wandb_project" if logging.wandb_project else "project"
-        yield f"logging.{name}={project!r}: W&B takes no project with one of / \\ # ? % : in its name"
-
-
-def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Iterator[str]:
+def _hook_problems(run: RunConfig) -> Iterator[str]:
     """Rules of the user's commands and URLs: their form. ``preflight.check_hooks`` looks for the programs."""
-    yield from target_problems(logging.on_event)
-    command = checkpoint.after_export
+    yield from target_problems(run.logging.on_event)
+    command = run.checkpoint.after_export
     if command is None:
         return
     try:
@@ -263,25 +283,13 @@ def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Itera
         )
 
 
-def profile_problems(profile: ProfileConfig, steps: int) -> Iterator[str]:
-    """Rules of ``profile.steps``: the run must have the steps."""
-    for step in profile.steps:
-        if not 1 <= step <= steps:
-            yield f"profile.steps has {step}: the run has steps 1 to {steps}"
-
-
-def unused_settings(
-    data: DataConfig,
-    reward: RewardConfig,
-    algorithm: AlgorithmConfig,
-    optimizer: OptimizerConfig,
-    evaluation: EvaluationConfig,
-) -> Iterator[str]:
+def unused_settings(run: RunConfig) -> Iterator[str]:
     """Settings that do nothing as the others are, each a line with the fix: warnings at the start of a run.
 
     No errors: a run that began with one can hardly be continued without it.
     """
-    yield from _balanced_by_mean(algorithm)
+    data, reward, optimizer, evaluation = run.data, run.reward, run.optimizer, run.evaluation
+    yield from _balanced_by_mean(run.algorithm)
     for name in ("min_difficulty", "max_difficulty"):
         value = getattr(data, name)
         if data.difficulty is None and value != getattr(DataConfig, name):
@@ -329,7 +337,7 @@ def _balanced_by_mean(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:
+def _mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:
     """Rules of ``accept_resume_mismatch``: names of the form that the resume check prints."""
     for name in accepted:
         checkpoint, _, compared = name.partition(":")
@@ -340,12 +348,11 @@ def mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:
             )
 
 
-def engine_problems(rollout: RolloutConfig, longest_request: int) -> Iterator[str]:
+def _engine_problems(run: RunConfig) -> Iterator[str]:
     """Rules of the engines' settings: their addresses, and the longest sequence that they take."""
-    for item in dataclasses.fields(rollout):
-        value = getattr(rollout, item.name)
+    for name, value in vars(run.rollout).items():
         if isinstance(value, EngineConfig):
-            yield from (f"rollout.{item.name}.{problem}" for problem in value.problems(longest_request))
+            yield from (f"rollout.{name}.{problem}" for problem in value.problems(run.longest_request))
 
 
 BOXED_REWARDS = ("math", "code", "math_or_code")
@@ -383,7 +390,7 @@ def _function_problems(field: str, function: str) -> Iterator[str]:
         )
 
 
-def source_reward_problems(data: DataConfig, reward: RewardConfig) -> Iterator[str]:
+def _source_reward_problems(data: DataConfig, reward: RewardConfig) -> Iterator[str]:
     """Rules of a source's reward: an endpoint has settings only as `reward.function`."""
     for source in data.sources:
         if source.reward in REWARD_ENDPOINTS and source.reward != reward.function:
@@ -394,7 +401,7 @@ def source_reward_problems(data: DataConfig, reward: RewardConfig) -> Iterator[s
             )
 
 
-def reward_problems(reward: RewardConfig, max_response_tokens: int) -> Iterator[str]:
+def _reward_problems(reward: RewardConfig, max_response_tokens: int) -> Iterator[str]:
     """Rules of the reward: its function, its penalties and their zone, its limits of time."""
     yield from _function_problems("reward.function", reward.function)
     if reward.settings and reward.function in REWARD_FUNCTIONS:

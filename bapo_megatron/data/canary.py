@@ -34,26 +34,18 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """Parameters of a canary batch, as plain data; the same spec draws the same batch.
-
-    Made by ``checkpoint/resume_check.py`` and ``commands/verify/check.py``.
-    """
+    """Parameters of a canary batch, as plain data; the same spec draws the same batch."""
 
     seed: int
     tokens: int
     """Tokens of all sequences together, up to a remainder below two tokens."""
     longest: int
-    """Tokens of the longest sequence."""
     vocab: int
-    """Vocabulary size: token ids are below this."""
 
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """Random sequence of the canary batch, before it has rollout log-probs (``scored``).
-
-    Made by ``canary_sequences``.
-    """
+    """Random sequence of the canary batch, before it has rollout log-probs (``scored``)."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""

@@ -42,10 +42,7 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack.
-
-    Made by ``plan_packs``, read by ``balance``.
-    """
+    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack."""
 
     tokens: np.ndarray
     """Tokens of each document in a pack, int64."""
@@ -55,7 +52,6 @@ class Documents:
     """Tokens that a pack holds."""
 
     def weight(self, pack: Pack) -> int:
-        """Weight of ``pack``: the sum over its documents."""
         return int(self.weights[pack].sum())
 
 

@@ -1,14 +1,17 @@
-"""Prompt dataset: reads and tokenizes a file of problems, and orders them reproducibly and resumably.
+"""Prompt dataset: reads and tokenizes files of problems, and orders them reproducibly and resumably.
 
 A row has the fields of Skywork-OR1-RL-Data: ``prompt`` (chat messages), ``reward_model.ground_truth``,
 ``data_source`` and ``extra_info``. The whole file is held in memory. ConfigError for the first invalid row.
-Used in ``commands/``, ``data/prepare/``, ``rollout/``, ``trainer/`` and this folder.
+The sampler and SFT take prompts in the order of ``data_order``, which mixes several sources by weight. Used
+in ``commands/``, ``data/prepare/``, ``rollout/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +38,24 @@ Tools = Sequence[Mapping[str, Any]]
 """Schemas of the tools of an environment, which the chat template writes into prompts; empty: none."""
 
 CheckGroundTruth = Callable[[str], str | None]
-"""Validator of ground truths: the error of one, or None."""
-
 CheckExtraInfo = Callable[[dict[str, Any]], str | None]
-"""Validator of a row's ``extra_info``: its error, or None."""
+"""Validators of a row's ground truth and ``extra_info``: its error, or None."""
 
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source of a mixture of training files: its name, weight, number of prompts and digest.
-
-    Made by ``sources.mixed``; ``mixture.Mixture`` draws prompts from it.
-    """
+    """A source of a mixture of training files: its name, weight, number of prompts and digest."""
 
     name: str
     prompts: int
     """Usable prompts; the run's dataset concatenates those of all sources."""
     weight: float
     sha256: str
-    """SHA-256 of its file."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Usable prompts of a dataset, tokenized and filtered; plain data, all of it in memory.
-
-    Made by ``load_prompts`` for one file, by ``sources.load_problems`` for a run.
-    """
+    """Usable prompts of a dataset, tokenized and filtered; plain data, all of it in memory."""
 
     prompts: tuple[Prompt, ...]
     too_long: int
@@ -97,7 +91,8 @@ def load_prompts(
     for number, row in enumerate(read_rows(path)):
         try:
             prompt = _prompt(number, row, tokenizer, several, tools)
-            _check(prompt.ground_truth, check_ground_truth)
+            if check_ground_truth and (problem := check_ground_truth(prompt.ground_truth)):
+                raise RowError(f"reward_model.ground_truth: {problem}")
             if check_extra_info and (problem := check_extra_info(prompt.extra_info)):
                 raise RowError(problem)
             if not begun and (problem := media_problem(row, prompt.messages)):
@@ -131,12 +126,6 @@ def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
         "chat_template ignores the messages: mend chat_template.jinja in the model's folder. If they ask the "
         "same, keep one of them; if an environment hides their answers, write something of the row into each"
     )
-
-
-def _check(ground_truth: str, check_ground_truth: CheckGroundTruth | None) -> None:
-    problem = check_ground_truth(ground_truth) if check_ground_truth else None
-    if problem:
-        raise RowError(f"reward_model.ground_truth: {problem}")
 
 
 def _prompt(number: int, row: Row, tokenizer: Any, several: bool, tools: Tools) -> Prompt:
@@ -186,8 +175,7 @@ class PromptOrder:
 
     The order of an epoch is a function of (seed, epoch, stream) and the number of prompts, so the position
     to resume from is one number, the count of prompts taken. ``stream`` separates orders of one seed; 0
-    counts as none. Made by
-    ``mixture.data_order`` for the sampler, and by ``Mixture`` for each source.
+    counts as none.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, stream: int = 0) -> None:
@@ -209,3 +197,100 @@ class PromptOrder:
                 generator = np.random.default_rng([self._seed, epoch, *self._stream])
                 self._order = generator.permutation(self._num_prompts)
         return epoch, int(self._order[position])
+
+
+def mixture_settings(sources: Sequence[MixedSource]) -> dict[str, Any]:
+    """Settings that fix a mixture's order, by name: a journal refuses others. One None without a mixture."""
+    if not sources:
+        return {"data.sources": None}
+    found: dict[str, Any] = {"data.sources": [one.name for one in sources]}
+    for one in sources:
+        found |= {
+            f"data.sources[{one.name}].weight": float(one.weight),
+            f"data.sources[{one.name}].sha256": one.sha256,
+            f"data.sources[{one.name}].prompts": one.prompts,
+        }
+    return found
+
+
+class ProportionalInterleaving:
+    """Proportional interleaving of sources, an endless sequence of indices: deterministic, by weight.
+
+    Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). Of every first n prompts it has
+    n w_i, to within 1 - 1 / (2 k - 2) of a prompt for k > 1 sources. In general no rule is better
+    (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i
+    prompts taken from source i before the n-th, the n-th comes from the source which, among those with
+
+        n w_i - x_i >= 1 / (2 k - 2),
+
+    has the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i: the earliest deadline. All of it is computed
+    exactly, in integers and fractions, and nothing is random.
+
+    Weights count as the decimal numbers that they print as, so that 0.1 is a tenth. It remembers its last
+    place, so that asking for places in order is cheap; the answers do not depend on it.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]
+        scale = math.lcm(*(one.denominator for one in exact))
+        whole = [int(one * scale) for one in exact]
+        common = math.gcd(*whole)
+        self._weights = [one // common for one in whole]
+        self._total = sum(self._weights)
+        self._taken, self._counts = 0, [0] * len(self._weights)
+
+    def next_after(self, taken: int) -> tuple[int, int]:
+        """Source after the first ``taken`` places, and how often it was chosen before."""
+        if taken < self._taken or taken - self._taken >= self._total:
+            periods = taken // self._total  # after each of them all shares are exact
+            self._taken, self._counts = periods * self._total, [periods * one for one in self._weights]
+        while self._taken < taken:
+            self._counts[self._choice()] += 1
+            self._taken += 1
+        choice = self._choice()
+        return choice, self._counts[choice]
+
+    def _choice(self) -> int:
+        """Source of the next place. All inequalities are multiplied by ``total`` (2 k - 2)."""
+        sources = len(self._weights)
+        if sources == 1:
+            return 0
+        scale, total, place = 2 * sources - 2, self._total, self._taken + 1
+        owed = [
+            scale * (place * weight - total * count)
+            for weight, count in zip(self._weights, self._counts, strict=True)
+        ]
+        due = (number for number in range(sources) if owed[number] >= total)
+        return min(
+            due, key=lambda number: Fraction(total * (scale - 1) - owed[number], self._weights[number])
+        )
+
+
+class Mixture:
+    """Data order of several sources: each in endless epochs of its own (may be shuffled), mixed by weight.
+
+    The position to resume from is one number, the count of prompts taken, as with ``PromptOrder``.
+    """
+
+    def __init__(self, sources: Sequence[MixedSource], seed: int, shuffle: bool) -> None:
+        self._chairman = ProportionalInterleaving([one.weight for one in sources])
+        self._orders = [
+            PromptOrder(one.prompts, seed, shuffle, stream=number) for number, one in enumerate(sources)
+        ]
+        self._starts = [sum(one.prompts for one in sources[:number]) for number in range(len(sources))]
+
+    def take(self, taken: int, count: int) -> list[tuple[int, int]]:
+        """The ``count`` pairs of (epoch of the source, index of the prompt) after the first ``taken``."""
+        return [self._place(number) for number in range(taken, taken + count)]
+
+    def _place(self, number: int) -> tuple[int, int]:
+        source, taken = self._chairman.next_after(number)
+        [(epoch, index)] = self._orders[source].take(taken, 1)
+        return epoch, self._starts[source] + index
+
+
+def data_order(
+    prompts: int, sources: Sequence[MixedSource], seed: int, shuffle: bool
+) -> PromptOrder | Mixture:
+    """Data order of a run: of its one file, or of several sources."""
+    return Mixture(sources, seed, shuffle) if sources else PromptOrder(prompts, seed, shuffle)

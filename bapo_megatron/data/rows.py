@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import glob
+import hashlib
 import json
 import re
 import tempfile
@@ -109,6 +110,14 @@ def iterate_jsonl(path: Path) -> Iterator[Any]:
                     number += 1
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError too
             raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {error}") from error
+
+
+def digest_of_rows(rows: Iterable[Row]) -> str:
+    """SHA-256 of rows as JSON, a line each."""
+    found = hashlib.sha256()
+    for row in rows:
+        found.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return found.hexdigest()
 
 
 @contextmanager

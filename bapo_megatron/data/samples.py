@@ -75,14 +75,12 @@ class TrainingSample(Protocol):
     def without_routes(self) -> Self:
         """The sample without routes: the routers choose."""
 
-    def loaded(self) -> Sample:
-        """The sample with its columns."""
+    def loaded(self) -> Sample: ...
 
     def changed(self, change: Callable[[Sample], Sample]) -> Self:
         """The sample with columns that ``change`` adds wherever it is loaded. It must keep the numbers."""
 
-    def with_advantage(self, advantage: float) -> Self:
-        """The sample with another advantage."""
+    def with_advantage(self, advantage: float) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,7 @@ class Sample(ResponseColumns, _TokenIds):
     """Training sequence, as plain data: a prompt and a response with its advantage.
 
     It has all columns of the response. ValueError for a loss mask that has not one value for each token of
-    the response. Positional arguments: token ids, log-probs, versions, advantage. Made by ``StoredSample``
-    from a step's file, by ``trainer/sft.py`` from a solution, by ``canary.py`` at random; packed by
-    ``pack_samples``.
+    the response. Positional arguments: token ids, log-probs, versions, advantage.
     """
 
     advantage: float
@@ -165,23 +161,18 @@ class Sample(ResponseColumns, _TokenIds):
         return None if self.routes_R is None else (*self.routes_R.shape[1:], self.routes_R.dtype)
 
     def load_routes(self) -> np.ndarray | None:
-        """As of ``TrainingSample``."""
         return self.routes_R
 
     def without_routes(self) -> Sample:
-        """As of ``TrainingSample``."""
         return replace(self, routes_R=None)
 
     def loaded(self) -> Sample:
-        """This sample, whose columns are in memory."""
         return self
 
     def changed(self, change: Callable[[Sample], Sample]) -> Sample:
-        """The sample that ``change`` makes of it."""
         return change(self)
 
     def with_advantage(self, advantage: float) -> Sample:
-        """The sample with another advantage."""
         return replace(self, advantage=advantage)
 
 
@@ -206,38 +197,31 @@ class StoredSample:
 
     @property
     def response_tokens(self) -> int:
-        """As of ``Sample``."""
         return self.response.tokens
 
     @property
     def trained_tokens(self) -> int:
-        """As of ``Sample``."""
         return self.response.trained_tokens
 
     @property
     def predicted_tokens(self) -> int:
-        """As of ``Sample``."""
         return self.response.predicted_tokens
 
     @property
     def positions(self) -> int:
-        """As of ``Sample``."""
         return self.prompt_tokens + self.response_tokens - 1
 
     @property
     def versions(self) -> VersionSpan:
-        """As of ``Sample``."""
         return self.response.versions
 
     @property
     def route_row(self) -> RouteRow | None:
-        """As of ``Sample``."""
         at = self._routes
         return None if at is None else (at.layers, at.per_token, np.dtype(at.dtype))
 
     @property
     def replays_routes(self) -> bool:
-        """As of ``Sample``."""
         return self.route_replay == "replay"
 
     @property
@@ -245,11 +229,10 @@ class StoredSample:
         return None if self.route_replay == "off" else self.response.routes
 
     def load_routes(self) -> np.ndarray | None:
-        """As of ``TrainingSample``. StorageFailed, on this rank alone, if they cannot be read."""
+        """StorageFailed, on this rank alone, if they cannot be read."""
         return None if self._routes is None else read_routes(self._routes)
 
     def without_routes(self) -> StoredSample:
-        """As of ``TrainingSample``."""
         return replace(self, route_replay="off")
 
     def loaded(self) -> Sample:
@@ -270,7 +253,6 @@ class StoredSample:
         return replace(self, changes=(*self.changes, change))
 
     def with_advantage(self, advantage: float) -> StoredSample:
-        """The sample with another advantage."""
         return replace(self, advantage=advantage)
 
 

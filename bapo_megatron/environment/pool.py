@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from bapo_megatron.config.environment import EnvironmentConfig
+from bapo_megatron.config.sources import EnvironmentConfig
 from bapo_megatron.environment.interface import Task, Turn
 from bapo_megatron.environment.traits import Traits, worker_program
 from bapo_megatron.environment.worker import THREADS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bapo_megatron.config.environment import EnvironmentConfig
+from bapo_megatron.config.sources import EnvironmentConfig
 from bapo_megatron.environment import own_interpreter
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path

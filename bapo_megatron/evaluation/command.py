@@ -24,14 +24,13 @@ from bapo_megatron.evaluation.options import CompareOptions, EvalOptions
 from bapo_megatron.evaluation.responses import (
     RESPONSES,
     SUMMARY,
-    Response,
     first_responses,
     flat_settings,
     read_responses,
     read_summary,
 )
 from bapo_megatron.evaluation.run import Results, evaluate
-from bapo_megatron.evaluation.statistics import (
+from bapo_megatron.evaluation.scoring import (
     Interval,
     bootstrap_intervals,
     detectable_difference,
@@ -48,7 +47,6 @@ class Compared:
     """Comparison of one suite, as plain data: avg@n of evaluation A and of B.
 
     ``a``, ``b``, the difference, its interval and the detectable one are shares of 1; differences are B - A.
-    Made by ``compare_suite``, printed by ``bapo eval compare``.
     """
 
     suite: str
@@ -144,40 +142,26 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Example:
-    """Example: one problem, with the first response of each evaluation, as plain data.
+def examples_text(a: Path, b: Path, count: int) -> str:
+    """The first ``count`` problems of every suite of both evaluations, with the first response of A and of B.
 
-    Made by ``examples``, printed by ``command.py``.
+    Each text is on one line; the choice is not by outcome. ``a`` and ``b``: as for `compare`. ConfigError if
+    the suite's file is not what it was when A asked it.
     """
-
-    suite: str
-    problem: int
-    question: str
-    """The last message of the prompt."""
-    a: Response
-    b: Response
-
-
-def examples(a: Path, b: Path, count: int) -> list[Example]:
-    """The first ``count`` problems of every suite that both evaluations have: the choice is not by outcome.
-
-    ``a`` and ``b``: as for `compare`. ConfigError if the suite's file is not what it was when A asked it.
-    """
-    found = []
-    for suite, (folder_a, folder_b) in suites_of_both(a, b).items():
-        questions = _questions(suite, folder_a, count)
-        answers_a, answers_b = (
-            first_responses(folder / RESPONSES, len(questions)) for folder in (folder_a, folder_b)
-        )
-        found += [
-            Example(suite, problem, question, answers_a[problem], answers_b[problem])
-            for problem, question in enumerate(questions)
-        ]
-    return found
+    lines = []
+    for suite, folders in suites_of_both(a, b).items():
+        questions = _questions(suite, folders[0], count)
+        answers = [first_responses(folder / RESPONSES, len(questions)) for folder in folders]
+        for problem, question in enumerate(questions):
+            lines.append(f"{suite}, problem {problem}: {_one_line(question)}\n")
+            for name, found in zip("AB", answers, strict=True):
+                text, correct = found[problem]
+                lines.append(f"  {name}, {'right' if correct else 'wrong'}: {_one_line(text)}\n")
+    return "".join(lines)
 
 
 def _questions(suite: str, folder: Path, count: int) -> list[str]:
+    """The last messages of the prompts."""
     about = read_summary(folder)["suite"]
     if "path" not in about:
         raise ConfigError(
@@ -205,9 +189,8 @@ def results_text(results: Results) -> str:
         lines = [f"{name}: {metrics['problems']} problems, {metrics['samples']} responses each"]
         shares = [_with_interval(key, metrics) for key in metrics if f"{key}_low" in metrics]
         lines += text_table(shares, right=(1,))
-        lines += _responses(metrics)
-        lines += _certainty(metrics)
-        blocks.append("\n  ".join([*lines, f"{folder / SUMMARY}"]))
+        lines += [*_responses(metrics), *_certainty(metrics), str(folder / SUMMARY)]
+        blocks.append("\n  ".join(lines))
     return "\n".join(blocks) + "\n"
 
 
@@ -243,14 +226,14 @@ def _certainty(metrics: Metrics) -> list[str]:
             f"the same model with other seeds: {_points(rerun)} points apart (one standard deviation)"
         )
     if (detectable := metrics["detectable_difference"]) is None:
-        return [
-            *lines,
-            f"all problems have the same avg@{metrics['samples']}: intervals have no width, and say nothing",
-        ]
-    lines.append(
-        f"to show in 4 of 5 comparisons, another model must differ by "
-        f"{_points(detectable)} points (`bapo eval compare` pairs problems, and mostly sees more)"
-    )
+        lines.append(
+            f"all problems have the same avg@{metrics['samples']}: intervals have no width, and say nothing"
+        )
+    else:
+        lines.append(
+            f"to show in 4 of 5 comparisons, another model must differ by "
+            f"{_points(detectable)} points (`bapo eval compare` pairs problems, and mostly sees more)"
+        )
     return lines
 
 
@@ -284,19 +267,6 @@ def _detectable(difference: float | None) -> str:
     )
 
 
-def examples_text(found: Sequence[Example]) -> str:
-    """Problems with the first response of A and of B, each text on one line."""
-    return "".join(
-        f"{one.suite}, problem {one.problem}: {_one_line(one.question)}\n"
-        f"  A, {_judged(one.a)}\n  B, {_judged(one.b)}\n"
-        for one in found
-    )
-
-
-def _judged(response: Response) -> str:
-    return f"{'right' if response.correct else 'wrong'}: {_one_line(response.text)}"
-
-
 def _one_line(text: str) -> str:
     """Untrusted text on one line, escaped; of a long one the end is kept."""
     if len(text) > _LONGEST_EXAMPLE:
@@ -317,8 +287,8 @@ def _compare(arguments: Sequence[str]) -> None:
     options = parse_options(CompareOptions, "bapo eval compare", arguments)
     options.check()
     found = compare(options.a, options.b)
-    shown = examples(options.a, options.b, options.examples) if options.examples else []
     if options.json:
         print(json.dumps([asdict(one) for one in found], indent=2))
-    else:
-        print(comparison_text(found, str(options.a), str(options.b)) + examples_text(shown), end="")
+        return
+    shown = examples_text(options.a, options.b, options.examples) if options.examples else ""
+    print(comparison_text(found, str(options.a), str(options.b)) + shown, end="")

@@ -24,7 +24,7 @@ from bapo_megatron.config import (
     RunConfig,
     SglangConfig,
 )
-from bapo_megatron.config.free_settings import Settings
+from bapo_megatron.config.flags import Settings
 from bapo_megatron.config.validation import (
     REWARD_ENDPOINTS,
     environment_problems,
@@ -32,7 +32,7 @@ from bapo_megatron.config.validation import (
     sandbox_problems,
 )
 from bapo_megatron.data.prepare.options import SUITES
-from bapo_megatron.data.suites import REWARD_FUNCTION
+from bapo_megatron.data.problem_sets import REWARD_FUNCTION
 from bapo_megatron.errors import ConfigError
 
 
@@ -94,7 +94,6 @@ class EvalOptions:
 
     @property
     def names(self) -> list[str]:
-        """The suites, as they were given."""
         return [name for name in self.suite.split(",") if name]
 
     @property

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.checkpoint.run_directory import only_writer
@@ -29,10 +28,7 @@ _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path")
 
 
 class Responses(JsonlLog):
-    """File of responses, opened for appending by ``open_folder``, for one process.
-
-    ``evaluation/run.py`` appends to it.
-    """
+    """File of responses, opened for appending by ``open_folder``, for one process."""
 
     def append_all(self, rows: Sequence[Row]) -> None:
         """Append the rows durably (fsync). RunStopped if the disk does not take them."""
@@ -50,14 +46,13 @@ def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
-        if not (folder / SETTINGS).exists():
-            for name in (RESPONSES, SUMMARY):
-                if os.path.lexists(folder / name):
-                    raise ConfigError(
-                        f"{folder} holds {name} without {SETTINGS}: no evaluation wrote it, or it lost its "
-                        "settings; name another --output, or move the file away"
-                    )
-        _check_settings(folder / SETTINGS, settings)
+        if (folder / SETTINGS).exists():
+            _check_settings(folder / SETTINGS, settings)
+        elif found := [name for name in (RESPONSES, SUMMARY) if os.path.lexists(folder / name)]:
+            raise ConfigError(
+                f"{folder} holds {found[0]} without {SETTINGS}: no evaluation wrote it, or it lost its "
+                "settings; name another --output, or move the file away"
+            )
         write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
         log = Responses(folder / RESPONSES)
         try:
@@ -67,8 +62,6 @@ def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
 
 
 def _check_settings(path: Path, settings: Row) -> None:
-    if not path.exists():
-        return
     before, now = flat_settings(_json(path)), flat_settings(settings)
     different = [
         f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
@@ -95,27 +88,16 @@ def flat_settings(settings: Row) -> Row:
     return found
 
 
-@dataclass(frozen=True)
-class Response:
-    """Text of a stored response, and whether it is right.
-
-    Made by ``first_responses``; ``evaluation/command.py`` shows it in the examples of a comparison.
-    """
-
-    text: str
-    correct: bool
-
-
 def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
     """First ``samples`` responses of each problem, without their texts. A torn line does not count."""
     found = {(one.problem, one.sample): one for one, _ in _responses(path) if one.sample < samples}
     return [found[place] for place in sorted(found)]
 
 
-def first_responses(path: Path, problems: int) -> dict[int, Response]:
-    """First response to each of the first ``problems`` problems, with its text, by problem."""
+def first_responses(path: Path, problems: int) -> dict[int, tuple[str, bool]]:
+    """First response to each of the first ``problems`` problems: its text, and whether it is right."""
     return {
-        one.problem: Response(text, one.correct)
+        one.problem: (text, one.correct)
         for one, text in _responses(path)
         if one.sample == 0 and one.problem < problems
     }

@@ -3,8 +3,7 @@
 ``evaluate`` is ``bapo eval``. It starts the engines and the reward workers, which are those of a training run
 (``rollout/``, ``reward/``), and ends them; the same call goes on where an earlier one stopped. The model is
 found first, and one that is no Hugging Face folder is converted to one in the output, for this evaluation and
-later ones. Used by
-``command.py``.
+later ones. Used by ``command.py``.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bapo_megatron import __version__
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.validation import settings_of_scores
-from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, load_suite, programs_of
+from bapo_megatron.data.problem_sets import REWARD_FUNCTION, Suite, load_suite, programs_of
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
@@ -43,7 +40,7 @@ from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.functions import check_function
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.reward.sandbox.requirements import checked_sandbox
+from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of, response_text, stop_token_ids
@@ -140,24 +137,21 @@ class SuiteSampler:
             self._pool.changed.set()
 
     async def _respond(self, slot: EngineSlot, problem: int, sample: int) -> None:
-        prompt = self._prompts[problem]
+        prompt, turns = self._prompts[problem], self._turns
+        name = f"{problem}-{sample}" if turns is None else f"{self._name}-{problem}-{sample}"
         place = (0, problem, sample)
-        name = f"{problem}-{sample}" if self._turns is None else f"{self._name}-{problem}-{sample}"
-        turns = self._turns
         response = await whole_response(
             self._pool, self._sampling, self._version, prompt, name, place, slot, turns=turns
         )
         tokens, reason = response.sampled_tokens, response.finish_reason
         assert reason is not None
-        text, last = self._text(response.so_far.token_ids_R), self._text(response.last_turn_R)
+        text = response_text(self._tokenizer, response.so_far.token_ids_R)
+        last = response_text(self._tokenizer, response.last_turn_R)
         result = await response_score(self._scorer, prompt, response, last, RewardConfig.failed)
         correct = result.score is not None and result.score >= self._right_from
         vote = vote_of(last, prompt.opens_thinking)
         judged = ScoredResponse(problem, sample, correct, vote, tokens, reason, result.failure)
         self._judged.put_nowait({**asdict(judged), "text": text})
-
-    def _text(self, ids: np.ndarray) -> str:
-        return response_text(self._tokenizer, ids)
 
     async def _keep(self, count: int, keep: Keep) -> None:
         """Store the scored responses, in batches, until all ``count`` are stored."""
@@ -176,10 +170,7 @@ _FILES = (".safetensors", ".json", ".jinja", ".model")
 
 @dataclass(frozen=True)
 class Model:
-    """Model of an evaluation, as plain data: its HF folder, origin and digest.
-
-    Made by ``hf_model`` for ``evaluation/run.py``.
-    """
+    """Model of an evaluation, as plain data: its HF folder, origin and digest."""
 
     folder: Path
     checkpoint: str
@@ -202,8 +193,8 @@ def find_checkpoint(path: Path, step: str) -> Location:
     location = locate(path, step)
     if location.format is Format.HF:
         check_files_inside(location.folder)
-    if location.format is Format.HF and not (location.folder / "config.json").is_file():
-        raise ConfigError(f"checkpoint={location.folder} holds no config.json; give a whole model folder")
+        if not (location.folder / "config.json").is_file():
+            raise ConfigError(f"checkpoint={location.folder} holds no config.json; give a whole model folder")
     return location
 
 
@@ -224,7 +215,8 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
             if made_of != source:
                 raise ConfigError(f"{folder} was made of {made_of}, not of {source}: give another --output")
         else:
-            _check_note(note)
+            if os.path.lexists(note) and _made_of(note) is None:
+                raise ConfigError(f"{note} was written by something else, and is kept: give another --output")
             print(f"converting {source} to {folder}", flush=True)
             write_atomically(note, json.dumps({"checkpoint": source}) + "\n")
             to_hf(location.folder, folder, reference)
@@ -239,12 +231,6 @@ def _made_of(note: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return content["checkpoint"] if isinstance(content, dict) and content.keys() == {"checkpoint"} else None
-
-
-def _check_note(note: Path) -> None:
-    """ConfigError if a file with the note's name was not written by a conversion."""
-    if os.path.lexists(note) and _made_of(note) is None:
-        raise ConfigError(f"{note} was written by something else, and is kept: give another --output")
 
 
 def model_digest(folder: Path) -> str:
@@ -334,11 +320,11 @@ def _check_suites(suites: Sequence[Suite], options: EvalOptions, longest: int, r
 
 
 def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, output: Path) -> _Task:
-    reward: dict[str, Any] = {}
+    reward: dict[str, Any] = {}  # evaluations without one were stored before there was any
     if options.reward is not None:
-        reward = {"function": options.reward, "correct": options.reward_correct}
         asked = settings_of_scores(options.reward, options.reward_settings)
-        reward |= {"settings": asked} if asked else {}
+        about = {"function": options.reward, "correct": options.reward_correct}
+        reward = {"reward": {**about, **({"settings": asked} if asked else {})}}
     settings = {
         "format": FORMAT,
         "suite": {
@@ -349,7 +335,7 @@ def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, o
         },
         "model": {"checkpoint": model.checkpoint, "sha256": model.sha256},
         "sampling": options.sampling(),
-        **({"reward": reward} if reward else {}),  # evaluations without one were stored before there was any
+        **reward,
         "samples": options.samples,
         "code_version": __version__,
     }

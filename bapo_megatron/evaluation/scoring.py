@@ -1,36 +1,39 @@
-"""Evaluation metrics (avg@n, pass@k, maj@n) of scored responses: pure functions, without files.
+"""Evaluation metrics (avg@n, pass@k, maj@n) of scored responses, with their statistics: pure functions.
 
-For ``bapo eval``, and for held-out evaluations during training. Used in this folder and ``trainer/``.
+Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
+Problems are the random sample: intervals and tests are over problems, never over responses. Random numbers
+come from a seed. For ``bapo eval``, and for held-out evaluations during training. Used in this folder and
+``trainer/``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
 from bapo_megatron.data.prepare.normal_form import answer_text
-from bapo_megatron.evaluation.statistics import (
-    RESAMPLES,
-    bootstrap_intervals,
-    detectable_difference,
-    majority_vote,
-    pass_at_k,
-    rerun_std,
-    standard_deviation,
-)
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.types import FinishReason, Metrics
+
+RESAMPLES = 10_000
+
+CONFIDENCE = 0.95
+SIGNIFICANCE, POWER = 0.05, 0.8
+"""Significance (two-sided) and power of the minimal detectable difference."""
+
+_ELEMENTS = 1 << 22
+"""Elements that the bootstrap draws at a time."""
 
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """Scored response to a problem, without its text; the stored form of one response.
-
-    Made by ``SuiteSampler`` and by ``trainer/evaluation.py``; ``score`` makes metrics of them.
-    """
+    """Scored response to a problem, without its text; the stored form of one response."""
 
     problem: int
     """Row of the suite."""
@@ -70,11 +73,10 @@ def score(
     majority vote, None if no response has an answer (programs); each with ``_low`` and ``_high``, its 95 %
     interval over problems. ``maj@n_tied``: of problems, with a tie at the top. Of responses: ``truncated``,
     ``unanswered`` (no box; None unless ``boxed``: programs need none, a reward of the user's may not),
-    ``unjudged``.
-    ``response_tokens/...``: mean, median, 95th percentile, means of right and of wrong ones.
-    ``rerun_std``, ``detectable_difference`` (None where all problems have the same avg@n): see `statistics`;
-    the latter for another model that is as uneven
-    over the problems and independent of this one. ValueError for missing or repeated samples.
+    ``unjudged``. ``response_tokens/...``: mean, median, 95th percentile, means of right and of wrong ones.
+    ``rerun_std``, ``detectable_difference`` (None where all problems have the same avg@n): see the functions
+    of these names; the latter for another model that is as uneven over the problems and independent of this
+    one. ValueError for missing or repeated samples.
     """
     by_problem = _by_problem(responses)
     samples = len(by_problem[0])
@@ -128,3 +130,119 @@ def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
         "response_tokens/right": mean(correct),
         "response_tokens/wrong": mean(~correct),
     }
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+class Vote(NamedTuple):
+    """Outcome of a majority vote over the answers to one problem."""
+
+    value: float
+    """Right: 1. Wrong, or no vote: 0. With a tie at the top, the share of the tied answers that are right:
+    the mean of a random choice."""
+    tied: bool
+
+
+class Interval(NamedTuple):
+    """Ends of a confidence interval, 95 % by default."""
+
+    low: float
+    high: float
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """pass@k: ``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021, Eq. 1), with c of n samples correct.
+
+    The unbiased estimate of the chance that one of k responses is right. ValueError unless 0 <= c <= n and
+    1 <= k <= n.
+    """
+    if not (0 <= correct <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} of {correct} correct in {samples} samples does not exist")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> Vote:
+    """maj@n: whether the most frequent answer is right; None does not vote.
+
+    Answers are equal if their texts are. An answer is right if any response with it was scored as right.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return Vote(0.0, False)
+    most = max(votes.values())
+    top = [answer for answer, count in votes.items() if count == most]
+    right = {answer for answer, is_right in zip(answers, correct, strict=True) if is_right}
+    return Vote(sum(answer in right for answer in top) / len(top), len(top) > 1)
+
+
+def bootstrap_intervals(
+    values_PM: np.ndarray, resamples: int = RESAMPLES, seed: int = 0, confidence: float = CONFIDENCE
+) -> list[Interval]:
+    """Bootstrap percentile interval of each column's mean over problems (Efron 1979): [M] from [P, M].
+
+    A column that is constant over the problems gets an interval of width 0.
+    """
+    values_PM = np.asarray(values_PM, float)
+    problems = len(values_PM)
+    generator = np.random.default_rng(seed)
+    at_a_time = max(1, _ELEMENTS // problems)
+    means = []
+    for start in range(0, resamples, at_a_time):
+        count = min(at_a_time, resamples - start)
+        weights = generator.multinomial(problems, np.full(problems, 1 / problems), count)
+        means.append(weights @ values_PM / problems)
+    tail = (1 - confidence) / 2
+    low_M, high_M = np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0)
+    return [Interval(float(low), float(high)) for low, high in zip(low_M, high_M, strict=True)]
+
+
+def sign_flip_p_value(differences_P: Sequence[int]) -> float:
+    """Exact two-sided p-value of the paired sign-flip (permutation) test on the sum of integer differences.
+
+    If the two models were equal, each problem's difference could as well have the other sign. The p-value is
+    the share of all 2^P choices of signs whose sum is at least as far from 0 as the observed one. The
+    distribution of the sum is computed by adding one problem after the other, not by random signs.
+    """
+    steps = [abs(int(difference)) for difference in differences_P if difference]
+    observed, reach = abs(sum(differences_P)), sum(steps)
+    share_of = np.zeros(2 * reach + 1)  # of the sum ``index - reach``
+    share_of[reach] = 1.0
+    for step in steps:
+        up, down = np.zeros_like(share_of), np.zeros_like(share_of)
+        up[step:], down[:-step] = share_of[:-step], share_of[step:]
+        share_of = (up + down) / 2
+    sums = np.arange(-reach, reach + 1)
+    return min(1.0, float(share_of[np.abs(sums) >= observed].sum()))
+
+
+def detectable_difference(difference_std: float, problems: int) -> float | None:
+    """Minimal detectable difference of a paired test: ``(z(1 - SIGNIFICANCE / 2) + z(POWER)) std / sqrt(P)``.
+
+    That is 2.80 std / sqrt(P), with the standard deviation of the problems' differences; z is the quantile of
+    the normal distribution. None for a standard deviation of 0, of one problem, or of differences that are
+    all equal (a model that solves none): it does not say that any difference would be found.
+    """
+    if not difference_std:
+        return None
+    normal = NormalDist()
+    return (
+        (normal.inv_cdf(1 - SIGNIFICANCE / 2) + normal.inv_cdf(POWER)) * difference_std / math.sqrt(problems)
+    )
+
+
+def standard_deviation(values_P: Sequence[float] | np.ndarray) -> float:
+    """Sample standard deviation (divisor n - 1); 0 for a single value."""
+    return float(np.std(values_P, ddof=1)) if len(values_P) > 1 else 0.0
+
+
+def rerun_std(samples: int, correct_P: Sequence[int]) -> float | None:
+    """Seed noise of avg@n: ``sqrt(2 sum_p q_p (1 - q_p) / (n - 1)) / P`` with ``q_p = c_p / n``.
+
+    The standard deviation of the difference between two evaluations of one model with other seeds, from the
+    unbiased variance of each problem's mean. None for one sample a problem.
+    """
+    if samples < 2:
+        return None
+    rate_P = np.asarray(correct_P, float) / samples
+    return float(np.sqrt(2 * np.sum(rate_P * (1 - rate_P)) / (samples - 1)) / len(rate_P))

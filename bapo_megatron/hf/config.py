@@ -1,8 +1,7 @@
 """Parser of Hugging Face's config.json: a decoder's shape (Qwen2, Qwen3 with and without experts, Llama 3).
 
-ConfigError for a model that is not supported, or whose settings would change the computation silently. The
-policy is built from the shape; ``bapo plan`` and the checks before a run read it, too. Used throughout the
-package.
+ConfigError for a model that is not supported, or whose settings would change the computation silently. Used
+throughout the package.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Shape of a layer's mixture of experts: a router and gated SiLU MLPs; each token takes a few of them.
-
-    Part of a ``ModelShape``, made with it by ``model_shape``.
-    """
+    """Shape of a layer's mixture of experts: a router and gated SiLU MLPs; each token takes a few of them."""
 
     count: int
     per_token: int
@@ -50,11 +46,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, and gated SiLU MLPs or experts; plain data.
-
-    Made by ``read_model_shape`` from config.json. The policy, the planner, preflight and the checkpoint tools
-    read it.
-    """
+    """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, and gated SiLU MLPs or experts."""
 
     family: str
     layers: int
@@ -135,9 +127,8 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
 def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
     """config.json with the dtype field set to that of its weights, if ``dtypes`` has a single one.
 
-    transformers 4 names the field ``torch_dtype``, 5 ``dtype``; the existing ones are set. The config of an
-    fp8 folder loses its ``quantization_config``: the weights beside it are no longer in fp8. No other byte
-    changes.
+    transformers 4 names the field ``torch_dtype``, 5 ``dtype``; the existing ones are set. An fp8 folder's
+    loses its ``quantization_config``: the weights beside it are in fp8 no longer. No other byte changes.
     """
     config = without_quantization(config)
     if len(set(dtypes)) != 1:
@@ -157,6 +148,12 @@ def missing_file(path: Path, first: str, others: int) -> str:
         f"{path} is missing: the index says that it holds {first}{more}. Copy it from where the model came "
         "from, or fetch the model again"
     )
+
+
+def problems_of(folder: Path, problems: Sequence[str]) -> str:
+    """Error message for problems of a model folder: the first eight."""
+    more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return f"model folder {folder}:\n" + "\n".join(problems[:8]) + more
 
 
 def _check_counts(shape: ModelShape, source: str) -> None:

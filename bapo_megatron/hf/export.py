@@ -1,7 +1,6 @@
 """Hugging Face export: sharded safetensors of streamed weights, with a reference's config and tokenizer.
 
-``export_hf`` is collective; rank 0 writes, and holds one shard in host memory. It writes the final policy of
-a run (``commands/train.py``) and of SFT. Used by ``commands/train.py``, ``trainer/preflight.py`` and
+For the final policy of a run and of SFT. Used by ``commands/train.py``, ``trainer/preflight.py`` and
 ``trainer/sft.py``.
 """
 
@@ -31,8 +30,7 @@ from bapo_megatron.runtime.written_folders import (
     write_mark,
 )
 
-WRITER = "bapo"
-"""Writer of an export, in its mark."""
+_WRITER = "bapo"  # of an export, in its mark
 
 _SHARD_BYTES = 4 * 2**30
 
@@ -50,18 +48,18 @@ def export_hf(
 ) -> None:
     """Export ``weights`` as a Hugging Face folder, with copies of ``reference``'s config and tokenizer.
 
-    Collective: every rank runs the iterator, rank 0 writes. ``output`` appears whole, under its name,
-    at the end; an earlier export is replaced, anything else there is refused (ConfigError). RunStopped if the
-    disk does not take it.
+    Collective: every rank runs the iterator, rank 0 writes, and holds one shard in host memory. ``output``
+    appears whole at the end; an earlier export is replaced, anything else there is refused (ConfigError).
+    RunStopped if the disk does not take it.
     """
     if dist.get_rank() == 0:
         check_export_output(output)
-        with writing("the exported model", output), new_folder(output, WRITER, foreign) as folder:
+        with writing("the exported model", output), new_folder(output, _WRITER, foreign) as folder:
             _copy_reference(reference, folder)
             dtypes = _write_shards(weights, folder, shard_bytes)
             config = folder / "config.json"
             write_atomically(config, with_dtype(config.read_bytes(), dtypes))
-            write_mark(folder, WRITER)
+            write_mark(folder, _WRITER)
     else:
         for _ in weights:
             pass
@@ -87,7 +85,7 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_byt
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        path = folder / _shard_name(len(shards))
+        path = folder / f"shard-{len(shards)}.safetensors"
         save_file(held, path, metadata={"format": "pt"})
         path.chmod((folder / "config.json").stat().st_mode)  # safetensors writes for its owner alone
         shards.append(list(held))
@@ -106,19 +104,15 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_byt
     return dtypes
 
 
-def _shard_name(number: int) -> str:
-    return f"shard-{number}.safetensors"
-
-
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
     """Rename the shards as loaders expect: one file, or numbered ones with an index."""
     if len(shards) == 1:
-        (folder / _shard_name(0)).rename(folder / "model.safetensors")
+        (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
         return
     weight_map = {}
     for number, names in enumerate(shards):
         filename = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / _shard_name(number)).rename(folder / filename)
+        (folder / f"shard-{number}.safetensors").rename(folder / filename)
         weight_map.update(dict.fromkeys(names, filename))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_atomically(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
@@ -126,8 +120,8 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
 
 def check_export_output(output: Path) -> None:
     """Preflight of an export's folder: ConfigError if ``output`` exists and is no earlier export."""
-    check_replaceable(output, WRITER, foreign)
-    check_aside(output, replaced_folder(output), WRITER, foreign)
+    check_replaceable(output, _WRITER, foreign)
+    check_aside(output, replaced_folder(output), _WRITER, foreign)
 
 
 def keep_others(output: Path) -> list[Path]:
@@ -138,4 +132,4 @@ def keep_others(output: Path) -> list[Path]:
 
 def foreign(folder: Path) -> str | None:
     """Foreign content of ``folder``, in words; None if an export wrote all of it."""
-    return foreign_content(folder, WRITER)
+    return foreign_content(folder, _WRITER)

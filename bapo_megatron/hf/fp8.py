@@ -101,8 +101,7 @@ def scales_problem(
 ) -> str | None:
     """Problem of the matrix ``name`` and its scales, each as type and shape (None: missing); None if none.
 
-    ``stacked_rows``: rows of each projection that the matrix stacks; None for one projection. ``described``:
-    whether config.json says that the folder is in fp8.
+    ``stacked_rows``: as of ``fused_rows``. ``described``: whether config.json says that the folder is in fp8.
     """
     if weight is None or (scales is not None and weight[0] != FP8):
         what = "is missing" if weight is None else f"is {weight[0]}, not {FP8}"

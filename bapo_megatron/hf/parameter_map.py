@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 
 from bapo_megatron.hf.config import ExpertShape, ModelShape
 
-Shapes = tuple[tuple[int, ...], ...]
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by their Hugging Face names."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor.
-
-    Part of a ``Mapping``.
-    """
+    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -36,14 +36,11 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Mapping of one megatron parameter: its HF tensors, row segments and tensor-parallel cut.
-
-    Made by ``mapping_table``, one for each parameter of a layer or of the model.
-    """
+    """Mapping of one megatron parameter of a layer or the model: HF tensors, row segments, TP cut."""
 
     hf_names: tuple[str, ...]
     """Names of the HF tensors, which may contain ``{layer}``."""
-    hf_shapes: Shapes
+    hf_shapes: tuple[tuple[int, ...], ...]
     segments: tuple[RowSegment, ...]
     """Segments from the parameter's first row to its last. Each row of each HF tensor is in exactly one."""
     tp_dim: int | None
@@ -67,7 +64,7 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
     hf = "model.layers.{layer}."
     mg = "decoder.layers.{layer}."
     table = {
-        "embedding.word_embeddings.weight": _plain("model.embed_tokens.weight", (shape.vocab, h), tp_dim=0),
+        "embedding.word_embeddings.weight": _plain(EMBEDDING, (shape.vocab, h), tp_dim=0),
         mg + "input_layernorm.weight": _plain(hf + "input_layernorm.weight", (h,)),
         mg + "self_attention.linear_qkv.weight": _qkv(shape, "weight", (h,)),
         mg + "self_attention.linear_proj.weight": _plain(
@@ -87,7 +84,7 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
         table[mg + "self_attention.q_layernorm.weight"] = _plain(hf + "self_attn.q_norm.weight", (d,))
         table[mg + "self_attention.k_layernorm.weight"] = _plain(hf + "self_attn.k_norm.weight", (d,))
     if not shape.tied:
-        table["output_layer.weight"] = _plain("lm_head.weight", (shape.vocab, h), tp_dim=0)
+        table["output_layer.weight"] = _plain(OUTPUT, (shape.vocab, h), tp_dim=0)
     return table
 
 
@@ -115,15 +112,32 @@ def _mixture(mg: str, hf: str, experts: ExpertShape, hidden: int) -> dict[str, M
     return table
 
 
-def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def hf_tensors(shape: ModelShape) -> Shapes:
     """All tensors of an HF folder of this model shape, with their shapes, in a natural order."""
-    expected: dict[str, tuple[int, ...]] = {}
+    expected: Shapes = {}
     for name, mapping in mapping_table(shape).items():
-        layers = range(shape.layers) if "{layer}" in name else range(1)
-        for layer in layers:
+        for layer in range(shape.layers) if "{layer}" in name else range(1):
             for hf_name, hf_shape in zip(mapping.hf_names, mapping.hf_shapes, strict=True):
                 expected[hf_name.format(layer=layer)] = hf_shape
     return expected
+
+
+def tensor_problems(found: Shapes, shape: ModelShape) -> list[str]:
+    """Problems of a folder's tensors, ``found`` with their shapes: missing, unknown or misshapen.
+
+    Tied models are often stored with a copy of the embedding under the name of the output layer.
+    """
+    expected = hf_tensors(shape)
+    known = {*expected, OUTPUT} if shape.tied else {*expected}
+    return [
+        *(f"tensor {name} is missing" for name in expected if name not in found),
+        *(f"tensor {name} is not of this model family" for name in found if name not in known),
+        *(
+            f"tensor {name} has shape {list(found[name])}, config.json asks for {list(wanted)}"
+            for name, wanted in expected.items()
+            if name in found and found[name] != wanted
+        ),
+    ]
 
 
 _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
@@ -167,8 +181,6 @@ _FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _UNFUSED_NORMS = {plain: fused for fused, plain in _FUSED_NORMS.items()}
-
-
 _LOCAL_EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))"
 )
@@ -204,9 +216,9 @@ def checkpoint_key(name: str, stacked: bool = True, sparse: bool = False) -> str
     if not layer:
         return prefix
     suffix = _EXPERT.sub("mlp.experts.experts.", suffix)
-    if sparse and suffix == "pre_mlp_layernorm.weight":
-        return ("decoder.layers." if stacked else layer) + suffix
-    return ("decoder.layers." if stacked else layer) + _UNFUSED_NORMS.get(suffix, suffix)
+    if not (sparse and suffix == "pre_mlp_layernorm.weight"):
+        suffix = _UNFUSED_NORMS.get(suffix, suffix)
+    return ("decoder.layers." if stacked else layer) + suffix
 
 
 def _plain(hf_name: str, hf_shape: tuple[int, ...], tp_dim: int | None = None) -> Mapping:

@@ -1,7 +1,6 @@
 """Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
 
-ConfigError for a folder or file that cannot be read; no link may lead out of the folder. Weights in fp8 are
-read as bfloat16 (``fp8.py``). The policy loads its initial weights by it. Used in ``policy/``,
+ConfigError for a folder or file that cannot be read; no link may lead out of the folder. Used in ``policy/``,
 ``planning/rehearsal/``, ``rollout/engines/local/``, ``rollout/engines/sglang/`` and ``trainer/``.
 """
 
@@ -16,9 +15,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape, missing_file
+from bapo_megatron.hf.config import ModelShape, missing_file, problems_of
 from bapo_megatron.hf.fp8 import BLOCK, FP8, is_quantized, scale_name, scales_problem, weight_of_scale
-from bapo_megatron.hf.parameter_map import expert_tensors, fused_rows, hf_tensors, is_fused_experts
+from bapo_megatron.hf.parameter_map import (
+    EMBEDDING,
+    OUTPUT,
+    expert_tensors,
+    fused_rows,
+    is_fused_experts,
+    tensor_problems,
+)
 from bapo_megatron.runtime.files import (
     FETCH_LFS,
     check_files_inside,
@@ -31,7 +37,6 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _ALL = slice(None)
 _TYPES = ("BF16", "F16", "F32", FP8)
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS = 4096
 """Rows of embedding and output layer that are compared at once."""
 
@@ -46,9 +51,7 @@ class TensorReader(Protocol):
 class HfReader:
     """Reader of one Hugging Face folder; files are opened when first needed, and stay open.
 
-    ``read`` reads only the asked rows and columns. ``check`` compares the folder with a model's shape. Made
-    by ``MegatronPolicy`` to load its weights and the reference's, and by checks as ``trainer/preflight.py``.
-    Fused experts are read as the tensors of each expert, fp8 weights as q s in bfloat16.
+    Fused experts are read as the tensors of each expert, fp8 weights as q s in bfloat16 (``fp8.py``).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,32 +108,22 @@ class HfReader:
     def _scales(self, name: str) -> Any:
         """The slices of the scales of an fp8 tensor that the files hold under this name."""
         if problem := self._fp8_problem(name, described=True):
-            raise ConfigError(f"model folder {self.folder}:\n{problem}")
+            raise ConfigError(problems_of(self.folder, [problem]))
         return self._file(self._scale_files[scale_name(name)]).get_slice(scale_name(name))
 
     def check(self, shape: ModelShape) -> None:
         """Check the folder: ConfigError with each missing or unknown tensor, wrong shape and wrong type.
 
-        Reads headers alone, but for the two matrices of a tied model that holds its embedding twice: they
-        must be equal, since the policy computes with one of them, and transformers then with both.
+        Reads headers alone, but for a tied model that holds its embedding twice: the policy computes with
+        one of the two matrices, transformers with both, so they must be equal.
         """
-        expected = hf_tensors(shape)
-        known = set(self._file_of) - set(self.fused_experts)
-        # Tied models are often stored with a copy of the embedding under the name of the output layer.
-        extra = known - set(expected) - ({_OUTPUT} if shape.tied else set())
-        problems = [f"tensor {name} is missing" for name in expected if name not in known]
-        problems += [f"tensor {name} is not of this model family" for name in sorted(extra)]
-        problems += [
-            f"tensor {name} has shape {list(self.shape(name))}, config.json asks for {list(wanted)}"
-            for name, wanted in expected.items()
-            if name in known and self.shape(name) != wanted
-        ]
+        known = sorted(set(self._file_of) - set(self.fused_experts))
+        problems = tensor_problems({name: self.shape(name) for name in known}, shape)
         problems += self._type_problems() + self._fp8_problems()
-        if not problems and shape.tied and _OUTPUT in known:
+        if not problems and shape.tied and OUTPUT in known:
             problems += self._unequal_copy()
         if problems:
-            more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise ConfigError(f"model folder {self.folder}:\n" + "\n".join(problems[:8]) + more)
+            raise ConfigError(problems_of(self.folder, problems))
 
     def _type_problems(self) -> list[str]:
         """Tensors of types whose numbers are no weights by themselves, such as those of a quantization."""
@@ -143,17 +136,17 @@ class HfReader:
 
     def _unequal_copy(self) -> list[str]:
         """The problem of an output layer that config.json ties to an embedding of other numbers."""
-        shape = self.shape(_EMBEDDING)
-        if self.shape(_OUTPUT) == shape:
+        shape = self.shape(EMBEDDING)
+        if self.shape(OUTPUT) == shape:
             parts = (slice(row, row + _ROWS) for row in range(0, shape[0], _ROWS))
             if all(
-                torch.equal(*(self.read(name, rows).float() for name in (_EMBEDDING, _OUTPUT)))
+                torch.equal(*(self.read(name, rows).float() for name in (EMBEDDING, OUTPUT)))
                 for rows in parts
             ):
                 return []
         return [
-            f"config.json ties {_OUTPUT} to {_EMBEDDING}, but the two are not equal: set "
-            f'"tie_word_embeddings": false there if the model was trained so, else remove {_OUTPUT}'
+            f"config.json ties {OUTPUT} to {EMBEDDING}, but the two are not equal: set "
+            f'"tie_word_embeddings": false there if the model was trained so, else remove {OUTPUT}'
         ]
 
     def _fp8_problems(self) -> list[str]:
@@ -176,7 +169,7 @@ class HfReader:
         return scales_problem(name, weight, scales, rows, described)
 
     def _locate(self) -> dict[str, str]:
-        index = self.folder / _INDEX
+        index, single = self.folder / _INDEX, self.folder / _SINGLE
         if index.exists():
             try:
                 weight_map = json.loads(read_file_inside(self.folder, _INDEX))["weight_map"]
@@ -185,13 +178,13 @@ class HfReader:
                 raise ConfigError(f"{index} cannot be read: {error!r:.200}") from None
             if not files:
                 raise ConfigError(f"{index} lists no tensors")
-            if (self.folder / _SINGLE).exists() and _SINGLE not in files.values():
+            if single.exists() and _SINGLE not in files.values():
                 raise ConfigError(
                     f"{self.folder} holds both {_SINGLE}, which transformers would load, and {_INDEX}, which "
                     "does not list it: remove the one of the two that is not the model's"
                 )
             return files
-        if (self.folder / _SINGLE).exists():
+        if single.exists():
             return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
         raise ConfigError(
             f"model.hf_path={self.folder} holds neither {_SINGLE} nor {_INDEX}: "

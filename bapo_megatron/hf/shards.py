@@ -1,9 +1,8 @@
 """Weight conversion: Hugging Face tensors to megatron parameters and back, whole or as shards of TP ranks.
 
-``join`` turns HF tensors into the *global* parameter (as if TP were 1), ``split`` turns it back; ``shard``
-cuts the global parameter for one TP rank, ``unshard`` is its inverse. All follow ``parameter_map.py`` and
-only move values, so a round trip is exact to the bit. ``shard_parts`` says which rows and columns of the HF
-tensors a shard is made of, so that a rank reads no others. Used by ``policy/state/bit_digest.py``,
+The *global* parameter is that of TP 1. All follow ``parameter_map.py`` and only move values, so a round trip
+is exact to the bit. ``shard_parts`` says which rows and columns of the HF tensors a shard is made of, so that
+a rank reads no others. Used by ``policy/state/bit_digest.py``,
 ``policy/weight_map.py`` and ``benchmarks/dcp_convert.py``.
 """
 
@@ -41,10 +40,7 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Part of an HF tensor that a rank's shard is made of: a slice of its rows and columns.
-
-    Made by ``shard_parts``; ``policy/weight_map.py`` reads it from the HF folder.
-    """
+    """Part of an HF tensor that a rank's shard is made of: a slice of its rows and columns."""
 
     source: int
     """Index of the HF tensor among the parameter's."""

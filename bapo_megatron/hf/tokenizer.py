@@ -2,8 +2,7 @@
 
 ConfigError for a folder without a usable one. A tokenizer.json counts before the class that transformers
 would choose. transformers is imported at the first call, which takes seconds; ``TextDecoder`` does without.
-For reports, the sampler, evaluations, SFT, dataset preparation and checks before a run. Used throughout the
-package.
+Used throughout the package.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
-    """The tokens of the tokenizer in ``folder``, with their ids; it needs no chat template. ConfigError if
-    there is none."""
+    """The tokens of the tokenizer in ``folder``, with their ids; it needs no chat template."""
     found: dict[str, int] = _read(folder).get_vocab()
     return found
 
@@ -44,8 +42,7 @@ Piece = tuple[str, bool]
 class TextDecoder:
     """A decoder of token ids for readers, with special tokens apart, out of a folder's tokenizer.json.
 
-    Without transformers, whose import takes seconds and 0.4 GB. ConfigError for a folder without that file,
-    or with one that cannot be read. Made by ``commands/report/episodes.py``.
+    ConfigError for a folder without that file, or with one that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,8 +100,7 @@ def _splits_as_its_file(tokenizer: Any, folder: Path) -> bool:
     """Whether a tokenizer splits texts as the folder's tokenizer.json says; True where there is none.
 
     transformers 5 chooses a class by tokenizer_config.json and the model's family, and some classes (Qwen2's
-    for every Qwen2) put normalization and rules of their own in the place of the file's, which are those that
-    the model was trained with.
+    for every Qwen2) have normalization and rules of their own, not those that the model was trained with.
     """
     from tokenizers import Tokenizer
 

@@ -10,7 +10,7 @@ Letters: h hidden, q and kv widths of queries and of keys, f MLP width; t TP siz
 s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation.
 
 In a layer with experts the MLP is one of the experts' width for each copy of a token that the rank's experts
-process (``experts.py``), with what routing and permutation keep. Used by ``memory.py`` and ``page.py``.
+process (``ExpertLoad``), with what routing and permutation keep. Used by ``memory.py`` and ``page.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.planning.experts import ExpertLoad, expert_load
+from bapo_megatron.planning.sizes import ExpertLoad, expert_load
 
 Spec = Literal["te", "torch"]
 Recompute = Literal["none", "selective", "full"]
@@ -29,10 +29,7 @@ _FP32, _INT64, _INT32 = 4, 8, 4
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Activation bytes for each token of a rank, by what holds them: layers, final norm, stage boundary.
-
-    Made by ``activation_bytes_per_token``, summed up by ``memory.py``.
-    """
+    """Activation bytes for each token of a rank, by what holds them: layers, final norm, stage boundary."""
 
     layer: float
     """Saved by each layer."""
@@ -54,12 +51,12 @@ def activation_bytes_per_token(
 ) -> ActivationBytes:
     """The activation bytes under a recompute mode; ``policy/model.py`` says what each mode recomputes.
 
-    ``imbalance``: of a model with experts, that of the busiest rank (``experts.py``).
+    ``imbalance``: of a model with experts, that of the busiest rank.
     """
     widths = _Widths.of(shape, parallel, element)
     layer = (_te_layer if spec == "te" else _torch_layer)(widths)
     if load := expert_load(shape, parallel, imbalance):
-        layer = _with_experts(layer, widths, _Experts.of(shape, parallel, load), spec)
+        layer = _with_experts(layer, element, shape, load, spec)
     everything = layer.always + layer.core + layer.mlp
     saved, transient = {
         "none": (everything, 0.0),
@@ -182,56 +179,32 @@ def _te_layer(w: _Widths) -> _Layer:
     )
 
 
-@dataclass(frozen=True)
-class _Experts:
-    """The experts of a layer: their load, and entries for each copy or routed token."""
-
-    load: ExpertLoad
-    hidden: int
-    f: float
-    """Width of an expert on a rank of ETP."""
-    count: int
-    per_token: int
-
-    @classmethod
-    def of(cls, shape: ModelShape, parallel: ParallelConfig, load: ExpertLoad) -> _Experts:
-        assert shape.experts is not None
-        experts = shape.experts
-        width = experts.ffn / parallel.expert_tensor
-        return cls(load, shape.hidden, width, experts.count, experts.per_token)
-
-
-def _with_experts(layer: _Layer, w: _Widths, experts: _Experts, spec: Spec) -> _Layer:
+def _with_experts(layer: _Layer, b: int, shape: ModelShape, load: ExpertLoad, spec: Spec) -> _Layer:
     """The layer with experts in place of its MLP. Their norm is a module of its own in both specs."""
-    routed = _te_routed(w, experts) if spec == "te" else _torch_routed(w, experts)
-    arguments = layer.norm + w.b * w.h  # the normalized input, which router and permutation read
+    assert shape.experts is not None
+    routed = (_te_routed if spec == "te" else _torch_routed)(b, shape.hidden, shape.experts.count, load)
+    # Of each routed token: numbers of its experts, and their weights after the softmax.
+    routed += (_INT64 + _FP32) * shape.experts.per_token * load.routed
+    arguments = layer.norm + layer.input  # the normalized input, which router and permutation read
     return replace(layer, mlp=arguments + routed, mlp_arguments=arguments, mlp_recomputed=routed)
 
 
-def _chosen(experts: _Experts) -> float:
-    """Of each routed token: numbers of its experts, and their weights after the softmax."""
-    return (_INT64 + _FP32) * experts.per_token * experts.load.routed
-
-
-def _torch_routed(w: _Widths, experts: _Experts) -> float:
+def _torch_routed(b: int, hidden: int, experts: int, load: ExpertLoad) -> float:
     """megatron's SequentialMLP, and its permutation by torch's index and mask.
 
     The permutation keeps the mask and the weights of all experts, and the number of each copy's token. Of a
     copy: gate and up, silu(gate), up once more, product, product x weight, and the weight.
     """
-    load = experts.load
-    mask = (_FP32 + 1) * experts.count * load.routed + _INT64 * load.copies
-    return _chosen(experts) + mask + load.rows * (w.b * (experts.hidden + 6 * experts.f) + _FP32)
+    mask = (_FP32 + 1) * experts * load.routed + _INT64 * load.copies
+    return mask + load.rows * (b * (hidden + 6 * load.width) + _FP32)
 
 
-def _te_routed(w: _Widths, experts: _Experts) -> float:
+def _te_routed(b: int, hidden: int, experts: int, load: ExpertLoad) -> float:
     """Transformer Engine's grouped layer and its fused permutation.
 
     The permutation keeps a map of 2 experts + 1 numbers of each token. Of a copy: its input, gate and up, the
     product with the weight, which SwiGLU fuses; the weight; its place in the order of experts, if there are
     several.
     """
-    load = experts.load
-    row_map = _INT32 * (2 * experts.count + 1) * load.routed
-    copy = w.b * (experts.hidden + 3 * experts.f) + _FP32 + _INT32 * (load.local > 1)
-    return _chosen(experts) + row_map + load.rows * copy
+    row_map = _INT32 * (2 * experts + 1) * load.routed
+    return row_map + load.rows * (b * (hidden + 3 * load.width) + _FP32 + _INT32 * (load.local > 1))

@@ -1,7 +1,7 @@
 """Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
 
 Of up to some ten thousand candidates it drops most by cheap rules, and plans at most a few hundred, by
-arithmetic; nothing is run. Used by ``page.py``, ``commands/plan.py`` and ``commands/rehearse.py``.
+arithmetic; nothing is run. Used by ``page.py`` and ``commands/plan.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from bapo_megatron.algo.settings import out_of_range, wrong_types
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.config.validation import flat
+from bapo_megatron.config.validation import flat, run_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.memory import stage_memory
@@ -45,12 +45,12 @@ def problems(job: Job) -> list[str]:
 
 def _broken_rules(job: Job) -> list[str]:
     """``problems`` of a candidate of the search, whose fields have their types: half the time."""
-    return [*layout_problems(job.parallel, job.shape), *job.run.rule_problems()]
+    return [*layout_problems(job.parallel, job.shape), *run_problems(job.run)]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of settings that makes a plan fit in memory, as flags. Made by ``smallest_changes``."""
+    """A change of settings that makes a plan fit in memory, as flags."""
 
     flags: list[str]
     gpus: int
@@ -135,7 +135,7 @@ def _memory_saving(job: Job) -> Iterator[Job]:
     on_host = replace(job, run=replace(job.run, optimizer=replace(job.run.optimizer, device="cpu")))
     for mode in modes:
         yield _with(on_host, p, False, recompute=mode)
-    tensors = [n for n in (p.tensor, 2 * p.tensor, 4 * p.tensor, 8 * p.tensor) if n <= _MOST_TENSOR]
+    tensors = [n for n in (p.tensor << k for k in range(4)) if n <= _MOST_TENSOR]
     for mode, tensor, sequence, context, pipeline, data, expert, chunk, shortest in product(
         modes,
         tensors or [p.tensor],
@@ -143,29 +143,16 @@ def _memory_saving(job: Job) -> Iterator[Job]:
         [n for n in (p.context // 4, p.context // 2, *(p.context << k for k in range(4))) if n],
         (p.pipeline, 2 * p.pipeline, 4 * p.pipeline),
         [n for n in (job.replicas // 2, job.replicas, 2 * job.replicas, 4 * job.replicas) if n],
-        _expert_sizes(job),
+        [p.expert << k for k in range(3 if job.shape.experts else 1)],
         dict.fromkeys((batch.logprob_chunk_tokens, min(1024, batch.chunk_tokens(gpu=True)))),
         (False, True),
     ):
-        data_or_none = p.data if data == job.replicas else data
-        layout = replace(
-            p,
-            tensor=tensor,
-            sequence=sequence,
-            context=context,
-            pipeline=pipeline,
-            data=data_or_none,
-            expert=expert,
-        )
+        layout = replace(p, tensor=tensor, sequence=sequence, context=context, expert=expert)
+        if data != job.replicas:
+            layout = replace(layout, data=data)
         if pipeline != p.pipeline:
-            layout = replace(layout, pipeline_layers=())
+            layout = replace(layout, pipeline=pipeline, pipeline_layers=())
         yield _with(job, layout, shortest, recompute=mode, logprob_chunk_tokens=chunk)
-
-
-def _expert_sizes(job: Job) -> tuple[int, ...]:
-    """Sizes of EP that are tried: the job's, and twice and four times as many ranks; 1 without experts."""
-    expert = job.parallel.expert
-    return (expert, 2 * expert, 4 * expert) if job.shape.experts else (expert,)
 
 
 def _layouts(job: Job) -> Iterator[Job]:

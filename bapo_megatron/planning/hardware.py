@@ -5,7 +5,7 @@ Sources (NVIDIA data sheets, dense rates without sparsity): "A100 Tensor Core GP
 The data sheets give NVLink's rate for both directions together; here it is that of one. The network is one
 InfiniBand port for each GPU: 200 Gb/s beside an A100, 400 Gb/s beside the others. PCIe is generation 4
 beside an A100, 5 beside the others. Host memory has two sockets of eight channels: DDR4-3200 in a DGX A100,
-DDR5-4800 in a DGX H100 and H200, DDR5-5600 in a DGX B200. Used in ``commands/cluster/`` and this folder.
+DDR5-4800 in a DGX H100 and H200, DDR5-5600 in a DGX B200. Used in ``commands/cluster/`` and ``planning/``.
 """
 
 from __future__ import annotations

@@ -21,10 +21,15 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
-from bapo_megatron.planning.experts import ExpertLoad, expert_load, measured_imbalance
 from bapo_megatron.planning.hardware import GPUS, GPUS_PER_NODE, Gpu
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
-from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes
+from bapo_megatron.planning.sizes import (
+    ExpertLoad,
+    expert_load,
+    measured_imbalance,
+    rollout_bytes,
+    run_folder_bytes,
+)
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 _BYTES = {"bfloat16": 2, "float32": 4}
@@ -113,8 +118,7 @@ def shape_folder(recipe: Path, hf_path: Path) -> Path:
 class Job:
     """Planned job: one recipe and its model's shape on one type of GPU; the input of every estimate.
 
-    Immutable. Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions. Made by
-    ``bapo plan``, ``bapo rehearse`` and ``commands/cluster/job.py``; ``advice.py`` makes variants.
+    Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions.
     """
 
     run: RunConfig
@@ -123,7 +127,6 @@ class Job:
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU type."""
         return GPUS[self.options.gpu]
 
     @property
@@ -138,12 +141,10 @@ class Job:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The parallel layout."""
         return self.run.parallel
 
     @property
     def replicas(self) -> int:
-        """Data parallel size."""
         return self.parallel.data or 1
 
     @property
@@ -217,7 +218,6 @@ class Job:
 
     @property
     def host_optimizer(self) -> bool:
-        """Whether the optimizer's state is in host memory."""
         return self.run.optimizer.device == "cpu"
 
     @property
@@ -237,7 +237,6 @@ class Job:
 
     @property
     def mean_response(self) -> float:
-        """Assumed mean length of a response."""
         longest = self.run.rollout.max_response_tokens
         return min(longest, self.options.mean_response_tokens or max(1, longest * _MEAN_RESPONSE))
 
@@ -249,7 +248,6 @@ class Job:
 
     @property
     def lengths(self) -> ResponseLengths:
-        """Assumed distribution of the responses' lengths."""
         longest = self.run.rollout.max_response_tokens
         return response_lengths(self.mean_response, self.options.length_spread, longest)
 
@@ -271,7 +269,6 @@ class Job:
 
     @property
     def mean_prompt(self) -> float:
-        """Assumed mean length of a prompt."""
         return max(1.0, self.run.data.max_prompt_tokens * _MEAN_PROMPT)
 
     @property

@@ -1,7 +1,7 @@
 """Response lengths of ``bapo plan``, log-normal up to the limit, and the time to decode them.
 
 Responses beyond the longest length are cut to it, and count with that length. Pure functions of their
-arguments; nothing is drawn at random. Used by ``job.py`` and ``plan.py``.
+arguments; nothing is drawn at random. Used by ``job.py`` and ``engines.py``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class ResponseLengths:
-    """Distribution of response lengths in tokens: log-normal, cut to the longest length, with a given mean.
-
-    Its median is found by bisection at the first use, and kept. Made by ``response_lengths``.
-    """
+    """Distribution of response lengths in tokens: log-normal, cut to the longest, with a given mean."""
 
     mean: float
     """Mean length of the responses as they come, the cut ones included."""
@@ -33,7 +30,7 @@ class ResponseLengths:
 
     @cached_property
     def _middle(self) -> float | None:
-        """Logarithm of the median before the cut; None if all responses are cut."""
+        """Logarithm of the median before the cut, by bisection; None if all responses are cut."""
         if self.mean >= self.longest * (1 - 1e-9):
             return None
         low, high = log(self.mean) - self.spread**2, log(self.longest) + 40 * self.spread
@@ -81,10 +78,8 @@ class ResponseLengths:
         return [self.quantile(shares[i]) for i in order]
 
 
-@lru_cache(maxsize=64)
-def response_lengths(mean: float, spread: float, longest: float) -> ResponseLengths:
-    """The distribution, cached for the layout search."""
-    return ResponseLengths(mean, spread, longest)
+response_lengths = lru_cache(maxsize=64)(ResponseLengths)
+"""The distribution, cached for the layout search."""
 
 
 def decode_steps(lengths: Sequence[float], slots: int) -> float:
@@ -96,17 +91,12 @@ def decode_steps(lengths: Sequence[float], slots: int) -> float:
     return max(ends, default=0.0)
 
 
-def decode_seconds(
-    lengths: Sequence[float], slots: int, prompt: float, step_seconds: float, token_seconds: float
-) -> float:
-    """Decode time: ``step_seconds`` x decode steps + ``token_seconds`` x sum over responses n (prompt + n/2).
+def read_tokens(lengths: Sequence[float], prompt: float) -> float:
+    """Tokens whose KV entries decoding reads: sum over responses n (prompt + n / 2).
 
-    A step takes ``step_seconds`` for the weights, however few responses run, and ``token_seconds`` for every
-    token present. A response of n tokens reads its prompt n times and its own tokens n^2 / 2 times, whenever
-    it runs, so only the number of steps depends on the schedule.
+    A response of n tokens reads its prompt n times and its own tokens n^2 / 2 times, whenever it runs.
     """
-    read = sum(length * (prompt + length / 2) for length in lengths)
-    return step_seconds * decode_steps(lengths, slots) + token_seconds * read
+    return sum(length * (prompt + length / 2) for length in lengths)
 
 
 def busiest_engine_responses(responses: int, engines: int, imbalance: float) -> int:

@@ -1,7 +1,7 @@
 """Memory estimate of ``bapo plan``: of one GPU of each pipeline stage, and of the host of a node, in bytes.
 
 Weights, gradients, optimizer states and activations are counted; fields that are estimates say so. Used in
-this folder.
+``planning/``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIXED = 3 * GB
 # Estimate: what the caching allocator loses to fragments of blocks that come and go.
 FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
-_BUCKET = 1 << 26  # policy/host_optimizer.py
+_BUCKET = 1 << 26  # policy/optimizer.py
 _HOST_BLOCK = 1 << 28  # policy/state/offload.py
 PACK_COLUMNS = 4 * 8 + 7 * 4 + 4
 """Bytes of a token's columns on the device (``tensor_types.COLUMNS``): four int64, six float32, one int32."""
@@ -35,7 +35,7 @@ PACK_COLUMNS = 4 * 8 + 7 * 4 + 4
 
 @dataclass(frozen=True)
 class StageMemory:
-    """GPU memory of one pipeline stage, in bytes, by what uses it; plain data, made by ``stage_memory``.
+    """GPU memory of one pipeline stage, in bytes, by what uses it.
 
     A peak is a sum over what is there at the same time: in an update, a save, a sync, a hand-over, while
     engines sample.
@@ -125,12 +125,12 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
         head=head,
         buffers=buffers,
         reserve=FIXED + FRAGMENTATION * (activations + max(workspace, head)),
-        saving=steady + _save_buffers(job),
+        saving=steady + 2 * _largest_state(job),  # shards of a state, sent to their owners and received
         syncing=steady + sync_bytes(job),
         resting=FIXED if job.offloads else steady,
         kept=job.run.rollout.sglang.kept_gb * GB if shared else 0.0,
         serving=job.engine_fraction * job.gpu.memory if shared else 0.0,
-        handing=handover_bytes(job, weights + FIXED if job.offloads else steady) if reads else 0.0,
+        handing=(weights + FIXED if job.offloads else steady) + _handover_buffers(job) if reads else 0.0,
         reading=server_weights(job) if reads else 0.0,
     )
 
@@ -180,12 +180,10 @@ def sync_bytes(job: Job) -> float:
     return 2.0 * largest_parameter(job.shape) * job.element
 
 
-def handover_bytes(job: Job, resting: float) -> float:
-    """The policy's peak during the weight hand-over: ``resting`` + two buckets + 2 x the largest parameter.
-
-    Too much by the buckets for a tied model, whose embedding is gathered before there are any.
-    """
-    return resting + sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
+def _handover_buffers(job: Job) -> float:
+    """Buffers of the weight hand-over: those of a sync, and two buckets, which is too much for a tied model,
+    whose embedding is gathered before there are any."""
+    return sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
 
 
 def server_weights(job: Job) -> float:
@@ -224,9 +222,13 @@ def reference_bytes(job: Job) -> float:
     """Host memory of the frozen reference on a rank of the largest stage, in whole blocks; 0 without one."""
     if not job.run.algorithm.reference_kl.enabled:
         return 0.0
+    return -(-largest_stage_weights(job) // _HOST_BLOCK) * _HOST_BLOCK
+
+
+def largest_stage_weights(job: Job) -> float:
+    """Bytes of the weights on a rank of the largest stage."""
     stages = (stage_parameters(job.shape, job.parallel, stage) for stage in range(job.parallel.pipeline))
-    weights = max(stage.total for stage in stages) * job.element
-    return -(-weights // _HOST_BLOCK) * _HOST_BLOCK
+    return max(stage.total for stage in stages) * job.element
 
 
 def offloaded_bytes(job: Job) -> float:
@@ -245,12 +247,12 @@ def _workspace(job: Job) -> float:
     gradients of one matrix of all experts at once, which the grouped layer makes before they are added up.
     """
     hidden = job.shape.hidden
-    if (load := job.expert_load) is None or job.shape.experts is None:
+    if (load := job.expert_load) is None:
         entries = 3 * job.shape.ffn / job.parallel.tensor + 2 * hidden
         return job.tokens * job.element * entries
-    width = job.shape.experts.ffn / job.parallel.expert_tensor
-    copies = job.tokens * load.rows * max(3 * width + hidden, 2 * hidden)
-    return job.element * (copies + 2 * job.tokens * load.routed * hidden + load.local * 2 * width * hidden)
+    copies = job.tokens * load.rows * max(3 * load.width + hidden, 2 * hidden)
+    matrices = load.local * 2 * load.width * hidden
+    return job.element * (copies + 2 * job.tokens * load.routed * hidden + matrices)
 
 
 def _head(job: Job, stage: int) -> float:
@@ -289,12 +291,6 @@ def _routes(job: Job, stage: int) -> float:
     shape = RouteShape(layers, experts.per_token, experts.count)
     size = layers * experts.per_token * shape.dtype.itemsize
     return float(job.tokens * size * _forwards_in_flight(job, stage))
-
-
-def _save_buffers(job: Job) -> float:
-    """Buffers of the optimizer save: shards of one float32 state, sent to and received by the owners of their
-    parameters; at most the largest parameter each."""
-    return 2 * _largest_state(job)
 
 
 def _largest_state(job: Job) -> float:

@@ -1,36 +1,31 @@
-"""Text pages of a plan and of a rehearsal, each with its verdict.
+"""Text page and JSON of a plan.
 
-A plan: summary, memory of each stage, traffic, speed, engines, advice, and a few more numbers, such as
-activations by mode of recomputation. A rehearsal: memory, FLOPs, collectives and host waits of each rank.
-Used by ``commands/plan.py`` and ``commands/rehearse.py``.
+The page: summary, memory of each stage, traffic, speed, engines, advice, and a few more numbers, such as
+activations by mode of recomputation. Used by ``commands/plan.py`` and ``planning/rehearsal/results.py``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from bapo_megatron.algo.bounds import describe, low_values
 from bapo_megatron.planning.activations import Recompute
 from bapo_megatron.planning.advice import Change
+from bapo_megatron.planning.engines import open_response_lines, open_responses
 from bapo_megatron.planning.hardware import GB
 from bapo_megatron.planning.job import Job
-from bapo_megatron.planning.json_summary import collectives, model_flops
 from bapo_megatron.planning.memory import (
     activation_bytes,
     optimizer_bytes,
     reference_bytes,
     sync_bytes,
 )
-from bapo_megatron.planning.open_responses import open_response_lines
-from bapo_megatron.planning.plan import JobPlan
-from bapo_megatron.planning.records import OFFLOADED, SAMPLE, UPDATE, RankResult
+from bapo_megatron.planning.plan import JobPlan, summary
 from bapo_megatron.planning.sizes import active_parameters, total_parameters
 from bapo_megatron.planning.speed import Handover, reference_seconds
-from bapo_megatron.planning.summary import summary
 from bapo_megatron.planning.traffic import DISK_RATE
-from bapo_megatron.planning.verdict import needed, node_bytes, rehearsal_verdict, server_bytes
 from bapo_megatron.rollout.engines.timeouts import read_seconds
 from bapo_megatron.runtime.text_table import text_table
 
@@ -50,9 +45,6 @@ _COLUMNS = (
     ("syncing", "SYNC"),
 )
 
-_KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "passing")
-_MOST_LINES = 40
-
 
 def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]) -> str:
     """The whole text of a plan."""
@@ -67,11 +59,50 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
         _traffic(plan),
         _speed(plan),
         _engines(plan),
-        open_response_lines(plan),
+        open_response_lines(open_responses(plan.job, plan.engines)),
         *([_comparison(plan, others)] if others else []),
         _verdict(plan, advice),
     ]
     return "\n\n".join(filter(None, ("\n".join(section) for section in sections))) + "\n"
+
+
+def plan_dict(plan: JobPlan) -> dict[str, Any]:
+    """JSON object of a plan, in bytes, FLOPs and seconds."""
+    return {
+        "recipe": plan.job.run.name,
+        "gpu": plan.job.gpu.name,
+        "gpus": plan.job.gpus,
+        "budget": plan.job.budget,
+        "stages": [
+            {
+                **{name: value for name, value in vars(stage).items() if name != "parameters"},
+                "parameters": stage.parameters.total,
+                "training": stage.training,
+                "handover": stage.handover,
+                "sampling": stage.sampling,
+                "peak": stage.peak,
+            }
+            for stage in plan.stages
+        ],
+        "host": plan.host,
+        "speed": vars(plan.speed),
+        "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
+        "engines": vars(plan.engines),
+        "environment": found.values() if (found := open_responses(plan.job, plan.engines)) else None,
+        "turns": vars(plan.handover) if plan.handover else None,
+        "servers_problem": plan.job.servers_problem,
+        "train_seconds": plan.train_seconds,
+        "sampling_seconds": plan.sampling_seconds,
+        "step_seconds": plan.step_seconds,
+        "run_seconds": plan.run_seconds,
+        "checkpoint_seconds": plan.checkpoint_seconds,
+        "disk": plan.disk,
+        "rollouts": plan.rollouts,
+        "trainer_nodes": plan.trainer_nodes,
+        "server_nodes": plan.server_nodes,
+        "fits": plan.verdict.fits,
+        "misfits": plan.verdict.problems,
+    }
 
 
 def layout_name(job: Job) -> str:
@@ -133,7 +164,7 @@ def _memory(plan: JobPlan) -> Iterator[str]:
         verdict = "fits" if stage.policy_peak + stage.kept <= plan.job.budget else "OVER"
         rows.append([*shape, f"{stage.parameters.total / 1e9:.3f}", *(f"{v:.1f}" for v in values), verdict])
     rows.append(_model_row(plan))
-    yield from _aligned(rows)
+    yield from aligned(rows)
     yield "UPDATE, SAVE and SYNC are peaks at different times; work, comm and reserve are estimates."
 
 
@@ -155,13 +186,12 @@ def _colocated_memory(plan: JobPlan) -> Iterator[str]:
             left = plan.job.gpu.memory - total
             values = [f"{value / GB:.1f}" for value in (policy, servers, total, left)]
             rows.append([str(stage.stage), turn, *values, "fits" if total <= plan.job.budget else "OVER"])
-    yield from _aligned(rows, left=2)
+    yield from aligned(rows, left=2)
     yield _handover(plan.handover)
     yield _cores(plan.job)
 
 
 def _handover(handover: Handover) -> str:
-    """Line of the GPU hand-over between training and sampling."""
     policy = (
         f"{handover.moved / GB:.1f} GB a GPU to the host and back, {handover.moving_seconds:,.1f} s"
         if handover.moved
@@ -211,7 +241,7 @@ def _recomputation(plan: JobPlan) -> Iterator[str]:
             job = replace(plan.job, run=replace(plan.job.run, batch=batch))
             values.append(f"{activation_bytes(job, stage.stage, 'te') / GB:.1f}")
         rows.append([str(stage.stage), *values])
-    yield from _aligned(rows)
+    yield from aligned(rows)
 
 
 def _host_and_sync(plan: JobPlan) -> Iterator[str]:
@@ -246,7 +276,7 @@ def _traffic(plan: JobPlan) -> Iterator[str]:
         return
     rows = [["", "GB", "s", "over"]]
     rows += [[t.name, f"{t.sent / GB:,.1f}", f"{t.seconds:,.1f}", t.link] for t in plan.traffic]
-    yield from _aligned(rows)
+    yield from aligned(rows)
     if plan.job.parallel.expert > 1:
         source = "--expert-imbalance" if plan.job.options.expert_routes is None else "measured from routes"
         yield (
@@ -331,7 +361,7 @@ def _comparison(plan: JobPlan, others: Sequence[JobPlan]) -> Iterator[str]:
                 f"{1 / other.cost:,.0f}",
             ]
         )
-    yield from _aligned(rows, left=2)
+    yield from aligned(rows, left=2)
 
 
 def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
@@ -347,95 +377,6 @@ def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
         yield "No change of layout, recomputation or pack length within reach fits; use larger GPUs."
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Lines of a table whose first ``left`` columns are flush left, the others flush right."""
     return text_table(rows, right=range(left, len(rows[0])), indent=2) if rows else []
-
-
-def rehearsal_text(results: Sequence[RankResult], job: Job, notes: Sequence[str] = ()) -> str:
-    """The whole page of a rehearsal. ``notes`` are lines of the verdict beside the limits of memory."""
-    first = results[0]
-    title = (
-        f"{job.run.name}: {layout_name(job)}, {job.gpus} GPUs ({job.gpu.name}), layers: {first.layers}, "
-        f"{first.packs} pack{'s' * (first.packs > 1)} of {job.run.batch.pack_tokens:,} tokens an update"
-    )
-    sections = [[title], *(_rank(result, job) for result in results), _rehearsal_verdict(results, job, notes)]
-    return "\n\n".join("\n".join(section) for section in sections) + "\n"
-
-
-def _rank(result: RankResult, job: Job) -> list[str]:
-    place = ", ".join(f"{name} {number}" for name, number in result.place.items())
-    seconds = sum(result.seconds.values())
-    head = f"== rank {result.rank} of {job.gpus}: {place} ({result.kernels:,} kernels in {seconds:.0f} s)"
-    if result.error:
-        return [head, f"FAILS in {result.error}"]
-    blocks = [
-        _rank_memory(result, job),
-        _largest(result),
-        _flops(result, job),
-        _collectives(result),
-        _waits(result),
-    ]
-    return [head, *(line for block in blocks for line in ("", *block))]
-
-
-def _rank_memory(result: RankResult, job: Job) -> Iterator[str]:
-    rows = [["peak memory of the GPU, GB", "total", "+ reserve", *_KINDS, "host"]]
-    for phase, peak in result.gpu.items():
-        kinds = [peak.kinds.get(kind, 0) for kind in _KINDS]
-        sizes = [peak.size, needed(result, phase, job), *kinds, result.host[phase].size]
-        rows.append([f"  {phase}", *(f"{size / GB:.2f}" for size in sizes)])
-    yield from text_table(rows, right=range(1, len(rows[0])))
-    if SAMPLE in result.gpu:
-        stage = result.place["stage"]
-        kept, all_of_it = (server_bytes(job, stage, phase) / GB for phase in (UPDATE, SAMPLE))
-        copies = result.host[SAMPLE].kinds.get(OFFLOADED, 0) / GB
-        yield (
-            f"while engines sample {result.gpu[SAMPLE].size / GB:.2f} GB of the policy stay on the GPU, and "
-            f"{copies:.2f} GB are in host memory; the column + reserve has"
-        )
-        yield f"{kept:.2f} GB more that colocated servers keep, in their own turn {all_of_it:.2f} GB"
-
-
-def _largest(result: RankResult) -> Iterator[str]:
-    yield f"the largest tensors at the peak, in {result.peak_phase}"
-    rows = []
-    for one in result.largest:
-        count = f"{one.count} x " if one.count > 1 else ""
-        shape = f"{count}{list(one.shape)} {one.dtype}"
-        rows.append([f"{one.size / GB:.2f} GB", shape, one.kind, one.module or "-", one.line])
-    yield from text_table(rows, right=(0,), indent=2)
-
-
-def _flops(result: RankResult, job: Job) -> Iterator[str]:
-    model = model_flops(result, job)
-    yield f"FLOPs; 6 N D is {model / 1e12:.1f} TFLOP a GPU"
-    phases = result.flops.items()
-    yield from _aligned([[p, f"{n / 1e12:.1f} TFLOP", f"{n / model:.2f} of 6 N D"] for p, n in phases])
-
-
-def _collectives(result: RankResult) -> Iterator[str]:
-    yield "collectives by phase and group: calls, bytes of the whole message"
-    rows = []
-    for row in collectives(result):
-        if row["ranks"] > 1 and not row["phase"].endswith(" 1"):  # the second update is like the first
-            group = f"{row['group']} of {row['ranks']}"
-            rows.append([row["phase"], group, row["op"], f"{row['count']:,}", f"{row['gb']:.3f} GB"])
-    yield from _aligned(rows, left=3)
-
-
-def _waits(result: RankResult) -> Iterator[str]:
-    found = Counter[tuple[str, str]]()
-    for wait, count in result.update_waits().items():
-        found[wait.line, wait.what] += count
-    yield f"the host waits for the GPU {found.total():,} times in an update with its search"
-    shown = found.most_common(_MOST_LINES)
-    yield from text_table([[f"{count:,}", what, line] for (line, what), count in shown], right=(0,), indent=2)
-    if len(found) > _MOST_LINES:
-        yield f"  and {len(found) - _MOST_LINES} more lines (--json has them)"
-
-
-def _rehearsal_verdict(results: Sequence[RankResult], job: Job, notes: Sequence[str]) -> list[str]:
-    host = f"a node's host: {node_bytes(results, job) / GB:.0f} GB at most, in a save or a load"
-    problems = rehearsal_verdict(results, job, notes).problems
-    return [host, *(f"DOES NOT FIT: {line}" for line in problems)] if problems else [host, "FITS"]

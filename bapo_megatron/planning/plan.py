@@ -1,27 +1,20 @@
-"""Plan of a training job: memory of every stage, speed, traffic, engines, and the limits it exceeds.
+"""Plan of a training job: memory of every stage, speed, traffic, engines, the limits it exceeds; its summary.
 
-``make_plan`` is called by ``bapo plan``, ``bapo submit`` and the layout search (``advice.py``).
-
-``engines`` estimates the KV cache of the inference engines, and the sampling time of a step. Decoding is
-taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of every sequence
-(Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2). Of a model with
-experts it reads those that some sequence takes. Without partial rollout a step's sampling ends with its last
-response (lengths by ``lengths.py``); a decode step of few responses reads the weights, too. Scheduling, the
-engine's collectives and scoring are left out. Used in ``commands/`` and this folder.
+Used in ``commands/``, this folder and ``planning/rehearsal/``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from math import isfinite
 
-from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.planning.engines import EnginePlan, engine_plan
 from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
 from bapo_megatron.planning.job import Job
-from bapo_megatron.planning.lengths import ResponseLengths, busiest_engine_responses, decode_seconds
 from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
-from bapo_megatron.planning.sizes import read_parameters, rollout_bytes, run_folder_bytes, total_parameters
+from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes
 from bapo_megatron.planning.speed import (
     Handover,
     HostUpdate,
@@ -32,126 +25,41 @@ from bapo_megatron.planning.speed import (
     speed,
 )
 from bapo_megatron.planning.traffic import Sync, Traffic, sync_traffic, update_traffic
-from bapo_megatron.planning.verdict import Verdict, gpu_excess, host_excess
-from bapo_megatron.policy.flops import linear_flops_per_token
 
 
 @dataclass(frozen=True)
-class EnginePlan:
-    """Estimated memory and speed of the run's inference engines: plain data, made by ``engines``."""
+class Verdict:
+    """Reasons why a job does not run or fit, as lines of text, by estimates or by rehearsed ranks."""
 
-    gpus: int
-    count: int
-    weights: float
-    """Bytes of the weights on each GPU."""
-    cache: float
-    """Bytes of KV cache on each GPU."""
-    cache_per_token: int
-    """Bytes of one token's keys and values in all layers, over all TP ranks of an engine."""
-    longest_sequences: int
-    """Sequences of the longest length that one engine's cache holds."""
-    running: float
-    """Sequences that one engine decodes at a time, each at the mean length of a running sequence."""
-    tokens_per_second: float
-    """Estimate of the tokens that all engines sample in a second."""
-    step_seconds: float
-    """Estimate of the seconds for all responses of a step, at full decode batches: where unfinished responses
-    continue in the next step (``max_staleness`` of 1 or more)."""
-    rollout_seconds: float
-    """Estimate of the seconds until the last response of a step is done, with the prompts' prefill and the
-    tail, in which few responses run."""
-    prefill_seconds: float
-    """Part of ``rollout_seconds`` for the prompts, one prefill for each response: an upper estimate, since
-    engines may share a group's prompt."""
-    cut_share: float
-    """Share of the responses that reach the longest length, by the assumed distribution."""
-    longest_seconds: float
-    """Estimate of the seconds for one response of the longest length, alone on its engine: a step with such a
-    response is not shorter."""
+    memory: tuple[str, ...]
+    """Limits of memory that are exceeded, and ranks that failed."""
+    others: tuple[str, ...] = ()
+    """Engines that hold no sequence, of a plan; deadlocks, of a rehearsal."""
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.memory, *self.others]
 
     @property
     def fits(self) -> bool:
-        """Whether an engine can hold one sequence of full length."""
-        return self.count > 0 and self.longest_sequences >= 1
+        return not self.problems
 
 
-def cache_bytes_per_token(shape: ModelShape) -> int:
-    """Bytes of one token's keys and values in bfloat16, all layers."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
+def gpu_excess(job: Job, who: str, size: float, when: str) -> Iterator[str]:
+    """Line for a stage or a rank that needs more than a GPU's budget; nothing if it does not."""
+    if size > job.budget:
+        yield f"{who} needs {size / GB:.1f} GB {when}; a GPU may use {job.budget / GB:.1f}"
 
 
-def _default_gpus(job: Job) -> int:
-    sglang = job.run.rollout.sglang
-    beside = job.run.rollout.engine == "sglang" and not sglang.urls and job.servers_problem is None
-    return sglang.servers * sglang.tensor if beside else max(job.gpus, sglang.tensor)
-
-
-def engines(job: Job) -> EnginePlan:
-    """The estimate for ``engine_gpus`` GPUs in engines of ``rollout.sglang.tensor`` GPUs each."""
-    options, gpu = job.options, job.gpu
-    size = job.run.rollout.sglang.tensor
-    gpus = options.engine_gpus or _default_gpus(job)
-    weights = total_parameters(job.shape) * 2.0 / size
-    cache = max(0.0, job.engine_fraction * gpu.memory - weights)
-    per_token = cache_bytes_per_token(job.shape)
-    count = gpus // size
-    # SGLang cuts the cache by KV heads; with more ranks than heads several ranks hold the same ones.
-    split = min(size, job.shape.kv_heads)
-    held = cache * split / per_token
-    lengths = job.lengths
-    present = job.mean_prompt + lengths.running_mean
-    share = busiest_engine_responses(job.sampled_responses, count, options.engine_imbalance)
-    slots = min(held / present, job.max_in_flight)
-    running = min(slots, job.sampled_responses / max(1, count))
-    bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
-    token_seconds = per_token / split / bandwidth
-
-    def weight_seconds(sequences: float) -> float:
-        return read_parameters(job.shape, sequences) * 2.0 / size / bandwidth
-
-    rate = count * running / (weight_seconds(running) + running * present * token_seconds)
-    longest = job.run.rollout.max_response_tokens
-    prompts = share * job.mean_prompt * linear_flops_per_token(job.shape)
-    prefill = prompts / size / (options.mfu * gpu.peak)
-    busiest = _busiest(lengths, share, job.sampled_responses, max(1, int(slots)), job.mean_prompt)
-    # Experts are read less often in the tail: by as many responses as run in the mean over the steps.
-    steps = busiest[0]
-    decoding = steps * weight_seconds(share * job.mean_response / steps) + token_seconds * busiest[1]
-    return EnginePlan(
-        gpus=gpus,
-        count=count,
-        weights=weights,
-        cache=cache,
-        cache_per_token=per_token,
-        longest_sequences=int(held // job.run.longest_sequence),
-        running=running,
-        tokens_per_second=rate,
-        step_seconds=job.sampled_responses * job.mean_response / rate if rate else float("inf"),
-        rollout_seconds=prefill + decoding if rate else float("inf"),
-        prefill_seconds=prefill,
-        cut_share=lengths.cut_share,
-        longest_seconds=longest * (weight_seconds(1) + longest / 2 * token_seconds),
-    )
-
-
-@lru_cache(maxsize=256)
-def _busiest(
-    lengths: ResponseLengths, share: int, responses: int, slots: int, prompt: float
-) -> tuple[float, float]:
-    """Decode steps of the busiest engine, and KV entries that it reads. Cached for the layout search."""
-    found = lengths.busiest_engine_lengths(share, responses)
-    return (
-        decode_seconds(found, slots, prompt, step_seconds=1.0, token_seconds=0.0),
-        decode_seconds(found, slots, prompt, step_seconds=0.0, token_seconds=1.0),
-    )
+def host_excess(job: Job, size: float, when: str = "") -> Iterator[str]:
+    """Line for a node that needs more than its host memory's budget; nothing if it does not."""
+    if size > job.host_budget:
+        yield f"a node's host needs {size / GB:.0f} GB{when}; it may use {job.host_budget / GB:.0f}"
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan of one job: estimated memory, speed, traffic and engines, as plain data with sums over it.
-
-    Made by ``make_plan``, printed by ``page.py``.
-    """
+    """Plan of one job: estimated memory, speed, traffic and engines, as plain data with sums over it."""
 
     job: Job
     stages: list[StageMemory]
@@ -192,7 +100,6 @@ class JobPlan:
 
     @property
     def trainer_nodes(self) -> int:
-        """Nodes that train."""
         return -(-self.job.gpus // GPUS_PER_NODE)
 
     @property
@@ -202,7 +109,6 @@ class JobPlan:
 
     @property
     def run_seconds(self) -> float:
-        """Estimate of the seconds of all steps of the run."""
         return self.job.run.steps * self.step_seconds
 
     @property
@@ -228,7 +134,6 @@ class JobPlan:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Limits that the job exceeds."""
         return Verdict(tuple(self._misfits()), tuple(filter(None, [self._engine_problem()])))
 
     def _misfits(self) -> Iterator[str]:
@@ -267,8 +172,93 @@ def make_plan(job: Job) -> JobPlan:
         speed=speed(job),
         traffic=update_traffic(job),
         sync=sync_traffic(job),
-        engines=engines(job),
+        engines=engine_plan(job),
         host=host_bytes(job),
         host_update=host_update(job),
         handover=handover_estimate(job),
     )
+
+
+def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
+    """Summary of a plan in five lines: fit, nodes, step time, first checkpoint, disk.
+
+    ``nodes``: text for the nodes of a cluster file, in place of the plan's own.
+    """
+    job, run = plan.job, plan.job.run
+    verdict = "FITS" if plan.verdict.fits else "DOES NOT FIT"
+    yield (
+        f"{verdict}: at most {_peaks(plan)} of a GPU's {job.gpu.memory / GB:.0f} ({job.gpu.name}), "
+        f"{plan.host / GB:,.0f} GB of a node's {job.gpu.host_memory / GB:,.0f}"
+    )
+    yield f"Nodes: {nodes or _nodes(plan)}"
+    if isfinite(plan.step_seconds):
+        sync = (
+            f"changes {plan.handover.seconds:,.0f} s"
+            if plan.handover
+            else f"sync {plan.sync.expected_seconds:,.0f} s"
+        )
+        beside = " beside it" if job.overlaps else ""
+        yield (
+            f"Step: {plan.step_seconds:,.0f} s: training {plan.train_seconds:,.0f} s, sampling "
+            f"{plan.sampling_seconds:,.0f} s{beside}, {sync}; {run.steps} steps take "
+            f"{duration(plan.run_seconds)} (estimates)"
+        )
+        steps = min(run.steps, run.checkpoint.every)
+        yield f"First checkpoint: step {steps}, after {duration(plan.checkpoint_seconds)}"
+    else:
+        yield "Step: no estimate, for no engine can sample"
+        yield f"First checkpoint: step {min(run.steps, run.checkpoint.every)}"
+    kept = run.steps if run.rollout.keep_steps is None else min(run.steps, run.rollout.keep_steps)
+    yield (
+        f"Disk: {plan.disk / GB:,.0f} GB for checkpoints and weights, {plan.rollouts / GB:,.0f} GB for the "
+        f"rollouts of {kept} steps; logs come on top"
+    )
+
+
+def nodes_text(train: int, sample: int) -> str:
+    """The nodes of a job and their sum: `8 nodes train + 8 nodes sample = 16 nodes`."""
+
+    def named(count: int) -> str:
+        return f"{count} node{'' if count == 1 else 's'}"
+
+    verb = "trains" if train == 1 else "train"
+    if not sample:
+        return f"{named(train)} {verb}"
+    return f"{named(train)} {verb} + {named(sample)} {'samples' if sample == 1 else 'sample'} = " + named(
+        train + sample
+    )
+
+
+def duration(seconds: float) -> str:
+    """A duration in the unit that suits it: seconds, minutes, hours or days."""
+    for size, name, digits in ((86400, "days", 1), (3600, "h", 1), (60, "minutes", 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {name}"
+    return f"{seconds:,.0f} s"
+
+
+def _peaks(plan: JobPlan) -> str:
+    """Peak GB of a GPU; with colocated servers that of training and that of sampling."""
+    if not plan.job.colocated:
+        return f"{max(stage.peak for stage in plan.stages) / GB:.1f} GB"
+    train = max(stage.policy_peak + stage.kept for stage in plan.stages)
+    sample = max(max(stage.sampling, stage.handover) for stage in plan.stages)
+    return f"{train / GB:.1f} GB (training) and {sample / GB:.1f} GB (sampling)"
+
+
+def _nodes(plan: JobPlan) -> str:
+    """The nodes, and the setting that rollout nodes need."""
+    job, engines = plan.job, plan.engines
+    if job.servers_problem:  # for which `bapo train` alone would refuse it
+        return (
+            f"{nodes_text(plan.trainer_nodes, plan.server_nodes)}; servers need nodes of their own: "
+            f"rollout_nodes in a cluster file, or sglang.urls"
+        )
+    if job.run.rollout.engine != "sglang" or job.run.rollout.sglang.urls:
+        return nodes_text(plan.trainer_nodes, 0)
+    if job.colocated:
+        first = "of the first " * (plan.trainer_nodes > 1)
+        return f"{plan.trainer_nodes}, where {job.gpus} GPUs train and {engines.gpus} {first}sample, in turns"
+    if job.gpus + engines.gpus <= GPUS_PER_NODE:
+        return f"1, of whose GPUs {job.gpus} train and {engines.gpus} sample"
+    return f"{nodes_text(plan.trainer_nodes, 0)}; {engines.gpus} GPUs of the first sample"

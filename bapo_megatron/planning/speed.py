@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapo_megatron.planning.experts import rank_imbalance
 from bapo_megatron.planning.job import Job, slots
-from bapo_megatron.planning.memory import largest_shard, offloaded_bytes
-from bapo_megatron.planning.sizes import stage_parameters, total_parameters
+from bapo_megatron.planning.memory import largest_shard, largest_stage_weights, offloaded_bytes
+from bapo_megatron.planning.sizes import rank_imbalance, total_parameters
 from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy.flops import (
     attention_flops,
@@ -33,7 +32,7 @@ _LINK_EFFICIENCY = 0.5
 
 @dataclass(frozen=True)
 class Speed:
-    """Estimated FLOPs, duration and throughput of one update. Made by ``speed``."""
+    """Estimated FLOPs, duration and throughput of one update."""
 
     flops_per_token: float
     """Model FLOPs of a training pass (3 forward passes), for a token in a sequence of typical length."""
@@ -105,7 +104,6 @@ class _Work:
 
     @property
     def flops(self) -> float:
-        """All of them."""
         return self.matrices + self.experts + self.attention + self.head
 
     def seconds(self, job: Job, share: float = 1.0, head: bool = True, imbalance: float = 1.0) -> float:
@@ -129,13 +127,8 @@ class _Work:
 def _forward(job: Job) -> _Work:
     head = head_flops_per_token(job.shape)
     attention = attention_flops(job.shape, job.typical_length) / job.typical_length
-    experts = _expert_flops(job)
+    experts = 2.0 * job.shape.layers * (mlp_matmuls(job.shape) if job.shape.experts else 0)
     return _Work(linear_flops_per_token(job.shape) - head - experts, experts, attention, head)
-
-
-def _expert_flops(job: Job) -> float:
-    """Forward FLOPs of a token's routers and experts in all layers; 0 without experts."""
-    return 2.0 * job.shape.layers * (mlp_matmuls(job.shape) if job.shape.experts else 0)
 
 
 def _training(job: Job) -> _Work:
@@ -148,17 +141,13 @@ def _training(job: Job) -> _Work:
     forward, mode = _forward(job), job.run.batch.recompute
     mlp = 0 if job.shape.experts else 2 * job.shape.layers * mlp_matmuls(job.shape)
     matrices = {"none": 0.0, "selective": mlp, "full": forward.matrices}[mode]
+    twice = job.run.batch.hold_forwards or job.run.algorithm.bounds.sums_over == "micro_batch"
     return _Work(
         matrices=3 * forward.matrices + matrices,
         experts=forward.experts * (3 + (mode != "none")),
         attention=forward.attention * (3.5 + (mode != "none")),
-        head=forward.head * (3 + _output_layer_twice(job)),
+        head=forward.head * (3 + twice),
     )
-
-
-def _output_layer_twice(job: Job) -> bool:
-    """Whether the output layer runs forward twice: for the search of the bounds, and for the loss."""
-    return job.run.batch.hold_forwards or job.run.algorithm.bounds.sums_over == "micro_batch"
 
 
 def _seconds(job: Job, training: bool) -> float:
@@ -176,8 +165,8 @@ def _seconds(job: Job, training: bool) -> float:
 class HostUpdate:
     """Seconds of a host optimizer step (``optimizer.device=cpu``), on the slowest stage: max(AdamW, copies).
 
-    Made by ``host_update``. Copies run beside the cores, by buckets. Left out: those of the first and last,
-    and the copy-on-write pages of the first step after a checkpoint has begun.
+    Copies run beside the cores, by buckets. Left out: those of the first and last, and the copy-on-write
+    pages of the first step after a checkpoint has begun.
     """
 
     elements: float
@@ -191,7 +180,6 @@ class HostUpdate:
 
     @property
     def seconds(self) -> float:
-        """Duration of the whole step."""
         return max(self.step_seconds, self.fetch_seconds, self.send_seconds)
 
 
@@ -213,7 +201,7 @@ def host_update(job: Job) -> HostUpdate | None:
 class Handover:
     """GPU hand-over of a step between the policy and colocated servers: seconds in which no GPU computes.
 
-    Made by ``handover_estimate``. Left out: the servers' own release and resume of memory, about a second.
+    Left out: the servers' own release and resume of memory, about a second.
     """
 
     moved: float
@@ -232,7 +220,6 @@ class Handover:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all hand-overs of a step."""
         return self.moving_seconds + self.expected_reading_seconds
 
 
@@ -241,10 +228,9 @@ def handover_estimate(job: Job) -> Handover | None:
     if not job.colocated:
         return None
     moved, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
-    rate = _LINK_EFFICIENCY * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
     seconds = read * _copies_in_memory(job) if job.weights_by_ipc else read / DISK_RATE
     expected = max(seconds, read / IPC_RATE) if job.weights_by_ipc else seconds
-    return Handover(moved, 2 * moved / rate, read, job.weights_by_ipc, seconds, expected)
+    return Handover(moved, 2 * moved / _host_rate(job), read, job.weights_by_ipc, seconds, expected)
 
 
 def reference_seconds(job: Job) -> float:
@@ -255,9 +241,12 @@ def reference_seconds(job: Job) -> float:
     """
     if not job.run.algorithm.reference_kl.enabled:
         return 0.0
-    stages = range(job.parallel.pipeline)
-    weights = max(stage_parameters(job.shape, job.parallel, stage).total for stage in stages) * job.element
-    return 4 * weights / (_LINK_EFFICIENCY * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node))
+    return 4 * largest_stage_weights(job) / _host_rate(job)
+
+
+def _host_rate(job: Job) -> float:
+    """Rate of a GPU's copies to or from the host, all GPUs of a node at once."""
+    return _LINK_EFFICIENCY * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
 
 
 def _copies_in_memory(job: Job) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
@@ -32,10 +33,7 @@ H200 in 2.5 s (miles, docs/models/qwen/qwen3-8.md)."""
 
 @dataclass(frozen=True)
 class Traffic:
-    """Volume and duration of one kind of communication on its link; the base class of ``Sync``.
-
-    Made by ``update_traffic``, one for each kind of parallelism.
-    """
+    """Volume and duration of one kind of communication on its link."""
 
     name: str
     sent: float
@@ -98,9 +96,7 @@ def _measures_ratio(algorithm: AlgorithmConfig) -> bool:
     """
     if algorithm.loss == "clip" or ":" in algorithm.loss:
         return algorithm.loss != "clip"
-    from bapo_megatron.algo.losses import build_loss
-
-    search = build_loss(algorithm).search
+    search = _search_of(algorithm)
     return search is not None and search.is_ratio
 
 
@@ -113,10 +109,14 @@ def _searches_update(algorithm: AlgorithmConfig) -> bool:
         return algorithm.bounds.searches_update
     if ":" in algorithm.loss:
         return True
+    search = _search_of(algorithm)
+    return search is not None and search.known is None and search.scope == "update"
+
+
+def _search_of(algorithm: AlgorithmConfig) -> Any:
     from bapo_megatron.algo.losses import build_loss  # with torch, which the default loss does not need here
 
-    search = build_loss(algorithm).search
-    return search is not None and search.known is None and search.scope == "update"
+    return build_loss(algorithm).search
 
 
 def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
@@ -159,34 +159,31 @@ def _tensor(job: Job) -> float:
     if job.shape.experts is not None:
         again = {"none": 0, "selective": 0, "full": 2}[job.run.batch.recompute]
         each = 2 + backward / 2 + again + 2 * forward_passes(job)
-    body = layers * each
-    return message * (body + 2)  # and the output layer's input and gradient
+    return message * (layers * each + 2)  # and the output layer's input and gradient
 
 
-def _expert_calls(job: Job) -> float:
-    """Times that a copy of a token travels, in all layers of the largest stage: to its expert and back in
-    each forward pass, a recomputed one included, and its gradients."""
+def _copies(job: Job) -> float:
+    """Copies of an update's tokens that the busiest rank gets, times that one travels, in all layers of the
+    largest stage: to its expert and back in each forward pass, a recomputed one included, and its gradients;
+    0 without experts."""
+    if (load := job.expert_load) is None:
+        return 0.0
     again = 0 if job.run.batch.recompute == "none" else 2
     layers = max(stage_layers(job.parallel, job.shape.layers))
-    return layers * (4 + again + 2 * forward_passes(job))
+    return layers * (4 + again + 2 * forward_passes(job)) * _per_update(job) * load.rows
 
 
 def _experts(job: Job) -> float:
     """Bytes of EP: all-to-alls, in which the busiest rank sends what its experts made of their copies."""
     size = job.parallel.expert
-    if (load := job.expert_load) is None or size == 1:
-        return 0.0
-    copies = _per_update(job) * load.rows / job.parallel.expert_tensor
-    return _expert_calls(job) * copies * job.shape.hidden * job.element * (size - 1) / size
+    copies = _copies(job) / job.parallel.expert_tensor
+    return copies * job.shape.hidden * job.element * (size - 1) / size
 
 
 def _expert_tensor(job: Job) -> float:
     """Bytes of ETP: copies are gathered, and the results reduce-scattered in float32."""
     size = job.parallel.expert_tensor
-    if (load := job.expert_load) is None or size == 1:
-        return 0.0
-    whole = _per_update(job) * load.rows * job.shape.hidden * (job.element + 4) / 2
-    return _expert_calls(job) * whole * (size - 1) / size
+    return _copies(job) * job.shape.hidden * (job.element + 4) / 2 * (size - 1) / size
 
 
 def _context(job: Job) -> float:
@@ -215,7 +212,7 @@ def _data(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Sync(Traffic):
-    """Weight sync of a step to the engines, made by ``sync_traffic``; ``seconds`` is that on the wire."""
+    """Weight sync of a step to the engines; ``seconds`` is that on the wire."""
 
     expected_seconds: float
     """Seconds of a sync at the measured or assumed rate."""

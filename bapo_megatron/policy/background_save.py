@@ -1,6 +1,6 @@
 """Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training goes on.
 
-``checkpoint.save`` begins one. While it is under way the host holds a copy of the GPU's tensors, in blocks.
+While it is under way the host holds a copy of the GPU's tensors, in blocks.
 (Megatron's own copies are a pinned allocation for each tensor, which torch rounds up to a power of two and
 keeps for the next one of that size: 1.8 times the bytes of Qwen2.5-32B at TP 8, beside an offloaded policy.)
 Used by ``checkpoint.py`` and ``megatron.py``.
@@ -39,7 +39,7 @@ class BackgroundSave:
     Construction forks, after a copy of the GPU's tensors to host memory; ``is_written`` is local, ``finish``
     collective. A fork sees CPU tensors as they were (copy on write). The copies of GPU tensors are pinned,
     and a fork shares pinned memory: they are kept until the writer has ended, because torch would reuse their
-    blocks while they are being written. Made by ``checkpoint.save``, polled by ``PendingCheckpoint``.
+    blocks while they are being written.
     """
 
     def __init__(self, request: AsyncRequest) -> None:
@@ -88,7 +88,7 @@ def staged(buckets: list[Any]) -> list[Any]:
 class _Blocks:
     """Host memory for copies, pinned beside a GPU: tensors end to end in blocks, the first with room each.
 
-    Made by ``staged``; the copies keep its blocks alive.
+    The copies keep its blocks alive.
     """
 
     def __init__(self) -> None:

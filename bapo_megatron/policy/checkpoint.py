@@ -48,7 +48,7 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()  # every rank writes into the folder
-    for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for wrapper in optimizer.chained_optimizers:
         _create_state(wrapper)
     replace_results_queue()
     request = dist_checkpointing.save(
@@ -171,7 +171,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
-    for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for wrapper in optimizer.chained_optimizers:
         if isinstance(wrapper.optimizer, torch.optim.AdamW):
             yield wrapper, wrapper.optimizer
 
@@ -188,8 +188,7 @@ def _create_state(wrapper: Any) -> None:
 
 
 def _create_adam_state(adam: torch.optim.Optimizer) -> None:
-    """Repair 1: initialize the moments, which torch does only at the first step; megatron needs them
-    before."""
+    """Repair 1: initialize the moments before megatron needs them; torch does so at the first step."""
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         state = adam.state[parameter]
         if not state:

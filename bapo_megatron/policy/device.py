@@ -12,6 +12,8 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -56,7 +58,7 @@ def optimizer_problem() -> str | None:
 def attention_problem(dtype: torch.dtype) -> str | None:
     """The lack of an attention kernel for ``dtype`` on this machine, with the fix; None if one exists.
 
-    Transformer Engine's kernels for a layout and a GPU are checked later, by ``layers.layer_spec``.
+    Transformer Engine's kernels for a layout and a GPU are checked later, by ``model.layer_spec``.
     """
     if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None
@@ -130,12 +132,67 @@ def _answer_cuda_queries() -> None:
 
     import megatron.core.tensor_parallel.random as megatron_random
 
-    from bapo_megatron.policy.expert_dispatch import adapt_to_gloo
-
-    adapt_to_gloo()
+    _adapt_expert_dispatch()
     # Recompute saves and restores the CUDA generator; there is none, and dropout is zero.
     megatron_random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_args, **_kwargs: None
+
+
+def _adapt_expert_dispatch() -> None:
+    """Patch megatron-core's dispatcher of experts, and its uneven gathers, for gloo. Idempotent."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    if isinstance(mappings._gather_along_first_dim, partial):
+        return
+    dispatcher: Any = MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = nullcontext()
+    dispatcher._maybe_dtoh_and_synchronize = _read_splits
+    mappings._gather_along_first_dim = partial(_gather, mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = partial(
+        _reduce_scatter, mappings._reduce_scatter_along_first_dim
+    )
+
+
+def _read_splits(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """Read the sizes of the messages on the host; on a GPU this is a copy on a stream of its own."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            value = getattr(dispatcher, name)
+            if isinstance(value, Tensor):
+                setattr(dispatcher, name, value.numpy())
+    return tokens_per_expert
+
+
+def _gather(
+    plain: Any, part: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+) -> Any:
+    """Gather parts of different lengths (ETP with EP), padded to the longest: gloo takes equal ones."""
+    if output_split_sizes is None or group.size() == 1:
+        return plain(part, group, use_global_buffer=use_global_buffer)
+    sizes = [int(size) for size in output_split_sizes]
+    pieces = plain(_padded(part, max(sizes)), group).split(max(sizes)) if max(sizes) else []
+    kept = [piece[:size] for piece, size in zip(pieces, sizes, strict=False)]
+    return torch.cat(kept) if kept else part
+
+
+def _reduce_scatter(
+    plain: Any, whole: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+) -> Any:
+    """Reduce-scatter into parts of different lengths, padded to the longest."""
+    if input_split_sizes is None or group.size() == 1:
+        return plain(whole, group, use_global_buffer=use_global_buffer)
+    sizes = [int(size) for size in input_split_sizes]
+    if not max(sizes):
+        return whole
+    pieces = [_padded(piece, max(sizes)) for piece in whole.split(sizes)]
+    return plain(torch.cat(pieces), group)[: sizes[group.rank()]]
+
+
+def _padded(part: Tensor, length: int) -> Tensor:
+    found = part.new_zeros(length, *part.shape[1:])
+    found[: len(part)] = part
+    return found
 
 
 def use_torch_optimizer() -> None:
@@ -175,8 +232,7 @@ def _l2_norm(
 class _CpuStream:
     """A stand-in for a CUDA stream: on a CPU everything runs in order, so waits return at once."""
 
-    def wait_stream(self, _stream: Any) -> None:
-        """Return at once."""
+    def wait_stream(self, _stream: Any) -> None: ...
 
     wait_event = record_event = wait_stream
 
@@ -214,10 +270,6 @@ def _call_on_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return func(*args, **kwargs)
 
 
-def _stay(_func: object, args: tuple[Any, ...], _kwargs: object) -> Any:
-    return args[0]
-
-
 def _move(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) > 1 and _is_cuda(args[1]):
         args = (args[0], _CPU, *args[2:])
@@ -233,7 +285,7 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _ON_CPU: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.Tensor.cuda: _stay,
+    torch.Tensor.cuda: lambda _func, args, _kwargs: args[0],
     torch.Tensor.to: _move,
     torch.Tensor.type: _type,
 }

@@ -30,7 +30,7 @@ from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
-from bapo_megatron.policy.expert_load import UpdateTally
+from bapo_megatron.policy.experts import UpdateTally
 from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.model import build_chunks, transformer_config
@@ -38,8 +38,7 @@ from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clip
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
 from bapo_megatron.policy.state.bit_digest import state_digest, weights_digest
-from bapo_megatron.policy.state.offload import Offload
-from bapo_megatron.policy.state.reference import FrozenReference
+from bapo_megatron.policy.state.offload import FrozenReference, Offload
 from bapo_megatron.policy.weight_map import WeightMap
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
 from bapo_megatron.types import PackLayout
@@ -48,10 +47,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronPolicy:
-    """The ``Policy`` (actor) on megatron-core, made on every rank. ``interfaces.py`` has its contract.
+    """The ``Policy`` (actor) on megatron-core, made on every rank; ``interfaces.py`` says what methods do.
 
-    Process groups must exist (``layout.parallel_processes``). Made by ``build_policy`` for RL,
-    ``bapo verify-parallel`` and rehearsals, by ``trainer/sft.py`` for SFT.
+    Process groups must exist (``layout.parallel_processes``).
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class MegatronPolicy:
 
     @property
     def data_rank(self) -> int:
-        """The data-parallel rank: which replica of the model this process belongs to."""
         return int(parallel_state.get_data_parallel_rank())
 
     @property
@@ -105,12 +102,10 @@ class MegatronPolicy:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the model is a mixture of experts."""
         return self._config.num_moe_experts is not None
 
     @property
     def pack_layout(self) -> PackLayout:
-        """Constraints of this rank's packs: data-parallel share, padding multiples, number of packs."""
         config = self._config
         interleaved = config.virtual_pipeline_model_parallel_size is not None
         return PackLayout(
@@ -124,27 +119,18 @@ class MegatronPolicy:
         )
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """Forward pass: the sum of ``fn`` over the packs of all ranks, float64. Collective."""
         self._offload.check_loaded("token_sums")
         return self._passes.forward(batches, fn)
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``token_sums`` at pi_old, whose log-probs are a column of the packs: no forward pass."""
         return self._passes.old_sums(batches, fn)
 
     def log_probs(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
-        """Log-probs and entropies of this rank's packs, in full on every rank of the replica.
-
-        ``trained_only``: zeros for tokens that are not trained on, such as prompts, whose logits it saves.
-        """
         self._offload.check_loaded("log_probs")
         return self._passes.stats(batches, trained_only)
 
     def load_reference(self, folder: Path, reader: TensorReader | None = None) -> None:
-        """Load the frozen reference policy, of the policy's shape and dtype, into host memory. Local.
-
-        The policy's weights are the same bits after it. ``reader``: source of the weights; None: the folder.
-        """
+        """``reader``: source of the weights; None: the folder."""
         self._offload.check_loaded("load_reference")
         reference = FrozenReference(self._model)
         with reference.loading():
@@ -152,15 +138,10 @@ class MegatronPolicy:
         self._reference = reference
 
     def reference_digest(self) -> list[str]:
-        """Digests of the reference's weights, in the policy's dtype, like ``state_digest``'s. Collective."""
         with self._in_place_of_policy("reference_digest"):
             return weights_digest(self._weights)
 
     def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        """Log-probs and entropies of the frozen reference, as ``log_probs`` with ``trained_only``.
-
-        The policy's weights are the same bits after it.
-        """
         with self._in_place_of_policy("reference_log_probs"):
             return self._passes.stats(batches, trained_only=True)
 
@@ -172,23 +153,12 @@ class MegatronPolicy:
         return self._reference.in_place()
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """All-reduced sum of ``values`` over the data-parallel replicas. Collective.
-
-        ``values`` must be equal on the ranks of a replica.
-        """
         total = values.to(self.device, copy=True)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total.cpu()
 
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
-        """One optimizer step: backward of the loss, gradient clipping, Adam, learning-rate schedule.
-
-        ``loss`` returns a vector of sums for each pack. Element 0, summed over packs and divided by the
-        update's count of trained tokens, is minimized; the other elements are metrics.
-
-        A loss or a gradient that is not finite, on any rank, raises FloatingPointError on all of them; the
-        weights stay as they were.
-        """
+        """One optimizer step: backward of the loss, gradient clipping, Adam, learning-rate schedule."""
         self._offload.check_loaded("update")
         for chunk in self._model:
             chunk.zero_grad_buffer()
@@ -208,46 +178,33 @@ class MegatronPolicy:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the last update, 0 before the first."""
         return float(self._optimizer.param_groups[0]["lr"]) if self.version else 0.0
 
     def state_digest(self) -> dict[str, list[str]]:
-        """Layout-independent digests of weights and optimizer (``state/bit_digest.py``). Collective."""
         self._offload.check_loaded("state_digest")
         return state_digest(self._weights, self._optimizer)
 
     def hf_weights(self) -> NamedTensors:
-        """All-gather of the weights under their HF names, whole, on every rank. Collective."""
         self._offload.check_loaded("hf_weights", weights_alone=True)
         return self._weights.gather()
 
     def give_experts(self) -> None:
-        """Give this rank's experts to the ``hf_weights`` of another replica; nothing at EP 1 and ETP 1."""
         self._offload.check_loaded("give_experts", weights_alone=True)
         self._weights.give_experts()
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Offload weights and optimizer state to the host, and free the gradients; returns the device bytes
-        freed on this rank.
-
-        Until ``reload`` a method that needs them raises RuntimeError. ``keep_weights``: the weights stay, and
-        ``hf_weights`` works; a second call offloads them, too. Not collective.
-        """
         return self._offload.offload(keep_weights)
 
     def reload(self) -> None:
-        """Reload the offloaded state onto the device, bit for bit. Not collective."""
         self._offload.reload()
 
     def save(self, path: Path) -> BackgroundSave:
-        """Begin an asynchronous save of model and optimizer into ``path`` (torch_dist format). Collective."""
         self._offload.check_loaded("save")
         # First: a save allocates tensors of other sizes than an update, and would not fit beside the cache.
         release_cached_memory()
         return megatron_checkpoint.save(path, self._model, self._optimizer)
 
     def load(self, path: Path, version: int) -> None:
-        """Load a checkpoint that ``save`` wrote at ``version``, in any parallel layout. Collective."""
         self._offload.check_loaded("load")
         megatron_checkpoint.load(path, self._model, self._optimizer)
         self.version = version

@@ -1,8 +1,8 @@
 """The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
 Layers are Transformer Engine's (GPU, half precision, installed), or torch's (``layer_spec``). Weights are not
-loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``). ``MegatronPolicy``
-calls it when it is made. Used by ``megatron.py`` and ``passes.py``.
+loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``). Used by ``megatron.py``
+and ``passes.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -35,12 +36,10 @@ from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy import device
 from bapo_megatron.policy.attention.core import DocumentAttention, DocumentPack
 from bapo_megatron.policy.attention.rope import Rotary
-from bapo_megatron.policy.attention.te_backend import has_te_attention
+from bapo_megatron.policy.attention.te_backend import has_te_attention, pack_attention
 from bapo_megatron.policy.device import has_cuda
-from bapo_megatron.policy.expert_dispatch import define_te_gemm
-from bapo_megatron.policy.expert_load import PackLoad, UpdateTally
+from bapo_megatron.policy.experts import PackLoad, PackRoutes, UpdateTally, replaying, unknown_T
 from bapo_megatron.policy.layout import chunk_layers
-from bapo_megatron.policy.route_replay import PackRoutes, replaying, unknown_T
 from bapo_megatron.tensor_types import MicroBatch
 
 
@@ -112,7 +111,8 @@ def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str
 def _experts(shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, object]:
     if shape.experts is None:
         return {}
-    define_te_gemm()
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # megatron's router asks for it, also where the package is missing
     return {
         "num_moe_experts": shape.experts.count,
         "moe_ffn_hidden_size": shape.experts.ffn,
@@ -142,8 +142,7 @@ def _recompute(batch: BatchConfig, shape: ModelShape) -> dict[str, object]:
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPTModel whose last stage returns hidden states; ``output_head.py`` computes logits and loss.
 
-    A rank has one (a chunk), or one for each of its virtual pipeline stages. Made by ``build_chunks``, run by
-    ``Passes``.
+    A rank has one (a chunk), or one for each of its virtual pipeline stages.
     """
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
@@ -306,14 +305,12 @@ def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec,
     """Transformer Engine's layers; torch's attention where Transformer Engine has no kernel for packs."""
     from megatron.core.extensions.transformer_engine import TENorm
 
-    from bapo_megatron.policy.attention.te_attention import PackAttention
-
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
-    attention = PackAttention
+    attention = pack_attention()
     if not has_te_attention(config, longest):
         if problem := device.varlen_problem():
             raise ConfigError(f"Transformer Engine has no attention for packs on this GPU, and {problem}")
@@ -354,10 +351,7 @@ def _torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism.
-
-    For layers without Transformer Engine. megatron-core makes one where the layer spec names it.
-    """
+    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

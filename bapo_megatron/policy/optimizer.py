@@ -1,30 +1,50 @@
 """AdamW on megatron's distributed optimizer: construction, clipped step, learning-rate schedule.
 
-Functions for ``MegatronPolicy``; the state is in megatron's objects. Used by ``megatron.py`` and
-``benchmarks/gpu/small_policy.py``.
+With ``optimizer.device=cpu`` master weights and moments are in host memory, and AdamW steps on the host's
+cores. A GPU keeps only weights and gradients, 12 bytes a parameter less (8 with float32 weights), divided by
+DP x CP. Gradients are reduced and clipped on the GPU as usual. Then, bucket by bucket, they are copied to the
+host, AdamW steps there, and the new weights are copied back in the model's dtype, into the buffer of
+megatron's all-gather. Two CUDA streams overlap the copies with the steps.
+
+    GPU    gradients 0   1   2   ...        weights    0   1   2
+    cores                step 0   1   2   ...
+
+Megatron's own ``HybridDeviceOptimizer`` is not used: after a load without optimizer state it steps on the
+weights from before the load (Megatron-LM, pull request 5071).
+
+Masters and moments are in pageable memory, of which the fork that writes a checkpoint sees a snapshot; pinned
+memory it would share with later updates. Only the copy buffers of a bucket are pinned. Used in this folder
+and ``policy/state/``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
+from torch import Tensor
 
 from bapo_megatron.config import OptimizerConfig
-from bapo_megatron.policy.host_optimizer import HostAdamW, move_to_host
 
 _OWNERS = {"transformer_engine": "Transformer Engine's", "apex": "apex's", "torch": "torch's"}
+_FUSED = {"fused": True, "foreach": False}
+"""AdamW's fused CPU kernel: one pass over each parameter, on all cores."""
+BUCKET = 2**26
+"""Bucket size in elements: 256 MiB of gradients in each of two pinned buffers."""
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.dtype) -> Any:
     """Megatron's distributed optimizer over the DDP-wrapped chunks; no weight decay for biases and norms.
 
-    ``optimizer.device=cpu``: state and steps are on the host (``host_optimizer.py``).
+    ``optimizer.device=cpu``: state and steps are on the host.
     """
     settings = megatron_optimizer.OptimizerConfig(
         optimizer="adam",
@@ -91,3 +111,215 @@ def build_schedule(config: OptimizerConfig, optimizer: Any, planned_updates: int
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
+
+
+def move_to_host(optimizer: Any, config: OptimizerConfig) -> None:
+    """Move the state and the steps of megatron's ``DistributedOptimizer`` chain to the host.
+
+    Once, when the optimizer is built: it replaces optimizers and methods within the chain.
+    """
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            _move_part_to_host(part, config)
+
+
+class _Shard:
+    """This rank's shard of a parameter; megatron takes it for a parameter in gradient norm and clipping."""
+
+    def __init__(self, master: Tensor, weights: Tensor) -> None:
+        self.master = master
+        """Master weights, float32 on the host: the parameter of AdamW."""
+        self.weights = weights
+        """Weights on the device in the model's dtype: a view of the all-gather's buffer."""
+        self.grad: Tensor | None = None
+        """Reduced gradients, float32 on the device: a view of megatron's buffer."""
+
+
+def _move_part_to_host(part: Any, config: OptimizerConfig) -> None:
+    shards: dict[Tensor, _Shard] = {}
+    owners: list[tuple[_Shard, Any]] = []
+    groups = zip(
+        [*part.model_float16_groups, *part.model_fp32_groups],
+        [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups],
+        strict=True,
+    )
+    for parameters, masters in groups:
+        for number, parameter in enumerate(parameters):
+            shard = _shard_of(part, parameter, masters[number])
+            shards[masters[number]] = shard
+            owners.append((shard, parameter))
+            masters[number] = shard.master
+            if hasattr(parameter, "main_param"):
+                parameter.main_param = shard.master
+    adam = HostAdamW(part.optimizer.param_groups, shards, config)
+    part.optimizer = adam
+    for group_range, group in zip(part.opt_group_ranges, adam.param_groups, strict=True):
+        group_range["orig_group"]["params"] = group["params"]  # releases the old masters on the device
+    part.get_parameters = lambda: adam.shards
+    part._copy_model_grads_to_main_grads = lambda: _take_gradients(part, owners)
+    part._copy_main_params_to_model_params = lambda: None  # the step has copied each bucket
+
+
+def _shard_of(part: Any, parameter: Tensor, master: Tensor) -> _Shard:
+    """The host shard of a parameter, from its master weights on the device, ``master``."""
+    place = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+    buffer, _, bucket = part.model_param_gbuf_map[parameter]
+    weights = part.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
+    host = torch.empty(master.shape, dtype=torch.float32, device="cpu")
+    shard = _Shard(host.copy_(master.detach()), weights)
+    for owner in (shard, host):
+        copy_tensor_model_parallel_attributes(owner, master)
+        if hasattr(master, "shared"):
+            owner.shared = master.shared  # type: ignore[union-attr]
+    return shard
+
+
+def _take_gradients(part: Any, owners: Sequence[tuple[_Shard, Any]]) -> None:
+    """Set the shards' gradients to views of the reduced ones; they are copied after clipping.
+
+    ``owners``: each shard with its parameter of the model.
+    """
+    for shard, parameter in owners:
+        place = part._get_model_param_range_map(parameter)["param"]
+        shard.grad = parameter.main_grad.view(-1)[place.start : place.end]
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW with master weights and moments on the host, and gradients and weights on the device.
+
+    A step is local to the rank.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], shards: dict[Tensor, _Shard], config: OptimizerConfig
+    ) -> None:
+        """``groups``: of the optimizer that this one replaces; ``shards``: by their old parameters."""
+        self.shards = [shards[parameter] for group in groups for parameter in group["params"]]
+        moved = [{**g, **_FUSED, "params": [shards[p].master for p in g["params"]]} for g in groups]
+        betas = (config.beta1, config.beta2)
+        super().__init__(moved, config.lr, betas, config.eps, config.weight_decay, **_FUSED)
+        self._copies = _Copies(self.shards)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One AdamW step, bucket by bucket; the new weights are on the device when it returns."""
+        del closure
+        copies = self._copies
+        with rank_threads():
+            copies.begin()
+            for bucket in range(len(copies.buckets)):
+                # The next bucket's gradients travel while the cores step this one.
+                copies.fetch(bucket + 1)
+                for shard, gradient in copies.gradients(bucket):
+                    shard.master.grad = gradient
+                super().step()  # steps only parameters with a gradient: those of this bucket
+                for shard in copies.buckets[bucket]:
+                    shard.master.grad = shard.grad = None
+                copies.send(bucket)
+            copies.end()
+
+
+class _Copies:
+    """The overlapped copies of buckets: for each direction two pinned buffers and one CUDA stream."""
+
+    def __init__(self, shards: Sequence[_Shard]) -> None:
+        self.buckets = buckets_of(shards, BUCKET)
+        self._device = shards[0].weights.device if shards else torch.device("cpu")
+        self._streams = {way: self._new_stream() for way in ("fetch", "send")}
+        self._done: dict[tuple[str, int], Any] = {}
+        """Events of copies that may still run, by direction and buffer."""
+        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    def begin(self) -> None:
+        """Begin to fetch the first bucket, after the current stream's work, which clips the gradients."""
+        if self._streams["fetch"] is not None:
+            self._streams["fetch"].wait_stream(torch.cuda.current_stream(self._device))
+        self.fetch(0)
+
+    def fetch(self, bucket: int) -> None:
+        """Begin to copy a bucket's gradients to the host; no effect after the last bucket."""
+        if bucket < len(self.buckets):
+            with self._copying("fetch", bucket):
+                for shard, gradient in self._views("fetch", bucket):
+                    assert shard.grad is not None
+                    gradient.copy_(shard.grad, non_blocking=True)
+
+    def gradients(self, bucket: int) -> Iterator[tuple[_Shard, Tensor]]:
+        """Wait for a bucket's gradients on the host; returns them by shard."""
+        self._wait("fetch", bucket)
+        return self._views("fetch", bucket)
+
+    def send(self, bucket: int) -> None:
+        """Round a bucket's master weights to the model's dtype, and begin to copy them to the device."""
+        self._wait("send", bucket)  # the buffer's last copy, two buckets ago, may still run
+        for shard, weights in self._views("send", bucket):
+            weights.copy_(shard.master)
+        with self._copying("send", bucket):
+            for shard, weights in self._views("send", bucket):
+                shard.weights.copy_(weights, non_blocking=True)
+
+    def end(self) -> None:
+        """Let the current stream wait for the copies of the weights."""
+        if self._streams["send"] is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._streams["send"])
+
+    def _views(self, way: str, bucket: int) -> Iterator[tuple[_Shard, Tensor]]:
+        """Each shard of a bucket with its view of the buffer."""
+        shards = self.buckets[bucket]
+        dtype = torch.float32 if way == "fetch" else shards[0].weights.dtype
+        key = (way, bucket % 2, dtype)
+        needed = sum(shard.master.numel() for shard in shards)
+        if key not in self._buffers:
+            most = max(sum(shard.master.numel() for shard in one) for one in self.buckets)
+            pinned = self._device.type == "cuda"
+            self._buffers[key] = torch.empty(most, dtype=dtype, device="cpu", pin_memory=pinned)
+        parts = self._buffers[key][:needed].split([shard.master.numel() for shard in shards])
+        return zip(shards, parts, strict=True)
+
+    @contextmanager
+    def _copying(self, way: str, bucket: int) -> Iterator[None]:
+        stream = self._streams[way]
+        if stream is None:
+            yield
+            return
+        with torch.cuda.stream(stream):
+            yield
+            self._done[way, bucket % 2] = stream.record_event()
+
+    def _wait(self, way: str, bucket: int) -> None:
+        """Wait until the last copy through a bucket's buffer is done."""
+        if event := self._done.pop((way, bucket % 2), None):
+            event.synchronize()
+
+    def _new_stream(self) -> Any:
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+
+def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
+    """Bucketing: shards in order, in buckets of at most ``most`` elements (or one shard) and of one dtype."""
+    buckets: list[list[_Shard]] = []
+    held = 0
+    for shard in shards:
+        size = shard.master.numel()
+        alike = bool(buckets) and buckets[-1][0].weights.dtype == shard.weights.dtype
+        if not alike or held + size > most:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(shard)
+        held += size
+    return buckets
+
+
+@contextmanager
+def rank_threads() -> Iterator[None]:
+    """Thread count of this rank's share of the cores, within the block.
+
+    torchrun gives a rank only one thread; under Slurm and `bapo train` the count is set already.
+    """
+    before, ranks = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")
+    if ranks is not None:
+        torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(ranks)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

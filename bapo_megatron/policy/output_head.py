@@ -44,8 +44,7 @@ _SOFTMAX_LOGITS = 1 << 27
 class OutputHead:
     """The chunked output layer of one policy: log-probs, entropies, and a loss with its gradient.
 
-    Settings only: the weights are arguments. Calls are collective over the tensor-parallel group. Made by
-    ``MegatronPolicy``, called by ``Passes``.
+    Settings only: the weights are arguments. Calls are collective over the tensor-parallel group.
     """
 
     temperature: float
@@ -108,9 +107,8 @@ class OutputHead:
         sums = torch.stack([mass_C, mass_C * mean_C, chosen_C])
         norm_C, weighted_C, chosen_C = self._all_reduce(sums, dist.ReduceOp.SUM)
         log_norm_C = norm_C.log() + peak_C
-        found = chosen_C - log_norm_C, log_norm_C - weighted_C / norm_C, log_norm_C
-        log_prob_C, entropy_C, log_norm_C = (value_C.float() for value_C in found)
-        return log_prob_C, entropy_C, log_norm_C
+        log_prob_C, entropy_C = chosen_C - log_norm_C, log_norm_C - weighted_C / norm_C
+        return log_prob_C.float(), entropy_C.float(), log_norm_C.float()
 
     def _local_columns(self, label_C: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Labels as columns of this rank's vocabulary shard (0 if elsewhere), and whether they are here."""
@@ -167,14 +165,8 @@ class _LossAndGradient(torch.autograd.Function):
         grad_hidden_TH, grad_weight_VH = ctx.saved_tensors
         scale = grad_sums[0]
         grad_weight_VH *= scale.to(grad_weight_VH.dtype)
-        return (
-            grad_hidden_TH * scale.to(grad_hidden_TH.dtype),
-            grad_weight_VH.to(ctx.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_hidden_TH = grad_hidden_TH * scale.to(grad_hidden_TH.dtype)
+        return grad_hidden_TH, grad_weight_VH.to(ctx.dtype), None, None, None, None
 
 
 def _sums_and_gradient(

@@ -24,10 +24,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from bapo_megatron.policy.attention.context_parallel import positions, slice_batch
-from bapo_megatron.policy.expert_load import UpdateTally
+from bapo_megatron.policy.experts import UpdateTally, pack_totals
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.policy.route_replay import pack_totals
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 
 
@@ -52,8 +51,8 @@ Evaluate = Callable[[Tensor, _Part], Tensor]
 class Passes:
     """The forward and backward passes of one model: its chunks in DDP, and the chunk of the output layer.
 
-    ``MegatronPolicy`` has one on each rank. All calls are collective, ``stats`` only within a replica,
-    but where experts are cut over replicas: then over all ranks, each with as many packs.
+    All calls are collective, ``stats`` only within a replica, but where experts are cut over replicas: then
+    over all ranks, each with as many packs.
     """
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:
@@ -107,7 +106,10 @@ class Passes:
 
         ``tally``: to which its routers add; its sums over all ranks stand behind those of the loss.
         """
-        self._count_packs(batches, tally)
+        # Another rank of the replica has the same packs.
+        counts = self._counts_tokens and not parallel_state.get_context_parallel_rank()
+        if tally is not None and tally.has_routes and counts:
+            tally.totals.add_(pack_totals(batches).to(self._device, non_blocking=True))
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
                 return self._searched_update(batches, loss, tally)
@@ -115,13 +117,6 @@ class Passes:
             return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss), tally)
         outputs = self._schedule(batches, self._differentiated(loss), False, tally)
         return self._sum_over_ranks(outputs, self._width(outputs, batches, loss), tally)
-
-    def _count_packs(self, batches: Sequence[MicroBatch], tally: UpdateTally | None) -> None:
-        """Add the totals of an update's routes to ``tally``."""
-        # Another rank of the replica has the same packs.
-        counts = self._counts_tokens and not parallel_state.get_context_parallel_rank()
-        if tally is not None and tally.has_routes and counts:
-            tally.totals.add_(pack_totals(batches).to(self._device, non_blocking=True))
 
     def _measured(self, fn: TokenFn) -> Evaluate:
         def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
@@ -273,7 +268,6 @@ class Passes:
 
 
 def _context() -> tuple[int, int]:
-    """The context-parallel size and rank."""
     return (
         int(parallel_state.get_context_parallel_world_size()),
         int(parallel_state.get_context_parallel_rank()),

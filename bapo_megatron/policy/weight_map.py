@@ -1,7 +1,6 @@
 """The weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters.
 
-``MegatronPolicy`` loads its initial weights by it, and gathers them for weight syncs and exports. Used by
-``megatron.py`` and ``policy/state/bit_digest.py``.
+Used by ``megatron.py`` and ``policy/state/bit_digest.py``.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class WeightMap:
 
     ``load`` fills them from a folder and is local. ``gather`` yields whole tensors and is collective within
     a replica; with EP or ETP, ranks of other replicas join by ``give_experts``. KeyError, when it is made,
-    for a parameter without a Hugging Face counterpart. Made by ``MegatronPolicy``, which loads the initial
-    weights and the reference's by it, and gathers for weight syncs and exports.
+    for a parameter without a Hugging Face counterpart.
     """
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any], chunk_layers: Sequence[int]) -> None:
@@ -159,12 +157,7 @@ def cut_group(mapping: Mapping) -> Any:
     """The process group that cuts a parameter along its ``tp_dim``: TP, or ETP for one of an expert."""
     if mapping.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
-    return cut_group_of_experts()
-
-
-def cut_group_of_experts() -> Any:
-    """The process group that cuts experts: ETP, which may span replicas."""
-    return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()  # which may span replicas
 
 
 def _of_first_replica(group: Any) -> bool:

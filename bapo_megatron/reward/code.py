@@ -15,6 +15,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from bapo_megatron.reward.answer_text import after_thinking
@@ -23,8 +24,6 @@ from bapo_megatron.reward.expressions import Split
 from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.fusion import FusionSandbox, FusionServer
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
-
-AnySandbox = Sandbox | FusionSandbox
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
 """Tolerances for numbers with a fraction or an exponent, where the text differs."""
@@ -76,12 +75,12 @@ def program_is_right(
         return False
     as_script = isinstance(tests.cases[0], Printed)
     prelude = tests.prelude if as_script else PRELUDE + tests.prelude
-    opened = server.sandbox if server else Sandbox
+    opened = partial(FusionSandbox, server) if server else Sandbox
     with opened(source, prelude, memory_mb, case_limit_s) as sandbox:
         return _all_pass(tests.cases, tree, sandbox, deadline)
 
 
-def _all_pass(cases: Sequence[Case], tree: ast.Module, sandbox: AnySandbox, deadline: float) -> bool:
+def _all_pass(cases: Sequence[Case], tree: ast.Module, sandbox: Sandbox, deadline: float) -> bool:
     """Whether all cases pass. Judgements come last: a later case could read them in its parent's memory."""
     said: list[tuple[Split, str]] = []
     for case in cases:
@@ -103,21 +102,21 @@ def _parsed(source: str) -> ast.Module | None:
         return None
 
 
-def _values(case: Asserted, parts: Split, sandbox: AnySandbox, limit_s: float) -> str | None:
+def _values(case: Asserted, parts: Split, sandbox: Sandbox, limit_s: float) -> str | None:
     """Values of a case's calls, as JSON; None if they gave none."""
     calls = f"[{', '.join(parts.calls)}]"
     ended = None if limit_s <= 0 else sandbox.value(calls, limit_s, setup=case.setup, objects=True)
     return None if ended is None else ended.value
 
 
-def _is_true(batch: Sequence[tuple[Split, str]], sandbox: AnySandbox, limit_s: float) -> bool:
+def _is_true(batch: Sequence[tuple[Split, str]], sandbox: Sandbox, limit_s: float) -> bool:
     """Whether all judgements hold for their values."""
     judgements = [(parts.judgement, values) for parts, values in batch]
     helpers = batch[0][0].helpers  # the same for all of a problem
     return limit_s > 0 and _value(sandbox.judge(judgements, limit_s, helpers)) is True
 
 
-def _passes(case: Case, tree: ast.Module, sandbox: AnySandbox, limit_s: float) -> bool:
+def _passes(case: Case, tree: ast.Module, sandbox: Sandbox, limit_s: float) -> bool:
     if limit_s <= 0:
         return False
     if isinstance(case, Printed):

@@ -34,10 +34,7 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Helpers:
-    """Helper statements of a problem, by index; nothing of them is run.
-
-    Made by ``code_tests.py`` for a problem of asserts.
-    """
+    """Helper statements of a problem, by index; nothing of them is run."""
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self._statements = statements
@@ -155,10 +152,7 @@ from typing import *
 
 @dataclass(frozen=True)
 class Printed:
-    """Test of a script, as plain data: with ``stdin`` it must print ``expected``.
-
-    Made by ``read_tests``, run by ``code.py``.
-    """
+    """Test of a script, as plain data: with ``stdin`` it must print ``expected``."""
 
     stdin: str
     expected: str
@@ -166,10 +160,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Called:
-    """Test of a function, as plain data: ``function(*arguments)`` must return ``expected``.
-
-    Made by ``read_tests``, run by ``code.py``.
-    """
+    """Test of a function, as plain data: ``function(*arguments)`` must return ``expected``."""
 
     function: str
     arguments: list[Any]
@@ -181,8 +172,7 @@ class Asserted:
     """Assert test: after ``setup`` the expression must equal the literal ``expected``, or else be true.
 
     Without a literal it is evaluated on the plain values of its calls, in a process without the program. One
-    that cannot be split is evaluated in the program's process, which may forge it. Made by ``read_tests``,
-    run by ``code.py``.
+    that cannot be split is evaluated in the program's process, which may forge it.
     """
 
     setup: str
@@ -199,10 +189,7 @@ Case = Printed | Called | Asserted
 
 @dataclass(frozen=True)
 class Tests:
-    """The test cases of a problem, as plain data; a right program passes all.
-
-    Made by ``read_tests``, run by ``code.py``.
-    """
+    """The test cases of a problem, as plain data; a right program passes all."""
 
     cases: tuple[Case, ...]
     prelude: str = ""
@@ -402,7 +389,6 @@ def _with_literal(test: ast.expr) -> tuple[ast.expr, Any] | None:
 
 
 def _read(source: str) -> frozenset[str]:
-    """The names that a piece of source reads."""
     return node_names(ast.parse(source))
 
 

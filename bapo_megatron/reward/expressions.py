@@ -26,10 +26,7 @@ _STARRED = frozenset(
 
 @dataclass(frozen=True)
 class Split:
-    """An assert's expression in two parts, as source text: the program's calls, and the judgement.
-
-    Made by ``split`` for ``code_tests.py``, evaluated by ``code.py``.
-    """
+    """An assert's expression in two parts, as source text: the program's calls, and the judgement."""
 
     calls: tuple[str, ...]
     """Expressions of the tested program."""

@@ -3,7 +3,7 @@
 A name is a built-in, an endpoint's or a dotted path. Preflight checks it here, loaders of data get the checks
 of ground truths, and each worker process of the reward pool loads its functions (endpoints are asked by
 ``pool.py``). ConfigError for one that cannot be used. Used in ``commands/doctor/``, ``data/``,
-``evaluation/``, ``rollout/sampler/``, ``trainer/`` and this folder.
+``evaluation/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.config.validation import BOXED_REWARDS, REWARD_ENDPOINTS, REWARD_FUNCTIONS
+from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math, math_verify_compare
 from bapo_megatron.reward.code_tests import check_tests, is_tests
 from bapo_megatron.reward.endpoints.settings import read_settings
-from bapo_megatron.reward.reasoning_gym.library import tasks
-from bapo_megatron.reward.reasoning_gym.reward import check_extra_info, score
+from bapo_megatron.reward.reasoning_gym import check_extra_info, score, tasks
 from bapo_megatron.reward.sandbox.fusion import FusionServer
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 
@@ -29,28 +28,12 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
 
 Score = Callable[["Prompt", str], float]
-"""A user's reward function."""
 
 BuiltIn = Callable[[dict[str, Any], str], float]
 """A built-in reward function: from fields of a prompt and a response to a score in [0, 1]."""
 
 CODE_SHARE = 0.9
 """Share of `reward.time_limit_s` for all tests of a response: a slow program is wrong, not a failure."""
-
-
-def is_built_in(function: str) -> bool:
-    """Whether ``function`` is a built-in reward."""
-    return function in REWARD_FUNCTIONS
-
-
-def reads_boxes(function: str) -> bool:
-    """Whether the reward ``function`` reads an answer in a box, or a code block."""
-    return function in BOXED_REWARDS
-
-
-def is_endpoint(function: str) -> bool:
-    """Whether the reward ``function`` is scored by a server over HTTP."""
-    return function in REWARD_ENDPOINTS
 
 
 def settings_for(reward: RewardConfig, function: str) -> RewardConfig:
@@ -63,9 +46,9 @@ def check_function(reward: RewardConfig, field: str = "reward.function") -> None
 
     ``field``: its name in the configuration, for messages.
     """
-    if is_endpoint(reward.function):
+    if reward.function in REWARD_ENDPOINTS:
         read_settings(reward.function, reward.settings)
-    elif not is_built_in(reward.function):
+    elif reward.function not in REWARD_FUNCTIONS:
         load_function(reward.function, reward.settings, field)
 
 
@@ -104,11 +87,7 @@ def ground_truth_check(function: str, begun: bool = False) -> Callable[[str], st
 
     of = {"math": check_math, "code": check_tests, "math_or_code": check_either}
     check = check_one if function in of else None
-    return _accepted if begun and check else check
-
-
-def _accepted(_ground_truth: str) -> None:
-    """The check of a run that has begun: none."""
+    return (lambda _truth: None) if begun and check else check
 
 
 def extra_info_check(function: str) -> Callable[[dict[str, Any]], str | None] | None:

@@ -1,15 +1,19 @@
 r"""Math reward: whether the last ``\boxed{}`` of the response equals the ground truth (math-verify).
 
-Plain integers are compared as such. Most else math-verify compares: in the main thread of a reward worker,
-or, for preflight checks and ``bapo data prepare``, in a child process. What it cannot decide is wrong. Used
-by ``data/prepare/card.py`` and ``functions.py``.
+Plain integers are compared as such. Most else math-verify compares: in the main thread of a reward worker
+(math_verify_compare.py), or, for preflight checks and ``bapo data prepare``, in a child process that any
+thread may ask. What it cannot decide is wrong. Used by ``data/prepare/card.py``, ``functions.py`` and
+``pool.py``.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import threading
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from bapo_megatron.reward.answer_text import (
     base_of,
@@ -21,7 +25,15 @@ from bapo_megatron.reward.answer_text import (
     spelled,
     unstyled,
 )
-from bapo_megatron.reward.math_verify_process import MathVerifyProcess
+from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path
+from bapo_megatron.workers.process import START_LIMIT_S
+
+COMMAND = (sys.executable, "-m", "bapo_megatron.reward.worker")
+"""The worker program of rewards, which also compares."""
+
+TIME_LIMIT_S = 120.0
+"""Seconds on a clock for one comparison; then the child is killed. Long, since a busy machine is slow: what
+does not end is ended by the child's own limit of CPU time, ``worker.COMPARISON_CPU_LIMIT_S``."""
 
 Equal = Callable[[str, str, bool], bool]
 """Equality of a ground truth and an answer; the last argument allows unevaluated operations."""
@@ -86,7 +98,7 @@ def check_ground_truth(ground_truth: str) -> str | None:
         )
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return f"it has {len(answer)} characters; an answer may have {MAX_ANSWER_CHARACTERS}"
-    if not _math_verify().parses(answer):
+    if not _math_verify().ask("parses", answer):
         return f"math-verify cannot read {ground_truth!r} as mathematics; mend it or leave the row out"
     return None
 
@@ -94,7 +106,7 @@ def check_ground_truth(ground_truth: str) -> str | None:
 def is_operation(ground_truth: str) -> bool:
     """Whether a ground truth is an unevaluated operation, so that an answer may be one, too."""
     answer = _bare(ground_truth)
-    return not INTEGER.fullmatch(answer) and _math_verify().is_operation(answer)
+    return not INTEGER.fullmatch(answer) and _math_verify().ask("is_operation", answer)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -118,13 +130,52 @@ def answers_equal(
     bases = base_of(expected), base_of(given)
     if None not in bases and bases[0] != bases[1]:  # which math-verify does not read
         return False
-    return (equal or _math_verify().equal)(expected, given, allow_operations)
+    return (equal or partial(_math_verify().ask, "equal"))(expected, given, allow_operations)
 
 
 def _bare(ground_truth: str) -> str:
     r"""Ground truth without an enclosing ``\boxed{}``, as ``spelled``."""
     boxed = last_boxed(ground_truth)
     return spelled(ground_truth if boxed is None else boxed)
+
+
+class MathVerifyProcess:
+    """Child process that compares answers, started at the first request, and again after a failure.
+
+    Any thread may ask, one at a time; a fork starts a child of its own. If the child dies or takes too long
+    the answer is False: not equal, not parsed, no operation.
+    """
+
+    def __init__(self) -> None:
+        self._child: AnsweringChild | None = None
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self.failures = 0
+        """Requests at which the child died or timed out."""
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+    def ask(self, function: str, *arguments: str | bool) -> bool:
+        """Answer of one of the functions of ``math_verify_compare.py``."""
+        with self._lock:
+            if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
+                self._owner = os.getpid()
+                self._child = AnsweringChild(COMMAND, with_import_path(os.environ))
+                self._child.ask(None, START_LIMIT_S)  # it compares, and scores nothing
+            try:
+                call = {"id": 0, "function": function, "question": arguments}
+                return bool(self._child.ask(call, TIME_LIMIT_S)["answer"])
+            except ChildError:
+                self.failures += 1
+                self._stop()
+                return False
+
+    def _stop(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
 
 
 @cache

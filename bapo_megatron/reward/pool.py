@@ -3,8 +3,8 @@
 Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
 group; after that, or if it died, a new one tries the same response once more, then the reward is
 ``reward.failed`` (workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
-asks the endpoint (endpoints/). The prompt's reward function decides which. Used in ``commands/doctor/``,
-``evaluation/`` and ``rollout/sampler/``.
+asks the endpoint (endpoints/). The prompt's reward function decides which. ``FailureReports`` tells of what
+failed, now and then. Used in ``commands/doctor/``, ``evaluation/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from bapo_megatron.config import RewardConfig
+from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.reward.endpoints.scorer import EndpointScorer
-from bapo_megatron.reward.functions import is_built_in, is_endpoint, prompt_fields_of
-from bapo_megatron.reward.math_verify_process import COMMAND
-from bapo_megatron.reward.penalties import overlong_penalty
+from bapo_megatron.reward.functions import prompt_fields_of
+from bapo_megatron.reward.math import COMMAND
 from bapo_megatron.types import Prompt
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
 
 Failure = Literal["raised", "time", "died", "not finite", "endpoint", "environment"]
+
+_MOST_KINDS = 50
+"""Limit of distinct failures that are reported apart; further ones count together."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +47,6 @@ class RewardResult:
     """Kind of the failure: the function raised, timed out, ended its process, or returned no finite number;
     or the endpoint gave none; or a step of the response's environment failed. None on success."""
     detail: str = ""
-    """Text of the failure, for the log."""
     traceback: str = dataclasses.field(default="", compare=False)
     """Traceback of a function that raised, shortened."""
     place: str = dataclasses.field(default="", compare=False)
@@ -58,8 +60,7 @@ class RewardPool:
     """Pool of ``reward.workers`` processes for one event loop, async.
 
     Rewards behind an endpoint need no process. ``start``, then ``score`` any number at once, then ``close``.
-    A failure to score is a result, not an exception; ``failures`` counts them by kind. Made by the sampler's
-    process, `bapo eval` and `bapo doctor`.
+    A failure to score is a result, not an exception; ``failures`` counts them by kind.
     """
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:
@@ -67,7 +68,7 @@ class RewardPool:
         self._config = config
         self._max_response_tokens = max_response_tokens
         functions = tuple(functions) or (config.function,)
-        in_workers = [function for function in functions if not is_endpoint(function)]
+        in_workers = [function for function in functions if function not in REWARD_ENDPOINTS]
         self._endpoint = EndpointScorer(config) if len(in_workers) < len(functions) else None
         settings = {"reward": dataclasses.asdict(config), "functions": in_workers}
         self._workers = WorkerPool(WorkerProgram(COMMAND, settings), config.workers if in_workers else 0)
@@ -102,7 +103,7 @@ class RewardPool:
         if not self._running:
             raise RuntimeError("the reward pool is not running: start() it before score(), not after close()")
         function = prompt.reward or self._config.function
-        if self._endpoint and is_endpoint(function):
+        if self._endpoint and function in REWARD_ENDPOINTS:
             result = _result(self._config.failed, await self._endpoint.answer(prompt, response))
         else:
             result = await self._score_in_worker(prompt, function, response)
@@ -135,11 +136,63 @@ class RewardPool:
 
 def _described(prompt: Prompt, function: str) -> dict[str, Any]:
     """The prompt as plain JSON; for a built-in ``function`` only the fields that it reads."""
-    if is_built_in(function):
+    if function in REWARD_FUNCTIONS:
         return {name: getattr(prompt, name) for name in prompt_fields_of(function)}
     return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
 
 
 def _result(failed: float, answer: dict[str, Any]) -> RewardResult:
-    """Result from the reply of a worker or an endpoint."""
     return RewardResult(failed, **answer) if "failure" in answer else RewardResult(**answer)
+
+
+def overlong_penalty(
+    response_tokens: int, max_response_tokens: int, zone_tokens: int, penalty: float
+) -> float:
+    """DAPO's soft over-long punishment (arXiv 2503.14476, Eq. 13) as a positive number to subtract.
+
+    0 up to max - zone tokens; then penalty * (tokens - (max - zone)) / zone; ``penalty`` from max on. In the
+    paper's symbols L_max is ``max_response_tokens``, L_cache is ``zone_tokens``, and the penalty is 1.
+    """
+    over = response_tokens - (max_response_tokens - zone_tokens)
+    if zone_tokens == 0 or over <= 0:
+        return 0.0
+    return penalty * min(1.0, over / zone_tokens)
+
+
+class _Result(Protocol):
+    """A result that may be a failure: of a score, or of an environment's step."""
+
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def traceback(self) -> str: ...
+    @property
+    def place(self) -> str: ...
+
+
+class FailureReports:
+    """Reporter of failures: the 1st, 10th, 100th ... of each kind, the first with its traceback.
+
+    Two failures are of one kind if their ``failure`` and ``place`` are equal. The counts live in memory, so
+    they begin anew with the process.
+    """
+
+    def __init__(self, report: Callable[..., None], event: str = "reward_failed") -> None:
+        """``report`` is called with the kind of the event, and its fields."""
+        self._report, self._event = report, event
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def note(self, result: _Result) -> None:
+        """Count ``result``, which may have no failure."""
+        if result.failure is None:
+            return
+        kind: tuple[str, str] = (result.failure, result.place)
+        if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
+            kind = ("others", "")
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 10 ** (len(str(count)) - 1):
+            stack = {"traceback": result.traceback} if count == 1 and result.traceback else {}
+            self._report(self._event, failure=kind[0], detail=result.detail, count=count, **stack)

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config import RewardConfig
+from bapo_megatron.config.validation import REWARD_FUNCTIONS
 from bapo_megatron.reward import functions, math_verify_compare
 from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.reward.cpu_time import fatal_cpu_limit
-from bapo_megatron.reward.penalties import format_penalty
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
-from bapo_megatron.reward.sandbox.requirements import checked_sandbox
+from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.types import Prompt
 from bapo_megatron.workers.serving import Prepared, serve, text_of
 
@@ -77,8 +77,8 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]]
             return {"failure": "not finite", "detail": text_of(value), "place": kind}
         # A pattern may begin with the tag that the chat template has opened, or leave it to the prompt.
         forms = [response, *([THINKING + response] if question["prompt"].get("opens_thinking") else [])]
-        penalty = min(format_penalty(form, pattern, reward.format_penalty) for form in forms)
-        return {"score": number, "reward": number - penalty}
+        fits = pattern is None or any(map(pattern.fullmatch, forms))  # it may take for ever: see config
+        return {"score": number, "reward": number - (0.0 if fits else reward.format_penalty)}
 
     return answer
 
@@ -92,7 +92,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _score_function(reward: RewardConfig) -> Callable[[dict[str, Any], str], Any]:
-    if functions.is_built_in(reward.function):
+    if reward.function in REWARD_FUNCTIONS:
         score_of = functions.built_in(reward)
 
         def judge(prompt: dict[str, Any], response: str) -> float:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.checkpoint.after_export import AfterExport
+from bapo_megatron.checkpoint.exports import AfterExport, StepExports
 from bapo_megatron.checkpoint.run_directory import (
     has_steps,
     known_suites,
@@ -22,13 +22,11 @@ from bapo_megatron.checkpoint.run_directory import (
     read_config,
     store_config,
 )
-from bapo_megatron.checkpoint.step_exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.data.prepare.options import SUITES
+from bapo_megatron.data.problem_sets import NO_TOOLS, Suite, load_problems, load_suite
 from bapo_megatron.data.prompts import Tools
-from bapo_megatron.data.sources import NO_TOOLS, load_problems
-from bapo_megatron.data.suites import Suite, load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.hf.tokenizer import load_tokenizer

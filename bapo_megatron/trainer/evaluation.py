@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.validation import BOXED_REWARDS
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_for, vote_of
-from bapo_megatron.reward.functions import reads_boxes
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.flow_control import WAIT_S, give_gpus_to_engines, wait_for_sampler
 from bapo_megatron.types import Metrics
@@ -27,7 +27,7 @@ def evaluate_if_due(run: Run, step: int) -> None:
     give_gpus_to_engines(run, step)
     path: Path = wait_for_sampler(run, step, lambda sampler: sampler.evaluated(step, WAIT_S))
     if run.recorder:
-        metrics = evaluation_metrics(path, boxed=reads_boxes(run.config.reward.function))
+        metrics = evaluation_metrics(path, boxed=run.config.reward.function in BOXED_REWARDS)
         run.recorder.evaluation(step, metrics)
         run.checkpoints.record_score(step, metrics["eval/mean"] or 0.0)
 

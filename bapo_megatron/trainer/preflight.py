@@ -28,9 +28,9 @@ from bapo_megatron.config import (
     RunConfig,
     SftConfig,
 )
-from bapo_megatron.config.validation import raise_problems
+from bapo_megatron.config.validation import new_run_problems, raise_problems
+from bapo_megatron.data.problem_sets import load_problems
 from bapo_megatron.data.prompts import Tools
-from bapo_megatron.data.sources import load_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.export import check_export_output
@@ -40,7 +40,7 @@ from bapo_megatron.policy.attention.te_backend import check_environment
 from bapo_megatron.policy.device import attention_problem, has_cuda, optimizer_problem
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import check_function, needs_sandbox, settings_for
-from bapo_megatron.reward.sandbox.requirements import checked_sandbox
+from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
 from bapo_megatron.rollout.sampler.teacher import check_teacher
@@ -136,7 +136,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
 def check_new_run(config: RunConfig) -> None:
     """ConfigError for mistakes that a run without a step may not have."""
     if not has_steps(config.directory):
-        raise_problems(list(config.new_run_problems()))
+        raise_problems(list(new_run_problems(config)))
 
 
 def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:

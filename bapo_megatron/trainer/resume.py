@@ -18,7 +18,7 @@ from bapo_megatron.checkpoint.resume_check import (
     state_fingerprint,
 )
 from bapo_megatron.checkpoint.run_directory import Change, changed_settings, check_partial_step
-from bapo_megatron.checkpoint.writer import clear_leftovers
+from bapo_megatron.checkpoint.store import clear_leftovers
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ResumeError
 from bapo_megatron.interfaces import Policy, Sampler

@@ -1,7 +1,7 @@
 """Supervised fine-tuning, the warm start before RL: next-token training on solutions.
 
 ``bapo sft`` calls ``run_sft`` on every rank. There are no checkpoints: it writes the model once, at the
-end. Used by ``commands/sft.py`` and ``preflight.py``.
+end. Used by ``commands/train.py`` and ``preflight.py``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config import SftConfig
-from bapo_megatron.data.mixture import Mixture
 from bapo_megatron.data.packing import pack_samples
-from bapo_megatron.data.prompts import MixedSource, load_prompts
+from bapo_megatron.data.problem_sets import mixed
+from bapo_megatron.data.prompts import MixedSource, Mixture, load_prompts
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.data.sources import mixed
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.tokenizer import load_tokenizer

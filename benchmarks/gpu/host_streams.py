@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo_megatron.policy import host_optimizer
+from bapo_megatron.policy import optimizer as host_optimizer
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.state.optimizer_state import STATES, placements
 from benchmarks.gpu.rows import Row, Size

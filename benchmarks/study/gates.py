@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from bapo_megatron.evaluation.statistics import standard_deviation
+from bapo_megatron.evaluation.scoring import standard_deviation
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.methods import BASELINE, PRIMARY
 

@@ -3,7 +3,7 @@
 A pickle may call any function of any module. Here a name in it stands for a constant (``torch.bfloat16`` is
 "BF16"), for a builtin container, or for a ``PickledObject`` that keeps the class's arguments. Every other
 name is refused with a CheckpointError. ``torch_zip.py`` and ``distcp.py`` read every pickle by it. Used in
-``checkpoints_tools/``, ``checkpoints_tools/formats/``, ``policy/`` and this folder.
+``checkpoints_tools/`` and ``policy/``.
 """
 
 from __future__ import annotations
@@ -17,37 +17,26 @@ from typing import Any, ClassVar, cast
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.runtime.files import COPY_AGAIN
 
-DTYPES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_TYPES = (
+    ("bfloat16", "BFloat16Storage", "BF16", 2),
+    ("float16", "HalfStorage", "F16", 2),
+    ("float32", "FloatStorage", "F32", 4),
+    ("float64", "DoubleStorage", "F64", 8),
+    ("int64", "LongStorage", "I64", 8),
+    ("int32", "IntStorage", "I32", 4),
+    ("int16", "ShortStorage", "I16", 2),
+    ("int8", "CharStorage", "I8", 1),
+    ("uint8", "ByteStorage", "U8", 1),
+    ("bool", "BoolStorage", "BOOL", 1),
+)
+"""Torch's name of each data type, that of its storage, safetensors' name, bytes of an element."""
+
+DTYPES = {torch_name: name for torch_name, _, name, _ in _TYPES}
 """safetensors' name of each of torch's data types."""
 
-DTYPE_BYTES = {
-    "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+DTYPE_BYTES = {name: nbytes for _, _, name, nbytes in _TYPES}
 """Bytes of an element, by safetensors' name of its type."""
 
-_STORAGES = {
-    "BFloat16Storage": "BF16",
-    "HalfStorage": "F16",
-    "FloatStorage": "F32",
-    "DoubleStorage": "F64",
-    "LongStorage": "I64",
-    "IntStorage": "I32",
-    "ShortStorage": "I16",
-    "CharStorage": "I8",
-    "ByteStorage": "U8",
-    "BoolStorage": "BOOL",
-}
 # Of the builtins only types whose attributes a pickle cannot change, so that one file cannot leave
 # anything behind for the next.
 _CONTAINERS: dict[str, Any] = {
@@ -58,7 +47,7 @@ _CONTAINERS: dict[str, Any] = {
 }
 _CONSTANTS: dict[str, Any] = {
     **_CONTAINERS,
-    **{f"torch.{name}": dtype for name, dtype in (DTYPES | _STORAGES).items()},
+    **{f"torch.{kind}": name for dtype, storage, name, _ in _TYPES for kind in (dtype, storage)},
 }
 _SCALARS = (str, bytes, int, float, type(None))
 MOST_PICKLE_BYTES = 1 << 28
@@ -95,10 +84,7 @@ _FORBIDDEN_OPCODES = (
 
 
 class PickledObject:
-    """Record of an object in a pickle: its class's name, arguments and state, and none of its code.
-
-    Made by ``load_pickle``.
-    """
+    """Record of an object in a pickle: its class's name, arguments and state, and none of its code."""
 
     __slots__ = ("arguments", "state")
     class_name = ""
@@ -189,7 +175,6 @@ class _Unpickler(pickle._Unpickler):
         code: method for code, method in _ORDINARY.items() if code not in _FORBIDDEN_OPCODES
     }
     stack: list[Any]
-    metastack: list[list[Any]]
 
     def __init__(self, data: bytes, source: str, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data))

@@ -1,23 +1,23 @@
-"""Archives in ``torch.save``'s zip format, made without torch: of one tensor, or of an object without any.
+"""Writer of ``torch.save``'s zip archives without torch: of one tensor, or of an object without any.
 
 For the writers of torch_dist checkpoints, whose files hold many archives end to end. Of a tensor's archive
 only the bytes before and after the tensor are made; the caller copies the tensor's in between.
 
 torch checks no checksum of the entries. The tensor's is left zero: to compute it, every byte would have to
-pass through the processor once more. Used by ``torch_dist_metadata.py``,
-``checkpoints_tools/formats/torch_dist_writer.py`` and ``checkpoints_tools/resharding.py``.
+pass through the processor once more. Used by ``checkpoints_tools/formats/torch_dist_writer.py`` and
+``checkpoints_tools/to_megatron.py``.
 """
 
 from __future__ import annotations
 
+import pickle
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from checkpoints_tools.archives.pickle_writer import Call, Name, Persistent, dumps
 from checkpoints_tools.core.blocks import ITEM_BYTES
 
 ALIGNMENT = 64  # of a tensor's first byte, as torch aligns it
@@ -31,12 +31,112 @@ _UTF8, _DATE = 0x800, 0x21  # names are UTF-8; the first day that a zip file kno
 _PAYLOAD = "archive/data/0"
 
 
+# --- pickles: `Name`, `Call`, `Instance` and `Persistent` stand for what the pickle module would import ---
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A reference to the class, function or constant ``name`` of ``module``."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of ``function`` with ``arguments``, made by the reader of the pickle."""
+
+    function: Name
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """An object of a class, made without its ``__init__``; may be the key of a dictionary."""
+
+    kind: Name
+    state: Mapping[str, Any] | tuple[Any, ...] | None
+    """Its attributes by name, or what its ``__setstate__`` takes; None for neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """A persistent identifier, which the reader of the pickle resolves; torch's storages are some."""
+
+    key: tuple[Any, ...]
+
+
+def dumps(value: Any) -> bytes:
+    """``value`` as a pickle of protocol 2, which all of torch's readers accept.
+
+    TypeError for anything but plain values and the objects above.
+    """
+    out = bytearray(pickle.PROTO + b"\x02")
+    _write(out, value)
+    return bytes(out + pickle.STOP)
+
+
+def _write(out: bytearray, value: Any) -> None:
+    match value:
+        case None:
+            out += pickle.NONE
+        case bool():
+            out += pickle.NEWTRUE if value else pickle.NEWFALSE
+        case int():
+            _write_int(out, value)
+        case float():
+            out += pickle.BINFLOAT + struct.pack(">d", value)
+        case str():
+            text = value.encode()
+            out += pickle.BINUNICODE + struct.pack("<I", len(text)) + text
+        case Name(module, name):
+            out += pickle.GLOBAL + f"{module}\n{name}\n".encode()
+        case Call(function, arguments):
+            _write(out, function)
+            _write(out, arguments)
+            out += pickle.REDUCE
+        case Instance(kind, state):
+            _write(out, kind)
+            out += pickle.EMPTY_TUPLE + pickle.NEWOBJ
+            if state is not None:
+                _write(out, state)
+                out += pickle.BUILD
+        case Persistent(key):
+            _write(out, key)
+            out += pickle.BINPERSID
+        case tuple():
+            _write_items(out, pickle.MARK, value, pickle.TUPLE)
+        case list():
+            _write_items(out, pickle.EMPTY_LIST + pickle.MARK, value, pickle.APPENDS)
+        case Mapping():
+            pairs = [part for pair in value.items() for part in pair]
+            _write_items(out, pickle.EMPTY_DICT + pickle.MARK, pairs, pickle.SETITEMS)
+        case _:
+            raise TypeError(f"{type(value)} is not written to pickles here")
+
+
+def _write_items(out: bytearray, begin: bytes, items: Sequence[Any], end: bytes) -> None:
+    out += begin
+    for item in items:
+        _write(out, item)
+    out += end
+
+
+def _write_int(out: bytearray, value: int) -> None:
+    if 0 <= value < 256:
+        out += pickle.BININT1 + bytes([value])
+    elif -(2**31) <= value < 2**31:
+        out += pickle.BININT + struct.pack("<i", value)
+    else:
+        out += pickle.LONG1 + b"\x08" + struct.pack("<q", value)
+
+
+# --- archives ---
+
+
 @dataclass(frozen=True, slots=True)
 class TensorArchive:
-    """A planned archive: the bytes before and after a tensor's own.
-
-    Made by ``tensor_archive`` for ``torch_dist_writer.py``.
-    """
+    """A planned archive: the bytes before and after a tensor's own."""
 
     before: bytes
     payload: int
@@ -61,7 +161,7 @@ def tensor_archive(dtype: str, shape: Sequence[int], position: int) -> TensorArc
 
 
 def object_archive(value: Any) -> bytes:
-    """``torch.save`` of an object without tensors; ``value`` consists of ``pickle_writer.py``'s objects."""
+    """``torch.save`` of an object without tensors; ``value`` as ``dumps`` takes it."""
     archive = _archive(dumps(value), None, 0)
     return archive.before + archive.after
 

@@ -2,7 +2,7 @@
 
 An archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the tensors'
 storages, uncompressed. It may be a whole file, or one of many in a file of torch_dist. CheckpointError for
-a damaged one. Used in ``checkpoints_tools/``, ``checkpoints_tools/formats/`` and ``policy/state/``.
+a damaged one. Used in ``checkpoints_tools/`` and ``policy/state/``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -34,10 +33,7 @@ _MOST_DIMENSIONS = 64  # as torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an archive: the place, type and shape of its elements, which are not read.
-
-    Made by ``read_archive``.
-    """
+    """A tensor in an archive: the place, type and shape of its elements, which are not read."""
 
     file: Path
     position: int
@@ -184,7 +180,7 @@ class _MemberReader:
     def _tensor(self, arguments: tuple[Any, ...]) -> StoredTensor:
         match arguments:
             case (_Storage() as storage, int(offset), tuple(shape), tuple(stride), *_) if (
-                offset >= 0 and len(shape) == len(stride) and _natural(shape) and _natural(stride)
+                offset >= 0 and len(shape) == len(stride) and is_shape(shape) and is_shape(stride)
             ):
                 pass
             case _:
@@ -199,10 +195,12 @@ class _MemberReader:
         return StoredTensor(self.file, position, storage.dtype, shape, stride)
 
 
-def _natural(values: Sequence[Any]) -> bool:
-    """Whether ``values`` can be sizes or strides of a tensor."""
-    return len(values) <= _MOST_DIMENSIONS and all(
-        type(value) is int and 0 <= value < 2**62 for value in values
+def is_shape(value: Any) -> bool:
+    """Whether ``value`` can be a size, the strides or a place in a tensor."""
+    return (
+        isinstance(value, tuple)
+        and len(value) <= _MOST_DIMENSIONS
+        and all(type(number) is int and 0 <= number < 2**62 for number in value)
     )
 
 

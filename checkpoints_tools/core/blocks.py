@@ -3,17 +3,23 @@
 A reader gives the blocks of each tensor by its Hugging Face name: one block of a safetensors file, the
 query rows of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer gives
 the blocks of files that are yet to be filled. A conversion copies the intersections of both sides' blocks;
-a verification compares them. Plain data: no element is read here. Used in ``checkpoints_tools/``,
-``checkpoints_tools/archives/``, this folder and ``checkpoints_tools/formats/``.
+a verification compares them. No element is read here. Used in ``checkpoints_tools/``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import errno
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.fp8 import FP8
+from bapo_megatron.hf.parameter_map import RowSegment
 
 WEIGHT_TYPES = ("BF16", "F16", "F32")
 """Types of weights, by safetensors' names."""
@@ -21,13 +27,15 @@ WEIGHT_TYPES = ("BF16", "F16", "F32")
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, FP8: 1}
 """Bytes of an element in a file; weights in fp8 have block scales, and are read as BF16."""
 
+_HOLES_NOT_TOLD = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """A rectangle of a tensor's elements as it lies in a file; each of its rows is contiguous there.
 
     A tensor of shape [n] counts as n rows of one column, fused experts [e, n, m] as e n rows until they are
-    taken apart. Part of a ``BlockTensor``.
+    taken apart.
     """
 
     row: int
@@ -40,13 +48,16 @@ class Block:
     stride: int
     """Bytes from the beginning of a row to that of the next."""
 
+    def __str__(self) -> str:
+        return (
+            f"rows {self.row} to {self.row + self.rows}, columns {self.column} to "
+            f"{self.column + self.columns} in {self.file}"
+        )
+
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """One tensor of a model under its Hugging Face name, as blocks that cover it, none twice.
-
-    Made by the readers of formats, and by the writers for their files.
-    """
+    """One tensor of a model under its Hugging Face name, as blocks that cover it, none twice."""
 
     name: str
     dtype: str
@@ -65,3 +76,95 @@ class BlockTensor:
     def nbytes(self) -> int:
         """Bytes of all elements in the file, without scales."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def cut_into_sources(
+    segments: Sequence[RowSegment], sources: int, blocks: Iterable[Block]
+) -> tuple[list[Block], ...]:
+    """Blocks of a fused parameter (QKV, gate and up), split into the blocks of each of its HF tensors.
+
+    ``segments`` stack the rows of the ``sources`` HF tensors in the parameter, from its first row on. Rows
+    after the last segment (vocabulary padding) are left out.
+    """
+    starts = [0, *accumulate(segment.rows for segment in segments)]
+    cut: tuple[list[Block], ...] = tuple([] for _ in range(sources))
+    for block in blocks:
+        end = block.row + block.rows
+        number = bisect_right(starts, block.row) - 1
+        while number < len(segments) and starts[number] < end:
+            segment, start = segments[number], starts[number]
+            first, last = max(block.row, start), min(end, start + segment.rows)
+            position = block.position + (first - block.row) * block.stride
+            row = segment.row + first - start
+            cut[segment.source].append(replace(block, row=row, rows=last - first, position=position))
+            number += 1
+    return cut
+
+
+def check_cover(tensor: BlockTensor) -> None:
+    """Raise CheckpointError unless the blocks cover the tensor, none of it twice."""
+    rows, columns = tensor.shape[0], prod(tensor.shape[1:])
+    blocks = sorted(tensor.blocks, key=lambda block: (block.row, block.column))
+    row = 0
+    here: list[Block] = []  # those that hold the row, in the order of their columns
+    for block in blocks:
+        if block.row + block.rows > rows or block.column + block.columns > columns:
+            raise CheckpointError(f"tensor {tensor.name}: {block} lies outside of {list(tensor.shape)}")
+        if block.row != row:
+            row = block.row
+            here = [other for other in here if other.row + other.rows > row]
+        at = bisect_left(here, block.column, key=lambda other: other.column)
+        for other in here[max(0, at - 1) : at + 1]:
+            if other.column < block.column + block.columns and block.column < other.column + other.columns:
+                raise CheckpointError(f"tensor {tensor.name}: {other} and {block} overlap")
+        here.insert(at, block)
+    held = sum(block.rows * block.columns for block in blocks)
+    if held != rows * columns:
+        raise CheckpointError(
+            f"tensor {tensor.name}: the checkpoint holds {held} of its {rows * columns} elements; "
+            "a part of it was not saved, or a file is missing"
+        )
+
+
+# --- holes of sparse files: a copy skips them, so nothing may count as one by mistake ---
+
+
+def holes(tensors: Mapping[str, BlockTensor]) -> int:
+    """Bytes of holes in the tensors' sparse files; a copy has the same holes and needs no space for them."""
+    return sum(map(_hole_bytes, {block.file for tensor in tensors.values() for block in tensor.blocks}))
+
+
+def _hole_bytes(path: Path) -> int:
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_blocks * 512 >= status.st_size:
+            return 0
+        # Counted, not taken from the number of blocks: a file may also be small because it is compressed.
+        found = position = 0
+        while position < status.st_size:
+            data = data_after(file.fileno(), position)
+            found += data - position
+            position = data if data == status.st_size else _hole_after(file.fileno(), data)
+        return found
+
+
+def data_after(descriptor: int, position: int) -> int:
+    """The first byte of data from ``position`` on, at most the file's size; OSError if the system fails."""
+    try:
+        return os.lseek(descriptor, position, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nothing but a hole from here on
+            return os.fstat(descriptor).st_size
+        if error.errno in _HOLES_NOT_TOLD:  # by a file system that tells of none
+            return position
+        raise
+
+
+def _hole_after(descriptor: int, position: int) -> int:
+    """The first byte of a hole from ``position`` on, which is data; at most the file's size."""
+    try:
+        return os.lseek(descriptor, position, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno in _HOLES_NOT_TOLD:
+            return os.fstat(descriptor).st_size
+        raise

@@ -1,8 +1,6 @@
 """Bitwise comparison of the tensors of two checkpoints, in bands of rows, for any two formats.
 
-In threads, each with two buffers of a band. ``verification.py`` calls it, and ``safetensors_folder.py`` for a
-copy of a tied embedding. Used by ``checkpoints_tools/formats/safetensors_folder.py`` and
-``checkpoints_tools/verification.py``.
+In threads, each with two buffers of a band. Used in ``checkpoints_tools/``.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ from checkpoints_tools.core.copying import (
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of one tensor between two checkpoints, as plain data.
-
-    Part of a ``TensorReport``.
-    """
+    """The first difference of one tensor between two checkpoints, as plain data."""
 
     tensor: str
     kind: str
@@ -41,10 +36,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """The result of comparing one tensor, as plain data.
-
-    Made by ``compare_tensors`` for ``verify``.
-    """
+    """The result of comparing one tensor, as plain data. Made by ``compare_tensors`` for ``verify``."""
 
     name: str
     difference: Difference | None

@@ -4,9 +4,9 @@ A tensor is copied in bands: as many whole rows as a buffer holds, within which 
 source's blocks are read into the buffer, the destination's are written from it; holes are skipped (not in a
 conversion to fp8), and the kernel copies what is contiguous in both and of one type, where the file system
 lets it. So a byte moves once, however the two are cut, and memory is one buffer, of at least a row, for each
-thread, and a few times that during a cast. A cast to bfloat16 rounds to nearest even, bit for bit as torch
-does (a NaN has one bit pattern). Weights in fp8 are read as bfloat16; they are written block by block, and
-their scales beside them (``fp8.py``). Used by ``checkpoints_tools/conversion.py`` and ``comparing.py``.
+thread, and a few times that during a cast. Weights in fp8 are read as bfloat16; they are written block by
+block, and their scales beside them (``fp8.py``). Used by ``checkpoints_tools/conversion.py`` and
+``comparing.py``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.fp8 import BLOCK, FP8
-from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
+from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor, data_after
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
-from checkpoints_tools.core.holes import data_after
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 _NAN = 0x7FC0  # torch's kernels make 0x7FC0 or 0xFFFF of every NaN, by the machine
 
 
 def to_bfloat16(data: memoryview, dtype: str) -> memoryview:
-    """The values of ``data``, of type F32 or F16, as BF16: to nearest, ties to even, NaN to 0x7FC0.
-
-    A float16 becomes a float32 first, which loses nothing.
-    """
+    """The values of ``data``, of type F32 or F16, as BF16: to nearest, ties to even, NaN to 0x7FC0."""
     import numpy as np  # a conversion that keeps its type starts without it
 
     if dtype == "F16":
@@ -48,15 +39,9 @@ def to_bfloat16(data: memoryview, dtype: str) -> memoryview:
         bits = np.frombuffer(data, np.uint32)
     else:
         raise ValueError(f"{dtype} is not converted to BF16")
-    return _rounded(bits).data.cast("B")
-
-
-def _rounded(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
-    import numpy as np
-
     nearest = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return np.where(is_nan, np.uint32(_NAN), nearest).astype(np.uint16)
+    return np.where(is_nan, np.uint32(_NAN), nearest).astype(np.uint16).data.cast("B")
 
 
 BUFFER_BYTES = 1 << 20
@@ -115,10 +100,7 @@ def copy_tensors(
 
 
 class OpenFiles:
-    """A cache of file descriptors by path, for any thread; a context manager, at whose end all are closed.
-
-    For copies and comparisons.
-    """
+    """A cache of file descriptors by path, for any thread; a context manager, at whose end all are closed."""
 
     def __init__(self) -> None:
         self.kernel_copies = True
@@ -146,9 +128,7 @@ class OpenFiles:
     def is_hole(self, path: Path, position: int, nbytes: int) -> bool:
         """Whether these bytes are a hole of a sparse file, which reads as zeros."""
         descriptor = self.reading(path)
-        if descriptor not in self._sparse:
-            return False
-        return data_after(descriptor, position) >= position + nbytes
+        return descriptor in self._sparse and data_after(descriptor, position) >= position + nbytes
 
     def _descriptor(self, path: Path, flags: int) -> int:
         with self._lock:
@@ -161,10 +141,7 @@ class OpenFiles:
 
 
 class _WriteBehind:
-    """Write-behind of copied files: starts the system's writes early, so that the final sync is short.
-
-    By itself the system begins only when gigabytes are waiting.
-    """
+    """Write-behind of copied files: starts the system's writes before gigabytes wait for the final sync."""
 
     def __init__(self, files: OpenFiles) -> None:
         self._files = files
@@ -188,10 +165,7 @@ class _WriteBehind:
 
 @dataclass(frozen=True, slots=True)
 class RowBand:
-    """A band of whole rows of a tensor that fits into a buffer and crosses no edge of a block.
-
-    Made by ``row_bands`` for copies and comparisons.
-    """
+    """A band of whole rows of a tensor that fits into a buffer and crosses no edge of a block."""
 
     name: str
     row: int

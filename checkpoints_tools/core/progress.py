@@ -1,9 +1,8 @@
 """Progress of a copy on stderr, drawn by rich: share done, bytes, rate of the last seconds, time left.
 
 A line that changes five times a second in a terminal, and each ten seconds a new line in a log; at the end of
-the whole work one with bytes, time and mean rate. A stderr that fails costs the lines, not the work. Used by
-``checkpoints_tools/conversion.py``, ``checkpoints_tools/file_digests.py``,
-``checkpoints_tools/inspection.py`` and ``checkpoints_tools/verification.py``.
+the whole work one with bytes, time and mean rate. A stderr that fails costs the lines, not the work. Used in
+``checkpoints_tools/``.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ def byte_progress(
 
 
 class _Lossy:
-    """Stream that drops what cannot be written: rich would end the process, or the copy, at a closed pipe.
-
-    Made by ``byte_progress``.
-    """
+    """Stream that drops what cannot be written: rich would end the process, or the copy, at a closed pipe."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -2,7 +2,7 @@
 
 ``.metadata`` lists objects and global tensors by key, each tensor with its chunks (rectangles), and for each
 chunk a range of a ``.distcp`` file that is one archive of torch.save. No pickle is executed; CheckpointError
-for damaged files. Used in ``checkpoints_tools/``, this folder, ``policy/state/`` and ``planning/rehearsal/``.
+for damaged files. Used in ``checkpoints_tools/``, ``policy/state/`` and ``planning/rehearsal/``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from typing import Any, BinaryIO
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.runtime.files import COPY_AGAIN, file_inside, read_file_inside
 from checkpoints_tools.archives.pickle_allow_list import MOST_PICKLE_BYTES, PickledObject, load_pickle, shown
-from checkpoints_tools.archives.torch_dist_metadata import METADATA_JSON
-from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
+from checkpoints_tools.archives.torch_zip import StoredTensor, is_shape, read_archive, read_tensor
 
 METADATA = ".metadata"
+METADATA_JSON = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""Content of ``metadata.json``: the format's backends."""
 _MOST_OBJECT_BYTES = 1 << 26
-_MOST_DIMENSIONS = 64  # as torch
 _LONGEST_KEY = 1000
 _LONGEST_JSON = 1 << 16
 _DCP = "torch.distributed.checkpoint.metadata."
@@ -29,10 +34,7 @@ _DCP = "torch.distributed.checkpoint.metadata."
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of an archive: file and bytes.
-
-    Made from ``.metadata``.
-    """
+    """The place of an archive: file and bytes. Made from ``.metadata``."""
 
     file: Path
     start: int
@@ -42,10 +44,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """One stored chunk of a global tensor: a rectangle, and the place of its archive.
-
-    Part of a ``GlobalTensor``.
-    """
+    """One stored chunk of a global tensor: a rectangle, and the place of its archive."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -54,10 +53,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """A tensor of the checkpoint by its key, as chunks in files; plain data.
-
-    Part of ``Metadata``; inspections make some for other formats.
-    """
+    """A tensor of the checkpoint by its key, as chunks in files; plain data."""
 
     key: str
     dtype: str
@@ -75,10 +71,7 @@ class Metadata:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The content of ``folder/.metadata``.
-
-    CheckpointError if it is damaged, or names a file that is missing or too short.
-    """
+    """The content of ``folder/.metadata``, whose files are there and long enough."""
     path = file_inside(folder, METADATA)
     try:
         data = read_file_inside(folder, METADATA, MOST_PICKLE_BYTES)
@@ -134,10 +127,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class ChunkFiles:
-    """A locator of the elements of chunks; a context manager, in which each file is opened once.
-
-    For the readers of torch_dist.
-    """
+    """A locator of the elements of chunks; a context manager, in which each file is opened once."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -150,8 +140,7 @@ class ChunkFiles:
         self._stack.close()
 
     def locate(self, tensor: GlobalTensor, chunk: TensorChunk) -> StoredTensor:
-        """The place of the elements of ``chunk``, row after row. CheckpointError if its archive is
-        damaged."""
+        """The place of the elements of ``chunk``, row after row."""
         place = chunk.place
         name = f"{tensor.key} at {list(chunk.offsets)}"
         stored = read_tensor(self._stream(place.file), place.file, name, place.start, place.length)
@@ -198,7 +187,7 @@ class _Ranges:
             if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
                 raise CheckpointError(f"{source}: its table of files is damaged")
             offset = index.field("offset")
-            if not isinstance(index.field("fqn"), str) or not (offset is None or _is_shape(offset)):
+            if not isinstance(index.field("fqn"), str) or not (offset is None or is_shape(offset)):
                 raise CheckpointError(f"{source}: its table of files is damaged")
             self._of[index.field("fqn"), offset] = info
 
@@ -208,7 +197,7 @@ class _Ranges:
             at = "" if offsets is None else f" at {list(offsets)}"
             raise CheckpointError(f"{self.source} does not say which file holds {key}{at}")
         name, start, length = (info.field(field) for field in ("relative_path", "offset", "length"))
-        if not (isinstance(name, str) and _is_shape((start, length))):
+        if not (isinstance(name, str) and is_shape((start, length))):
             raise CheckpointError(f"{self.source}: the place of {shown(key)} is damaged")
         if name not in self._sizes and Path(name).name != name:
             raise CheckpointError(
@@ -244,7 +233,7 @@ def _tensor(key: str, entry: PickledObject, ranges: _Ranges) -> GlobalTensor:
     shape, records, properties = (entry.field(name) for name in ("size", "chunks", "properties"))
     values = properties.state if isinstance(properties, PickledObject) else None
     dtype = values[0] if isinstance(values, tuple) and values else None
-    if not _is_shape(shape) or not isinstance(records, list) or not isinstance(dtype, str):
+    if not is_shape(shape) or not isinstance(records, list) or not isinstance(dtype, str):
         raise CheckpointError(f"{ranges.source}: tensor {key} is damaged")
     chunks = tuple(_chunk(key, shape, record, ranges) for record in records)
     return GlobalTensor(key, dtype, shape, chunks)
@@ -254,7 +243,7 @@ def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> Te
     if not isinstance(record, PickledObject):
         raise CheckpointError(f"{ranges.source}: a chunk of {key} is damaged")
     offsets, sizes = record.field("offsets"), record.field("sizes")
-    if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(shape)):
+    if not (is_shape(offsets) and is_shape(sizes) and len(offsets) == len(sizes) == len(shape)):
         raise CheckpointError(f"{ranges.source}: a chunk of {key} is damaged")
     if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
         raise CheckpointError(
@@ -262,12 +251,3 @@ def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> Te
             f"of {list(shape)}"
         )
     return TensorChunk(offsets, sizes, ranges.find(key, offsets))
-
-
-def _is_shape(value: Any) -> bool:
-    """Whether ``value`` can be a size or a place in a tensor."""
-    return (
-        isinstance(value, tuple)
-        and len(value) <= _MOST_DIMENSIONS
-        and all(type(number) is int and 0 <= number < 2**62 for number in value)
-    )

@@ -1,4 +1,4 @@
-"""Checkpoint locator: the checkpoint that a path names, its format, and its model's config.json.
+"""Checkpoints by path: which one a path names, its format, its model's config.json, its tensors as blocks.
 
     HF folder            config.json  *.safetensors
     torch_dist           .metadata  __R_N.distcp  common.pt
@@ -7,7 +7,7 @@
     a run of ours        checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
 
 CheckpointError if there is none, or the chosen one is not whole; of a run the newest whole one is taken.
-Used in ``checkpoints_tools/``, this folder and ``evaluation/``.
+Used in ``checkpoints_tools/`` and ``evaluation/``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import CHECKPOINTS, MANIFEST, POLICY, Moment, moment_of
+from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.formats.distcp import METADATA
+from checkpoints_tools.formats.mp_rank import MpRank
+from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder, without_tied_copy
+from checkpoints_tools.formats.torch_dist import OPTIMIZER_STATES, RESHARDABLE, TorchDist
 
 LATEST = "latest"
 """The step that means the newest whole checkpoint."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
-
 _CONFIG = "config.json"
 _ITERATION = re.compile(r"iter_(\d{1,18})")
 _MOST_TRACKER_BYTES = 1000
@@ -49,16 +53,38 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Location:
-    """The location of one checkpoint on disk, as plain data.
-
-    Made by ``locate``.
-    """
+    """The location of one checkpoint on disk, as plain data. Made by ``locate``."""
 
     folder: Path
     """Folder that directly holds the files of the weights."""
     format: Format
     iteration: int | None
     """Iteration of Megatron or step of a run, by the folder's name or the tracker file."""
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """An opened checkpoint: its tensors under Hugging Face names, as places in files; none is held open."""
+
+    location: Location
+    reference: Path
+    """Folder of the model's config.json."""
+    shape: ModelShape
+    content: TorchDist | MpRank | None
+    """The checkpoint as its format's reader has it; None for a Hugging Face folder."""
+    tensors: dict[str, BlockTensor]
+    """The weights. A tied model's output layer is not among them, even where a file holds a copy."""
+
+    @property
+    def has_whole_optimizer(self) -> bool:
+        """Whether the checkpoint holds Adam's state as whole tensors."""
+        return isinstance(self.content, TorchDist) and self.content.optimizer_format == RESHARDABLE
+
+    def optimizer(self) -> dict[str, dict[str, BlockTensor]]:
+        """Adam's fp32 weights and moments, by OPTIMIZER_STATES; empty without ``has_whole_optimizer``."""
+        if not isinstance(self.content, TorchDist) or not self.has_whole_optimizer:
+            return {}
+        return {state: self.content.optimizer_tensors(state) for state in OPTIMIZER_STATES}
 
 
 def locate(path: Path, step: str = LATEST) -> Location:
@@ -86,6 +112,26 @@ def locate(path: Path, step: str = LATEST) -> Location:
         f"{path} holds no checkpoint: neither *.safetensors, {METADATA} of torch_dist, mp_rank_* folders, "
         f"{TRACKER}, nor checkpoints/ of a run"
     )
+
+
+def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> OpenedCheckpoint:
+    """The checkpoint that ``path`` names, with a check that all of its tensors are there.
+
+    ``reference`` names the folder of config.json for a checkpoint that carries none.
+    """
+    location = locate(path, step)
+    model = hf_reference(location, reference)
+    shape = read_model_shape(model)
+    content: TorchDist | MpRank | None = None
+    if location.format is Format.HF:
+        tensors = read_safetensors_folder(location.folder)
+        if shape.tied:
+            tensors = without_tied_copy(tensors, location.folder)
+    else:
+        reader = TorchDist if location.format is Format.TORCH_DIST else MpRank
+        content = reader(location.folder, shape)
+        tensors = content.tensors
+    return OpenedCheckpoint(location, model, shape, content, tensors)
 
 
 def hf_reference(location: Location, given: Path | None) -> Path:

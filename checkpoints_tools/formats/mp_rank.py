@@ -5,7 +5,7 @@
 
 Each file holds the state of its stage under ``model``, or of its interleaved chunks under ``model0``,
 ``model1``; layers are counted from 0 in each chunk. The optimizer's state is not converted. Used by
-``opening.py``, ``checkpoints_tools/inspection.py`` and ``checkpoints_tools/resharding.py``.
+``locate.py``, and in ``checkpoints_tools/``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
 from bapo_megatron.runtime.files import COPY_AGAIN, file_inside
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
-from checkpoints_tools.core.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor
-from checkpoints_tools.core.segments import check_cover, cut_into_sources
+from checkpoints_tools.core.blocks import (
+    ITEM_BYTES,
+    WEIGHT_TYPES,
+    Block,
+    BlockTensor,
+    check_cover,
+    cut_into_sources,
+)
 from checkpoints_tools.formats.torch_dist import VOCABULARY
 
 STATE_FILE = "model_optim_rng.pt"
@@ -35,10 +41,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """One pipeline chunk of the model on one tensor-parallel rank: its parameters by name.
-
-    Made by ``RankFiles``.
-    """
+    """One pipeline chunk of the model on one tensor-parallel rank: its parameters by name."""
 
     file: Path
     parameters: dict[str, StoredTensor]
@@ -52,8 +55,7 @@ class ModelChunk:
 class RankFiles:
     """Rank files of a legacy checkpoint, for any model; what describes their tensors is read when it is made.
 
-    CheckpointError names a rank that is missing and a file that is damaged. Made by ``MpRank``, and by
-    inspections.
+    CheckpointError names a rank that is missing and a file that is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +104,7 @@ class RankFiles:
 class MpRank:
     """A legacy checkpoint as a model: its weights as blocks of the rank files.
 
-    CheckpointError names what is unknown or of another shape. Made by ``open_checkpoint``.
+    CheckpointError names what is unknown or of another shape.
     """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:

@@ -1,22 +1,24 @@
-"""Reader of Hugging Face folders: positions of the tensors, from the checked headers of the safetensors.
+"""Hugging Face folders as bytes: positions of the tensors, by checked headers, and the plan of a new folder.
 
-It reads headers, the index and config.json alone. A tensor in fp8 has its scales with it. CheckpointError for
-whatever is truncated or contradictory. Used in ``checkpoints_tools/`` and this folder.
+The reader reads headers, the index and config.json alone; a tensor in fp8 has its scales with it.
+CheckpointError for whatever is truncated or contradictory. The writer plans files equal to those of the
+safetensors library byte for byte, and ``conversion.py`` writes them. Used in ``checkpoints_tools/`` and this
+folder.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.config import missing_file
-from bapo_megatron.hf.fp8 import BLOCK, is_quantized, scale_name, scales_problem, weight_of_scale
-from bapo_megatron.hf.parameter_map import expert_tensors, fused_rows
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.config import missing_file, problems_of
+from bapo_megatron.hf.fp8 import BLOCK, FP8, is_quantized, scale_name, scales_problem, weight_of_scale
+from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, expert_tensors, fused_rows
 from bapo_megatron.runtime.files import (
     COPY_AGAIN,
     FETCH_LFS,
@@ -25,14 +27,13 @@ from bapo_megatron.runtime.files import (
     is_lfs_pointer,
     read_file_inside,
 )
+from checkpoints_tools.core.atomic_output import PARTIAL, OutputPlan
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.comparing import tensor_difference
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-_SHOWN = 8
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
@@ -71,12 +72,12 @@ def without_tied_copy(tensors: dict[str, BlockTensor], folder: Path) -> dict[str
 
     CheckpointError for one that is not equal, with which transformers would compute.
     """
-    kept = {name: tensor for name, tensor in tensors.items() if name != _OUTPUT}
-    copy, own = tensors.get(_OUTPUT), kept.get(_EMBEDDING)
+    kept = {name: tensor for name, tensor in tensors.items() if name != OUTPUT}
+    copy, own = tensors.get(OUTPUT), kept.get(EMBEDDING)
     if copy is not None and own is not None and (difference := tensor_difference(copy, own)):
         raise CheckpointError(
-            f"model folder {folder}: config.json ties {_OUTPUT} to {_EMBEDDING}, but it {difference}: "
-            f'set "tie_word_embeddings": false there if the model was trained so, else remove {_OUTPUT}'
+            f"model folder {folder}: config.json ties {OUTPUT} to {EMBEDDING}, but it {difference}: "
+            f'set "tie_word_embeddings": false there if the model was trained so, else remove {OUTPUT}'
         )
     return kept
 
@@ -95,8 +96,7 @@ def _with_scales(found: dict[str, BlockTensor], folder: Path) -> dict[str, Block
         rows = fused_rows(name, weight[1]) if weight is not None else None
         problems.append(scales_problem(name, weight, own, rows, described))
     if wrong := [problem for problem in problems if problem is not None]:
-        more = f"\n... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise CheckpointError(f"model folder {folder}:\n" + "\n".join(wrong[:_SHOWN]) + more)
+        raise CheckpointError(problems_of(folder, wrong))
     return {name: replace(tensor, scales=scales.get(name)) for name, tensor in weights.items()}
 
 
@@ -227,3 +227,105 @@ def _parse(text: bytes) -> Any:
         return result
 
     return json.loads(text, object_pairs_hook=table)
+
+
+# --- writer ---
+
+Planned = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Type and shape of tensors by name."""
+
+
+def plan_safetensors(
+    tensors: Planned,
+    folder: Path,
+    most_bytes: int,
+    given: Mapping[str, str] | None = None,
+    index: bytes | None = None,
+) -> OutputPlan:
+    """The files of ``folder`` for ``tensors`` in their natural order; fp8 ones with their scales among them.
+
+    ``most_bytes``: of a file of several tensors, unless ``given``, a weight map, says the file of each.
+    ``index``: the one of that map, kept as it is if the tensors still have the size it gives. ConfigError if
+    the weight map is one of other tensors.
+    """
+    output = OutputPlan()
+    weight_map = _checked_map(tensors, given) if given is not None else _dealt(tensors, most_bytes)
+    names_of: dict[str, list[str]] = {}
+    for name in tensors:
+        names_of.setdefault(weight_map[name], []).append(name)
+    for file, names in names_of.items():
+        path = folder / (file + PARTIAL)
+        header, placed = _file({name: tensors[name] for name in names}, path)
+        output.around[path].append((0, header))
+        output.sizes[path] = len(header) + sum(tensor.nbytes for tensor in placed)
+        output.tensors.update((tensor.name, tensor) for tensor in placed)
+    if set(weight_map.values()) != {SINGLE}:
+        output.last[folder / INDEX] = _index(output, weight_map, index if given is not None else None)
+    for name, tensor in list(output.tensors.items()):
+        if tensor.dtype == FP8:
+            output.tensors[name] = replace(tensor, scales=output.tensors.pop(scale_name(name)))
+    return output
+
+
+def _index(output: OutputPlan, weight_map: Mapping[str, str], known: bytes | None) -> bytes:
+    """The index of a folder; ``known`` if it is that of these tensors."""
+    total = sum(tensor.nbytes for tensor in output.tensors.values())
+    if known is not None:
+        given = json.loads(known).get("metadata")
+        same = json.loads(known).get("weight_map") == weight_map
+        if same and isinstance(given, dict) and given.get("total_size") == total:
+            return known
+    made = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(made, indent=2) + "\n").encode()
+
+
+def _checked_map(tensors: Planned, given: Mapping[str, str]) -> Mapping[str, str]:
+    if different := sorted(set(given) ^ set(tensors)):
+        there = "is not in the index" if different[0] in tensors else "is in the index alone"
+        raise ConfigError(
+            f"the index is one of another model: tensor {different[0]} {there}; "
+            "--shard-gb deals the tensors to files anew"
+        )
+    return given
+
+
+def _dealt(tensors: Planned, most_bytes: int) -> Mapping[str, str]:
+    """The file of each tensor: as many to a file as ``most_bytes`` hold."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = prod(shape) * ITEM_BYTES[dtype]
+        if shards[-1] and filled + nbytes > most_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    if len(shards) == 1:
+        return dict.fromkeys(tensors, SINGLE)
+    count = f"{len(shards):05d}"
+    return {
+        name: f"model-{i:05d}-of-{count}.safetensors" for i, names in enumerate(shards, 1) for name in names
+    }
+
+
+def _file(tensors: Planned, path: Path) -> tuple[bytes, Sequence[BlockTensor]]:
+    """The header of a file, and its tensors in their places."""
+    order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name][0]], name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins = []
+    end = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        begins.append(end)
+        end += prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begins[-1], end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    data = 8 + len(text)
+    placed = []
+    for name, begin in zip(order, begins, strict=True):
+        dtype, shape = tensors[name]
+        columns = prod(shape[1:])
+        block = Block(0, shape[0], 0, columns, path, data + begin, columns * ITEM_BYTES[dtype])
+        placed.append(BlockTensor(name, dtype, shape, (block,)))
+    return len(text).to_bytes(8, "little") + text, placed

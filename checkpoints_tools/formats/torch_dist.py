@@ -19,8 +19,14 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import RowSegment, checkpoint_key, mapping_table
-from checkpoints_tools.core.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor
-from checkpoints_tools.core.segments import check_cover, cut_into_sources
+from checkpoints_tools.core.blocks import (
+    ITEM_BYTES,
+    WEIGHT_TYPES,
+    Block,
+    BlockTensor,
+    check_cover,
+    cut_into_sources,
+)
 from checkpoints_tools.formats.distcp import (
     ChunkFiles,
     GlobalTensor,
@@ -60,11 +66,7 @@ class _Part:
 class TorchDist:
     """Reader of one torch_dist checkpoint, for conversion, resharding and verification.
 
-    ``tensors`` are the weights by Hugging Face name, as places in files; ``optimizer_tensors(state)``
-    likewise the fp32 weights or one of Adam's moments, if they are held whole.
-
-    CheckpointError, from any method, if a tensor is missing, unknown, damaged or misshapen. Made by
-    ``open_checkpoint``.
+    CheckpointError, from any method, if a tensor is missing, unknown, damaged or misshapen.
     """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
@@ -103,10 +105,6 @@ class TorchDist:
             f"it in the trainer at the layout it was saved with, and save it there as {RESHARDABLE}"
         )
 
-    def vocabulary_rows(self) -> int:
-        """Rows of the embedding as stored, with those that only pad it."""
-        return self.metadata.tensors[self.prefix + _EMBEDDING].shape[0]
-
     def _check_keys(self) -> None:
         """Check that the model family has every tensor of the checkpoint; CheckpointError if not."""
         known = {part.key for _, parts in self._parts(self.prefix) for part in parts}
@@ -136,15 +134,12 @@ class TorchDist:
                 dtype = self.metadata.tensors[parts[0].key].dtype
                 for hf_name, shape, held in zip(parameter.hf_names, parameter.hf_shapes, cut, strict=True):
                     tensor = BlockTensor(hf_name.format(layer=layer), dtype, shape, tuple(held))
-                    self._check(tensor)
+                    try:
+                        check_cover(tensor)
+                    except CheckpointError as error:
+                        raise CheckpointError(f"{self.folder}: {error}") from None
                     found[tensor.name] = tensor
         return found
-
-    def _check(self, tensor: BlockTensor) -> None:
-        try:
-            check_cover(tensor)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.folder}: {error}") from None
 
     def _parts(self, prefix: str) -> Iterator[tuple[tuple[str, int], list[_Part]]]:
         """For every parameter (name and layer) the keys that hold it."""

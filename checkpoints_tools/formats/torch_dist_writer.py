@@ -2,14 +2,14 @@
 
 It plans; ``conversion.py`` writes. The parameters are global tensors, those of all layers stacked under one
 key. Matrices that TP splits are cut into a grid of chunks (an expert's only above 1 GiB): a TP rank reads
-those that meet its slice, so a grid of 8 spares every rank of TP2, TP4 or TP8 the rest. Used by
-``checkpoints_tools/resharding.py`` and ``checkpoints_tools/to_megatron.py``.
+those that meet its slice, so a grid of 8 spares every rank of TP2, TP4 or TP8 the rest. ``.metadata`` says
+where the chunks of each key lie. Used by ``checkpoints_tools/to_megatron.py``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
 from pathlib import Path
@@ -18,11 +18,17 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
-from checkpoints_tools.archives.torch_archive import object_archive, tensor_archive
-from checkpoints_tools.archives.torch_dist_metadata import METADATA_JSON, Piece, StoredKey, metadata
-from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
-from checkpoints_tools.core.output_plan import PARTIAL, OutputPlan
-from checkpoints_tools.core.segments import cut_into_sources, shared_type
+from checkpoints_tools.archives.torch_archive import (
+    Call,
+    Instance,
+    Name,
+    dumps,
+    object_archive,
+    tensor_archive,
+)
+from checkpoints_tools.core.atomic_output import PARTIAL, OutputPlan
+from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor, cut_into_sources
+from checkpoints_tools.formats.distcp import METADATA_JSON
 from checkpoints_tools.formats.torch_dist import VOCABULARY
 
 DATA_FILES = 8  # each may be written by a thread of its own
@@ -36,27 +42,37 @@ _LAYER_MODULES = (
 )
 _MLP, _BEFORE_EXPERTS = ("mlp.linear_fc1", "mlp.linear_fc2"), ("pre_mlp_layernorm",)
 _QK_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
-    """A rectangle of a parameter, rows and columns, that is stored as one chunk.
+class _Piece:
+    """One archive in a data file: a chunk of a tensor, or an object."""
 
-    The writer cuts each parameter into them.
-    """
+    offset: tuple[int, ...] | None
+    """The chunk's first element in the tensor; None for an object."""
+    size: tuple[int, ...]
+    file: str
+    position: int
+    """Byte in the file at which the archive begins."""
+    nbytes: int
 
-    row: int
-    rows: int
-    column: int
-    columns: int
+
+@dataclass
+class _StoredKey:
+    """A key of the checkpoint: its type, its shape and the pieces that hold it."""
+
+    dtype: str | None
+    """Type by safetensors' name; None for an object."""
+    shape: tuple[int, ...] = ()
+    pieces: list[_Piece] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding.
-
-    Made by ``to_megatron`` and ``reshard``.
-    """
+    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding."""
 
     common: bytes
     """The bytes of ``common.pt``."""
@@ -93,7 +109,7 @@ class _TorchDistPlanner:
         self.source, self.shape, self.folder, self.grid = tensors, shape, folder, grid
         self.contents = contents
         self.ends = [0] * DATA_FILES
-        self.stored: dict[str, StoredKey] = {}
+        self.stored: dict[str, _StoredKey] = {}
         self.blocks: dict[str, list[Block]] = {}
         self.output = OutputPlan()
 
@@ -109,7 +125,7 @@ class _TorchDistPlanner:
         self.output.last = {
             self.folder / "common.pt": self.contents.common,
             self.folder / "metadata.json": json.dumps(METADATA_JSON).encode(),
-            self.folder / ".metadata": metadata(self.stored),
+            self.folder / ".metadata": _metadata(self.stored),
         }
         return self.output
 
@@ -130,8 +146,8 @@ class _TorchDistPlanner:
         stack = (self.shape.layers,) if "{layer}" in name else ()
         if experts is not None and parameter.expert is not None:
             stack = (*stack, experts.count)
-        dtype = shared_type(self.source, names)
-        stored = self.stored.setdefault(key, StoredKey(dtype, (*stack, *parameter.shape)))
+        dtype = _shared_type(self.source, names)
+        stored = self.stored.setdefault(key, _StoredKey(dtype, (*stack, *parameter.shape)))
         if stored.dtype != dtype:
             raise CheckpointError(
                 f"tensor {names[0]} is {dtype}, those of other experts are {stored.dtype}; "
@@ -147,19 +163,19 @@ class _TorchDistPlanner:
         # Ranks read whole experts (EP), and seldom a part of one (ETP): a chunk each.
         grid = self.grid if parameter.expert is None else 1
         place = tuple(index for index in (layer, parameter.expert) if index is not None)
-        for chunk in chunks(parameter, ITEM_BYTES[dtype], grid):
-            size = (chunk.rows,) if vector else (chunk.rows, chunk.columns)
-            offset = (chunk.row,) if vector else (chunk.row, chunk.column)
+        for row, rows, column, columns in _chunks(parameter, ITEM_BYTES[dtype], grid):
+            size = (rows,) if vector else (rows, columns)
+            offset = (row,) if vector else (row, column)
             size, offset = (*(1,) * len(place), *size), (*place, *offset)
             archive = tensor_archive(dtype, size, self.ends[file])
             begin = self._append(key, offset, size, file, archive.nbytes)
             payload = begin + len(archive.before)
-            self.output.around.append((self._path(file), begin, archive.before))
-            self.output.around.append((self._path(file), payload + archive.payload, archive.after))
-            row_bytes = chunk.columns * ITEM_BYTES[dtype]
-            stored = Block(
-                chunk.row, chunk.rows, chunk.column, chunk.columns, self._path(file), payload, row_bytes
-            )
+            path, row_bytes = self._path(file), columns * ITEM_BYTES[dtype]
+            self.output.around[path] += [
+                (begin, archive.before),
+                (payload + archive.payload, archive.after),
+            ]
+            stored = Block(row, rows, column, columns, path, payload, row_bytes)
             parts = cut_into_sources(parameter.segments, len(parameter.hf_names), [stored])
             for name, blocks in zip(parameter.hf_names, parts, strict=True):
                 self.blocks.setdefault(name.format(layer=layer), []).extend(blocks)
@@ -181,9 +197,9 @@ class _TorchDistPlanner:
 
     def _place_objects(self, objects: Mapping[str, bytes]) -> None:
         for key, archive in objects.items():
-            self.stored[key] = StoredKey(None)
+            self.stored[key] = _StoredKey(None)
             position = self._append(key, None, (), 0, len(archive))
-            self.output.around.append((self._path(0), position, archive))
+            self.output.around[self._path(0)].append((position, archive))
 
     def _append(
         self, key: str, offset: tuple[int, ...] | None, size: tuple[int, ...], file: int, nbytes: int
@@ -191,7 +207,7 @@ class _TorchDistPlanner:
         """Give the archive of a piece its place at the end of a file."""
         position = self.ends[file]
         self.ends[file] += nbytes
-        piece = Piece(offset, size, f"__0_{file}.distcp", position, nbytes)
+        piece = _Piece(offset, size, f"__0_{file}.distcp", position, nbytes)
         self.stored[key].pieces.append(piece)
         return position
 
@@ -199,25 +215,80 @@ class _TorchDistPlanner:
         return self.folder / f"__0_{file}.distcp{PARTIAL}"
 
 
-def chunks(parameter: Parameter, item: int, grid: int) -> Iterator[Rectangle]:
-    """The chunks of a parameter, each stored on its own; ``item`` bytes an element.
+def _chunks(parameter: Parameter, item: int, grid: int) -> Iterator[tuple[int, int, int, int]]:
+    """Chunks of a parameter of ``item`` bytes an element: first row, rows, first column, columns.
 
     Vectors are stored whole: a piece costs a reader more than a vector's bytes.
     """
     rows, columns = parameter.shape[0], prod(parameter.shape[1:])
     if parameter.tp_dim is None or len(parameter.shape) == 1:
-        yield Rectangle(0, rows, 0, columns)
+        yield 0, rows, 0, columns
     elif parameter.tp_dim == 0:
         part = rows // parameter.tp_parts
         count = min(part, max(grid, ceil(part * columns * item / MOST_CHUNK_BYTES)))
         for first in range(0, rows, part):
             for begin, end in _cuts(part, count):
-                yield Rectangle(first + begin, end - begin, 0, columns)
+                yield first + begin, end - begin, 0, columns
     else:
         count = min(columns, max(grid, ceil(rows * columns * item / MOST_CHUNK_BYTES)))
         for begin, end in _cuts(columns, count):
-            yield Rectangle(0, rows, begin, end - begin)
+            yield 0, rows, begin, end - begin
 
 
 def _cuts(length: int, count: int) -> Iterator[tuple[int, int]]:
     return ((length * i // count, length * (i + 1) // count) for i in range(count))
+
+
+def _metadata(stored: Mapping[str, _StoredKey]) -> bytes:
+    """The bytes of ``.metadata``, as torch 2.6 and newer read it."""
+    places = {}
+    for key, entry in stored.items():
+        for piece in entry.pieces:
+            index = {"fqn": key, "index": None, "offset": _size(piece.offset)}
+            place = {"relative_path": piece.file, "offset": piece.position, "length": piece.nbytes}
+            found = Instance(Name(_METADATA, "MetadataIndex"), index)
+            places[found] = Instance(Name(_FILESYSTEM, "_StorageInfo"), place)
+    state = {
+        "state_dict_metadata": {key: _key_metadata(entry) for key, entry in stored.items()},
+        "planner_data": None,
+        "storage_data": places,
+        "storage_meta": None,
+    }
+    return dumps(Instance(Name(_METADATA, "Metadata"), state))
+
+
+def _key_metadata(entry: _StoredKey) -> Instance:
+    if entry.dtype is None:
+        return Instance(Name(_METADATA, "BytesStorageMetadata"), None)
+    layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    encoding = Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))  # contiguous
+    properties = (Name("torch", _TORCH_TYPES[entry.dtype]), layout, False, encoding, False)
+    chunks = [
+        Instance(
+            Name(_METADATA, "ChunkStorageMetadata"),
+            {"offsets": _size(piece.offset), "sizes": _size(piece.size)},
+        )
+        for piece in entry.pieces
+    ]
+    state = {
+        "properties": Instance(Name(_METADATA, "TensorProperties"), properties),
+        "size": _size(entry.shape),
+        "chunks": chunks,
+    }
+    return Instance(Name(_METADATA, "TensorStorageMetadata"), state)
+
+
+def _size(values: tuple[int, ...] | None) -> Call | None:
+    return None if values is None else Call(Name("torch", "Size"), (values,))
+
+
+def _shared_type(tensors: Mapping[str, BlockTensor], names: Sequence[str]) -> str:
+    """The type of the tensors ``names``, which share a parameter; CheckpointError if theirs differ."""
+    first = names[0]
+    for name in names:
+        if tensors[name].weight_type != tensors[first].weight_type:
+            raise CheckpointError(
+                f"tensor {name} is {tensors[name].weight_type} and {first} is {tensors[first].weight_type}; "
+                "megatron-core keeps them in one parameter, which has one type"
+            )
+    return tensors[first].weight_type

@@ -14,7 +14,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.checkpoint import reader as checkpoint
-from bapo_megatron.checkpoint.writer import digest
+from bapo_megatron.checkpoint.store import digest
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError, RunStopped
-from bapo_megatron.hf import stream_writer
+from bapo_megatron.hf import weight_stream
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
 from tests.support.plain_digester import PlainDigester, plain_digests
@@ -81,7 +81,7 @@ def pushed(folder: Path) -> dict[str, dict[str, Any]]:
     for case, broken in BROKEN.items():
         with pytest.MonkeyPatch.context() as patch:
             if broken and dist.get_rank() == 1:
-                patch.setattr(stream_writer._Shard, *broken)
+                patch.setattr(weight_stream._Shard, *broken)
             found[case] = _pushed(folder / case, folder / "model")
     return found
 
@@ -101,10 +101,10 @@ def _full(_shard: object, _bytes: Tensor) -> None:
     raise OSError(28, "No space left on device")
 
 
-_close = stream_writer._Shard.close
+_close = weight_stream._Shard.close
 
 
-def _close_elsewhere(shard: stream_writer._Shard) -> int:
+def _close_elsewhere(shard: weight_stream._Shard) -> int:
     """On a disk of its own: rank 0 does not see what is written."""
     size = _close(shard)
     shard.path.unlink()

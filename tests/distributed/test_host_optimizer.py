@@ -19,9 +19,9 @@ from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.policy import host_optimizer
-from bapo_megatron.policy.host_optimizer import HostAdamW
+from bapo_megatron.policy import optimizer as host_optimizer
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.optimizer import HostAdamW
 from tests.distributed.test_layouts import layout
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import EXPERTS, random_samples, save_tiny_model

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.hf.weight_check import checked_weights
+from bapo_megatron.hf.weight_stream import checked_weights
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync

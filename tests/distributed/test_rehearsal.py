@@ -9,9 +9,9 @@ import pytest
 
 from bapo_megatron.config import ParallelConfig, ReferenceKlConfig
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.planning.records import Call, RankRequest, RankResult
-from bapo_megatron.planning.rehearsal.match import collective_mismatches
-from bapo_megatron.planning.rehearsal.processes import rehearse
+from bapo_megatron.planning.rehearsal.job import rehearse
+from bapo_megatron.planning.rehearsal.records import Call, RankRequest, RankResult
+from bapo_megatron.planning.rehearsal.results import collective_mismatches
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.policy.state import offload
 from tests.support.planted import Mistake, rehearse_with
@@ -100,7 +100,7 @@ def contents(call: Call) -> tuple[object, ...]:
 
 
 PASSES = "bapo_megatron/policy/passes.py"
-FLASH, CORE = "bapo_megatron/policy/attention/flash.py", "bapo_megatron/policy/attention/core.py"
+CORE = "bapo_megatron/policy/attention/core.py"
 WEIGHTS = "bapo_megatron/policy/weight_map.py"
 HEAD = "bapo_megatron/policy/output_head.py"
 ONE, CP = ParallelConfig(), ParallelConfig(context=2)
@@ -130,7 +130,7 @@ FAILS = {
     "bounds of the keys on the host": (
         ONE,
         Mistake(
-            FLASH,
+            CORE,
             "x.to(device, non_blocking=True) for x in (rows, *bounds_of)",
             "x for x in (rows, *bounds_of)",
             seen="return cast(Tensor, varlen_attn(",

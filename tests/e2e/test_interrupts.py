@@ -133,7 +133,7 @@ def test_a_state_that_fails_the_resume_check_is_not_trained_on(tmp_path: Path) -
 
 def _sign(checkpoint: Path, name: str) -> None:
     """Make the manifest agree with a file that was changed."""
-    from bapo_megatron.checkpoint.writer import digest
+    from bapo_megatron.checkpoint.store import digest
 
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"][name] = digest(checkpoint / name)

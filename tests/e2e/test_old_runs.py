@@ -19,7 +19,7 @@ from bapo_megatron.checkpoint.run_directory import (
     store_config,
     with_present_fields,
 )
-from bapo_megatron.checkpoint.writer import digest
+from bapo_megatron.checkpoint.store import digest
 from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import EnvironmentConfig, RunConfig, SourceConfig, load_recipe
 from bapo_megatron.errors import ConfigError

@@ -18,8 +18,8 @@ from bapo_megatron import cli
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.records import RankRequest
-from bapo_megatron.planning.rehearsal.processes import rehearse
+from bapo_megatron.planning.rehearsal.job import rehearse
+from bapo_megatron.planning.rehearsal.records import RankRequest
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.jsonl_log import read_jsonl

@@ -23,7 +23,7 @@ from bapo_megatron.errors import ConfigError
 from checkpoints_tools import cli, inspect_checkpoint, to_megatron
 from checkpoints_tools.archives.pickle_allow_list import load_pickle
 from checkpoints_tools.archives.torch_zip import read_archive
-from checkpoints_tools.formats.opening import open_checkpoint
+from checkpoints_tools.formats.locate import open_checkpoint
 from tests.support.checkpoint_models import save_random_model
 from tests.support.legacy_checkpoints import save_legacy
 

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from bapo_megatron.errors import CheckpointError
 from checkpoints_tools.core import copying
-from checkpoints_tools.core.blocks import Block, BlockTensor
+from checkpoints_tools.core.blocks import Block, BlockTensor, holes
 from checkpoints_tools.core.copying import OpenFiles, copy_tensors, to_bfloat16
-from checkpoints_tools.core.output_plan import holes
 
 Rectangles = list[tuple[int, int, int, int]]
 

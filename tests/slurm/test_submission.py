@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.commands.cluster.run_job import cancel
-from bapo_megatron.commands.cluster.status import newest_logs, read_status, show_logs, status_text
+from bapo_megatron.commands.cluster.run_job import cancel, newest_logs, show_logs
+from bapo_megatron.commands.cluster.status import read_status, status_text
 from bapo_megatron.commands.cluster.submit import SubmitCommand, nemo_run_python
 from bapo_megatron.commands.cluster.submit import submit as submit_run
 from bapo_megatron.config import RunConfig

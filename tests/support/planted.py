@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.planning.records import RankRequest, RankResult
+from bapo_megatron.planning.rehearsal.records import RankRequest, RankResult
 
 ROOT = Path(__file__).parents[2]
 

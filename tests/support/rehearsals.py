@@ -29,10 +29,10 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
-from bapo_megatron.planning.records import Call
 from bapo_megatron.planning.rehearsal.checkpoints import staged_save
 from bapo_megatron.planning.rehearsal.fake.process_group import Collectives, group_kinds
 from bapo_megatron.planning.rehearsal.program import RankProgram
+from bapo_megatron.planning.rehearsal.records import Call
 from bapo_megatron.types import COLUMNS
 from tests.support.workers import run_layout
 

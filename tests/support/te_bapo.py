@@ -14,8 +14,7 @@ from pathlib import Path
 
 def main() -> int:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from bapo_megatron.planning.rehearsal.layers import find_sources
-    from bapo_megatron.planning.rehearsal.transformer_engine import kernel
+    from bapo_megatron.planning.rehearsal.transformer_engine import extension, find_sources
     from bapo_megatron.planning.rehearsal.transformer_engine.installation import install
 
     version, counts, *arguments = sys.argv[1:]
@@ -31,7 +30,7 @@ def main() -> int:
     try:
         return cli.run(arguments)
     finally:
-        Path(counts).write_text(json.dumps(kernel.calls))
+        Path(counts).write_text(json.dumps(extension.calls))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.planning.rehearsal.layers import find_sources
+from bapo_megatron.planning.rehearsal.transformer_engine import find_sources
 
 ROOT = Path(__file__).parents[2]
 APEX = "apex"
@@ -119,7 +119,7 @@ def _with_choices(
     choices: Choices, function: Callable[..., Any], *arguments: Any
 ) -> tuple[Any, Counter[str]]:
     """On a rank: what the function returns, and the calls of kernels that it made."""
-    from bapo_megatron.planning.rehearsal.transformer_engine import kernel
+    from bapo_megatron.planning.rehearsal.transformer_engine import extension
     from bapo_megatron.planning.rehearsal.transformer_engine.installation import answer_architecture
     from bapo_megatron.policy import device
 
@@ -134,9 +134,9 @@ def _with_choices(
         from bapo_megatron.policy import model
 
         model.has_cuda = lambda: True
-    kernel.calls.clear()
+    extension.calls.clear()
     result = function(*arguments)
-    return result, Counter(kernel.calls)
+    return result, Counter(extension.calls)
 
 
 def take_float32() -> None:

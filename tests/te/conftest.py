@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.planning.rehearsal.layers import VERSIONS
+from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.te_process import TransformerEngineProcess
 from tests.support.tiers import slow_but

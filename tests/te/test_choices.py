@@ -123,11 +123,11 @@ def test_all_packs_share_one_rope_table(
 
 def rows_of_rope(folder: Path, samples: list[Sample]) -> tuple[list[int], list[int]]:
     """The longest document of each pack, and the rows of RoPE's tables that the kernel gets, in order."""
-    from bapo_megatron.planning.rehearsal.transformer_engine import kernel
+    from bapo_megatron.planning.rehearsal.transformer_engine import extension
     from bapo_megatron.policy.megatron import MegatronPolicy
 
     rows: list[int] = []
-    kernel.observers.append(
+    extension.observers.append(
         lambda name, given, _: rows.append(len(given[1])) if "fused_rope" in name else None
     )
     batch = BatchConfig(pack_tokens=96)

@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf import parameter_map
-from bapo_megatron.planning.rehearsal.layers import VERSIONS
+from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS
 from bapo_megatron.policy.attention import context_parallel, core
 from tests.distributed.test_layouts import LAYOUTS, Answer, answer, check_agreement, layout
 from tests.support.models import FAMILIES, save_tiny_model

@@ -151,7 +151,7 @@ def test_the_tools_for_checkpoints_stand_alone() -> None:
 MAY_UNPICKLE = {
     "bapo_megatron.runtime.child_process",
     "bapo_megatron.policy.background_save",
-    "bapo_megatron.planning.rehearsal.processes",
+    "bapo_megatron.planning.rehearsal.job",
 }
 LOADERS = {"load", "loads", "Unpickler", "unsafe_load", "full_load", "load_all"}
 UNSAFE_MODULES = {

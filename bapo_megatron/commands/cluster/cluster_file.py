@@ -1,7 +1,7 @@
 """Cluster file: the TOML settings of a Slurm site, which ``bapo submit --cluster FILE`` reads and checks.
 
 ``load_cluster`` raises one ConfigError with all problems of names and types, or else of values, before
-anything is submitted. Used by ``job.py``, ``partition.py`` and ``submit.py``.
+anything is submitted. Used by ``job.py`` and ``submit.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 """Characters that no line of a job's script can hold: what follows a line end would be a command."""
 
+_TEXTS = ("account", "partition", "qos", "constraint", "mem", "container")
 _OF_THE_FILE = ("account", "partition", "time", "qos", "constraint", "mem", "cpus-per-task")
 _OF_THE_JOB = {
     "signal": "set lead_s",
@@ -48,8 +49,7 @@ _OF_THE_JOB = {
 class Budgets:
     """Requeue budgets, the file's table ``budgets``: how often a job may be requeued, for each kind of end.
 
-    The job's script (slurm/lib/requeue.sh) counts; beyond its budget a job is not requeued. Part of
-    ``ClusterFile``.
+    The job's script (slurm/lib/requeue.sh) counts.
     """
 
     crash: Annotated[int, Ge(0)] = 5
@@ -60,10 +60,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Health:
-    """Health checks that a node must pass before a run starts on it: the file's table ``health``.
-
-    The job's script makes them (slurm/probe.py). Part of ``ClusterFile``.
-    """
+    """Health checks that a node must pass before a run starts on it (slurm/probe.py): table ``health``."""
 
     probe: str = "on"
     """`on` or `off`."""
@@ -77,10 +74,7 @@ class Health:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """Settings of one Slurm site, as ``slurm/clusters/*.toml`` has them: plain data, of the right types.
-
-    Times are in seconds unless their names say otherwise. Made by ``load_cluster`` for ``ClusterJob``.
-    """
+    """Settings of one Slurm site, as ``slurm/clusters/*.toml`` has them."""
 
     account: str
     partition: str
@@ -143,9 +137,9 @@ def load_cluster(path: Path) -> ClusterFile:
         raise ConfigError(f"cluster file {path} does not exist; slurm/clusters/ has examples") from None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cluster file {path} cannot be read: {error}") from None
-    wrong = table_problems(ClusterFile, found)
     problems = [
-        f"{name}{problem}{_EXAMPLES.get(name, '') if name in found else ''}" for name, problem in wrong
+        f"{name}{problem}{_EXAMPLES.get(name, '') if name in found else ''}"
+        for name, problem in table_problems(ClusterFile, found)
     ]
     if not problems:
         cluster = _build(found)
@@ -209,8 +203,7 @@ def _broken_lines(cluster: ClusterFile) -> Iterator[str]:
     for flag in cluster.sbatch:
         if not _FLAG.fullmatch(flag):
             yield f"sbatch.{flag!a} is no flag of sbatch: write its name without dashes in front"
-    names = ("account", "partition", "qos", "constraint", "mem", "container")
-    texts = {name: getattr(cluster, name) for name in names}
+    texts = {name: getattr(cluster, name) for name in _TEXTS}
     texts |= {f"sbatch.{flag}": value for flag, value in cluster.sbatch.items()}
     texts |= {f"mounts[{place}]": mount for place, mount in enumerate(cluster.mounts)}
     for name, text in texts.items():

@@ -1,8 +1,7 @@
 """Slurm job of a recipe: node groups, environment settings, and the checks before its submission.
 
-The checks look for contradictions of recipe and cluster file, missing container mounts, memory that does not
-fit, and inputs that this machine lacks. Nothing here calls Slurm: ``submit.py`` makes the job, has it
-checked, and hands its specification to ``slurm/launch.py``. Used by ``submit.py``.
+Nothing here calls Slurm: ``submit.py`` makes the job, has it checked, and hands its specification to
+``slurm/launch.py``. Used by ``submit.py``.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import dataclasses
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.cluster.cluster_file import CONTROL, ClusterFile
@@ -21,45 +20,15 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.hardware import GB
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
-from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.plan import make_plan, nodes_text, summary
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
-from bapo_megatron.planning.summary import nodes_text, summary
-from bapo_megatron.planning.verdict import rehearsal_verdict
+from bapo_megatron.planning.rehearsal.results import rehearsal_verdict
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
-
-def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator[str]:
-    """Missing mounts: one line for each path that the container does not mount. ``paths`` are named by role.
-
-    ``mounts``: HOST:CONTAINER, with options after another colon. Tasks use the host's paths, so only a mount
-    with two equal sides counts, of the path itself or of a folder above it.
-    """
-    places = [mount.split(":") for mount in mounts]
-    shown = [
-        PurePosixPath(host) for host, inside, *_ in places if PurePosixPath(host) == PurePosixPath(inside)
-    ]
-    for what, path in paths.items():
-        if not any(PurePosixPath(path).is_relative_to(folder) for folder in shown):
-            folder = path.parent if what == "recipe" or what.startswith("data file") else path
-            yield f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
-            shown.append(PurePosixPath(folder))  # once told, it also covers the paths below it
+_TO_SLURM = ("account", "partition", "time", "qos", "constraint", "cpus_per_task", "mem")
 
 
-def absent_inputs(config: RunConfig, root: Path) -> Iterator[str]:
-    """Absent inputs: one line for each model or dataset that this machine lacks; nodes may have it."""
-    model = root / config.model.hf_path
-    if not (model / "config.json").is_file():
-        yield f"model.hf_path: {model} has no config.json on this machine; the nodes must have the model"
-    for source in config.data.files if config.rollout.replay is None else ():
-        data, field = (
-            root / source.path,
-            f"data.sources[{source.name}]" if config.data.sources else "data.path",
-        )
-        if not data.exists():
-            yield f"{field}: {data} is absent on this machine; the nodes must have it (docs/data.md)"
-
-
-def without_run_dir(flags: Sequence[str]) -> Iterator[str]:
+def _without_run_dir(flags: Sequence[str]) -> Iterator[str]:
     """The flags of `bapo train` without `--run-dir` and its value, in any spelling that tyro accepts."""
     words = iter(flags)
     for word in words:
@@ -74,9 +43,7 @@ def without_run_dir(flags: Sequence[str]) -> Iterator[str]:
 class ClusterJob:
     """Slurm job of one recipe: the recipe with its flags, the cluster file, and all that follows from both.
 
-    Immutable; its methods compute and read files; ``rehearsal_misfits`` alone starts processes, for
-    minutes. ``check_job`` calls the checks in their order. Made by ``submit``, which hands
-    its ``specification`` to ``slurm/launch.py``.
+    Immutable; its methods compute and read files; ``rehearsal_misfits`` alone starts processes, for minutes.
     """
 
     config: RunConfig
@@ -176,10 +143,9 @@ class ClusterJob:
         if rollout.engine != "sglang" or rollout.replay is not None or elsewhere:
             return None
         training = min(self.processes, self.tasks_per_node)
-        problem = (
-            placement_problem(rollout, cluster.gpus_per_node, training) if cluster.gpus_per_node else None
-        )
-        if problem is None:
+        if not cluster.gpus_per_node:
+            return None
+        if (problem := placement_problem(rollout, cluster.gpus_per_node, training)) is None:
             return None
         return (
             f"rollout_nodes = 0, and the recipe's SGLang servers need nodes of their own: set rollout_nodes "
@@ -187,17 +153,27 @@ class ClusterJob:
         )
 
     def missing_mounts(self) -> list[str]:
-        """Missing container mounts: paths that every task needs, with what to add to `mounts`."""
+        """Missing container mounts: paths that every task needs, with what to add to `mounts`.
+
+        Tasks use the host's paths, so only a mount with two equal sides counts.
+        """
         if self.cluster.container is None:
             return []
-        inside = [PurePosixPath(mount.split(":")[1]) for mount in self.cluster.mounts]
+        places = [[Path(side) for side in mount.split(":")[:2]] for mount in self.cluster.mounts]
         # One that this machine lacks may be in the image, or have another path outside: it is only warned of.
         inputs = {
             what: path
             for what, path in self._inputs().items()
-            if os.path.exists(path) and not any(PurePosixPath(path).is_relative_to(place) for place in inside)
+            if os.path.exists(path) and not any(path.is_relative_to(inside) for _, inside in places)
         }
-        return list(missing_mounts(self._paths() | inputs, self.cluster.mounts))
+        shown, missing = [host for host, inside in places if host == inside], []
+        for what, path in (self._paths() | inputs).items():
+            if not any(path.is_relative_to(folder) for folder in shown):
+                folder = path.parent if what == "recipe" or what.startswith("data file") else path
+                line = f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
+                missing.append(line)
+                shown.append(folder)  # once told, it also covers the paths below it
+        return missing
 
     def _paths(self) -> dict[str, Path]:
         """Paths that every task needs, by their roles, and that this machine has at the same place."""
@@ -231,7 +207,7 @@ class ClusterJob:
 
     def warnings(self) -> Iterator[str]:
         """Warnings that do not stop the submission."""
-        yield from absent_inputs(self.config, self.root)
+        yield from self._absent_inputs()
         need, disk = self._disk_need(), self.cluster.health.disk_gb
         if self.cluster.health.probe == "on" and need is not None and disk < need:
             yield (
@@ -249,6 +225,16 @@ class ClusterJob:
                 "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
                 "back (docs/operations.md); two nodes in each group go on without one rollout node"
             )
+
+    def _absent_inputs(self) -> Iterator[str]:
+        """Models and datasets that this machine lacks; nodes may have them."""
+        data, model = self.config.data, self.root / self.config.model.hf_path
+        if not (model / "config.json").is_file():
+            yield f"model.hf_path: {model} has no config.json on this machine; the nodes must have the model"
+        for source in data.files if self.config.rollout.replay is None else ():
+            field = f"data.sources[{source.name}]" if data.sources else "data.path"
+            if not (path := self.root / source.path).exists():
+                yield f"{field}: {path} is absent on this machine; the nodes must have it (docs/data.md)"
 
     def _shares(self) -> Iterator[str]:
         """Memory and cores that are left to Slurm's defaults, mostly a small share of a node."""
@@ -294,23 +280,21 @@ class ClusterJob:
         replicas = self.processes // self.config.parallel.model_size
         parallel = dataclasses.replace(self.config.parallel, data=max(1, replicas))
         run = dataclasses.replace(self.config, parallel=parallel)
-        engine_gpus = self.rollout_nodes * self.cluster.gpus_per_node or None
         options = PlanOptions(
             gpu=self.cluster.gpu,  # type: ignore[arg-type]  # checked when the file was read
-            engine_gpus=engine_gpus,
+            engine_gpus=self.rollout_nodes * self.cluster.gpus_per_node or None,
         )
         return Job(run, find_shape(self.recipe, run.model.hf_path), options)
 
     def arguments(self) -> str:
         """Recipe and flags, quoted as one line of shell."""
         # The run directory is absolute: nodes may see another working directory.
-        words = [str(self.recipe), *without_run_dir(self.flags), "--run-dir", str(self.run_dir)]
+        words = [str(self.recipe), *_without_run_dir(self.flags), "--run-dir", str(self.run_dir)]
         return shlex.join(words)
 
     def settings(self) -> dict[str, str]:
         """Variables of `slurm/lib/settings.sh`, and those of the cluster file."""
         cluster, budgets, health = self.cluster, self.cluster.budgets, self.cluster.health
-        tensor = self.config.rollout.sglang.tensor
         found = {
             "BAPO_ROOT": self.root,
             "BAPO_SLURM": self.templates,
@@ -325,7 +309,7 @@ class ClusterJob:
             "BAPO_MAX_TIME_LIMITS": budgets.time_limit,
             "BAPO_MAX_NODE_FAILURES": budgets.node_failure,
             "BAPO_SERVERS_PER_NODE": self.servers_per_node,
-            "BAPO_SERVER_GPUS": tensor,
+            "BAPO_SERVER_GPUS": self.config.rollout.sglang.tensor,
             "BAPO_ENGINES_WAIT_S": cluster.engines_wait_s,
             "BAPO_LOOK_S": cluster.look_s,
             "BAPO_HEALTH": health.probe,
@@ -345,18 +329,15 @@ class ClusterJob:
             )
         return {name: str(value) for name, value in found.items()} | inside
 
-    def groups(self) -> Sequence[dict[str, Any]]:
+    def groups(self) -> list[dict[str, Any]]:
         """Groups of nodes: the trainer's, then those of the rollout servers."""
-        roles = [("trainer", self.trainer_nodes, self.tasks_per_node)]
+        cores, tasks = self.cluster.cpus_per_task, self.tasks_per_node
+        found = [{"role": "trainer", "nodes": self.trainer_nodes, "tasks": tasks, "cpus_per_task": cores}]
         if self.rollout_nodes:
-            roles.append(("rollout", self.rollout_nodes, 1))
-        # The one task of a rollout node has all its servers: it gets the cores that a node's ranks would.
-        cores = {"trainer": self.cluster.cpus_per_task}
-        cores["rollout"] = cores["trainer"] and cores["trainer"] * self.tasks_per_node
-        return [
-            {"role": role, "nodes": nodes, "tasks": tasks, "cpus_per_task": cores[role]}
-            for role, nodes, tasks in roles
-        ]
+            # Its one task has all servers of the node: it gets the cores that a node's ranks would.
+            cores = cores and cores * tasks
+            found += [{"role": "rollout", "nodes": self.rollout_nodes, "tasks": 1, "cpus_per_task": cores}]
+        return found
 
     def specification(self) -> dict[str, Any]:
         """The job's specification for `slurm/launch.py`, as plain values."""
@@ -367,20 +348,12 @@ class ClusterJob:
             "root": str(self.root),
             "templates": str(self.templates),
             "arguments": self.arguments(),
-            "groups": list(self.groups()),
+            "groups": self.groups(),
             "settings": self.settings(),
             "gpus_per_node": cluster.gpus_per_node,
             "lead_s": cluster.lead_s,
-            "slurm": {
-                "account": cluster.account,
-                "partition": cluster.partition,
-                "time": cluster.time,
-                "qos": cluster.qos,
-                "constraint": cluster.constraint,
-                "cpus_per_task": cluster.cpus_per_task,
-                "mem": cluster.mem,
-                "exclusive": cluster.exclusive or None,
-            },
+            "slurm": {name: getattr(cluster, name) for name in _TO_SLURM}
+            | {"exclusive": cluster.exclusive or None},
             "sbatch": cluster.sbatch,
             "container": cluster.container,
             "mounts": list(cluster.mounts),

@@ -1,7 +1,7 @@
-"""The job of a run: a Slurm job or a process of this machine, its state, and its cancellation.
+"""The job of a run, a Slurm job or a process of this machine: its state, its logs, its cancellation.
 
-Slurm's commands are called with a deadline. ConfigError if there is nothing to cancel. Used by
-``commands.py``, ``partition.py``, ``status.py`` and ``submit.py``.
+``bapo logs`` and ``bapo cancel``. Slurm's commands are called with a deadline. Logs are those of the newest
+start, RUN/logs/JOB/RESTART/*.log of a Slurm job. Used by ``status.py`` and ``submit.py``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import TextIO
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, printable, refuse_arguments
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -31,7 +35,11 @@ LIVE_STATES = (
 """States of a job that runs or will run: also one that a preemption suspends, or that Slurm holds."""
 
 _DEADLINE_S = 15.0
+_ASK_S = 30.0
+"""Seconds for which an answer of Slurm may hold while logs are followed."""
 _MOST_STATE_BYTES = 1 << 20
+_LINES, _TAIL_BYTES = 40, 1 << 20
+"""Most lines, and bytes, of a log that are shown."""
 _DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
 
@@ -40,8 +48,7 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 class JobState:
     """State of a Slurm job, as plain data from RUN/slurm.state, which slurm/lib/state.sh writes.
 
-    A number that the file lacks is 0, a text "". Made by ``read_job_state`` for `bapo status` and `bapo
-    cancel`.
+    A number that the file lacks is 0, a text "".
     """
 
     job: str
@@ -68,12 +75,10 @@ def read_job_state(run: Path, ask: Ask | None = None) -> JobState | None:
     begun, submitted = _read_state_file(run), _submitted(run)
     if submitted is None or (begun is not None and submitted <= _number(begun.job)):
         return begun
-    is_over = begun is None or begun.status in ("done", "stopped", "cancelled")
-    if not is_over and begun is not None:
+    if begun is not None and begun.status not in ("done", "stopped", "cancelled"):
         queued = (ask or queue_state)(begun.job)  # it may have been killed, and left no word
-        is_over = queued is not None and queued[0] not in LIVE_STATES
-    if not is_over:
-        return begun
+        if queued is None or queued[0] in LIVE_STATES:
+            return begun
     return JobState(str(submitted), 0, "submitted", 0, "", "", dict.fromkeys(_COUNTERS, 0))
 
 
@@ -124,10 +129,7 @@ def queue_state(job: str) -> tuple[str, str] | None:
 
 
 class SlurmError(Exception):
-    """Error of a Slurm command that failed, gave no answer in time, or is not installed.
-
-    Raised by ``call_slurm``.
-    """
+    """Error of a Slurm command that failed, gave no answer in time, or is not installed."""
 
 
 def call_slurm(*command: str) -> str:
@@ -181,6 +183,106 @@ def _has_open(pid: int, file: os.stat_result) -> bool:
     return False
 
 
+def _number(text: str | None) -> int:
+    return int(text) if text and re.fullmatch(r"-?[0-9]{1,15}", text) else 0
+
+
+# --- logs ----------------------------------------------------------------------------------------
+
+
+def logs_command(arguments: Sequence[str]) -> None:
+    """``bapo logs RUN [--follow] [--all]``: print the last lines of a run's newest logs."""
+    run, switches = run_and_switches("logs", arguments, "--follow", "--all")
+    (follow_logs if "--follow" in switches else show_logs)(run, sys.stdout, "--all" in switches)
+
+
+def newest_logs(run: Path, every_rank: bool = False, ask: Ask | None = None) -> list[Path]:
+    """Log files of the newest start: the job's, rank 0's and the servers'; with ``every_rank`` all.
+
+    Of the job that trains, if there is one: a later job may evaluate or convert its checkpoints. ``ask``: as
+    of ``read_job_state``.
+    """
+    starts = [
+        folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
+    ]
+    if not starts:
+        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run, read_job_state(run, ask))
+    job = read_job_state(run, ask)
+    if job and job.status == "submitted" and (outputs := _outputs(run, job)):
+        return outputs
+    starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
+    folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
+    logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
+    return [path for path in logs if every_rank or _is_shown(path.name)]
+
+
+def _outputs(run: Path, job: JobState | None) -> list[Path]:
+    """Slurm's own output of a job that has not begun to write logs, or could not."""
+    return sorted(RunPaths(run).logs.glob(f"sbatch_*_{job.job}.out")) if job else []
+
+
+def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
+    """Print the last lines of each log. ConfigError if the run has none."""
+    logs = newest_logs(run, every_rank)
+    if not logs:
+        raise ConfigError(
+            f"{run} has no logs: a job that waits has none yet, and a run that was started by hand writes to "
+            f"its terminal"
+        )
+    for path in logs:
+        with read_plain(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        out.write(f"==> {path.relative_to(run)} <==\n")
+        out.write("".join(f"{printable(line)}\n" for line in lines[-_LINES:]))
+
+
+def follow_logs(
+    run: Path, out: TextIO, every_rank: bool = False, is_following: Callable[[], bool] = lambda: True
+) -> None:
+    """Print new log lines, also those of later starts, until interrupted (`tail -f`)."""
+    show_logs(run, out, every_rank)
+    seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
+    last: Path | None = None
+    ask = _asked_rarely()
+    while is_following():
+        time.sleep(0.5)
+        for path in newest_logs(run, every_rank, ask):
+            size = path.stat().st_size
+            with read_plain(path) as file:
+                file.seek(seen.get(path, 0) if size >= seen.get(path, 0) else 0)
+                text = file.read().decode(errors="replace")
+            seen[path] = size
+            if not text:
+                continue
+            if path != last:
+                out.write(f"==> {path.relative_to(run)} <==\n")
+                last = path
+            out.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
+            out.flush()
+
+
+def _asked_rarely() -> Ask:
+    """``queue_state`` with answers that are kept for a while: logs are looked at twice a second, and Slurm's
+    controller serves the whole cluster."""
+    answers = lru_cache(lambda job, _moment: queue_state(job))
+    return lambda job: answers(job, time.monotonic() // _ASK_S)
+
+
+def _is_shown(name: str) -> bool:
+    return name.startswith(("job", "rollout")) or (name.startswith("trainer") and name.endswith("-0.log"))
+
+
+# --- cancellation --------------------------------------------------------------------------------
+
+
+def cancel_command(arguments: Sequence[str]) -> None:
+    """``bapo cancel RUN [--now]``: stop a run after it has saved, or at once."""
+    run, switches = run_and_switches("cancel", arguments, "--now")
+    print(cancel(run, "--now" in switches))
+
+
 def cancel(run: Path, at_once: bool = False) -> str:
     """Cancel the run: it saves first, unless ``at_once``. Returns a sentence that says what was done.
 
@@ -214,5 +316,11 @@ def cancel(run: Path, at_once: bool = False) -> str:
     raise ConfigError(f"{run} is not running here, and no job of it is in the queue")
 
 
-def _number(text: str | None) -> int:
-    return int(text) if text and re.fullmatch(r"-?[0-9]{1,15}", text) else 0
+def run_and_switches(command: str, arguments: Sequence[str], *known: str) -> tuple[Path, set[str]]:
+    """The run directory and the switches of ``arguments``. An unknown switch prints the usage and exits."""
+    switches = {word for word in arguments if word.startswith("-")}
+    names = [word for word in arguments if not word.startswith("-")]
+    if len(names) != 1 or switches - set(known):
+        usage = " ".join(["usage: bapo", command, "RUN", *(f"[{name}]" for name in known)])
+        refuse_arguments(arguments, f"{usage}, with the directory of a run")
+    return Path(names[0]), switches

@@ -1,30 +1,30 @@
-"""Status of a run, read from its directory and from Slurm's queue; and its logs.
+"""``bapo status``: status of a run, read from its directory and from Slurm's queue.
 
 ``read_status`` locks nothing and leaves nothing behind. Ages of files are by the clock of their file system,
-which may differ from this machine's. A file system that hangs blocks it: ``bapo status`` calls it in a child
-process with a deadline. Logs are those of the newest start, RUN/logs/JOB/RESTART/*.log of a Slurm job;
-ConfigError if there is none. Used by ``commands.py``.
+which may differ from this machine's. A file system that hangs blocks it: ``status_command`` calls it in a
+child process with a deadline.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.run_job import (
     LIVE_STATES,
-    Ask,
     JobState,
     lock_holder,
     queue_state,
     read_job_state,
+    run_and_switches,
 )
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
@@ -38,14 +38,42 @@ from bapo_megatron.runtime.text_table import text_table
 
 FRESH_S = 60.0
 """Age of an entry in RUN/engines at which its server counts as gone, seconds."""
+_WITHOUT_END = {
+    "submitted": "it ended before its script began (`bapo logs`)",
+    "running": "it ended without a record",
+    "requeued": "it was cancelled before it started again",
+}
+"""What became of a job that is over by Slurm, and not by its state file."""
+_WATCH_S = 5.0
+_STATUS_DEADLINE_S = 30.0
+"""Deadline for reading a run's status from its file system, seconds; longer than Slurm's own deadline."""
+_CLOCK_S = 2.0
+_MOST_ENTRY_BYTES = 1 << 16
+
+
+def status_command(arguments: Sequence[str]) -> None:
+    """``bapo status RUN [--watch]``: print the status of a run."""
+    run, switches = run_and_switches("status", arguments, "--watch")
+    while True:
+        try:
+            text = within(_STATUS_DEADLINE_S, lambda: status_text(read_status(run)))
+        except NoAnswer:
+            text = f"{run} has not answered for {_STATUS_DEADLINE_S:g} s: its file system hangs\n"
+            if "--watch" not in switches:
+                sys.exit(text.rstrip())
+        if "--watch" not in switches:
+            print(text, end="")
+            return
+        from rich.console import Console
+
+        Console(force_terminal=sys.stdout.isatty()).clear()  # a terminal's screen; nothing in a pipe
+        print(text, flush=True)
+        time.sleep(_WATCH_S)
 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run at one moment, as plain data; None where nothing is known.
-
-    Made by ``read_status``, printed by ``status_text``.
-    """
+    """Status of a run at one moment, as plain data; None where nothing is known."""
 
     run: Path
     job: JobState | None
@@ -188,13 +216,9 @@ def _state(run: Path, job: JobState | None) -> str:
     state, reason = queued
     if state in (*LIVE_STATES, "COMPLETING"):
         return f"{state} ({reason})" if reason else state
-    if job.status == "submitted":
-        return f"{state or 'not in the queue'}; it ended before its script began (`bapo logs`)"
-    if job.status == "running":
-        return f"{state or 'not in the queue'}; it ended without a record"
-    if job.status == "requeued":
-        return f"{state or 'not in the queue'}; it was cancelled before it started again"
-    return job.status
+    if job.status not in _WITHOUT_END:
+        return job.status
+    return f"{state or 'not in the queue'}; {_WITHOUT_END[job.status]}"
 
 
 def _continued_by_hand(run: Path, job: JobState) -> bool:
@@ -217,10 +241,8 @@ def _continued_by_hand(run: Path, job: JobState) -> bool:
 def _ended(run: Path) -> str:
     """State of a local run that no process here has open, by its last beginning or end in events.jsonl."""
     last = last_turn(tail_rows(RunPaths(run).events))
-    if last in ENDS:
-        return f"not running, {last}"
-    if last is None:
-        return "not running"
+    if last is None or last in ENDS:
+        return f"not running, {last}" if last else "not running"
     return "not running here, and no end is recorded: killed, or on another machine"
 
 
@@ -318,99 +340,3 @@ def ago(seconds: float | None) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name} ago"
     return f"{max(0.0, seconds):.0f} s ago"
-
-
-_LINES = 40
-_ASK_S = 30.0
-_CLOCK_S = 2.0
-_MOST_ENTRY_BYTES = 1 << 16
-_TAIL_BYTES = 1 << 20
-
-
-def newest_logs(run: Path, every_rank: bool = False, ask: Ask | None = None) -> list[Path]:
-    """Log files of the newest start: the job's, rank 0's and the servers'; with ``every_rank`` all.
-
-    Of the job that trains, if there is one: a later job may evaluate or convert its checkpoints. ``ask``: as
-    of ``read_job_state``.
-    """
-    starts = [
-        folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
-    ]
-    if not starts:
-        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run, read_job_state(run, ask))
-    job = read_job_state(run, ask)
-    if job and job.status == "submitted" and (outputs := _outputs(run, job)):
-        return outputs
-    starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
-    folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
-    logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
-    return [path for path in logs if every_rank or _is_shown(path.name)]
-
-
-def _outputs(run: Path, job: JobState | None) -> list[Path]:
-    """Slurm's own output of a job that has not begun to write logs, or could not."""
-    return sorted(RunPaths(run).logs.glob(f"sbatch_*_{job.job}.out")) if job else []
-
-
-def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
-    """Print the last lines of each log. ConfigError if the run has none."""
-    logs = newest_logs(run, every_rank)
-    if not logs:
-        raise ConfigError(
-            f"{run} has no logs: a job that waits has none yet, and a run that was started by hand writes to "
-            f"its terminal"
-        )
-    for path in logs:
-        with read_plain(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        out.write(f"==> {path.relative_to(run)} <==\n")
-        out.write("".join(f"{printable(line)}\n" for line in lines[-_LINES:]))
-
-
-def follow_logs(
-    run: Path, out: TextIO, every_rank: bool = False, is_following: Callable[[], bool] = lambda: True
-) -> None:
-    """Print new log lines, also those of later starts, until interrupted (`tail -f`)."""
-    show_logs(run, out, every_rank)
-    seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
-    last: Path | None = None
-    ask = _asked_rarely()
-    while is_following():
-        time.sleep(0.5)
-        for path in newest_logs(run, every_rank, ask):
-            size = path.stat().st_size
-            with read_plain(path) as file:
-                file.seek(seen.get(path, 0) if size >= seen.get(path, 0) else 0)
-                text = file.read().decode(errors="replace")
-            seen[path] = size
-            if not text:
-                continue
-            if path != last:
-                out.write(f"==> {path.relative_to(run)} <==\n")
-                last = path
-            out.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
-            out.flush()
-
-
-def _asked_rarely() -> Ask:
-    """``queue_state`` with answers that are kept for a while: logs are looked at twice a second, and Slurm's
-    controller serves the whole cluster."""
-    answers: dict[str, tuple[float, tuple[str, str] | None]] = {}
-
-    def ask(job: str) -> tuple[str, str] | None:
-        now = time.monotonic()
-        if job not in answers or now - answers[job][0] > _ASK_S:
-            answers[job] = now, queue_state(job)
-        return answers[job][1]
-
-    return ask
-
-
-def _is_shown(name: str) -> bool:
-    return name.startswith(("job", "rollout")) or (name.startswith("trainer") and name.endswith("-0.log"))
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else -1

@@ -2,27 +2,34 @@
 
 ``slurm/launch.py`` submits with NeMo-Run, in a process of its own, under a Python that has NeMo-Run.
 ConfigError if a check fails or nothing could be submitted. With ``--dry-run`` the script is printed and no
-file is written.
+file is written. ``submission_environment`` says which variables of this shell a job gets,
+``partition_warnings`` what it would wait for in vain.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from bapo_megatron.commands.cluster.cluster_file import load_cluster
-from bapo_megatron.commands.cluster.environment import submission_environment
+from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster, seconds_of
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
-from bapo_megatron.commands.cluster.partition import partition_warnings
-from bapo_megatron.commands.cluster.run_job import LIVE_STATES, queue_state, read_job_state
+from bapo_megatron.commands.cluster.run_job import (
+    LIVE_STATES,
+    SlurmError,
+    call_slurm,
+    queue_state,
+    read_job_state,
+)
 from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
@@ -37,10 +44,7 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """The parsed command line of ``bapo submit``, with the flags that it leaves to ``bapo train``.
-
-    ``submit_command`` passes it to ``submit``.
-    """
+    """The parsed command line of ``bapo submit``, with the flags that it leaves to ``bapo train``."""
 
     recipe: Path
     cluster: Path
@@ -146,12 +150,12 @@ def earlier_job(run: Path) -> str | None:
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
     """Run `slurm/launch.py` in an interpreter that has NeMo-Run; its standard output."""
-    if not dry_run and shutil.which("sbatch") is None:
-        raise ConfigError(
-            "there is no sbatch on this machine: submit on a login node of the cluster; --dry-run prints the "
-            "job here"
-        )
     if not dry_run:
+        if shutil.which("sbatch") is None:
+            raise ConfigError(
+                "there is no sbatch on this machine: submit on a login node of the cluster; --dry-run prints "
+                "the job here"
+            )
         # Before the submission: launch.py writes the script there, and Slurm opens the job's log there.
         try:
             RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
@@ -200,3 +204,73 @@ def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
         f"NeMo-Run is not installed: `make nemo-run` installs it into .venv-nemo-run; an environment "
         f"elsewhere is named by {PYTHON_VARIABLE}. `sbatch slurm/train.sbatch` needs none of it"
     )
+
+
+_OF_CLIENTS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_SACK_KEY")
+"""Slurm's variables that say where and who its controller is, and not what a job is."""
+_OF_CONTAINERS = tuple(f"PYXIS_CONTAINER_{name}" for name in ("IMAGE", "MOUNTS", "WORKDIR", "NAME", "SAVE"))
+"""Defaults of pyxis for every srun: also of a job that has no container."""
+_OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_")
+
+
+def submission_environment(
+    shell: Mapping[str, str], settings: Container[str], library: Path
+) -> tuple[dict[str, str], list[str]]:
+    """The environment for the submission of a job, and the names of what it leaves out and a user may miss.
+
+    ``sbatch`` hands its environment on to the job, where variables of other purposes would take effect
+    without a word: defaults of sbatch (stronger than the script's header), those of the job that this shell
+    is in (Slurm 24.11 refuses two different SLURM_CPUS_PER_TASK), and settings of a job by plain sbatch.
+    ``shell``: the environment of the command. ``settings``: names that the job's script sets itself.
+    ``library``: the folder ``slurm/lib``, whose ``settings.sh`` has the names of all settings of a job.
+    """
+    of_plain_sbatch = {"BAPO_DEVICE", *re.findall(r"(?m)^(BAPO_\w+)=", (library / "settings.sh").read_text())}
+    in_a_job = "SLURM_JOB_ID" in shell
+    kept, left_out = {}, []
+    for name, value in shell.items():
+        if in_a_job and name.startswith(_OF_JOBS) and name not in _OF_CLIENTS:
+            continue
+        # NeMo-Run's environment has other versions of packages than this one, which PYTHONPATH would mix in.
+        if name == "PYTHONPATH" or name in of_plain_sbatch or name.startswith(("SBATCH_", *_OF_CONTAINERS)):
+            if name not in settings:
+                left_out.append(name)
+            continue
+        kept[name] = value
+    return kept, sorted(left_out)
+
+
+_PARTITION = re.compile(r"([^|]+)\|(infinite|UNLIMITED|n/a|(?:\d+-)?\d+(?::\d+){0,2})\|(\d+)")
+"""Partition, time limit and number of nodes."""
+
+
+def partition_warnings(cluster: ClusterFile, nodes: int) -> Iterator[str]:
+    """What the file's partition cannot give by ``sinfo``: its time, or ``nodes`` nodes.
+
+    Slurm lets such a job wait for ever. Warnings alone, since a site's QOS may raise the limits; none where
+    Slurm does not answer.
+    """
+    try:
+        # Lines of a partition are for each state of its nodes; a hidden partition needs -a.
+        said = call_slurm("sinfo", "-a", "-h", "-p", cluster.partition, "-o", "%R|%l|%D")
+    except SlurmError:
+        return
+    sizes: dict[str, int] = defaultdict(int)
+    limits: dict[str, str] = {}
+    for line in said.splitlines():
+        if found := _PARTITION.fullmatch(line):  # a site's sinfo may say more
+            name, limit, count = found.groups()
+            sizes[name] += int(count)
+            limits[name] = limit
+    if not limits:
+        return
+    ends = [seconds_of(limit) if limit[:1].isdigit() else float("inf") for limit in limits.values()]
+    if seconds_of(cluster.time) > max(ends):
+        yield (
+            f"time = {cluster.time!r} is above the limit of partition {cluster.partition}, "
+            f"{', '.join(sorted(set(limits.values())))}: the job would wait for ever (PartitionTimeLimit)"
+        )
+    if nodes > max(sizes.values()):
+        yield (
+            f"the job takes {nodes} nodes, and partition {cluster.partition} has {max(sizes.values())}: it "
+            f"would wait for ever"
+        )

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.machine import Disk, machine_rows
-from bapo_megatron.commands.doctor.namespaces import sandbox_rows
+from bapo_megatron.commands.doctor.machine import machine_rows, sandbox_rows
 from bapo_megatron.commands.doctor.packages import package_rows
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, check_recipe
 from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, lines, one_line, summary_line
@@ -31,10 +30,7 @@ start. `bapo train RECIPE --help` lists the flags.
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """The parsed command line of ``bapo doctor``: the recipe if there is one, its flags, and ``--json``.
-
-    Made by ``of`` for ``run_doctor``.
-    """
+    """The parsed command line of ``bapo doctor``: the recipe if there is one, its flags, and ``--json``."""
 
     recipe: Path | None
     flags: tuple[str, ...] = ()
@@ -51,8 +47,7 @@ class DoctorArguments:
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Print the report as it is made. Exit code: 0 if a run could start, else 1. ConfigError for wrong
-    flags."""
+    """Print the report as it is made. Exit code 1 if a run could not start. ConfigError for wrong flags."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
         return 0
@@ -72,13 +67,16 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
     """Every row of the report, section by section."""
     # The recipe is checked first, since it says what the other sections need, and printed last.
     told, facts = ([], None) if command.recipe is None else check_recipe(command.recipe, command.flags)
+    need = facts or RecipeFacts()
+    python = Path(need.python) if need.python else None
+    colocated = need.starts_servers and need.colocated
+    programs = need.runs_programs, need.allow_weak_sandbox, need.forgeable_rows
     yield from guarded("training", package_rows)
-    yield from guarded("SGLang", lambda: sglang_rows(*_sglang_needs(facts)))
-    yield from guarded("machine", lambda: machine_rows(_disk(facts)))
-    yield from guarded("code sandbox", lambda: sandbox_rows(*_sandbox_needs(facts)))
+    yield from guarded("SGLang", lambda: sglang_rows(need.starts_servers, python, colocated))
+    yield from guarded("machine", lambda: machine_rows(Path(need.directory), need.disk_gb))
+    yield from guarded("code sandbox", lambda: sandbox_rows(*programs))
     yield from told
-    if facts is not None:
-        yield from guarded("servers", lambda: server_rows(facts))
+    yield from guarded("servers", lambda: server_rows(need))
 
 
 def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:
@@ -90,23 +88,6 @@ def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[D
         yield DoctorRow(
             section, section, "optional", found, "", "look at it by hand: the doctor itself has an error here"
         )
-
-
-def _sglang_needs(facts: RecipeFacts | None) -> tuple[bool, Path | None, bool]:
-    if facts is None:
-        return False, None, False
-    python = None if facts.python is None else Path(facts.python)
-    return facts.starts_servers, python, facts.starts_servers and facts.colocated
-
-
-def _sandbox_needs(facts: RecipeFacts | None) -> tuple[bool, bool, int]:
-    if facts is None:
-        return False, False, 0
-    return facts.runs_programs, facts.allow_weak_sandbox, facts.forgeable_rows
-
-
-def _disk(facts: RecipeFacts | None) -> Disk:
-    return Disk() if facts is None else Disk(Path(facts.directory), facts.disk_gb)
 
 
 def _collecting(rows: Iterator[DoctorRow], kept: list[DoctorRow]) -> Iterator[DoctorRow]:

@@ -1,9 +1,10 @@
 """Environment check of ``bapo doctor``: one step of the environment of each source of prompts.
 
 It runs in the child process of ``recipe.py``, as in a run: in a worker of the pool, with the interpreter,
-settings and limits of the recipe, an object for the first row of the source. The turn is ``TURN``, which
-calls no tool. It is asked once, also where a run would ask again, since it may act outside. A step that fails
-is a result, no exception. Used by ``recipe.py``.
+settings and limits of the recipe, an object for the first row of the source. It is asked once, also where a
+run would ask again, since it may act outside. A step that fails is a row, no exception: a `problem` if there
+is no object or no valid ``Reply``, which no turn can change; `optional` if the step failed on a turn that no
+model has said, or had no answer in the doctor's time. Used by ``recipe.py``.
 """
 
 from __future__ import annotations
@@ -37,54 +38,35 @@ BUDGET_S = 300.0
 AT_A_TIME = 4
 """Environments that are tried at a time."""
 GOES_ON = "a run goes on, and this response fails (reward.failed)"
-_SHOWN = 60
-"""Most characters of an observation in the report."""
-_SETTINGS_SHOWN = 300
-"""Most characters of the settings of a class that failed."""
+_SHOWN, _SETTINGS_SHOWN = 60, 300
+"""Most characters of an observation, and of the settings of a class that failed."""
 _LAST_LINES, _LAST_BYTES = 5, 4000
 """Most of the stderr of an environment in the report."""
 
 
 @dataclass(frozen=True)
-class EnvironmentTrial:
-    """Outcome of one step of an environment, as text for a row of the report.
-
-    Made by ``try_environments`` in the child process, which sends it as JSON; read by ``trial_row``.
-    """
-
-    state: State
-    """`problem`: no object or no valid ``Reply``, which no turn can change. `optional`: the step failed on a
-    turn that no model has said, or had no answer in the doctor's time."""
-    found: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
 class _Tried:
-    """An environment and the row that its step is tried on. Made by ``try_environments``."""
+    """An environment and the row that its step is tried on."""
 
     section: str
     """Its field: ``environment``, or that of a source."""
     config: EnvironmentConfig
     """With one worker, and with a limit of at most ``MOST_WAIT_S``."""
     allowed_s: float
-    """Time that the run gives to the step."""
     limit_field: str
-    """The field of the section that is that limit."""
+    """The field of the section that limits the step to ``allowed_s``."""
     where: str
     prompt: Prompt
 
 
-def trial_row(trial: EnvironmentTrial) -> DoctorRow:
+def environment_row(state: State, found: str, fix: str = "") -> DoctorRow:
     """Row of a trial step."""
-    return DoctorRow(
-        "recipe", "environment", trial.state, trial.found, "an answer to a turn of the model", trial.fix
-    )
+    return DoctorRow("recipe", "environment", state, found, "an answer to a turn of the model", fix)
 
 
 def try_environments(
     config: RunConfig, passed: Sequence[object], budget_s: float = BUDGET_S
-) -> list[EnvironmentTrial]:
+) -> list[DoctorRow]:
     """A step of each source's environment on its first row, in the sources' order, within ``budget_s``.
 
     ``passed``: what the checks of the recipe returned; no data among it, no trial. An environment that only
@@ -98,8 +80,8 @@ def try_environments(
 
 def _first_rows(config: RunConfig, passed: Sequence[object]) -> Mapping[str, Prompt]:
     """The first row of each source of prompts, and where a source has none that of its first suite."""
+    from bapo_megatron.data.problem_sets import Suite
     from bapo_megatron.data.prompts import PromptSet
-    from bapo_megatron.data.suites import Suite
 
     found: dict[str, Prompt] = {}
     for prompts in (one.prompts for one in passed if isinstance(one, PromptSet)):
@@ -128,23 +110,21 @@ def _tried(config: RunConfig, source: str, environment: EnvironmentConfig, promp
     )
 
 
-async def _try_all(tried: Sequence[_Tried], budget_s: float) -> list[EnvironmentTrial]:
+async def _try_all(tried: Sequence[_Tried], budget_s: float) -> list[DoctorRow]:
     places, deadline = asyncio.Semaphore(AT_A_TIME), time.monotonic() + budget_s
 
-    async def in_turn(one: _Tried) -> EnvironmentTrial:
+    async def in_turn(one: _Tried) -> DoctorRow:
         try:
             async with asyncio.timeout(budget_s), places:
                 return await _try(one, deadline)
         except TimeoutError:
             found = f"{one.config.function}, {one.where}: no answer within the {budget_s:g} s of all trials"
-            return EnvironmentTrial(
-                "optional", found, f"try it by hand ({one.section}; docs/environments.md)"
-            )
+            return environment_row("optional", found, f"try it by hand ({one.section}; docs/environments.md)")
 
     return await asyncio.gather(*(in_turn(one) for one in tried))
 
 
-async def _try(tried: _Tried, deadline: float) -> EnvironmentTrial:
+async def _try(tried: _Tried, deadline: float) -> DoctorRow:
     from bapo_megatron.environment.traits import read_traits
 
     began, errors = time.monotonic(), _stderr_bytes()
@@ -157,13 +137,11 @@ async def _try(tried: _Tried, deadline: float) -> EnvironmentTrial:
         text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         found = f"{tried.section}.function={tried.config.function}, {tried.where}: no step: {text}"
         found += _last_lines(errors)
-        return EnvironmentTrial(
-            "problem", found, f"mend {tried.section}, or the row; a run would end at this"
-        )
+        return environment_row("problem", found, f"mend {tried.section}, or the row; a run would end at this")
     if result.failure is not None:
         return _failed(tried, result, _last_lines(errors) if result.failure == "died" else "")
     found = f"{tried.config.function}, {tried.where}: {_answer(traits, result)}; start {start_s:.1f} s"
-    return EnvironmentTrial("ok", f"{found}; {_described(traits)}")
+    return environment_row("ok", f"{found}; {_described(traits)}")
 
 
 async def _stepped(tried: _Tried, traits: Traits) -> StepResult:
@@ -188,15 +166,15 @@ async def _stepped(tried: _Tried, traits: Traits) -> StepResult:
 
 def _answer(traits: Traits, result: StepResult) -> str:
     """What the step answered, in words."""
-    given = "no turn"
-    if result.observation is not None:
+    reward = "no reward" if result.reward is None else f"reward {result.reward:g}"
+    if result.observation is None:
+        judged = " (reward.function judges)" if result.reward is None else ""
+        said = f"no turn, {reward}{judged}, done"
+    else:
         shown = result.observation[:_SHOWN] + ("…" if len(result.observation) > _SHOWN else "")
         given = f"a turn of role {traits.role}, {len(result.observation)} characters ({shown!r})"
-    reward = "no reward" if result.reward is None else f"reward {result.reward:g}"
-    if result.reward is None and result.observation is None:
-        reward = "no reward (reward.function judges)"
-    done = "done" if result.observation is None else "not done"
-    return f"to {TURN!r} it gave {given}, {reward}, {done}, in {result.seconds:.1f} s"
+        said = f"{given}, {reward}, not done"
+    return f"to {TURN!r} it gave {said}, in {result.seconds:.1f} s"
 
 
 def _described(traits: Traits) -> str:
@@ -205,15 +183,14 @@ def _described(traits: Traits) -> str:
     return f"resume {traits.resume}, tools: {', '.join(tools) or 'none'}"
 
 
-def _failed(tried: _Tried, result: StepResult, errors: str) -> EnvironmentTrial:
+def _failed(tried: _Tried, result: StepResult, errors: str) -> DoctorRow:
     """The trial of a step that failed: the field, its value, what went wrong, the fix."""
     section, config = tried.section, tried.config
     limit = f"{section}.{tried.limit_field}"
     if result.failure == "time" and tried.allowed_s > MOST_WAIT_S:
         found = f"{config.function}, {tried.where}: {result.detail}; longer was not waited"
-        return EnvironmentTrial(
-            "optional", found, f"none if {limit}={tried.allowed_s:g} is meant; else lower it"
-        )
+        fix = f"none if {limit}={tried.allowed_s:g} is meant; else lower it"
+        return environment_row("optional", found, fix)
     what = f"{section}.function={config.function} failed at {tried.where}, to {TURN!r}: {result.failure}"
     fixes: dict[Any, str] = {
         "time": f"let step() return within {limit}={tried.allowed_s:g} s, or raise that",
@@ -224,10 +201,9 @@ def _failed(tried: _Tried, result: StepResult, errors: str) -> EnvironmentTrial:
     found = f"{what}: {result.detail}\n{result.traceback}".strip() + errors
     if _fails_on_any_turn(result):
         given = f"; {section}.settings is {json.dumps(config.settings)[:_SETTINGS_SHOWN]}"
-        return EnvironmentTrial("problem", found, mend + given)
-    return EnvironmentTrial(
-        "optional", found, f"{GOES_ON}; if it should not, {fixes.get(result.failure, mend)}"
-    )
+        return environment_row("problem", found, mend + given)
+    fix = f"{GOES_ON}; if it should not, {fixes.get(result.failure, mend)}"
+    return environment_row("optional", found, fix)
 
 
 def _fails_on_any_turn(result: StepResult) -> bool:

@@ -1,21 +1,23 @@
-"""Machine checks of ``bapo doctor``: cores, memory, resource limits, shared memory, disk.
+"""Machine checks of ``bapo doctor``: cores, memory, limits, shared memory, disk; what the code sandbox needs.
 
 They only read; those that touch a file system do so in a child process with a deadline, since one may hang.
-Used by ``doctor.py``.
+``python -m bapo_megatron.commands.doctor.machine`` enters a user and a network namespace, in a process that
+then ends, and prints one JSON object: the error number of each, 0 if it is granted. Used by ``doctor.py``.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
-from bapo_megatron.runtime.child_process import within
+from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
+from bapo_megatron.runtime.child_process import run_module, within
 
 SECTION = "machine"
 DISK_DEADLINE_S = 10.0
@@ -27,26 +29,14 @@ OPEN_FILES = 4096
 _GB = 1e9
 
 
-@dataclass(frozen=True)
-class Disk:
-    """Disk need of a run: its directory, and how much it writes there.
-
-    Made by ``doctor.py`` from the recipe's facts.
-    """
-
-    directory: Path = Path("runs")
-    needed_gb: float | None = None
-    """Gigabytes that the run writes; None where no recipe says."""
-
-
-def machine_rows(disk: Disk | None = None) -> Iterator[DoctorRow]:
-    """The rows of all checks of this machine."""
+def machine_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
+    """The rows of all checks of this machine. ``directory``: the run's, which writes ``needed_gb`` there."""
     yield DoctorRow(SECTION, "cores", "ok", str(len(os.sched_getaffinity(0))))
     yield memory_row()
     yield shared_memory_row(Path("/dev/shm"))
     yield open_files_row(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield locked_memory_row(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_infiniband())
-    yield from disk_rows(disk or Disk())
+    yield from disk_rows(directory, needed_gb)
 
 
 def memory_row() -> DoctorRow:
@@ -124,31 +114,28 @@ def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
     return devices.is_dir() and any(devices.iterdir())
 
 
-def disk_rows(disk: Disk) -> Iterator[DoctorRow]:
-    """Rows of the run directory's disk: free space, and write permission."""
-    name = f"disk of {disk.directory}"
-    needed = (
-        f"{_size(disk.needed_gb * _GB)}, for checkpoints, weights and rollouts"
-        if disk.needed_gb is not None
-        else ""
-    )
+def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
+    """Rows of the run directory's disk: free space, and write permission.
+
+    ``needed_gb``: gigabytes that the run writes; None where no recipe says.
+    """
+    name, least = f"disk of {directory}", (needed_gb or 0) * _GB
+    needed = "" if needed_gb is None else f"{_size(least)}, for checkpoints, weights and rollouts"
     kept = "checkpoint.keep_last, rollout.keep_steps"
     fix = f"free some, keep fewer ({kept}), or name another disk with --run-dir"
     try:
-        existing, free, writable = within(DISK_DEADLINE_S, lambda: _look_at(disk.directory))
+        existing, free, writable = within(DISK_DEADLINE_S, lambda: _look_at(directory))
     except OSError as error:
         yield DoctorRow(SECTION, name, "problem", one_line(error), needed, "name another disk with --run-dir")
         return
-    short, found = disk.needed_gb is not None and free < disk.needed_gb * _GB, f"{_size(free)} free"
-    if short and disk.needed_gb is not None and (held := _held(disk.directory)):
+    short, found = free < least, f"{_size(free)} free"
+    if short and (held := _held(directory)):
         # A run that goes on has written a part of what it needs.
-        short, found = free + held < disk.needed_gb * _GB, f"{found}, and {_size(held)} of this run there"
+        short, found = free + held < least, f"{found}, and {_size(held)} of this run there"
     yield DoctorRow(SECTION, name, "problem" if short else "ok", found, needed, fix)
     if not writable:
-        found = f"{existing} may not be written to"
-        yield DoctorRow(
-            SECTION, name, "problem", found, "a folder to write to", "name another with --run-dir"
-        )
+        found, needed = f"{existing} may not be written to", "a folder to write to"
+        yield DoctorRow(SECTION, name, "problem", found, needed, "name another with --run-dir")
 
 
 def _look_at(directory: Path) -> tuple[Path, int, bool]:
@@ -186,3 +173,104 @@ def _size(count: float) -> str:
 
 def _limit(count: int) -> str:
     return "unlimited" if count == resource.RLIM_INFINITY else str(count)
+
+
+# --- the code sandbox ------------------------------------------------------------------------------
+
+SANDBOX = "code sandbox"
+_NAMESPACE_DEADLINE_S = 20.0
+# linux/sched.h
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+
+_SYSCTL = Path("/proc/sys")
+_SWITCHES = (
+    ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+    ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    (
+        "kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
+)
+"""Settings of the kernel, the value that forbids, and what permits."""
+
+
+def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterator[DoctorRow]:
+    """Rows of the code sandbox.
+
+    ``needed``: the recipe's reward runs programs. ``allow_weak``: it permits missing isolation layers.
+    ``forgeable_rows``: rows of its dataset with tests that a program can pass by forging.
+    """
+    from bapo_megatron.reward.sandbox.sandbox import sandbox_notes
+
+    required = needed and not allow_weak
+    yield isolation_row(sandbox_notes, required)
+    yield from namespace_rows(required)
+    if needed or forgeable_rows:  # forgeable tests are a problem on a sandbox server, too
+        yield forgeable_row(forgeable_rows)
+
+
+def isolation_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
+    """Row of the sandbox's isolation layers, which its documents call walls: which of them are missing."""
+    from bapo_megatron.reward.sandbox.sandbox import FIX, SandboxError
+
+    try:
+        lacks = "; ".join(notes())
+    except SandboxError as error:
+        lacks = one_line(error)
+    needed = "else reward.allow_weak_sandbox=True"
+    if not lacks:
+        return DoctorRow(SANDBOX, "walls", "ok", "all stand", needed)
+    return DoctorRow(SANDBOX, "walls", missing(required), one_line(lacks), needed, FIX)
+
+
+def forgeable_row(rows: int) -> DoctorRow:
+    """Row of forgeable tests: dataset rows whose verdict comes from the tested program's own process."""
+    if not rows:
+        return DoctorRow(SANDBOX, "tests", "ok", "no row of data.path has a test that a program can forge")
+    found = f"rows of data.path with tests that a program can forge: {rows}"
+    fix = "leave them out, or write each test as `assert f(x) == literal` (docs/rewards.md#programs)"
+    return DoctorRow(SANDBOX, "tests", "optional", found, "tests that compare plain values", fix)
+
+
+def namespace_rows(required: bool) -> Iterator[DoctorRow]:
+    """Rows of the user and the network namespace. ``required``: the recipe's reward runs programs."""
+    child = run_module("bapo_megatron.commands.doctor.machine", [], _NAMESPACE_DEADLINE_S)
+    try:
+        errors = json.loads(child.output)
+    except ValueError:
+        errors = {"user namespaces": one_line(child.reason()), "network namespaces": one_line(child.reason())}
+    for name, error in errors.items():
+        yield namespace_row(name, error, required)
+
+
+def namespace_row(name: str, error: int | str, required: bool, sysctl: Path = _SYSCTL) -> DoctorRow:
+    """Row of one namespace. ``error``: 0 if granted, the kernel's error number, or why there is no answer."""
+    needed = "to run programs that a model has written"
+    if error == 0:
+        return DoctorRow(SANDBOX, name, "ok", "granted", needed)
+    found = f"refused: {os.strerror(error)}" if isinstance(error, int) else error
+    return DoctorRow(SANDBOX, name, missing(required), found, needed, _namespace_fix(sysctl))
+
+
+def _namespace_fix(sysctl: Path) -> str:
+    for setting, forbids, permits in _SWITCHES:
+        path = sysctl / setting
+        if path.is_file() and path.read_text().strip() == forbids:
+            return permits
+    return "in a container: docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+
+
+def try_namespaces() -> dict[str, int]:
+    """Error numbers of unshare(2) for both kinds of namespaces."""
+    # In this order: the user namespace gives the right to make a network namespace.
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = {}
+    for name, flag in (("user namespaces", _CLONE_NEWUSER), ("network namespaces", _CLONE_NEWNET)):
+        found[name] = ctypes.get_errno() if libc.unshare(flag) else 0
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(try_namespaces()))

@@ -1,25 +1,37 @@
 """Package checks of ``bapo doctor``: versions and imports of the training environment, and torch's GPUs.
 
-Packages are imported in child processes, so one that hangs or crashes costs only its own row. Used by
-``doctor.py``.
+    python -m bapo_megatron.commands.doctor.packages MODULE ...
+
+Packages are imported by this child process, so one that hangs or crashes costs only its own row. It prints a
+JSON object a line, after each import: ``{"module": ..., "error": null or text, "facts": {...}}``. The tested
+versions are pinned in ``constraints.txt``, and for SGLang's environment in its ``requirements.txt``, from
+which `make` installs; the permitted ranges are in the metadata of this package (``setup.py``). Used by
+``doctor.py``, ``servers.py`` and ``sglang.py``.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import re
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
-from bapo_megatron.commands.doctor.tested import TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.runtime.child_process import run_module
-from bapo_megatron.runtime.device import DEVICE_VARIABLE, has_apex
+from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, has_apex, wants_cpu
 
 SECTION = "training"
+_PACKAGE = Path(__file__).parents[2]
+TRAINING = _PACKAGE / "constraints.txt"
+SGLANG = _PACKAGE / "rollout/engines/sglang_cpu/requirements.txt"
 IMPORT_DEADLINE_S = 120.0
 """Seconds for all imports together, on a busy machine with a slow disk."""
 _LEAST_S = 5.0
@@ -30,10 +42,7 @@ _NOT_APEX = "{}, and it is not NVIDIA's: PyPI has another package of that name"
 
 @dataclass(frozen=True)
 class Package:
-    """A package to check: its name, the module to import, its use, and how to install it.
-
-    The table of packages in this module has them.
-    """
+    """A package to check: its name, the module to import, its use, and how to install it."""
 
     name: str
     module: str | None = None
@@ -46,36 +55,17 @@ class Package:
     """Imported where torch sees a GPU only, and then used: a failing import is a problem there."""
 
 
+_OF_THEIR_NAMES = (
+    *("transformers", "tokenizers", "safetensors", "datasets", "math-verify", "aiohttp", "uvloop", "numpy"),
+    *("packaging", "psutil", "einops", "orjson", "pybase64", "jinja2", "matplotlib", "rich"),
+)
 PACKAGES = (
     Package("torch", "torch"),
     Package("megatron-core", "megatron.core", install="--no-deps"),
-    Package("transformers", "transformers"),
-    Package("tokenizers", "tokenizers"),
-    Package("safetensors", "safetensors"),
-    Package("datasets", "datasets"),
-    Package("math-verify", "math_verify"),
-    Package("aiohttp", "aiohttp"),
-    Package("uvloop", "uvloop"),
-    Package("numpy", "numpy"),
-    Package("packaging", "packaging"),
-    Package("psutil", "psutil"),
-    Package("einops", "einops"),
-    Package("orjson", "orjson"),
-    Package("pybase64", "pybase64"),
-    Package("jinja2", "jinja2"),
-    Package("matplotlib", "matplotlib"),
-    Package("rich", "rich"),
+    *(Package(name, name.replace("-", "_")) for name in _OF_THEIR_NAMES),
     Package("tensorboard", "torch.utils.tensorboard"),
-    Package("typeguard", "typeguard"),
-    Package("tyro", "tyro"),
-    Package("annotated-types", "annotated_types"),
-    Package(
-        "transformer-engine",
-        "transformer_engine.pytorch",
-        "fused layers on GPUs",
-        "make cluster",
-        on_gpu=True,
-    ),
+    *(Package(name, name.replace("-", "_")) for name in ("typeguard", "tyro", "annotated-types")),
+    Package("transformer-engine", "transformer_engine.pytorch", "fused layers on GPUs", "make cluster", True),
     Package("apex", None, "fused kernels on GPUs without Transformer Engine", "from source"),
     Package("flash-attn", None, "Transformer Engine's attention on an A100", "make cluster"),
     Package("wandb", None, "logging.trackers", '"wandb>=0.19"'),
@@ -107,10 +97,7 @@ def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
 
 @dataclass(frozen=True)
 class Import:
-    """The outcome of one trial import: its error if it failed, and for torch what it says about GPUs.
-
-    Made from a line that ``probe.py`` prints.
-    """
+    """The outcome of one trial import: its error if it failed, and for torch what it says about GPUs."""
 
     error: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +127,8 @@ def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -
     found: dict[str, Import] = {}
     end = time.monotonic() + deadline_s
     while left := [name for name in modules if name not in found]:
-        child = run_module("bapo_megatron.commands.doctor.probe", left, max(end - time.monotonic(), _LEAST_S))
+        limit_s = max(end - time.monotonic(), _LEAST_S)
+        child = run_module("bapo_megatron.commands.doctor.packages", left, limit_s)
         for line in child.output.splitlines():
             answer = json.loads(line)
             found[answer["module"]] = Import(answer["error"] and one_line(answer["error"]), answer["facts"])
@@ -151,7 +139,7 @@ def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -
 
 
 def package_row(
-    package: Package, version: str | None, imported: Import, allowed: Permitted | None, tested: str | None
+    package: Package, version: str | None, imported: Import, allowed: str | None, tested: str | None
 ) -> DoctorRow:
     """The row of one package."""
     required = not package.purpose
@@ -163,7 +151,7 @@ def package_row(
         found = f"{version}, and its import fails: {imported.error}"
         again = fix.replace("pip install", "pip install --force-reinstall", 1)
         return DoctorRow(SECTION, package.name, missing(required or package.on_gpu), found, needed, again)
-    if allowed is not None and version != "unknown" and not allowed.holds(version):
+    if allowed and version != "unknown" and not is_permitted(version, allowed):
         return DoctorRow(SECTION, package.name, missing(required), version, needed, fix)
     return DoctorRow(SECTION, package.name, "ok", version, needed)
 
@@ -184,21 +172,98 @@ def gpu_row(facts: Mapping[str, Any]) -> DoctorRow:
     return DoctorRow(SECTION, name, "ok", f"{build}, no GPU here: runs train on the CPU")
 
 
-def _needed(package: Package, allowed: Permitted | None, tested: str | None) -> str:
+def _needed(package: Package, allowed: str | None, tested: str | None) -> str:
     parts = [f"for {package.purpose}"] if package.purpose else []
-    if allowed is not None and allowed.specifier:
-        parts.append(allowed.specifier)
+    if allowed:
+        parts.append(allowed)
     if tested is not None:
         parts.append(f"tested: {tested}")
     return ", ".join(parts)
 
 
-def _fix(package: Package, allowed: Permitted | None, tested: str | None) -> str:
+def _fix(package: Package, allowed: str | None, tested: str | None) -> str:
     if package.install == "from source":
         return f"build {package.name} from source for this torch and CUDA"
     if package.install.startswith("make "):
         return package.install
     if package.purpose:
         return f"pip install {package.install}"
-    version = f"=={tested}" if tested else allowed.specifier if allowed else ""
+    version = f"=={tested}" if tested else allowed or ""
     return " ".join(filter(None, ("pip install", package.install, f'"{package.name}{version}"')))
+
+
+# --- tested and permitted versions -----------------------------------------------------------------
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Tested versions in ``path``, by canonical name, from lines ``name==version``."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return {canonical(name): version for name, mark, version in (x.partition("==") for x in lines) if mark}
+
+
+def canonical(name: str) -> str:
+    """The canonical name of a package (PEP 503): lower case, hyphens."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def permitted(distribution: str = "bapo-megatron") -> dict[str, str]:
+    """Permitted versions by package (specifiers of PEP 440), from the requirements without extras.
+
+    Empty if ``distribution`` is not installed, or the packaging library is not.
+    """
+    try:
+        from packaging.requirements import Requirement
+
+        requirements = [Requirement(text) for text in metadata.requires(distribution) or []]
+    except (ImportError, metadata.PackageNotFoundError):  # packaging has a row of its own
+        return {}
+    return {
+        canonical(requirement.name): str(requirement.specifier)
+        for requirement in requirements
+        if "extra" not in str(requirement.marker)
+    }
+
+
+def is_permitted(version: str, specifier: str) -> bool:
+    """Whether ``specifier`` allows ``version``; True if packaging is missing or cannot parse it."""
+    try:
+        from packaging.specifiers import SpecifierSet
+
+        return SpecifierSet(specifier).contains(version, prereleases=True)
+    except (ImportError, ValueError):  # packaging has a row of its own
+        return True
+
+
+# --- the child process -----------------------------------------------------------------------------
+
+
+def main(modules: Sequence[str]) -> None:
+    """Import each module, in order, and print the outcome as a line of JSON."""
+    warnings.simplefilter("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print must not mix with the JSON lines
+    for name in modules:
+        print(f"import {name}", file=sys.stderr, flush=True)  # names the module that crashes in silence
+        error, facts = None, {}
+        try:
+            module = importlib.import_module(name)
+            if name == "torch":
+                facts = {**torch_facts(module), "asked": wants_cpu(), "problem": gpu_problem()}
+        except BaseException as raised:  # packages raise everything, SystemExit too
+            error = f"{type(raised).__name__}: {raised}"
+        answers.write(json.dumps({"module": name, "error": error, "facts": facts}) + "\n")
+        answers.flush()
+
+
+def torch_facts(torch: Any) -> dict[str, Any]:
+    """Facts about torch: `cuda` (None for a CPU build), `gpus` (name and GB of each), `nccl`."""
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.cuda.get_device_properties(index)
+        gpus.append([device.name, round(device.total_memory / 1e9)])
+    nccl = torch.cuda.nccl.version() if gpus else None
+    return {"cuda": torch.version.cuda, "gpus": gpus, "nccl": nccl and ".".join(map(str, nccl))}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

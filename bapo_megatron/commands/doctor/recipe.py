@@ -4,11 +4,9 @@
 
 The child prints JSON objects on its standard output, one a line, of which the last counts: so a user's code
 that hangs or crashes costs its own rows alone. `problems`; `facts` for the other sections, None if the recipe
-could not be loaded; `rewards`, for each source of data whether its reward scored a response, and the score or
-the error; `environments`, for each source that has one how it took a step (environments.py); `next`, what is
-tried after this line. A reward is tried as in a run, with one worker and one response to one row; one that
-fails is a result, no exception. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py`` and
-``servers.py``.
+could not be loaded; `trials`, the rows of each source's reward and environment; `next`, what is tried after
+this line. A reward is tried as in a run, with one worker and one response to one row; one that fails is a
+row, no exception. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py`` and ``servers.py``.
 """
 
 from __future__ import annotations
@@ -20,19 +18,14 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.commands.doctor.environments import (
-    BUDGET_S,
-    EnvironmentTrial,
-    trial_row,
-    try_environments,
-)
+from bapo_megatron.commands.doctor.environments import BUDGET_S, environment_row, try_environments
 from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
 from bapo_megatron.errors import ConfigError, RunStopped
-from bapo_megatron.runtime.child_process import ChildError, CommandResult, run_module
+from bapo_megatron.runtime.child_process import ChildError, run_module
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RewardConfig, RunConfig
@@ -50,23 +43,17 @@ _REPORT_S = 30.0
 
 @dataclass(frozen=True)
 class RecipeFacts:
-    """Facts of a recipe that the doctor's other sections need, as plain data.
+    """Facts of a recipe that the doctor's other sections need, which the child sends as JSON; or of none."""
 
-    The child process sends them as JSON. Made by ``facts_of`` in the child, read by ``doctor.py`` and the
-    checks of servers.
-    """
-
-    name: str
-    directory: str
-    engine: str
-    starts_servers: bool
-    urls: list[str]
-    python: str | None
+    directory: str = "runs"
+    starts_servers: bool = False
+    urls: list[str] = field(default_factory=list)
+    python: str | None = None
     """Interpreter of SGLang's environment, if the recipe names one."""
-    on_update: str
-    longest_sequence: int
-    dtype: str
-    runs_programs: bool
+    on_update: str = ""
+    longest_sequence: int = 0
+    dtype: str = ""
+    runs_programs: bool = False
     model: dict[str, Any] | None = None
     """`config.json` of the model; None if it cannot be read."""
     disk_gb: float | None = None
@@ -94,16 +81,16 @@ def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], R
         raise ConfigError((child.errors or child.ended).strip())
     if answer is None:
         found = one_line(child.reason() or "its check printed nothing")
-        fix = (
-            f"bapo train {recipe} shows the whole error; most often a package of the first section is broken"
-        )
+        fix = f"bapo train {recipe} shows the whole error; "
+        fix += "most often a package of the first section is broken"
         return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
     facts = RecipeFacts(**answer["facts"]) if answer["facts"] else None
     rows = list(recipe_rows(str(recipe), answer["problems"]))
-    rows += [reward_row(*found) for found in answer["rewards"]]
-    rows += [trial_row(EnvironmentTrial(**found)) for found in answer["environments"]]
+    rows += [DoctorRow(**row) for row in answer["trials"]]
     if answer["next"]:
-        rows.append(unfinished_row(answer["next"], child))
+        found = f"its trial did not end: {one_line(child.reason() or 'its process told nothing')}"
+        fix = "try it by hand (docs/rewards.md, docs/environments.md): a run may end as its trial did"
+        rows.append(DoctorRow(SECTION, answer["next"], "optional", found, "an answer", fix))
     return rows, facts
 
 
@@ -119,13 +106,6 @@ def _last_answer(output: str) -> dict[str, Any] | None:
     return None
 
 
-def unfinished_row(tried: str, child: CommandResult) -> DoctorRow:
-    """Row of a child that ended while it ``tried`` a user's code."""
-    found = f"its trial did not end: {one_line(child.reason() or 'its process told nothing')}"
-    fix = "try it by hand (docs/rewards.md, docs/environments.md): a run may end as its trial did"
-    return DoctorRow(SECTION, tried, "optional", found, "an answer", fix)
-
-
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
     """Rows of the problems that ``bapo train`` would report; a single row if there is none."""
     if not problems:
@@ -136,41 +116,36 @@ def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
         yield DoctorRow(SECTION, name, "problem", problem, "what `bapo train` accepts", fix)
 
 
-def reward_row(works: bool, found: str) -> DoctorRow:
-    """Row of a trial call of the reward function."""
-    fix = "mend the reward function, or the row that it cannot read (docs/rewards.md)"
-    return DoctorRow(SECTION, "reward", "ok" if works else "problem", found, "a score", fix)
-
-
 def main(arguments: Sequence[str]) -> None:
     """The child process: print what is known of the recipe, before each trial and at the end."""
     latest = time.monotonic() + DEADLINE_S - _REPORT_S
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # before the recipe is loaded: what it prints must not mix with the JSON
     problems: list[str] = []
-    found: dict[str, Any] = {"problems": problems, "facts": None, "rewards": [], "environments": []}
+    facts: RecipeFacts | None = None
+    trials: list[DoctorRow] = []
 
     def tell(what_next: str) -> None:
-        answers.write(json.dumps(found | {"next": what_next}) + "\n")
+        told = {"problems": problems, "facts": facts and asdict(facts), "trials": [*map(asdict, trials)]}
+        answers.write(json.dumps(told | {"next": what_next}) + "\n")
         answers.flush()
 
     try:
         config = _load(Path(arguments[0]), arguments[1:])
         passed: list[object] = []
         problems += problems_of(config, passed)
-        found["facts"] = asdict(facts_of(config))
+        facts = facts_of(config)
         tell("reward")
-        tried = _try_rewards(config, passed)
         # The sandbox's problem is reported once.
-        found["rewards"] = [one for one in tried if one[1] not in problems]
+        trials += [row for row in _try_rewards(config, passed) if row.found not in problems]
         tell("environment")
-        found["environments"] = [asdict(one) for one in _try_environments(config, passed, latest)]
+        trials += _try_environments(config, passed, latest)
     except ConfigError as error:
         problems.append(str(error))
     tell("")
 
 
-def _try_environments(config: RunConfig, passed: Sequence[object], latest: float) -> list[EnvironmentTrial]:
+def _try_environments(config: RunConfig, passed: Sequence[object], latest: float) -> list[DoctorRow]:
     """The trials of the environments, over at ``latest`` of the monotonic clock; one for an error of ours."""
     try:
         return try_environments(config, passed, max(0.0, min(BUDGET_S, latest - time.monotonic())))
@@ -178,10 +153,10 @@ def _try_environments(config: RunConfig, passed: Sequence[object], latest: float
         raise
     except Exception as error:
         found = f"could not be tried: {type(error).__name__}: {one_line(error)}"
-        return [EnvironmentTrial("optional", found, "try it by hand: the doctor itself has an error here")]
+        return [environment_row("optional", found, "try it by hand: the doctor itself has an error here")]
 
 
-def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[tuple[bool, str]]:
+def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[DoctorRow]:
     """Trial calls of each source's reward on its first row; none if the data could not be read."""
     from bapo_megatron.data.prompts import PromptSet
 
@@ -190,18 +165,20 @@ def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[tuple[bool
     return [try_reward(config, prompt) for prompt in reversed(firsts.values())]
 
 
-def try_reward(config: RunConfig, prompt: Prompt) -> tuple[bool, str]:
-    """Whether the reward can score a response to ``prompt``; and its score, or the error with traceback."""
+def try_reward(config: RunConfig, prompt: Prompt) -> DoctorRow:
+    """Row of a trial call of the reward on ``prompt``: its score, or the error with traceback."""
+    fix = "mend the reward function, or the row that it cannot read (docs/rewards.md)"
     response, what = _response(prompt.ground_truth)
     try:
         result = asyncio.run(_scored(config, prompt, response))
     except (ConfigError, ChildError, RunStopped) as error:
-        return False, str(error)
+        return DoctorRow(SECTION, "reward", "problem", str(error), "a score", fix)
     of_source = f" of source {prompt.source}" if prompt.source else ""
     where = f"row {prompt.prompt_id}{of_source} with {what}"
     if result.failure is None:
-        return True, f"score {result.score:g} for {where}"
-    return False, f"no score for {where}: {result.failure}: {result.detail}\n{result.traceback}".strip()
+        return DoctorRow(SECTION, "reward", "ok", f"score {result.score:g} for {where}", "a score")
+    found = f"no score for {where}: {result.failure}: {result.detail}\n{result.traceback}".strip()
+    return DoctorRow(SECTION, "reward", "problem", found, "a score", fix)
 
 
 def _response(ground_truth: str) -> tuple[str, str]:
@@ -215,10 +192,10 @@ def _response(ground_truth: str) -> tuple[str, str]:
 
 def _with_short_deadline(reward: RewardConfig) -> RewardConfig:
     """The reward's settings with one worker, and with a short deadline for an endpoint."""
-    from bapo_megatron.reward.functions import is_endpoint
+    from bapo_megatron.config.validation import REWARD_ENDPOINTS
 
     deadline = {"give_up_s": min(ENDPOINT_DEADLINE_S, reward.settings.get("give_up_s", ENDPOINT_DEADLINE_S))}
-    settings = reward.settings | (deadline if is_endpoint(reward.function) else {})
+    settings = reward.settings | (deadline if reward.function in REWARD_ENDPOINTS else {})
     return replace(reward, workers=1, settings=settings)
 
 
@@ -266,9 +243,7 @@ def facts_of(config: RunConfig) -> RecipeFacts:
     rollout, sglang = config.rollout, config.rollout.sglang
     samples = rollout.engine == "sglang" and rollout.replay is None
     return RecipeFacts(
-        name=config.name,
         directory=str(config.directory),
-        engine=rollout.engine,
         starts_servers=samples and not sglang.urls,
         urls=list(sglang.urls) if samples else [],
         python=None if sglang.python is None else str(sglang.python),

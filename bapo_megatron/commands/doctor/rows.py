@@ -23,10 +23,7 @@ _REST = _NAME + _FOUND + _NEEDED + 4
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """Row of the doctor's report, the outcome of one check: what was found, what is needed, and the fix.
-
-    Made by each check, printed by ``doctor.py``.
-    """
+    """Row of the doctor's report, the outcome of one check: what was found, what is needed, and the fix."""
 
     section: str
     name: str
@@ -51,9 +48,6 @@ def one_line(error: object, limit: int = 200) -> str:
 def missing(required: bool) -> State:
     """State of a missing package or setting: a problem if it is ``required``."""
     return "problem" if required else "optional"
-
-
-# --- the report ----------------------------------------------------------------------------------
 
 
 def lines(rows: Iterable[DoctorRow]) -> Iterator[str]:

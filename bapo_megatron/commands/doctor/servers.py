@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+from bapo_megatron.commands.doctor.packages import SGLANG, pins
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State, one_line
-from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.rollout.engines.sglang.requirements import (
     CHOOSING_KERNELS,
     FP32_HEAD,
@@ -83,9 +83,8 @@ def rows_of(url: str, facts: RecipeFacts) -> tuple[list[DoctorRow], str | None]:
     ready = get(f"{url}/ready")
     if ready.status is None:
         fix = "start it (bapo rollout-server RECIPE --host HOST --port PORT), or correct rollout.sglang.urls"
-        return [
-            DoctorRow(SECTION, url, "problem", f"no answer: {ready.reason}", "an SGLang server", fix)
-        ], None
+        found = f"no answer: {ready.reason}"
+        return [DoctorRow(SECTION, url, "problem", found, "an SGLang server", fix)], None
     if ready.status == 404:
         return [_other_program(url)], None
     rows = [_ready_row(url, ready)]
@@ -115,9 +114,6 @@ def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] 
         return Answer(None, one_line(error.reason))
     except Exception as error:  # a server that does not speak HTTP raises all kinds of errors
         return Answer(None, one_line(error))
-
-
-# --- API keys ------------------------------------------------------------------------------------
 
 
 def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, DoctorRow]:
@@ -158,9 +154,6 @@ def _key_proof_problem(url: str, key: ApiKey) -> str | None:
 
 def _key_row(url: str, state: State, found: str, fix: str) -> DoctorRow:
     return DoctorRow(SECTION, url, state, found, _KEY_NEEDED, fix)
-
-
-# --- rows ----------------------------------------------------------------------------------------
 
 
 def weight_version_row(url: str, version: str | None) -> DoctorRow:
@@ -206,9 +199,8 @@ def _ready_row(url: str, ready: Answer) -> DoctorRow:
         "wait until it has loaded its model; one that a run has left paused goes on after "
         f"curl -X POST -H 'Content-Type: application/json' -d '{{}}' {url}/continue_generation"
     )
-    return DoctorRow(
-        SECTION, url, "problem", f"not ready: status {ready.status}", "status 200 from /ready", fix
-    )
+    found = f"not ready: status {ready.status}"
+    return DoctorRow(SECTION, url, "problem", found, "status 200 from /ready", fix)
 
 
 def _other_program(url: str) -> DoctorRow:
@@ -223,8 +215,7 @@ def _other_program(url: str) -> DoctorRow:
 
 
 def _context_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Iterator[DoctorRow]:
-    longest = longest_sequence(server)
-    if longest is None:
+    if (longest := longest_sequence(server)) is None:
         return
     needed = f"{facts.longest_sequence} tokens, the run's longest sequence"
     context = facts.longest_sequence + RESERVED_TOKENS
@@ -247,9 +238,8 @@ def _setting_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Itera
         yield DoctorRow(SECTION, url, "optional", f"dtype {dtype}", f"model.dtype={facts.dtype}", fix)
     if facts.dtype == "bfloat16" and server.get(FP32_HEAD) is False:
         needed = "logits in float32, as the trainer's: log-probs differ by 0.02 nats otherwise"
-        yield DoctorRow(
-            SECTION, url, "optional", f"no {flag(FP32_HEAD)}", needed, f"start it with {flag(FP32_HEAD)}"
-        )
+        fix = f"start it with {flag(FP32_HEAD)}"
+        yield DoctorRow(SECTION, url, "optional", f"no {flag(FP32_HEAD)}", needed, fix)
     if prefill_graph(server) == "breakable":
         needed = "no graphs of the prefill: SGLang's default may sample wrong tokens"
         fix = f"start it with {' '.join(NO_PREFILL_GRAPH)}"
@@ -273,9 +263,8 @@ def _route_rows(url: str, server: dict[str, Any]) -> Iterator[DoctorRow]:
     """Rows of a server that cannot return the routes that ``rollout.route_replay`` asks for."""
     needed = "the routes that rollout.route_replay asks for"
     if server.get(ROUTES) is False:
-        yield DoctorRow(
-            SECTION, url, "problem", f"no {flag(ROUTES)}", needed, f"start it with {flag(ROUTES)}"
-        )
+        fix = f"start it with {flag(ROUTES)}"
+        yield DoctorRow(SECTION, url, "problem", f"no {flag(ROUTES)}", needed, fix)
     if (kernel := server.get("moe_runner_backend")) in CHOOSING_KERNELS:
         found, fix = f"a kernel that chooses experts itself, {kernel}", " ".join(ROUTED_KERNEL)
         yield DoctorRow(SECTION, url, "problem", found, needed, f"start it with {fix}")

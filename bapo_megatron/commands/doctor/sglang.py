@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from bapo_megatron.commands.doctor.packages import SGLANG, TRAINING, pins
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
-from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, pins
 from bapo_megatron.rollout.engines.sglang.requirements import install_command
 from bapo_megatron.runtime.child_process import CommandResult, run_command
 from bapo_megatron.runtime.device import should_have_gpu
@@ -37,7 +37,6 @@ for name in sys.argv[1:]:
         found[name] = None
 print(json.dumps(found))
 """
-
 
 _ASK_GPU = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 

@@ -27,19 +27,21 @@ from bapo_megatron.rollout.sampler.step_batches import read_example, steps_in
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.types import FinishReason
 
+_ENDS: dict[FinishReason, str] = {
+    "stop": "ended by the environment",
+    "length": "ended at the longest response",
+    "turns": "ended after the most turns",
+    "failed": "ended by a failure",
+}
 _ROWS = (
-    ("turns of a response, mean", "turns_mean"),
-    ("turns of a response, most", "turns_max"),
-    ("answers to a response", "steps_mean"),
-    ("given tokens", "given_share"),
-    ("failed environments in a step", "failures"),
-    ("responses begun again in a step", "restarts"),
-    ("ended by the environment", "finish_stop"),
-    ("ended at the longest response", "finish_length"),
-    ("ended after the most turns", "finish_turns"),
-    ("ended by a failure", "finish_failed"),
+    ("turns of a response, mean", "turns_mean", number),
+    ("turns of a response, most", "turns_max", number),
+    ("answers to a response", "steps_mean", number),
+    ("given tokens", "given_share", percent),
+    ("failed environments in a step", "failures", number),
+    ("responses begun again in a step", "restarts", number),
+    *((said, f"finish_{reason}", percent) for reason, said in _ENDS.items()),
 )
-_SHARES = ("given_share", "finish_stop", "finish_length", "finish_turns", "finish_failed")
 _REWARD = "environment/reward_turn_"
 """First part of the names of the rewards by turn."""
 _REWARD_TURN = re.compile(f"{_REWARD}([0-9]{{1,9}})")
@@ -49,13 +51,6 @@ MOST_TOKENS = 1000
 
 _SHORT = 600
 """Most tokens of a conversation that is open when the page opens."""
-
-_ENDS: dict[FinishReason, str] = {
-    "stop": "ended by the environment",
-    "length": "ended at the longest response",
-    "turns": "ended after the most turns",
-    "failed": "ended by a failure",
-}
 
 Speaker = Literal["prompt", "model", "environment"]
 
@@ -130,20 +125,19 @@ def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
 def _cells(run: RunRecord, window: int, of: str, prefix: str) -> list[tuple[str, list[str]]]:
     """The rows of the metrics behind ``prefix``, each label behind ``of``."""
     names = [name.removeprefix(prefix) for name in run.steps.names if name.startswith(prefix)]
-    rows = [(label, f"environment/{name}", name in _SHARES) for label, name in _ROWS]
-    rows += [(f"reward of answer {turn}", f"{_REWARD}{turn}", False) for turn in _reward_turns(names)]
-    rows += [(name.removeprefix("episode/"), name, False) for name in names if name.startswith("episode/")]
-    cells = []
-    for label, metric, is_share in rows:
-        if len(run.steps.known(prefix + metric)):
-            form = percent if is_share else number
-            cells.append((of + label, [*ends(run.steps, prefix + metric, window, form)]))
-    return cells
+    rows = [(label, f"environment/{name}", form) for label, name, form in _ROWS]
+    rows += [(f"reward of answer {turn}", f"{_REWARD}{turn}", number) for turn in _reward_turns(names)]
+    rows += [(name.removeprefix("episode/"), name, number) for name in names if name.startswith("episode/")]
+    return [
+        (of + label, [*ends(run.steps, prefix + metric, window, form)])
+        for label, metric, form in rows
+        if len(run.steps.known(prefix + metric))
+    ]
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a conversation: who wrote it, and its text. Made by ``conversations``."""
+    """A block of a conversation: who wrote it, and its text."""
 
     speaker: Speaker
     pieces: list[Piece]
@@ -152,7 +146,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One episode as text, or why it cannot be shown. Made by ``conversations``."""
+    """One episode as text, or why it cannot be shown."""
 
     title: str
     blocks: list[Block]

@@ -1,7 +1,7 @@
 """Header of a report: a run's method, staleness, held-out score and main settings, and what the runs show.
 
-Texts made from the run's stored configuration and metrics; "not recorded" where they say nothing. The rules
-of the interpretation are fixed thresholds on logged metrics. Used by ``page.py``.
+Texts made from the run's stored configuration and metrics; "not recorded" where they say nothing. Used by
+``page.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.algo.bounds import BoundsConfig, describe, preset_name, sum_count
-from bapo_megatron.commands.report.data import Headline, RunRecord, configured_bounds, headline, mean
+from bapo_megatron.commands.report.data import RunRecord, headline, mean
 from bapo_megatron.commands.report.text import number, percent
 from bapo_megatron.runtime.jsonl_log import Row
 
@@ -26,7 +26,7 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of a run's bounds searches, as shares of its updates. Made by ``search_outcome``."""
+    """Outcome of a run's bounds searches, as shares of its updates."""
 
     moved: float
     """A bound moved."""
@@ -40,18 +40,12 @@ class SearchOutcome:
     """Which updates ``moved`` is a share of: the stale ones, where the log tells them apart."""
 
 
-def bounds_of(run: RunRecord) -> BoundsConfig | None:
-    """The clipping bounds that a run was configured with; None if its directory does not say."""
-    return configured_bounds(run.config)
-
-
 def search_outcome(run: RunRecord) -> SearchOutcome | None:
     """Outcome of a run's bounds searches; None for fixed bounds, another loss, or logs without them."""
-    bounds = bounds_of(run)
     table = run.updates or run.steps
     rounds, reached = table.column("bapo/rounds"), table.column("bapo/reached")
     known = np.isfinite(rounds) & np.isfinite(reached)
-    if not _is_searched(run, bounds) or not known.any():
+    if not _is_searched(run, run.bounds) or not known.any():
         return None
     rounds, reached = rounds[known], reached[known]
     ended, empty = float(np.mean((1 - reached) * (rounds > 0))), float(np.mean((1 - reached) * (rounds == 0)))
@@ -87,22 +81,21 @@ def facts(run: RunRecord) -> list[Fact]:
 
 def algorithm(run: RunRecord) -> str:
     """The name of the method, and how its bounds are set."""
-    bounds, loss = bounds_of(run), _loss(run)
+    bounds, loss = run.bounds, _loss(run)
     if bounds is None:
         return NOT_RECORDED
     if loss != "clip":
         name = f"loss {loss}"
     elif _is_searched(run, bounds):
-        name = (
-            f"BAPO: clipping bounds searched for {_SEARCHED_FOR.get(bounds.scope, 'each part of an update')}"
-        )
+        searched_for = _SEARCHED_FOR.get(bounds.scope, "each part of an update")
+        name = f"BAPO: clipping bounds searched for {searched_for}"
     else:
         name = f"{_NAMES.get(preset_name(bounds) or '', 'PPO')}: clipping bounds {describe(bounds)}"
     return name + (", with PAPO" if run.config.get("algorithm.polarity.enabled") else "")
 
 
 def _preset(run: RunRecord) -> str:
-    bounds = bounds_of(run)
+    bounds = run.bounds
     if bounds is None:
         return NOT_RECORDED
     if _loss(run) != "clip":
@@ -116,7 +109,7 @@ def _preset(run: RunRecord) -> str:
 
 
 def _target(run: RunRecord) -> str:
-    bounds = bounds_of(run)
+    bounds = run.bounds
     if bounds is None:
         return NOT_RECORDED
     if not _is_searched(run, bounds):
@@ -125,10 +118,9 @@ def _target(run: RunRecord) -> str:
     found = search_outcome(run)
     if found is None:
         return said
-    return (
-        f"{said}; reached in {percent(found.reached)} of the updates, a bound moved in {percent(found.moved)}"
-        + (f" of the {found.of}" if found.of != "updates" else "")
-    )
+    of = "" if found.of == "updates" else f" of the {found.of}"
+    moved = f"a bound moved in {percent(found.moved)}{of}"
+    return f"{said}; reached in {percent(found.reached)} of the updates, {moved}"
 
 
 def _staleness(run: RunRecord) -> str:
@@ -203,20 +195,8 @@ def main_settings(config: dict[str, Any]) -> list[Fact]:
     rows = [
         ("model", _joined(get("model.hf_path"), get("model.dtype"))),
         ("data", _data(config)),
-        (
-            "batch",
-            _filled(
-                "{} prompts of {} responses, at most {} tokens, temperature {}",
-                *(get(f"rollout.{name}") for name in _BATCH),
-            ),
-        ),
-        (
-            "optimizer",
-            _filled(
-                "AdamW, learning rate {}, {}, warm-up of {} updates, weight decay {}",
-                *(get(f"optimizer.{name}") for name in ("lr", "decay", "warmup_updates", "weight_decay")),
-            ),
-        ),
+        ("batch", _filled(_BATCH, [get(f"rollout.{name}") for name in _OF_BATCH])),
+        ("optimizer", _filled(_OPTIMIZER, [get(f"optimizer.{name}") for name in _OF_OPTIMIZER])),
         ("evaluation", _evaluation(config)),
         ("engine", _joined(get("rollout.engine"))),
         ("seed", _joined(get("seed"))),
@@ -224,14 +204,17 @@ def main_settings(config: dict[str, Any]) -> list[Fact]:
     return [(name, said) for name, said in rows if said]
 
 
-_BATCH = ("prompts_per_step", "group_size", "max_response_tokens", "temperature")
+_BATCH = "{} prompts of {} responses, at most {} tokens, temperature {}"
+_OF_BATCH = ("prompts_per_step", "group_size", "max_response_tokens", "temperature")
+_OPTIMIZER = "AdamW, learning rate {}, {}, warm-up of {} updates, weight decay {}"
+_OF_OPTIMIZER = ("lr", "decay", "warmup_updates", "weight_decay")
 
 
 def _joined(*values: Any) -> str:
     return ", ".join(str(value) for value in values if value is not None)
 
 
-def _filled(form: str, *values: Any) -> str:
+def _filled(form: str, values: Sequence[Any]) -> str:
     if any(value is None for value in values):
         return ""
     return form.format(*(f"{value:g}" if isinstance(value, float) else value for value in values))
@@ -260,6 +243,10 @@ def _evaluation(config: dict[str, Any]) -> str:
     return f"every {_count(every, 'step')}, {samples} a problem: {', '.join(map(str, suites))}"
 
 
+_NO_BASELINE = (
+    "It does not show that this method is better than another: that takes runs of both, with several seeds. "
+    "The command bapo report RUN OTHER_RUN compares two."
+)
 _SELDOM = 0.05
 """Share of updates with a moved bound below which the bounds count as fixed at their starts."""
 
@@ -267,8 +254,7 @@ _SELDOM = 0.05
 def readings(run: RunRecord) -> list[str]:
     """Interpretation of one run in sentences; first the recipe's own note."""
     note = run.config.get("logging.note")
-    reward = [*_of_reward(headline(run.steps)), *_of_sources(run)]
-    return [*([str(note)] if note else []), *reward, *_of_search(run), *_of_method()]
+    return [*([str(note)] if note else []), *_of_reward(run), *_of_search(run), _NO_BASELINE]
 
 
 def comparison_readings(runs: Sequence[RunRecord]) -> list[str]:
@@ -284,19 +270,17 @@ def comparison_readings(runs: Sequence[RunRecord]) -> list[str]:
     return [*dict.fromkeys(said), one_each]
 
 
-def _of_reward(figures: Headline) -> Iterator[str]:
+def _of_reward(run: RunRecord) -> Iterator[str]:
+    figures = headline(run.steps)
     first, last = figures["reward_first"], figures["reward_last"]
     if first is not None and last is not None and figures["steps"] > 1:
         yield f"The reward went from {number(first)} to {number(last)}."
-
-
-def _of_sources(run: RunRecord) -> Iterator[str]:
     if len(run.config.get("data.sources") or []) > 1:
         yield "It is the mean of several sources, whose rewards may have different scales: see By source."
 
 
 def _of_search(run: RunRecord) -> Iterator[str]:
-    bounds, found = bounds_of(run), search_outcome(run)
+    bounds, found = run.bounds, search_outcome(run)
     if bounds is None or found is None:
         return
     starts, elsewhere = f"{bounds.low_start:g} and {bounds.high_start:g}", ""
@@ -309,11 +293,9 @@ def _of_search(run: RunRecord) -> Iterator[str]:
     if found.empty > 1 - _SELDOM:
         return
     if found.moved < _SELDOM:
-        seldom = (
-            f"in {percent(found.moved)} of the {found.of} only"
-            if found.moved
-            else f"in no {found.of.removesuffix('s')}"
-        )
+        seldom = f"in {percent(found.moved)} of the {found.of} only"
+        if not found.moved:
+            seldom = f"in no {found.of.removesuffix('s')}"
         yield (
             f"A bound moved {seldom}: {elsewhere}nearly always the target of {bounds.target:g} was met at "
             f"{starts}, where the search begins. So the run shows what clipping there does, and nothing of "
@@ -329,11 +311,4 @@ def _of_search(run: RunRecord) -> Iterator[str]:
     yield (
         f"In {percent(found.moved)} of the {found.of} the positive tokens held less than the target of "
         f"{bounds.target:g} at {starts}, and the search moved a bound.{missed}"
-    )
-
-
-def _of_method() -> Iterator[str]:
-    yield (
-        "It does not show that this method is better than another: that takes runs of both, with several "
-        "seeds. The command bapo report RUN OTHER_RUN compares two."
     )

@@ -1,19 +1,28 @@
-"""Lines of a report's plots: what a curve of a run is drawn as, and its artists.
+"""Artists of a report's plots: a curve of a run by step, a distribution by ratio, the prediction of Eq. 6.
 
-Single values are thin, their moving mean is thick, and pale where it is of few tokens. Lines of more points
-than pixels are thinned. Used by ``page.py`` and ``plots.py``.
+Of a curve single values are thin, their moving mean is thick, and pale where it is of few tokens. Lines of
+more points than pixels are thinned. Used by ``plots.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import NullLocator
 
-from bapo_megatron.commands.report.data import RunRecord, Series, moving_mean
+from bapo_megatron.commands.report.data import RunRecord, Series, moving_mean, smoothing_window
 from bapo_megatron.commands.report.panels import Curve, Panel
-from bapo_megatron.commands.report.series import FEW_TOKENS, tokens_averaged
+from bapo_megatron.commands.report.series import (
+    FEW_TOKENS,
+    RATIO_CENTRES,
+    prediction,
+    ratio_profile,
+    ratio_tokens,
+    tokens_averaged,
+)
 
 MOST_UPDATES = 2000
 """The number of updates above which the thin line follows the steps, as updates would make a solid block."""
@@ -25,7 +34,7 @@ _FEW_POINTS = 8
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a run as it is drawn: thin single values, and their moving mean. Made by ``line_of``."""
+    """A curve of a run as it is drawn: thin single values, and their moving mean."""
 
     thin: Series
     """Single updates, or single steps."""
@@ -110,26 +119,12 @@ def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None 
     """Draw a thin line of the measured values, and a thick one of their moving mean, pale where it is of few
     tokens; returns the artists."""
     known = np.isfinite(line.thick.value).any() or np.isfinite(line.pale.value).any()
+    pale = {"color": colour, "linestyle": style, "linewidth": 1.2, "alpha": 0.4, **_markers(line.pale)}
+    thick = {"color": colour, "linestyle": style, "linewidth": 2, **_markers(line.thick)}
     return [
         *axes.plot(line.thin.step, line.thin.value, color=colour, linewidth=0.8, alpha=0.3),
-        *axes.plot(
-            line.pale.step,
-            line.pale.value,
-            color=colour,
-            linewidth=1.2,
-            alpha=0.4,
-            linestyle=style,
-            **_markers(line.pale),
-        ),
-        *axes.plot(
-            line.thick.step,
-            line.thick.value,
-            color=colour,
-            label=label if known else None,
-            linewidth=2,
-            linestyle=style,
-            **_markers(line.thick),
-        ),
+        *axes.plot(line.pale.step, line.pale.value, **pale),
+        *axes.plot(line.thick.step, line.thick.value, label=label if known else None, **thick),
     ]
 
 
@@ -165,11 +160,6 @@ def mark_cut_offs(axes: Any, line: Line, colour: str) -> list[Any]:
     return artists
 
 
-def smoothing_window(steps: int) -> int:
-    """The window of the moving mean, in steps: odd, about a twelfth of the run, at most 25."""
-    return 2 * min(steps // 24, 12) + 1
-
-
 def _without_outliers(values: np.ndarray) -> np.ndarray:
     """The values without the outermost 1%, so that one outlier does not flatten a whole curve."""
     if len(values) < 100:
@@ -177,3 +167,63 @@ def _without_outliers(values: np.ndarray) -> np.ndarray:
     low, high = np.percentile(values, [0.5, 99.5])
     ordinary: np.ndarray = values[(values >= low) & (values <= high)]
     return ordinary
+
+
+# --- distributions ---------------------------------------------------------------------------------
+
+_TICKS = {RATIO_CENTRES[0]: "<0.5", 0.7: "0.7", 1.0: "1", 1.4: "1.4", 2.0: "2", RATIO_CENTRES[-1]: "≥3"}
+"""The outer bins have no end."""
+_MANY = 200
+"""Number of points above which they are drawn small."""
+_MOST = 2000
+"""Number of points above which every second, third, ... is drawn."""
+
+
+def draw_distribution(axes: Any, panel: Panel, runs: Sequence[tuple[RunRecord, str]]) -> list[list[Any]]:
+    """Draw ``panel`` for runs and their colours; returns each run's artists, none if not measured."""
+    if panel.file == "entropy_prediction":
+        artists = [_scatter(axes, run, colour) for run, colour in runs]
+        axes.set_xlabel("predicted change, any unit")
+        axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
+        return artists
+    artists = [_profile(axes, run, colour, panel.file.removeprefix("ratio_")) for run, colour in runs]
+    axes.set_xscale("log")
+    axes.set_xticks(list(_TICKS), list(_TICKS.values()))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(0.4, 4.0)
+    axes.set_xlabel("importance ratio")
+    if any(artists):
+        axes.set_ylim(bottom=0)
+    return artists
+
+
+def _profile(axes: Any, run: RunRecord, colour: str, what: str) -> list[Any]:
+    profile, tokens = ratio_profile(run, what), ratio_tokens(run)
+    known = np.isfinite(profile.value)
+    if not known.any():
+        return []
+    enough = known if tokens is None else known & (tokens >= FEW_TOKENS)
+    pale = known & ~enough
+    line = axes.plot(profile.step[known], profile.value[known], "-", color=colour, linewidth=1, alpha=0.35)
+    firm = axes.plot(
+        profile.step, np.where(enough, profile.value, np.nan), "o-", color=colour, linewidth=2, ms=4
+    )
+    hollow = axes.plot(
+        profile.step[pale], profile.value[pale], "o", color=colour, markerfacecolor="none", alpha=0.45, ms=5
+    )
+    return [*line, *firm, *hollow]
+
+
+def _scatter(axes: Any, run: RunRecord, colour: str) -> list[Any]:
+    found = prediction(run)
+    if not len(found.predicted):
+        return []
+    count, every = len(found.predicted), 1 + len(found.predicted) // _MOST
+    label = "" if found.correlation is None else f"correlation {found.correlation:.2f} of {count} points"
+    if label and every > 1:
+        label += f", of {every} one drawn"
+    size = 9 if count > _MANY else 26
+    drawn = (values[::every] for values in (found.predicted, found.measured))
+    points = axes.scatter(*drawn, s=size, color=colour, alpha=0.45, linewidths=0)
+    points.set_label(label)
+    return [points]

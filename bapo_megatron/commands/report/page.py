@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import NOT_SETTINGS
-from bapo_megatron.commands.report.data import (
-    PAGE,
-    RunRecord,
-    headline,
-    make_report_folder,
-    read_run,
-)
+from bapo_megatron.commands.report.data import RunRecord, headline, read_run, smoothing_window
 from bapo_megatron.commands.report.episodes import conversations, episode_cells, episode_panels
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
-from bapo_megatron.commands.report.lines import smoothing_window
-from bapo_megatron.commands.report.panels import PANELS, Panel, expert_panels
+from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, expert_panels
 from bapo_megatron.commands.report.series import FEW_TOKENS, LOSS_EVENTS, event_marks, final_results
 from bapo_megatron.commands.report.text import (
     NO_VALUE,
@@ -45,8 +39,11 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import check_no_links
 from bapo_megatron.runtime.run_paths import RunPaths
 
+PAGE = "index.html"
+"""File of the page in a report's folder."""
+_TITLE = re.compile(rb"(?s)<title>.* \xc2\xb7 (training report|comparison)</title>")
 Cells = tuple[str, list[str]]
-"""A row of a table: its name, and a text for each run."""
+"""A row of a table: its name, and its texts."""
 
 _OUR_PREFIXES = (
     *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
@@ -61,57 +58,13 @@ _COMPARED_EVENTS = (
 """Kinds of events that a comparison shows; the page of one run shows all."""
 
 
-@dataclass(frozen=True)
-class RunCells:
-    """Texts of one run on the page, for the template."""
-
-    name: str
-    colour: str
-    folder: str
-    settings: list[str]
-    """The resolved configuration, one setting a line."""
-    staleness: list[Cells]
-    events: list[tuple[str, str, str]]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A plot of the page: its panel, and data URIs of the axes and of a layer for each run.
-
-    The axes of a single run hold its curves, and there is no layer.
-    """
-
-    panel: Panel
-    lines: str
-    """The key to the line styles of a comparison."""
-    axes_uri: str
-    run_uris: list[str]
-
-
-@dataclass(frozen=True)
-class MetricRow:
-    """A row of the metrics table: mean of the first and last steps, and the final value, as text.
-
-    Made by ``_metric_rows``.
-    """
-
-    name: str
-    first: str
-    last: str
-    final: str
-
-
 def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     """Write the page of one run, or of several compared, into ``folder``; returns the page.
 
-    By default the folder is ``report/`` of a single run, and ``comparison/`` beside several. Runs may still
-    be training.
-
-    Raises:
-        ConfigError: too many runs, one twice, one without metrics, or a damaged log.
+    By default the folder is ``report/`` of a single run, and ``comparison/`` beside several. ConfigError for
+    too many runs, one twice, one without metrics, or a damaged log.
     """
     # Imported here: matplotlib is slow to import.
-    from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
     from bapo_megatron.commands.report.plots import COLOURS, curves_of, draw_overview, draw_panel
 
     _check_runs(run_dirs, len(COLOURS))
@@ -121,15 +74,14 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
         check_no_links(run_dirs[0])
         folder = RunPaths(run_dirs[0]).report
     folder = folder or common_folder(run_dirs) / "comparison"
-    make_report_folder(folder)
+    _make_folder(folder)
     pictures = []
     for panel in (*PANELS, *expert_panels(runs), *episode_panels(runs), *DISTRIBUTIONS):
         if single or panel.compared != ():
-            layers = draw_panel(panel, runs, folder)
+            axes, layers = draw_panel(panel, runs, folder)
             lines = "" if single else _line_names([curve.label or "" for curve in curves_of(panel, runs)])
-            pictures.append(
-                Picture(panel, lines, svg_uri(layers.axes), [svg_uri(layer) for layer in layers.runs])
-            )
+            uris = {"axes_uri": svg_uri(axes), "run_uris": [*map(svg_uri, layers)]}
+            pictures.append({"panel": panel, "lines": lines, **uris})
     if single:
         draw_overview(runs[0], folder / "overview.png")
     page = folder / PAGE
@@ -172,10 +124,34 @@ def _check_runs(run_dirs: Sequence[Path], most: int) -> None:
             raise ConfigError(f"{run_dir} is given twice: name each run once")
 
 
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a report. ConfigError if it is not writable, or has a page of another program."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(f"the report cannot be written to {folder}: name another folder with --output DIR")
+    page = folder / PAGE
+    if os.path.lexists(page) and not _is_report(page):
+        raise ConfigError(
+            f"{page} is no page of bapo report, and is kept: name another folder with --output DIR"
+        )
+
+
+def _is_report(page: Path) -> bool:
+    """Whether a file is a page of a report or of a comparison, also of an earlier version."""
+    if page.is_symlink() or not page.is_file():
+        return False
+    with page.open("rb") as file:
+        return _TITLE.search(file.read(1 << 16)) is not None
+
+
 # --- the template's values -------------------------------------------------------------------------
 
 
-def _render(runs: Sequence[RunRecord], pictures: list[Picture], colours: Sequence[str]) -> str:
+def _render(runs: Sequence[RunRecord], pictures: list[dict[str, Any]], colours: Sequence[str]) -> str:
     said = comparison_readings(runs) if len(runs) > 1 else readings(runs[0])
     return render(
         "page.html",
@@ -217,12 +193,16 @@ def _details(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _run_cells(run: RunRecord, colour: str, compared: bool) -> RunCells:
+def _run_cells(run: RunRecord, colour: str, compared: bool) -> dict[str, Any]:
     events = [event for event in run.events if not compared or event.get("kind") in _COMPARED_EVENTS]
-    cells = [event_cells(event) for event in events]
-    return RunCells(
-        run.name, colour, str(run.run_dir), setting_lines(run.config), staleness_cells(run), cells
-    )
+    return {
+        "name": run.name,
+        "colour": colour,
+        "folder": str(run.run_dir),
+        "settings": setting_lines(run.config),
+        "staleness": staleness_cells(run),
+        "events": [event_cells(event) for event in events],
+    }
 
 
 def _facts(runs: Sequence[RunRecord]) -> list[Cells]:
@@ -265,11 +245,10 @@ def setting_differences(configs: Sequence[dict[str, Any]]) -> list[Cells]:
     return rows
 
 
-def _metric_rows(run: RunRecord, window: int) -> list[MetricRow]:
-    rows = []
-    for name in sorted(set(run.steps.names) - {"step"}):
-        rows.append(MetricRow(name, *ends(run.steps, name, window), number(run.steps.last.get(name))))
-    return rows
+def _metric_rows(run: RunRecord, window: int) -> list[Cells]:
+    """All metrics: means of the first and of the last steps, and the final value, as text."""
+    names = sorted(set(run.steps.names) - {"step"})
+    return [(n, [*ends(run.steps, n, window), number(run.steps.last.get(n))]) for n in names]
 
 
 def _line_names(labels: Sequence[str]) -> str:

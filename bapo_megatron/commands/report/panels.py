@@ -13,6 +13,7 @@ from typing import Literal
 
 from bapo_megatron.algo.bins import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.series import FEW_TOKENS
 
 NEUTRAL = "#30343b"
 POSITIVE = "#0072b2"
@@ -281,6 +282,40 @@ EXPERT_PANELS = (
         "no figure",
     ),
 )
+_FEW = f" Hollow and pale: fewer than {FEW_TOKENS} tokens, so mostly chance."
+
+DISTRIBUTIONS = (
+    Panel(
+        "ratio_probability",
+        "Probability against ratio",
+        "mean probability of the token",
+        (),
+        "Mean probability of the tokens at each importance ratio, over the whole run. In the paper it falls "
+        "on both sides of 1: what the bounds clip are unlikely tokens." + _FEW,
+        "Figs. 5 and 10",
+    ),
+    Panel(
+        "ratio_entropy",
+        "Entropy against ratio",
+        "mean entropy (nats)",
+        (),
+        "Mean entropy where the tokens of each ratio were chosen. In the paper it rises on both sides of 1: "
+        "where the policy is undecided, ratios move most." + _FEW,
+        "Fig. 10",
+    ),
+    Panel(
+        "entropy_prediction",
+        "Entropy-Clip Rule",
+        "measured change (nats)",
+        (),
+        "The change of the entropy that Eq. 6 predicts, and the one that came: from each pass over a batch "
+        "to the next, or from each update to the next, which has other tokens, if batches are used once. The "
+        "scale of the prediction means nothing.",
+        "Eq. 6",
+    ),
+)
+"""The panels that ``draw_distribution`` draws, which have no curves by step."""
+
 OVERVIEW = PANELS[:8]
 """The panels of the overview image."""
 
@@ -293,15 +328,13 @@ def expert_panels(runs: Sequence[RunRecord]) -> tuple[Panel, ...]:
 
 def bands(panel: Panel, run: RunRecord) -> list[Band]:
     """The bands of a plot: ranges of the clipping bounds and the target, from the configuration."""
+    ranges = [*_range(run, "high", POSITIVE), *_range(run, "low", NEGATIVE)]
+    target = run.config.get("algorithm.bounds.target")
     if panel.file == "clip_bounds":
-        return _bound_ranges(run)
-    if panel.file == "contribution":
-        return _target(run)
+        return ranges
+    if panel.file == "contribution" and target is not None and ranges:  # fixed bounds aim at nothing
+        return [Band(target, target, NEUTRAL, f"target {target:g}")]
     return []
-
-
-def _bound_ranges(run: RunRecord) -> list[Band]:
-    return [*_range(run, "high", POSITIVE), *_range(run, "low", NEGATIVE)]
 
 
 def _range(run: RunRecord, bound: str, colour: str) -> list[Band]:
@@ -310,10 +343,3 @@ def _range(run: RunRecord, bound: str, colour: str) -> list[Band]:
     if start is None or end is None or start == end:
         return []  # A fixed bound has no range.
     return [Band(start, end, colour, "allowed range")]
-
-
-def _target(run: RunRecord) -> list[Band]:
-    target = run.config.get("algorithm.bounds.target")
-    if target is None or not _bound_ranges(run):
-        return []  # Fixed bounds aim at nothing.
-    return [Band(target, target, NEUTRAL, f"target {target:g}")]

@@ -8,7 +8,7 @@ when it draws. Used by ``page.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
@@ -22,9 +22,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, draw_distribution
-from bapo_megatron.commands.report.lines import Line, draw_line, line_of, mark_cut_offs
+from bapo_megatron.commands.report.lines import Line, draw_distribution, draw_line, line_of, mark_cut_offs
 from bapo_megatron.commands.report.panels import (
+    DISTRIBUTIONS,
     NEGATIVE,
     NEUTRAL,
     OVERVIEW,
@@ -87,26 +87,19 @@ def _title_pad(panel: Panel) -> int:
     return _LEGEND_TITLE_PAD if len(panel.curves) > 1 else _PLAIN_TITLE_PAD
 
 
-@dataclass(frozen=True)
-class Layers:
-    """A plot for the page as transparent SVGs of one size: its axes, and a layer of the curves of each run.
-
-    The page lays them over each other. The axes of a single run hold its curves; it has no layer.
-    """
-
-    axes: bytes
-    runs: list[bytes]
+Layers = tuple[bytes, list[bytes]]
+"""A plot for the page as transparent SVGs of one size: its axes, and a layer of the curves of each run. The
+axes of a single run hold its curves; it has no layer."""
 
 
 def draw_panel(panel: Panel, runs: Sequence[RunRecord], folder: Path) -> Layers:
     """Draw a panel as a PNG into ``folder``, with a legend; returns its layers for the page."""
     with matplotlib.rc_context(STYLE):
+        figure, axes = _new_figure()
         if len(runs) == 1:
-            figure, axes = _new_figure()
             _draw(axes, panel, runs[0])
             write_png(figure, folder / f"{panel.file}.png", 200)
-            return Layers(_svg(figure), [])
-        figure, axes = _new_figure()
+            return _svg(figure), []
         _draw_compared(axes, panel, runs)
         _add_legend(figure, [*_run_handles(runs), *_line_handles(panel, runs)])
         write_png(figure, folder / f"{panel.file}.png", 200)
@@ -288,7 +281,7 @@ def _layers(figure: Figure, axes: Any, artists: list[list[Any]]) -> Layers:
         layers.append(_svg(figure))
         for artist in of_run:
             artist.set_visible(False)
-    return Layers(base, layers)
+    return base, layers
 
 
 # --- axes ---------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from typing import Literal
 import numpy as np
 
 from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
-from bapo_megatron.commands.report.data import RunRecord, Series, headline, mean
-from bapo_megatron.commands.report.metric_table import MetricTable
+from bapo_megatron.commands.report.data import MetricTable, RunRecord, Series, headline, mean
 from bapo_megatron.runtime.jsonl_log import Row
 
 LOSS_EVENTS = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
@@ -32,31 +31,27 @@ the most, and single tokens make spikes."""
 
 @dataclass(frozen=True)
 class Mark:
-    """An event marked on the axis of steps: a resume, or a loss."""
+    """An event marked on the axis of steps: a resume, or a loss (of an engine or the like)."""
 
     position: float
     loss: bool
-    """Whether it is a loss (of an engine or the like) or a resume."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Entropy changes between updates, in nats: predicted by the Entropy-Clip Rule (Eq. 6), and measured.
-
-    Two arrays of one length, a pair for each two measurements.
-    """
+    """Entropy changes between updates, in nats: predicted by the Entropy-Clip Rule (Eq. 6), and measured."""
 
     predicted: np.ndarray
     """Learning rate times minus the covariance, or times the mean effect, summed over the updates between
     two measurements."""
     measured: np.ndarray
-    """Measured changes, in nats."""
+    """As many."""
     correlation: float | None
     """Pearson's correlation; None for fewer than three pairs, or for constants."""
 
 
-def ratio_profile(run: RunRecord, what: Literal["probability", "entropy"]) -> Series:
-    """Mean probability or entropy (``what``) of the tokens in each bin of the ratio, over the whole run."""
+def ratio_profile(run: RunRecord, what: str) -> Series:
+    """Mean ``what``, probability or entropy, of the tokens in each bin of the ratio, over the whole run."""
     table = run.updates or run.steps
     values = []
     for name in RATIO_BINS:
@@ -210,22 +205,17 @@ def bounds_in_force(run: RunRecord) -> tuple[float | None, float | None]:
     later = np.nan_to_num(table.column("epoch")) != 0
     chosen = later if later.any() else ~later
     positive, tokens = np.nan_to_num(table.column("bapo/positive_token_fraction")), _tokens(table)
-    low, high = (
-        _weighted_mean(value[chosen], (share * tokens)[chosen])
-        for value, share in (
-            (_bound(table, "low_negative"), 1 - positive),
-            (_bound(table, "high_positive"), positive),
-        )
+    low, high = _bound(table, "low_negative"), _bound(table, "high_positive")
+    return (
+        _weighted_mean(low[chosen], ((1 - positive) * tokens)[chosen]),
+        _weighted_mean(high[chosen], (positive * tokens)[chosen]),
     )
-    return low, high
 
 
 def _bound(table: MetricTable, name: str) -> np.ndarray:
     """A bound of each update by the tokens that it acts on; of rows of earlier versions their one bound."""
-    former = f"bapo/clip_{name.partition('_')[0]}"
-    return np.where(
-        table.logged(f"bapo/clip_{name}"), table.column(f"bapo/clip_{name}"), table.column(former)
-    )
+    today, former = f"bapo/clip_{name}", f"bapo/clip_{name.partition('_')[0]}"
+    return np.where(table.logged(today), table.column(today), table.column(former))
 
 
 def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float | None:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from bapo_megatron.commands.report.data import RunRecord, mean
-from bapo_megatron.commands.report.metric_table import MetricTable
+from bapo_megatron.commands.report.data import MetricTable, RunRecord, mean
 from bapo_megatron.commands.report.series import staleness_table
 
 SOURCE_COLUMNS = (

@@ -1,4 +1,4 @@
 """``bapo verify-parallel``: whether two parallel layouts compute the same on one batch of sequences.
 
-``command.py`` starts the layouts, ``check.py`` measures one, ``comparison.py`` compares two.
+``check.py`` starts the layouts and measures each, ``layout_reference.py`` stores one and compares two.
 """

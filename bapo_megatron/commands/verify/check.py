@@ -1,17 +1,19 @@
-"""Layout check of ``bapo verify-parallel``: log-probs, bounds, loss and gradient norm on a canary batch.
+"""``bapo verify-parallel RECIPE [flags]``: log-probs, bounds, loss and gradient norm of a canary batch.
 
 The canary batch is random sequences, so it needs the recipe and the model, but no dataset, tokenizer or run
-directory. A check writes a layout reference (``--save``), compares with one (``--certificate``), or both. The
-loss is always ``clip``, BAPO's, whatever ``algorithm.loss`` is. It makes one update, to measure the gradient
-norm, unless log-probs are not finite; the updated weights are discarded. So that a comparison notices another
-model, a reference also holds fingerprints: SHA-256 of config.json, and of samples of the weight files, in a
-second at any size. It runs in the processes of the layout. Used by ``command.py``.
+directory. A check writes a layout reference (``--save``), compares with one (``--certificate``), or both.
+Without either the command measures the layout of ``--reference.*`` first (by default one process), then the
+recipe's, each in new processes, and compares them; under a launcher it runs in the launcher's processes.
+The loss is always ``clip``, BAPO's, whatever ``algorithm.loss`` is. A check makes one update, to measure the
+gradient norm, unless log-probs are not finite; the updated weights are discarded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -24,45 +26,49 @@ from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
 from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.surrogate import contributions
-from bapo_megatron.commands.verify.comparison import (
+from bapo_megatron.commands.recipe_flags import recipe_command
+from bapo_megatron.commands.verify.layout_reference import (
     TOLERANCES,
+    LayoutReference,
     QuantityRow,
+    TokenOutputs,
     Tolerances,
+    Totals,
     compare_layouts,
     comparison_table,
     first_differing_row,
     first_not_finite,
-    not_measured,
-)
-from bapo_megatron.commands.verify.layout_reference import (
-    LayoutReference,
-    TokenOutputs,
-    Totals,
     identity_differences,
+    not_measured,
     read_layout_reference,
     write_layout_reference,
 )
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import flat
-from bapo_megatron.data.canary import (
-    CanarySpec,
-    canary_sequences,
-    scored,
-    unscored,
-    with_random_routes,
-)
+from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored, with_random_routes
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.runtime.distributed import broadcast_from_main, gather, is_main
+from bapo_megatron.policy.layout import data_parallel_size, parallel_processes
+from bapo_megatron.runtime.device import silence_libraries
+from bapo_megatron.runtime.distributed import (
+    broadcast_from_main,
+    gather,
+    is_main,
+    launched_world_size,
+    run_processes,
+)
 from bapo_megatron.runtime.files import check_output_file
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.preflight import check_weights
 
+_TOKENS = 16384
+_PLACES, _PLACE_BYTES = 64, 4096
+_EXPERTS = {"EP": "parallel.expert", "ETP": "parallel.expert_tensor"}
 _BySample = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
@@ -98,13 +104,8 @@ def measure_totals(
     used = chosen if at is None else SearchResult(at, contributions(sums, at, bounds))
     result = policy.update(packs, Objective(loss).token_fn(used, policy.version))
     tokens = sum(sample.trained_tokens for sample in samples)
-    return Totals(
-        sums.numpy(),
-        chosen.bounds.low,
-        chosen.bounds.high,
-        float(result.sums[0]) / tokens,
-        result.grad_norm,
-    )
+    loss_mean = float(result.sums[0]) / tokens
+    return Totals(sums.numpy(), chosen.bounds.low, chosen.bounds.high, loss_mean, result.grad_norm)
 
 
 def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list[MicroBatch]:
@@ -112,12 +113,8 @@ def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list
     return pack_samples(routed, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
 
 
-_PLACES = 64
-_PLACE_BYTES = 4096
-
-
 def model_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 (the first 16 digits) of ``config.json``, and of the weight files.
+    """SHA-256 (the first 16 digits) of ``config.json``, and of samples of the weight files.
 
     Of each ``model*.safetensors`` file the digest covers the name, the size, and 64 places of 4 KiB, evenly
     spaced from the first byte (the header: tensor names, types, shapes) to the last. So any other training
@@ -126,21 +123,14 @@ def model_digests(folder: Path) -> dict[str, str]:
     """
     weights = hashlib.sha256()
     for path in sorted(folder.glob("model*.safetensors")):
-        _add_places(weights, path)
+        size = path.stat().st_size
+        weights.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(_PLACES):
+                file.seek(max(0, size - _PLACE_BYTES) * place // (_PLACES - 1))
+                weights.update(file.read(_PLACE_BYTES))
     config = hashlib.sha256((folder / "config.json").read_bytes())
     return {"config_sha256": config.hexdigest()[:16], "weights_sha256": weights.hexdigest()[:16]}
-
-
-def _add_places(digest: hashlib._Hash, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name} {size}\n".encode())
-    with path.open("rb") as file:
-        for place in range(_PLACES):
-            file.seek(max(0, size - _PLACE_BYTES) * place // (_PLACES - 1))
-            digest.update(file.read(_PLACE_BYTES))
-
-
-_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -193,6 +183,41 @@ class VerifyConfig(RunConfig):
     def runs_reference(self) -> bool:
         """Whether this command runs the reference itself."""
         return self.certificate is None and self.save is None
+
+
+def verify_command(arguments: Sequence[str]) -> None:
+    """Check the layout, in as many processes as it needs. SystemExit(1) if it differs from the reference."""
+    _, config = recipe_command("verify-parallel", VerifyConfig.of, arguments)
+    launched = launched_world_size()
+    processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
+    check_verify(config, launched is not None)
+    if launched is not None:
+        verify_process(config)
+    elif config.runs_reference:
+        _run_both_layouts(config, processes)
+    else:
+        run_processes(verify_process, (config,), processes, apart=True)
+
+
+def _run_both_layouts(config: VerifyConfig, processes: int) -> None:
+    """Measure the reference layout, then the recipe's layout in new processes, and compare them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "reference.npz"
+        reference = dataclasses.replace(config, parallel=config.reference, save=path)
+        count = config.reference.model_size * (config.reference.data or 1)
+        print(f"the reference, in {count} process(es), then the recipe's layout, in {processes}", flush=True)
+        run_processes(verify_process, (reference,), count, apart=True)
+        compared = dataclasses.replace(config, certificate=path)
+        run_processes(verify_process, (compared,), processes, apart=True)
+
+
+def verify_process(config: VerifyConfig) -> None:
+    """One rank of a layout's check. SystemExit(1), on every rank, if the layout differs."""
+    silence_libraries()
+    with parallel_processes(config.parallel):
+        code = verify_layout(config)
+    if code:
+        sys.exit(code)
 
 
 def check_verify(config: VerifyConfig, launched: bool) -> None:
@@ -262,21 +287,17 @@ def measure_layout(
     samples = reference.samples if reference else unscored(sequences)
     tokens = measure_tokens(policy, config, samples)
     broken = first_not_finite(tokens, samples)
-    if reference is None and broken:
-        raise FloatingPointError(f"the log-probs of this layout are not finite: first at {broken}")
     if reference is None:
+        if broken:
+            raise FloatingPointError(f"the log-probs of this layout are not finite: first at {broken}")
         samples = scored(sequences, tokens.log_probs, bounds, config.algorithm.loss_mean)
-    at = _bounds_of(reference, config) if reference else None
-    if reference and broken:
+        totals = measure_totals(policy, config, samples)
+    elif broken:
         totals = not_measured(reference.totals)
     else:
+        at = search_bounds(reference.totals.sums[: sum_count(bounds)].tolist(), bounds)
         totals = measure_totals(policy, config, samples, at)
     return LayoutReference(_identity(config), _provenance(config, policy), samples, tokens, totals)
-
-
-def _bounds_of(reference: LayoutReference, config: VerifyConfig) -> Bounds:
-    bounds = config.algorithm.bounds
-    return search_bounds(reference.totals.sums[: sum_count(bounds)].tolist(), bounds)
 
 
 def _matching_reference(path: Path, config: VerifyConfig) -> LayoutReference:
@@ -300,10 +321,7 @@ def _identity(config: VerifyConfig) -> dict[str, Any]:
         # A certificate of an earlier version has the routers' own routes, which rounding decides.
         "canary": {**dataclasses.asdict(config.canary), **({"routes": "random"} if has_experts else {})},
         "rollout": {"temperature": config.rollout.temperature},
-        "algorithm": {
-            "loss_mean": config.algorithm.loss_mean,
-            **flat(config.algorithm.bounds, "bounds."),
-        },
+        "algorithm": {"loss_mean": config.algorithm.loss_mean, **flat(config.algorithm.bounds, "bounds.")},
     }
     return {f"{part}.{name}": value for part, fields in named.items() for name, value in fields.items()}
 
@@ -329,11 +347,10 @@ def _print_comparison(reference: LayoutReference, ours: LayoutReference, config:
 def _verdict(rows: Sequence[QuantityRow], reference: LayoutReference) -> str:
     lines = [f"a tie: {row.quantity}: {row.detail}" for row in rows if row.verdict == "tie"]
     first = first_differing_row(rows)
-    tokens = sum(sample.positions for sample in reference.samples)
+    samples = reference.samples
     if first is None:
-        lines.append(
-            f"all {len(rows)} quantities agree over {tokens} tokens of {len(reference.samples)} samples"
-        )
+        tokens = sum(sample.positions for sample in samples)
+        lines.append(f"all {len(rows)} quantities agree over {tokens} tokens of {len(samples)} samples")
     else:
         lines.append(f"the layouts differ, first in the {first.quantity}: {first.detail}")
     return "\n".join(lines)
@@ -342,9 +359,6 @@ def _verdict(rows: Sequence[QuantityRow], reference: LayoutReference) -> str:
 def _tolerances(config: VerifyConfig) -> Tolerances:
     given = {name: value for name, value in vars(config.tolerance).items() if value is not None}
     return dataclasses.replace(TOLERANCES[config.model.dtype], **given)
-
-
-_EXPERTS = {"EP": "parallel.expert", "ETP": "parallel.expert_tensor"}
 
 
 def _layout(measured: LayoutReference) -> str:

@@ -1,26 +1,39 @@
-"""Layout reference (``--save``, ``--certificate``): a batch, and the outputs of one parallel layout on it.
+"""Layout references (``--save``, ``--certificate``): a batch, one layout's outputs on it, and the comparison.
 
 The file is an npz archive. It holds the inputs themselves (token ids, rollout log-probs, advantages), not
-only their seed, so a comparison never depends on how a later version draws them. Used by ``check.py``,
-``comparison.py``.
+only their seed, so a comparison never depends on how a later version draws them. A comparison has a row for
+each quantity, in the order of computation: the first that differs is nearest to the cause; later ones may
+follow from it. Used by ``check.py``.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from bapo_megatron.algo.bounds import (
+    Bounds,
+    BoundsConfig,
+    high_values,
+    low_values,
+    positive_share,
+    search_bounds,
+    sum_count,
+)
+from bapo_megatron.algo.surrogate import all_measures
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.text_table import text_table
 
 FORMAT = 1
 """Version of the file format; a file of another version is refused."""
@@ -30,10 +43,7 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZi
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Per-token outputs of one layout: log-probs and entropies, an array for each sample, [positions].
-
-    Made by ``measure_tokens``, compared by ``compare_layouts``.
-    """
+    """Per-token outputs of one layout: log-probs and entropies, an array for each sample, [positions]."""
 
     log_probs: list[np.ndarray]
     """Natural logs, float32."""
@@ -43,10 +53,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one layout over the batch, taken as one update: sums, bounds, loss, gradient norm.
-
-    Made by ``measure_totals``, compared by ``compare_layouts``.
-    """
+    """Totals of one layout over the batch, taken as one update: sums, bounds, loss, gradient norm."""
 
     sums: np.ndarray
     """float64: the contribution sums at every candidate, under every measure (``measured_sums``)."""
@@ -62,10 +69,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """Content of a layout reference: a batch, and the outputs and totals that one layout computes on it.
-
-    Made by ``check.py``; written with ``--save``, read for a comparison.
-    """
+    """Content of a layout reference: a batch, and the outputs and totals that one layout computes on it."""
 
     identity: dict[str, Any]
     """Fields that two references must share to be comparable, as flat JSON values."""
@@ -155,3 +159,239 @@ def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     if len(column) != lengths.sum():
         raise ValueError(f"{len(column)} numbers where {lengths.sum()} belong")
     return np.split(column, np.cumsum(lengths)[:-1])
+
+
+# --- the comparison --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Allowed differences: ``absolute + relative * abs(reference)``; fields as of ``ToleranceConfig``.
+
+    The defaults are those of float32. A log-prob is a difference of numbers of the size of the logits, so it
+    is never more exact than they are. The absolute part, and that of the norm, cover the largest float32
+    errors against float64 on a canary of random tokens: 3.3e-4 nats and 2.2e-4 of the norm, measured with
+    transformers' Llama and SmolLM2-135M, whose first activations of a sequence are large.
+    """
+
+    token_relative: float = 1e-5
+    token_absolute: float = 5e-4
+    token_mean: float = math.inf
+    total_relative: float = 1e-5
+    norm_relative: float = 5e-4
+    """In the gradient norm errors of the backward pass add up."""
+    total_absolute: float = 2e-6
+
+
+# Activations and logits of bfloat16 have 8 significant bits, and layouts add up in other orders. What sound
+# layouts of the demo's policy differ by is in docs/doctor.md; only float32 makes a sharp check.
+TOLERANCES = {"float32": Tolerances(), "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.25, 0.25, 5e-3)}
+
+
+@dataclass(frozen=True)
+class QuantityRow:
+    """Row of the comparison, as plain data: a quantity, its difference between the layouts, its tolerance."""
+
+    quantity: str
+    reference: str
+    ours: str
+    worst_absolute: float
+    worst_relative: float
+    tolerance: str
+    verdict: Literal["ok", "tie", "DIFFERS"]
+    detail: str = ""
+    """Where the quantity differs first, or why a difference is a tie."""
+
+
+def compare_layouts(
+    reference: LayoutReference,
+    tokens: TokenOutputs,
+    totals: Totals,
+    config: BoundsConfig,
+    tolerances: Tolerances,
+) -> list[QuantityRow]:
+    """The comparison, one row for each quantity, upstream first. ``config`` is that of both searches."""
+    samples, said = reference.samples, reference.tokens
+    ours, theirs = totals, reference.totals
+    relative, absolute = tolerances.total_relative, tolerances.total_absolute
+    names, norm = list(_sum_names(config)), tolerances.norm_relative
+    return [
+        _token_row("log-probs", said.log_probs, tokens.log_probs, samples, tolerances),
+        _token_row("entropies", said.entropies, tokens.entropies, samples, tolerances),
+        _total_row("contribution sums", theirs.sums, ours.sums, relative, absolute, names),
+        _bounds_row(theirs, ours, config, tolerances),
+        _total_row("loss", theirs.loss, ours.loss, relative, absolute),
+        _total_row("gradient norm", theirs.grad_norm, ours.grad_norm, norm, absolute),
+    ]
+
+
+def first_differing_row(rows: Sequence[QuantityRow]) -> QuantityRow | None:
+    """The most upstream row that differs; later ones may be consequences of it."""
+    return next((row for row in rows if row.verdict == "DIFFERS"), None)
+
+
+def comparison_table(rows: Sequence[QuantityRow]) -> str:
+    """The comparison as an aligned table."""
+    heads = ("quantity", "reference", "this layout", "worst abs", "worst rel", "tolerance", "ok")
+    cells = []
+    for row in rows:
+        distances = (f"{row.worst_absolute:.2e}", f"{row.worst_relative:.2e}")
+        cells.append((row.quantity, row.reference, row.ours, *distances, row.tolerance, row.verdict))
+    return "\n".join(text_table(cells, heads=heads))
+
+
+def first_not_finite(tokens: TokenOutputs, samples: Sequence[Sample]) -> str | None:
+    """The place of the first log-prob that is nan or inf; None if all are finite."""
+    bad = np.flatnonzero(~np.isfinite(np.concatenate(tokens.log_probs)))
+    return _place(int(bad[0]), samples) if len(bad) else None
+
+
+def _token_row(
+    name: str,
+    reference: Sequence[np.ndarray],
+    ours: Sequence[np.ndarray],
+    samples: Sequence[Sample],
+    tolerances: Tolerances,
+) -> QuantityRow:
+    there, here = (np.concatenate(values).astype(np.float64) for values in (reference, ours))
+    apart = np.abs(here - there)
+    allowed = tolerances.token_absolute + tolerances.token_relative * np.abs(there)
+    bad = np.flatnonzero(~(apart <= allowed))  # nan is bad
+    mean_is_bad = not apart.mean() <= tolerances.token_mean
+    detail = ""
+    if len(bad):
+        worst = int(bad[np.nanargmax(apart[bad])]) if np.isfinite(apart[bad]).any() else int(bad[0])
+        detail = (
+            f"at {_place(int(bad[0]), samples)}: {there[bad[0]]:.7g} in the reference, "
+            f"{here[bad[0]]:.7g} here; {len(bad)} of {len(there)} tokens differ, most by "
+            f"{apart[worst]:.2e} at {_place(worst, samples)}"
+        )
+    elif mean_is_bad:
+        worst = int(apart.argmax())
+        detail = (
+            f"each token is within its tolerance, but on average they are {apart.mean():.2e} apart, more "
+            f"than {tolerances.token_mean:g}; most at {_place(worst, samples)}: {there[worst]:.7g} in the "
+            f"reference, {here[worst]:.7g} here"
+        )
+    return QuantityRow(
+        name,
+        f"mean {there.mean():.6g}",
+        f"mean {here.mean():.6g}",
+        *_worst(there, apart),
+        _stated(tolerances.token_relative, tolerances.token_absolute, tolerances.token_mean),
+        "DIFFERS" if detail else "ok",
+        detail,
+    )
+
+
+def _place(position: int, samples: Sequence[Sample]) -> str:
+    """Names the token that a position, counted over all samples, predicts."""
+    ends = np.cumsum([sample.positions for sample in samples])
+    number = int(np.searchsorted(ends, position, side="right"))
+    sample = samples[number]
+    token, length = position - int(ends[number]) + len(sample.token_ids), len(sample.token_ids)
+    prompt = length - sample.response_tokens
+    part = f"{token - prompt} of the response" if token >= prompt else "in the prompt"
+    return f"sample {number}, token {token} of {length} ({part}, id {sample.token_ids[token]})"
+
+
+def _total_row(
+    name: str,
+    reference: float | np.ndarray,
+    ours: float | np.ndarray,
+    relative: float,
+    absolute: float,
+    names: Sequence[str] = (),
+) -> QuantityRow:
+    there, here = (np.atleast_1d(np.asarray(value, np.float64)) for value in (reference, ours))
+    apart = np.abs(here - there)
+    bad = np.flatnonzero(~(apart <= absolute + relative * np.abs(there)))
+    detail = ""
+    if len(bad):
+        which = f"{names[bad[0]]}, the first of {len(bad)} that differ: " if names else ""
+        detail = f"{which}{there[bad[0]]:.9g} in the reference, {here[bad[0]]:.9g} here"
+    mean = "mean " if names else ""
+    return QuantityRow(
+        name,
+        f"{mean}{there.mean():.6g}",
+        f"{mean}{here.mean():.6g}",
+        *_worst(there, apart),
+        _stated(relative, absolute),
+        "DIFFERS" if detail else "ok",
+        detail,
+    )
+
+
+def _sum_names(config: BoundsConfig) -> Iterator[str]:
+    """Names of the numbers of ``measured_sums``, in order."""
+    for one in all_measures(config):
+        reading = f"({one.measure}, {one.weight})"
+        yield from (f"P(c_high={high:g}) {reading}" for high in high_values(config))
+        yield from (f"N(c_low={low:g}) {reading}" for low in low_values(config))
+
+
+def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> QuantityRow:
+    there, here = np.array([theirs.low, theirs.high]), np.array([ours.low, ours.high])
+    verdict: Literal["ok", "tie", "DIFFERS"] = "ok"
+    detail = ""
+    if not np.array_equal(there, here):
+        detail = f"({there[0]:g}, {there[1]:g}) in the reference, ({here[0]:g}, {here[1]:g}) here"
+        tie = _tie_reason(theirs, ours, config, tolerances)
+        verdict, detail = ("tie", f"{detail}: {tie}") if tie else ("DIFFERS", detail)
+    return QuantityRow(
+        "bounds (low, high)",
+        f"{theirs.low:g}, {theirs.high:g}",
+        f"{ours.low:g}, {ours.high:g}",
+        *_worst(there, np.abs(here - there)),
+        "equal, or a tie",
+        verdict,
+        detail,
+    )
+
+
+def _tie_reason(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> str:
+    """Reason for a tie: unequal bounds that follow from sums which agree; empty if it is no tie.
+
+    The search stops at the first pair of bounds whose contribution reaches the target. Where one search
+    stopped and the other went on, both contributions must lie so near the target that the tolerated
+    difference of P and of N (each once) carries them across it.
+    """
+    sums = [totals.sums[: sum_count(config)] for totals in (theirs, ours)]
+    if not all(np.isfinite(one).all() for one in sums):
+        return ""
+    found = [search_bounds(one.tolist(), config) for one in sums]
+    if [(one.low, one.high) for one in found] != [(one.low, one.high) for one in (theirs, ours)]:
+        return ""  # a search that does not follow from its own sums
+    earlier = min(found, key=lambda bounds: bounds.rounds)
+    contributions = [_contribution(one, earlier, config) for one in sums]
+    reach = 2 * tolerances.total_relative * config.target
+    if any(not abs(value - config.target) <= reach for value in contributions):
+        return ""
+    return (
+        f"at ({earlier.low:g}, {earlier.high:g}) the contributions {contributions[0]:.9g} and "
+        f"{contributions[1]:.9g} lie within the sums' tolerance of the target {config.target:g}"
+    )
+
+
+def _contribution(sums: np.ndarray, bounds: Bounds, config: BoundsConfig) -> float:
+    highs = high_values(config)
+    low = len(highs) + low_values(config).index(bounds.low)
+    return positive_share(float(sums[highs.index(bounds.high)]), float(sums[low]), config.share)
+
+
+def _worst(reference: np.ndarray, apart: np.ndarray) -> tuple[float, float]:
+    """Largest absolute and largest relative difference; nan if any is."""
+    size = np.abs(reference)
+    relative = np.divide(apart, size, out=np.where(apart == 0, 0.0, np.inf), where=size > 0)
+    return float(apart.max()), float(relative.max())
+
+
+def _stated(relative: float, absolute: float, mean: float = math.inf) -> str:
+    text = f"{absolute:g}" + (f" + {relative:g} rel" if relative else "")
+    return text if math.isinf(mean) else f"{text}, mean {mean:g}"
+
+
+def not_measured(totals: Totals) -> Totals:
+    """Totals of nan in the shape of ``totals``, for a layout whose log-probs are not finite."""
+    sums = np.full_like(totals.sums, np.nan)
+    return Totals(sums, low=math.nan, high=math.nan, loss=math.nan, grad_norm=math.nan)

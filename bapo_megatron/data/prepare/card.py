@@ -1,7 +1,7 @@
 """Data card of a prepared dataset (card.json, README.md): sources, rows kept and dropped, reasons, digests.
 
-Training and evaluation read from it which reward the data was prepared for (``data/suites.py``). Used by
-``command.py``.
+Training and evaluation read from it which reward the data was prepared for (``data/problem_sets.py``). Used
+by ``command.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from bapo_megatron.reward.code_tests import forgeable_tests
 from bapo_megatron.reward.math import is_operation
 
 FORMAT = 1
-"""Version of card.json."""
 
 EXAMPLES = 3
 """Number of examples of left-out rows for each reason."""
@@ -32,10 +31,7 @@ _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 
 @dataclass(frozen=True)
 class Dropped:
-    """A dropped row, with the name and the reason of the filter that dropped it.
-
-    Made by ``command.py``; the card counts them, and shows some.
-    """
+    """A dropped row, with the name and the reason of the filter that dropped it."""
 
     reason: str
     source: str
@@ -62,7 +58,6 @@ class Card:
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[Dropped]] = field(default_factory=dict)
     invalid: list[Dropped] = field(default_factory=list)
-    """Invalid rows, which are no problems."""
     by_data_source: Counter[str] = field(default_factory=Counter)
     by_ability: Counter[str] = field(default_factory=Counter)
     forgeable: int = 0
@@ -75,7 +70,6 @@ class Card:
     """Histogram of the lengths of kept prompts, in tokens; empty without a tokenizer."""
 
     def keep(self, problem: Problem) -> None:
-        """Count a kept row."""
         self.kept += 1
         self.by_data_source[problem.data_source] += 1
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
@@ -93,7 +87,6 @@ class Card:
             shown.append(short)
 
     def as_json(self) -> dict[str, Any]:
-        """Content of card.json."""
         options = dataclasses.asdict(self.options)
         return {
             "format": FORMAT,
@@ -148,7 +141,10 @@ def as_markdown(card: Card) -> str:
     ]
     for reason, shown in card.examples.items():
         lines += ["", f"## Examples: {reason}", ""]
-        lines += [f"- {one.source}, row {one.row}: {_cell(one.why)}{_quoted(one.question)}" for one in shown]
+        for one in shown:
+            lines.append(f"- {one.source}, row {one.row}: {_cell(one.why)}")
+            if one.question:
+                lines.append(f"  > {_cell(one.question)}")
     return "\n".join(lines) + "\n"
 
 
@@ -181,10 +177,6 @@ def _table(title: str, head: tuple[str, ...], rows: list[Any]) -> list[str]:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
-
-
-def _quoted(question: str) -> str:
-    return f"\n  > {_cell(question)}" if question else ""
 
 
 def _short(text: str) -> str:

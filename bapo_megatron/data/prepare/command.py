@@ -15,13 +15,13 @@ from pathlib import Path
 
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.data.prepare.card import Card, Dropped, as_markdown, summary
-from bapo_megatron.data.prepare.contamination import Contamination, EvaluationProblem
 from bapo_megatron.data.prepare.filters import (
     INVALID,
+    Contamination,
     Duplicates,
+    EvaluationProblem,
     Filter,
-    TypesOfExtraInfo,
-    contamination_filter,
+    clash_of_types,
     difficulty_filter,
     first_reason,
     length_filter,
@@ -44,9 +44,6 @@ from bapo_megatron.runtime.written_folders import (
 
 _WRITER = "bapo data prepare"
 
-Read = tuple[Source, int, Problem | RowError]
-"""A source, the index of a row in it (from 0), and its problem or error."""
-
 _CONFLICTING = "conflicting answers"
 """Rows that are dropped as they ask the question of another row, and have another answer."""
 
@@ -59,13 +56,17 @@ def prepare(options: PrepareOptions) -> Card:
     options.check()
     check_dataset_output(options.output, options.overwrite)
     options = replace(options, reward=options.reward_function)
-    where = options.split, options.revision, options.generation
-    sources = [open_source(text, *where) for text in options.sources]
+    generated = options.size, options.seed, json.loads(options.task_settings)
+    sources = [open_source(text, options.split, options.revision, *generated) for text in options.sources]
     duplicates = Duplicates()
     card = Card(sources=[], options=options)
     index = _contamination(options, card)
     for source in sources:
-        rows = sum(_shown(duplicates, index, read) for read in _problems(source, options))
+        rows = 0
+        for problem in _problems(source, options):
+            rows += 1
+            if isinstance(problem, Problem) and duplicates.show(problem) and index is not None:
+                index.show(problem.question)
         if not rows:
             raise ConfigError(f"source {source.name}: it has no rows")
         card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
@@ -95,24 +96,17 @@ def _foreign(folder: Path) -> str | None:
     return None if (folder / CARD_FILE).is_file() else "is no prepared dataset"
 
 
-def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Read]:
-    """Rows of a source as problems. ``renamed``: it has the columns that the options name."""
+def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Problem | RowError]:
+    """Rows of a source, each a problem or its error. ``renamed``: with the columns that the options name."""
     own, column = options.own_reward, options.source_column if renamed else None
     names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
     for number, row in enumerate(source.rows()):
         try:
             row = with_columns(with_source(row, column), names)
             problem = problem_of(row, source.name, number, options.instruct, own)
-            yield source, number, problem.with_system(options.system_prompt if renamed else None)
+            yield problem.with_system(options.system_prompt if renamed else None)
         except RowError as error:
-            yield source, number, error
-
-
-def _shown(duplicates: Duplicates, index: Contamination | None, read: Read) -> int:
-    """First pass over a row: its question goes to the deduplication, and if new to ``index``; returns 1."""
-    if isinstance(read[2], Problem) and duplicates.show(read[2]) and index is not None:
-        index.show(read[2].question)
-    return 1
+            yield error
 
 
 def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
@@ -135,7 +129,7 @@ def _filters(
         bounds = options.min_difficulty, options.max_difficulty
         found.append(("difficulty", difficulty_filter(options.difficulty, *bounds)))
     if index is not None:
-        found.append(("contaminated", contamination_filter(index)))
+        found.append(("contaminated", index.overlap))
     found.append((INVALID, scorable(options.reward_function)))
     if options.tokenizer is not None:
         tokenizer = load_tokenizer(options.tokenizer)
@@ -155,25 +149,25 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
             f"give the path of its file"
         )
     source, rows = open_source(str(path), options.split, None), 0
-    for _, number, problem in _problems(source, options, renamed=False):
+    for problem in _problems(source, options, renamed=False):
         if isinstance(problem, RowError):
-            raise ConfigError(f"against: {path}, row {number} (the first is 0): {problem}")
+            raise ConfigError(f"against: {path}, row {rows} (the first is 0): {problem}")
+        yield EvaluationProblem(text, rows, problem.question)
         rows += 1
-        yield EvaluationProblem(text, number, problem.question)
     card.against.append({"name": text, "sha256": source.digest(), "rows": rows})
 
 
 def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card) -> str:
     """Second pass: write the kept rows, count the others in ``card``; the SHA-256 of the file."""
-    digest, types = hashlib.sha256(), TypesOfExtraInfo()
+    digest, types = hashlib.sha256(), dict[str, str]()
     with path.open("wb") as file:
         for source in sources:
-            for _, number, problem in _problems(source, card.options):
+            for number, problem in enumerate(_problems(source, card.options)):
                 if isinstance(problem, RowError):
                     card.drop(Dropped(INVALID, source.name, number, str(problem), ""))
                 elif reason := first_reason(problem, filters):
                     card.drop(Dropped(reason[0], source.name, number, reason[1], problem.question))
-                elif clash := types.clash(problem.extra_info):
+                elif clash := clash_of_types(types, problem.extra_info):
                     raise ConfigError(
                         f"{source.name}, row {number} (the first is 0): {clash}; prepare the sources apart"
                     )
@@ -197,16 +191,14 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
         )
     if not card.kept:
         told = ", ".join(f"{name} {count}" for name, count in card.dropped.items()) or "there are none"
-        raise ConfigError(
-            f"no row of {rows} is left ({told}); nothing was written{_lengths(card)}{_conflicts(card)}{first}"
+        conflicts = (
+            "; rows with conflicting answers ask the same question: write something of the row into each"
+            if card.dropped.get(_CONFLICTING)
+            else ""
         )
-
-
-def _conflicts(card: Card) -> str:
-    """What rows with conflicting answers are, and the fix; empty if there are none."""
-    if not card.dropped.get(_CONFLICTING):
-        return ""
-    return "; rows with conflicting answers ask the same question: write something of the row into each"
+        raise ConfigError(
+            f"no row of {rows} is left ({told}); nothing was written{_lengths(card)}{conflicts}{first}"
+        )
 
 
 def _lengths(card: Card) -> str:

@@ -20,11 +20,15 @@ from annotated_types import Ge, Gt, Le
 
 from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.config.sources import PREPARED
-from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS, raise_problems
+from bapo_megatron.config.validation import (
+    BOXED_REWARDS,
+    REWARD_ENDPOINTS,
+    REWARD_FUNCTIONS,
+    raise_problems,
+)
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX
-from bapo_megatron.data.prepare.sources import Generation
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.functions import load_function, reads_boxes
+from bapo_megatron.reward.functions import load_function
 
 DATA_FILE, CARD_FILE, CARD_TEXT = PREPARED, "card.json", "README.md"
 """Files of a prepared folder: problems, data card as JSON, data card as text."""
@@ -99,19 +103,13 @@ class PrepareOptions:
 
     @property
     def reward_function(self) -> str:
-        """The run's reward.function."""
         generated = bool(self.sources) and all(source.startswith(PREFIX) for source in self.sources)
         return self.reward or ("reasoning_gym" if generated else "math_or_code")
 
     @property
     def own_reward(self) -> bool:
         """Whether ground truths may be any text: with a reward of the user's, of an endpoint or of a task."""
-        return not reads_boxes(self.reward_function)
-
-    @property
-    def generation(self) -> Generation:
-        """Settings of reasoning-gym's generators."""
-        return Generation(self.size, self.seed, json.loads(self.task_settings))
+        return self.reward_function not in BOXED_REWARDS
 
     def _problems(self) -> Iterator[str]:
         if not self.sources:

@@ -8,8 +8,7 @@ capitalised.
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
 ask for that form gets an instruction, unless the reward reads neither (the user's own, an endpoint's, a
 task's) or the options say otherwise. Then the other instructions are removed, which contradict it: DAPO's, a
-line "Answer:", and that of verl's GSM8K, ``####``. Used by
-``card.py``, ``filters.py`` and ``command.py``.
+line "Answer:", and that of verl's GSM8K, ``####``. Used by ``card.py``, ``filters.py`` and ``command.py``.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Problem:
 
     @property
     def is_code(self) -> bool:
-        """Whether the problem's ground truth is the tests of a program."""
         return is_tests(self.ground_truth)
 
     @property
@@ -131,23 +129,30 @@ def problem_of(
     ``instruct``: add an instruction to prompts that do not ask for the form that the reward function reads.
     ``own_reward``: a user's reward function, which takes any ground truth.
     """
-    problem = _problem_of(row, source, number, instruct and not own_reward, own_reward)
-    return replace(problem, own_reward=own_reward)
-
-
-def _problem_of(row: Row, source: str, number: int, instruct: bool, several: bool) -> Problem:
     named = {name.lower(): value for name, value in row.items()}
     if isinstance(named.get("reward_model"), dict) or "prompt" in named:
-        return _chat(named, source, number, instruct, several)
-    if any(name in named for name in _QUESTION):
-        return _plain(named, source, number, instruct, several)
-    raise RowError(
-        f"its columns are {', '.join(sorted(row))}; a row has prompt and reward_model, or problem (question) "
-        f"and answer (solution): name yours by --question-column and --answer-column"
+        messages, known = _chat_messages(named), _OF_THE_FORMAT
+        ground_truth = ground_truth_of(named, own_reward)
+    elif any(name in named for name in _QUESTION):
+        messages, known = _plain_messages(named), _OF_THE_FORMAT.union(_QUESTION, (_ANSWER, _SOLUTION))
+        ground_truth = _answer(named, own_reward)
+    else:
+        raise RowError(
+            f"its columns are {', '.join(sorted(row))}; a row has prompt and reward_model, or problem "
+            f"(question) and answer (solution): name yours by --question-column and --answer-column"
+        )
+    content, question = _asked(messages[-1]["content"], is_tests(ground_truth), instruct and not own_reward)
+    return Problem(
+        messages=[*messages[:-1], {"role": "user", "content": content}],
+        question=question,
+        ground_truth=ground_truth,
+        data_source=_source_of(named, source),
+        extra_info={**_other_columns(named, known), **extra_info_of(named), "row": number},
+        own_reward=own_reward,
     )
 
 
-def _chat(row: Row, source: str, number: int, instruct: bool, several: bool) -> Problem:
+def _chat_messages(row: Row) -> list[dict[str, str]]:
     if isinstance(row.get("prompt"), str):
         row = {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
     messages = [{"role": one["role"], "content": one["content"]} for one in messages_of(row)]
@@ -155,19 +160,14 @@ def _chat(row: Row, source: str, number: int, instruct: bool, several: bool) -> 
         raise RowError(problem)
     if messages[-1]["role"] != "user":
         raise RowError(f"prompt ends with a message of {messages[-1]['role']!r}; the last must be the user's")
-    ground_truth = ground_truth_of(row, several)
-    info = {**_other_columns(row, _OF_THE_FORMAT), **extra_info_of(row), "row": number}
-    return _problem(messages, ground_truth, _source_of(row, source), info, instruct)
+    return messages
 
 
-def _plain(row: Row, source: str, number: int, instruct: bool, several: bool) -> Problem:
+def _plain_messages(row: Row) -> list[dict[str, str]]:
     question = next(row[name] for name in _QUESTION if name in row)
     if not isinstance(question, str) or not question.strip():
         raise RowError(f"the problem is {question!r}; it must be text, not empty")
-    known = {*_QUESTION, _ANSWER, _SOLUTION, *_OF_THE_FORMAT}
-    info = {**_other_columns(row, known), **extra_info_of(row), "row": number}
-    messages = [{"role": "user", "content": question.strip()}]
-    return _problem(messages, _answer(row, several), _source_of(row, source), info, instruct)
+    return [{"role": "user", "content": question.strip()}]
 
 
 def _source_of(row: Row, source: str) -> str:
@@ -208,19 +208,12 @@ def _answer(row: Mapping[str, Any], several: bool) -> str:
         ) from None
 
 
-def _problem(
-    messages: list[dict[str, str]], ground_truth: str, data_source: str, info: dict[str, Any], instruct: bool
-) -> Problem:
-    content = messages[-1]["content"]
+def _asked(content: str, is_code: bool, instruct: bool) -> tuple[str, str]:
+    """The content of the last message, with the instruction, and the question without any."""
     wrapped = _ANSWER_LINE.fullmatch(content)
     asked = wrapped[1].strip() if wrapped else _LAST_LINE.sub("", content) or content
     question = _BOX_REQUEST.sub("", asked).strip() or asked
-    if is_tests(ground_truth):
-        wanted, instruction = "```" in asked, CODE_INSTRUCTION
-    else:
-        wanted, instruction = "\\boxed" in asked, MATH_INSTRUCTION
-    if instruct:  # else the reward may read the form that the prompt asks for
-        content = asked if wanted else f"{asked}\n\n{instruction}"
-    return Problem(
-        [*messages[:-1], {"role": "user", "content": content}], question, ground_truth, data_source, info
-    )
+    form, instruction = ("```", CODE_INSTRUCTION) if is_code else ("\\boxed", MATH_INSTRUCTION)
+    if not instruct:  # the reward may read the form that the prompt asks for
+        return content, question
+    return asked if form in asked else f"{asked}\n\n{instruction}", question

@@ -2,24 +2,24 @@
 
 ``open_source`` makes one. CHAMP's 270 contest problems come in the package champ-dataset; only those are read
 whose answer is a number: the others are words, or formulas in plain text. Each source has ``name``,
-``digest()``, and ``rows()``, which may be called again. ``command.py`` reads all rows of it in each of its
-two passes. Used by ``command.py`` and ``options.py``.
+``digest()``, and ``rows()``, which may be called again: ``command.py`` reads all rows twice. Used by
+``command.py``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX, GeneratedSource, tasks_of
-from bapo_megatron.data.rows import FORMATS, Row, iterate_jsonl, within_depth
+from bapo_megatron.data.rows import FORMATS, Row, digest_of_rows, iterate_jsonl, within_depth
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import sha256_of
 
@@ -36,16 +36,12 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 @dataclass(frozen=True)
 class FileSource:
-    """Source in a file, JSONL, JSON or parquet, which is opened anew at each call of ``rows``.
-
-    Made by ``open_source``, read twice by ``command.py``.
-    """
+    """Source in a file, JSONL, JSON or parquet, which is opened anew at each call of ``rows``."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """Name of the source in the data card: that of the file."""
         return self.path.name
 
     def rows(self) -> Iterator[Row]:
@@ -57,37 +53,25 @@ class FileSource:
             yield row
 
     def digest(self) -> str:
-        """SHA-256 of the file."""
         return sha256_of(self.path)
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """Source on the Hugging Face hub: a split of a dataset, which is downloaded when the source is opened.
-
-    Made by ``open_source``, read twice by ``command.py``.
-    """
+    """Source on the Hugging Face hub: a split of a dataset, which is downloaded when the source is opened."""
 
     name: str
     dataset: Any
 
     def rows(self) -> Iterator[Row]:
-        """All rows in order."""
         yield from self.dataset
 
     def digest(self) -> str:
-        """SHA-256 of the rows as JSON, a line each."""
-        found = hashlib.sha256()
-        for row in self.dataset:
-            found.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        return found.hexdigest()
+        return digest_of_rows(self.dataset)
 
 
 class ChampSource:
-    """Source of the contest problems of the package champ-dataset, in its order; each call reads the file.
-
-    Made by ``open_source``, read by ``command.py``.
-    """
+    """Source of the contest problems of the package champ-dataset, in its order; each call reads the file."""
 
     name = CHAMP
 
@@ -104,7 +88,6 @@ class ChampSource:
                 }
 
     def digest(self) -> str:
-        """SHA-256 of the package's file."""
         return sha256_of(self._path)
 
     @cached_property
@@ -126,27 +109,21 @@ def _champ_number(answer: str | None) -> str | None:
 Source = FileSource | HubSource | GeneratedSource | ChampSource
 
 
-@dataclass(frozen=True)
-class Generation:
-    """Settings of a generated source: number of problems, seed, settings of the tasks.
-
-    From the flags of `bapo data prepare`; ``open_source`` passes them to ``GeneratedSource``.
-    """
-
-    size: int | None = None
-    seed: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-def open_source(text: str, split: str, revision: str | None, generation: Generation | None = None) -> Source:
+def open_source(
+    text: str,
+    split: str,
+    revision: str | None,
+    size: int | None = None,
+    seed: int = 0,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Source:
     """Open a source: the file at the path ``text``, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub,
-    ``champ``, or ``reasoning-gym:TASK,TASK`` as ``generation`` says.
+    ``champ``, or ``size`` problems of ``reasoning-gym:TASK,TASK`` with ``seed`` and ``settings``.
 
     ConfigError if it is none of these, or cannot be loaded.
     """
     if text.startswith(PREFIX):
-        wanted = generation or Generation()
-        return tasks_of(text, wanted.size, wanted.seed, wanted.settings)
+        return tasks_of(text, size, seed, settings)
     path = Path(text)
     if text == CHAMP and not path.exists():
         return ChampSource()

@@ -27,8 +27,7 @@ from bapo_megatron.environment.tools.calls import answer_part, argument, setting
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code import last_code_block
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
-from bapo_megatron.reward.sandbox.requirements import FIX, sandbox_notes
-from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
+from bapo_megatron.reward.sandbox.sandbox import FIX, Ended, Sandbox, sandbox_notes
 
 WELL, BADLY = 100, 101
 """Exit codes of a call that ran to its end, and of one that raised. Others are those of an interpreter that

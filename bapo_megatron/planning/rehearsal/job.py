@@ -1,27 +1,39 @@
-"""Rehearsal of a job: its flags, the ranks and packs that they choose, and the results of those ranks.
+"""Rehearsal of a job: its flags, the layers, ranks and packs that they choose, and a process for each rank.
 
-It starts processes. ConfigError for a stage or a rank that the layout does not have, for flags that exclude
-each other, and for layers that are not there. Used by
-``commands/rehearse.py`` and ``commands/cluster/job.py``.
+A rehearsal patches torch for good. So one host process imports everything once, and forks a process for each
+rank; the caller's process stays unpatched. A rank that fails or is killed is a result with an error.
+
+ConfigError for a stage or a rank that the layout does not have, for flags that exclude each other, and for
+layers that are not there. Used by ``commands/plan.py`` and ``commands/cluster/job.py``.
 """
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
+import pickle
 import sys
-from collections.abc import Sequence
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from annotated_types import Ge
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GpuOptions, Job
-from bapo_megatron.planning.records import RankRequest, RankResult
-from bapo_megatron.planning.rehearsal.layers import choose_layers
-from bapo_megatron.planning.rehearsal.processes import rehearse
+from bapo_megatron.planning.rehearsal.records import RankRequest, RankResult
+from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS, te_folder
 from bapo_megatron.runtime.files import check_output_file
+from bapo_megatron.runtime.processes import die_with_parent
+
+Layers = Literal["te", "torch"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class RehearseOptions(GpuOptions):
     """Rehearse this rank."""
     all_ranks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Rehearse every rank, and compare the collectives of every group call by call."""
-    layers: Literal["te", "torch"] | None = None
+    layers: Layers | None = None
     """Transformer Engine's layers or torch's. None: Transformer Engine's where its sources are found."""
     packs: Annotated[int | None, Ge(1)] = None
     """Packs of an update. None: one; in a pipeline one more than it has stages, if it is interleaved twice as
@@ -116,3 +128,132 @@ def one_of_each_stage(results: Sequence[RankResult]) -> list[RankResult]:
     for result in sorted(results, key=lambda one: (not one.error, -one.highest)):
         by_stage.setdefault(result.place["stage"], result)
     return [by_stage[stage] for stage in sorted(by_stage)]
+
+
+def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
+    """The layers to rehearse, and a sentence with the reason. ConfigError if ``asked`` ones are missing.
+
+    ``asked`` None: those of the run on a GPU, if they can be rehearsed.
+    """
+    if asked == "torch":
+        return "torch", "torch's layers, as asked for"
+    if dtype == "float32":
+        if asked == "te":
+            raise ConfigError("--layers te: a run in float32 has torch's layers; leave it out")
+        return "torch", "torch's layers: the run is in float32"
+    if asked == "te":
+        te_folder()
+        return "te", f"Transformer Engine {VERSIONS[0]}'s layers, as asked for"
+    try:
+        te_folder()
+    except ConfigError as error:
+        return "torch", f"torch's layers, and not those of Transformer Engine that a GPU would have: {error}"
+    return "te", f"Transformer Engine {VERSIONS[0]}'s layers"
+
+
+def prepare_layers(layers: Layers) -> None:
+    """Import everything that a rank needs, before any rank is forked; this process must do nothing else."""
+    # The order of the imports: Transformer Engine asks for a GPU when it is imported, so the fake one comes
+    # first; megatron looks for Transformer Engine when it is imported, so megatron comes last.
+    for name in ("apex", "amp_C"):  # its compiled kernels take no fake tensors
+        sys.modules[name] = None  # type: ignore[assignment]
+    if layers == "te":
+        from bapo_megatron.planning.rehearsal.fake.cuda_device import answer_queries
+        from bapo_megatron.planning.rehearsal.transformer_engine.installation import (
+            accept_fake_tensors,
+            install,
+        )
+
+        answer_queries(lambda: None)
+        install(te_folder(), answer_cuda=False)
+        accept_fake_tensors()
+    else:  # megatron and the policy find none, also where it is installed
+        for name in ("transformer_engine", "transformer_engine_torch"):
+            sys.modules[name] = None  # type: ignore[assignment]
+    from bapo_megatron.planning.rehearsal import rank  # noqa: F401  with torch and megatron
+
+
+def rehearse(
+    requests: Sequence[RankRequest],
+    layers: Layers = "torch",
+    workers: int | None = None,
+    on_result: Callable[[RankResult], None] = lambda _: None,
+) -> list[RankResult]:
+    """Rehearse all requests; the results in their order. ``on_result`` is called as each one is done.
+
+    ``workers`` ranks at a time, None: one for each core. RuntimeError if the host process dies.
+    """
+    # A fork shares what is imported; Transformer Engine must be installed before megatron is imported.
+    other = layers == "te" or find_spec("transformer_engine") is not None
+    start = "spawn" if other and "megatron" in sys.modules else "fork"
+    context: Any = multiprocessing.get_context(start)
+    workers = workers or len(os.sched_getaffinity(0))
+    results: dict[int, RankResult] = {}
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        receiver, sender = context.Pipe(duplex=False)
+        host = context.Process(target=_host, args=(requests, layers, workers, Path(folder), sender))
+        host.start()
+        sender.close()  # so that recv() fails when the host dies
+        while len(results) < len(requests):
+            try:
+                index = receiver.recv()
+            except EOFError:
+                raise RuntimeError("the rehearsal's process has died; its messages are above") from None
+            results[index] = pickle.loads((Path(folder) / str(index)).read_bytes())
+            on_result(results[index])
+        host.join()
+    return [results[index] for index in range(len(requests))]
+
+
+def _host(
+    requests: Sequence[RankRequest], layers: Layers, workers: int, folder: Path, sender: Connection
+) -> None:
+    """Host process: import everything, then fork a process for each request, ``workers`` at a time."""
+    die_with_parent()
+    gc.freeze()  # finalizers of the caller's garbage may wait for threads that this process does not have
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    from bapo_megatron.runtime.device import silence_libraries
+
+    silence_libraries()
+    prepare_layers(layers)
+    gc.freeze()  # before the forks: a rank collects garbage in every phase, and need not scan the imports
+    running: dict[int, int] = {}
+    waiting = list(range(len(requests)))
+    while waiting or running:
+        while waiting and len(running) < workers:
+            index = waiting.pop(0)
+            running[_fork(requests[index], layers, folder / str(index))] = index
+        pid, status = os.waitpid(-1, 0)
+        index = running.pop(pid)
+        if status:
+            _write(_dead(requests[index], layers, status), folder / str(index))
+        sender.send(index)
+
+
+def _fork(request: RankRequest, layers: Layers, path: Path) -> int:
+    """Rehearse one rank in a child, which writes its result to ``path``. Returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        from bapo_megatron.planning.rehearsal.rank import rehearse_rank
+
+        die_with_parent()
+        _write(rehearse_rank(request, layers), path)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # a fork must not run its parent's exit handlers
+
+
+def _write(result: RankResult, path: Path) -> None:
+    path.write_bytes(pickle.dumps(result))
+
+
+def _dead(request: RankRequest, layers: Layers, status: int) -> RankResult:
+    code = os.waitstatus_to_exitcode(status)
+    why = f"its process was killed by signal {-code}" if code < 0 else "its process failed; see above"
+    return RankResult(request.rank, request.place, layers, request.packs, error=why)

@@ -20,11 +20,11 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.reader import TensorReader
-from bapo_megatron.planning.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
-from bapo_megatron.planning.rehearsal.expert_routes import even_routes
+from bapo_megatron.planning.rehearsal.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.handles import shareable
+from bapo_megatron.step_header import RouteShape
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.update_loss import UpdateLoss
@@ -37,8 +37,7 @@ _SHORTEST = 256
 class RankProgram:
     """Phases of one rank, as methods, of which ``build`` comes first; process groups must exist.
 
-    ``phase`` makes the context manager of a phase from its name, in which the caller measures. Made by
-    ``RankRehearsal``, and by tests that run it on a real device.
+    ``phase`` makes the context manager of a phase from its name, in which the caller measures.
     """
 
     def __init__(self, config: RunConfig, phase: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -54,7 +53,6 @@ class RankProgram:
                 self.policy.load_reference(self._config.model.hf_path, reader)
 
     def packs(self, number: int) -> list[MicroBatch]:
-        """The packs of an update, on the host."""
         shape = read_model_shape(self._config.model.hf_path)
         return full_packs(self._config, self.policy.pack_layout, shape, number)
 
@@ -94,7 +92,6 @@ class RankProgram:
             buckets.release()
 
     def save(self, save: Callable[[MegatronPolicy], object]) -> object:
-        """Save a checkpoint by ``save``; its result."""
         with self._phase("save"):
             held = save(self.policy)
         gc.collect()
@@ -131,7 +128,6 @@ class RankProgram:
             buckets.release()
 
     def load(self, load: Callable[[MegatronPolicy], None]) -> None:
-        """Load a checkpoint by ``load``."""
         with self._phase("load"):
             load(self.policy)
 
@@ -167,6 +163,16 @@ def sequence_lengths(config: RunConfig, multiple: int) -> list[int]:
     longest = min(config.longest_sequence, tokens) // multiple * multiple
     number, rest = divmod(tokens, longest)
     return [longest] * number + ([rest] if rest >= max(_SHORTEST, multiple) else [])
+
+
+def even_routes(shape: ModelShape, tokens: int) -> np.ndarray | None:
+    """Routes [tokens, layers, experts of a token] in which all experts come as often; None without."""
+    if shape.experts is None:
+        return None
+    stored = RouteShape(shape.layers, shape.experts.per_token, shape.experts.count)
+    place = np.arange(tokens * stored.per_token).reshape(tokens, 1, stored.per_token)
+    routes = np.broadcast_to(place % stored.experts, (tokens, stored.layers, stored.per_token))
+    return np.ascontiguousarray(routes, dtype=stored.dtype)
 
 
 def _sample(

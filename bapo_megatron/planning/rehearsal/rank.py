@@ -1,10 +1,12 @@
 """Rehearsal of one rank: set-up of the fake backend and the meter, then the rank's program under them.
 
-The rank's process must do nothing else: torch stays patched in it. A block of the ledger is one allocated
-storage. Weights, gradients, optimizer state and the frozen reference are labelled by ``label_model_state``,
-after the build and after each update, the host copies of an offloaded policy by ``label_offloaded_state``.
-Saved activations and module names are recorded by hooks. The meter's records become a ``RankResult``; an
-error of the program is its error, one of the set-up is raised. Used by ``layers.py`` and ``processes.py``.
+The rank's process must do nothing else: torch stays patched in it. The meter's records become a
+``RankResult``; an error of the program is its error, one of the set-up is raised.
+
+How many copies of tokens experts get only real routers would say. The rehearsed rank is taken for the busiest
+of its EP group: each peer sends it ``expert_imbalance`` times the mean, spread evenly over its experts, and
+it spreads what is left over its peers. All sizes of messages and of the experts' inputs follow from these
+numbers, so no router is asked. Used by ``job.py``.
 """
 
 from __future__ import annotations
@@ -20,24 +22,38 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
-from bapo_megatron.planning.records import OFFLOADED, REFERENCE, LargeTensor, Peak, RankRequest, RankResult
 from bapo_megatron.planning.rehearsal.checkpoints import rehearse_load, rehearse_save
-from bapo_megatron.planning.rehearsal.expert_routes import spread_copies
 from bapo_megatron.planning.rehearsal.fake.cuda_device import install
-from bapo_megatron.planning.rehearsal.fake.ledger import Block, Ledger, kind_of, sizes_by_kind
+from bapo_megatron.planning.rehearsal.fake.ledger import (
+    Block,
+    Ledger,
+    is_of_program,
+    kind_of,
+    short_path,
+    sizes_by_kind,
+)
 from bapo_megatron.planning.rehearsal.fake.meter import Meter, answer_reads, watch_sizes
 from bapo_megatron.planning.rehearsal.fake.process_group import ListsOfTensors, fake_world, repair_torch
-from bapo_megatron.planning.rehearsal.fake.waits import is_of_program, short_path
+from bapo_megatron.planning.rehearsal.fake.values import ShapesFromValues, know
 from bapo_megatron.planning.rehearsal.program import RankProgram, message_shape
-from bapo_megatron.planning.rehearsal.transformer_engine import kernel
+from bapo_megatron.planning.rehearsal.records import (
+    OFFLOADED,
+    REFERENCE,
+    LargeTensor,
+    Peak,
+    RankRequest,
+    RankResult,
+)
+from bapo_megatron.planning.rehearsal.transformer_engine.extension import observers
 from bapo_megatron.policy.attention.context_parallel import document_chunks
 from bapo_megatron.policy.device import cpu_mode
 from bapo_megatron.policy.megatron import MegatronPolicy
@@ -62,8 +78,7 @@ class FakeWeights:
 class RankRehearsal:
     """Rehearsal of one rank: sets up the fake backend, and runs the rank's program under the meter.
 
-    Made by ``rehearse_rank`` in the rank's own process, which calls ``run`` once and makes a ``RankResult``
-    of ``meter`` and ``seconds``. After an error of the program they hold what was recorded until then.
+    ``run`` is called once. After an error of the program ``meter`` and ``seconds`` hold what was recorded.
     """
 
     def __init__(self, request: RankRequest) -> None:
@@ -86,7 +101,7 @@ class RankRehearsal:
             repair_torch()
             cuda_functions: Any = nullcontext()
             if request.device == "cuda":
-                cuda_functions = install(lambda: self.meter.waits.wait(self.meter.phase, "synchronize"))
+                cuda_functions = install(lambda: self.meter.wait("synchronize"))
             else:
                 cpu_mode()
             kinds = stack.enter_context(fake_world(request.rank, request.world_size, self.config.parallel))
@@ -98,7 +113,7 @@ class RankRehearsal:
                 spread_copies(request.expert_imbalance, self.meter.shapes)
             answer_reads(self.meter)
             watch_sizes(self.meter)
-            kernel.observers.append(self.meter.see_te_kernel)
+            observers.append(self.meter.see_te_kernel)
             self._names = ModuleNames(self.meter.modules)
             self._names.watch()
             gc.collect()
@@ -126,13 +141,13 @@ class RankRehearsal:
         self.program.weight_sync()
         held = self.program.save(rehearse_save)  # kept over the sampling: a run's writer may still be at work
         self.program.sample()
-        label_offloaded_state(self.meter.ledger, self.program.policy)
+        for block in self.program.policy._offload.host.blocks:
+            _mark(self.meter.ledger, block, OFFLOADED)
         del held
         gc.collect()
         self.program.load(rehearse_load)
 
     def build(self) -> None:
-        """Build the policy with weights that have no values."""
         self.program.build(FakeWeights(self.config))
         label_model_state(self.meter.ledger, self.program.policy)
         self._names.learn(self.program.policy._model)
@@ -144,7 +159,7 @@ class RankRehearsal:
         bounds = packs[0].cu_seqlens
         size, rank = self.config.parallel.context, self.request.place["context"]
         chunks = document_chunks(bounds, size, rank)
-        self.meter.flops.chunks = [(one.queries, one.last_key - one.first_key) for one in chunks]
+        self.meter.chunks = [(one.queries, one.last_key - one.first_key) for one in chunks]
         hidden = read_model_shape(self.config.model.hf_path).hidden
         self.meter.collectives.message_shape = message_shape(self.config, bounds[-1], hidden)
         return packs
@@ -186,10 +201,10 @@ def result_of(rehearsal: RankRehearsal, layers: str, error: str | None) -> RankR
         gpu=gpu,
         host=_peaks(meter.ledger, "cpu")[0],
         largest=_largest(highest),
-        flops=dict(meter.flops_of),
+        flops=dict(meter.flops),
         calls=meter.collectives.calls,
-        waits=dict(meter.waits.waits),
-        guesses=dict(meter.waits.guesses),
+        waits=dict(meter.waits),
+        guesses=dict(meter.guesses),
         seconds=rehearsal.seconds,
         kernels=meter.kernels,
         error=error,
@@ -253,12 +268,6 @@ def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
                         _mark(ledger, value, "optimizer")
 
 
-def label_offloaded_state(ledger: Ledger, policy: MegatronPolicy) -> None:
-    """Label the host copies of an offloaded policy."""
-    for block in policy._offload.host.blocks:
-        _mark(ledger, block, OFFLOADED)
-
-
 def _mark(ledger: Ledger, tensor: Tensor, kind: str) -> None:
     block = ledger.block(tensor)
     if block is not None and not block.kind:
@@ -309,3 +318,51 @@ def marking_saved_activations(ledger: Ledger) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield
+
+
+def parts(whole: int, count: int) -> list[int]:
+    """``whole`` in ``count`` nearly equal parts, larger ones first."""
+    return [whole // count + (number < whole % count) for number in range(count)]
+
+
+def spread_copies(imbalance: float, shapes: ShapesFromValues) -> None:
+    """Patch megatron-core's dispatcher: the sizes of its messages are those of the busiest rank.
+
+    ``shapes``: answers for masks of unknown values, which torch's permutation selects by.
+    """
+    dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
+    plain_preprocess, plain_permute = dispatcher.preprocess, token_dispatcher.permute
+
+    def preprocess(self: Any, routing_map: Tensor) -> Tensor:
+        of_experts: Tensor = plain_preprocess(self, routing_map)
+        _tell_sizes(self, of_experts, len(routing_map) * self.config.moe_router_topk, imbalance)
+        return of_experts
+
+    def permute(*args: Any, **kwargs: Any) -> Any:
+        with shapes.selecting(kwargs["num_out_tokens"]):
+            return plain_permute(*args, **kwargs)
+
+    dispatcher.preprocess = preprocess
+    token_dispatcher.permute = permute  # type: ignore[attr-defined]
+
+
+def _tell_sizes(dispatcher: Any, of_experts: Tensor, copies: int, imbalance: float) -> None:
+    """Attach values to what the dispatcher has counted. ``copies``: of the tokens that a rank routes."""
+    size, gathered, local = dispatcher.ep_size, dispatcher.tp_size, dispatcher.num_local_experts
+    here = round(copies * min(imbalance, size) / size)  # that each rank sends to this one
+    own = dispatcher.ep_group.rank() if size > 1 else 0
+    sent = parts(copies - here, size - 1) if size > 1 else []
+    sent.insert(own, here)
+    by_expert = parts(here, local)
+    _tell(dispatcher.input_splits, sent)
+    _tell(dispatcher.output_splits, [here] * size)
+    _tell(dispatcher.output_splits_tp, [here * size] * gathered)
+    _tell(of_experts, [count * size * gathered for count in by_expert])
+    if local > 1:
+        _tell(dispatcher.num_global_tokens_per_local_expert, [by_expert] * (size * gathered))
+
+
+def _tell(tensor: Tensor | None, values: list[Any]) -> None:
+    if tensor is not None:
+        with unset_fake_temporarily():
+            know(tensor, torch.tensor(values, dtype=tensor.dtype).reshape(tensor.shape))

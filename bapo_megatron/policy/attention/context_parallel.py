@@ -27,10 +27,7 @@ from bapo_megatron.tensor_types import MicroBatch
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """A rank's chunk of a packed document: its queries, and the range of keys that they attend to.
-
-    Made by ``document_chunks`` for the attention in torch.
-    """
+    """A rank's chunk of a packed document: its queries, and the range of keys that they attend to."""
 
     queries: int
     """Number of tokens of the chunk."""

@@ -2,8 +2,11 @@
 
 Context parallelism: an all-gather of keys and values over the CP ranks (small, with grouped-query heads);
 each rank's queries attend to the part of their document up to them. No mask tensor exists. Half precision on
-a GPU uses ``flash.py``; else whole documents use padded batches, and chunks ``prefix_attention``.
-``policy/model.py`` puts ``DocumentAttention`` into the layer spec.
+a GPU uses ``flash_attention``; else whole documents use padded batches, and chunks ``prefix_attention``.
+
+Flash attention: one call of torch's variable-length kernel for all chunks, from torch 2.11 on
+(``device.varlen_problem``). Its causal mask is aligned to the last query and the last key (bottom right), as
+a document's chunk needs: its queries are the last of the keys that they see.
 
 Padded batches: documents of similar length, right-padded, through SDPA. Under a causal mask no real query
 sees the padding behind it, so no mask tensor is needed, and SDPA can use its fast kernels.
@@ -15,8 +18,8 @@ backward gives its exact share of the gradient, as in ring attention (Liu et al.
 Where m = n, and on a GPU (float32), it is one SDPA call.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
-``_LKHD`` with keys and values in a dimension of 2, ``_PHD`` [rows of all padded batches, heads, head_dim].
-Used by ``policy/model.py``.
+``_LKHD`` with keys and values in a dimension of 2, ``_PHD`` [rows of all padded batches, heads, head_dim],
+``_KHD`` for the keys of a rank's chunks, end to end. Used by ``policy/model.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any
+from inspect import signature
+from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +41,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from bapo_megatron.policy.attention.context_parallel import document_chunks, gathered_rows
-from bapo_megatron.policy.attention.flash import flash_attention
 from bapo_megatron.policy.attention.rope import RotaryTable, rotate
-from bapo_megatron.policy.expert_load import PackLoad
-from bapo_megatron.policy.route_replay import PackRoutes
+from bapo_megatron.policy.experts import PackLoad, PackRoutes
 
 # Padding limit: a padded batch has at most this many times the tokens of its documents.
 _MAX_PADDING = 1.5
@@ -54,7 +56,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
     """The sequence parameters of a pack: megatron-core's, with document bounds on the host, RoPE and routes.
 
-    Made by ``PolicyModel.document_pack`` for each pass over a pack; every layer reads it.
+    Made for each pass over a pack; every layer reads it.
     """
 
     bounds: tuple[int, ...] = ()
@@ -161,6 +163,53 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         return {}
 
 
+def flash_attention(
+    query_LHD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    bounds: tuple[int, ...],
+    size: int,
+    rank: int,
+    scale: float,
+) -> Tensor:
+    """Attention [tokens, heads, head_dim] of this rank's queries; documents ``bounds[d]:bounds[d + 1]``."""
+    plan = _key_plan(bounds, size, rank, query_LHD.device)
+    if size > 1:  # two chunks of a document see overlapping keys: (2 x size + 1) chunks instead of 2 x size
+        key_THD, value_THD = key_THD[plan.key_rows], value_THD[plan.key_rows]
+    return _varlen(query_LHD, key_THD, value_THD, plan, scale)
+
+
+def _varlen(query_LHD: Tensor, key_KHD: Tensor, value_KHD: Tensor, plan: _KeyPlan, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # torch 2.10
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    groups = query_LHD.size(1) // key_KHD.size(1)
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = groups > 1
+    else:  # torch 2.11
+        key_KHD, value_KHD = (x.repeat_interleave(groups, 1) for x in (key_KHD, value_KHD))
+    bounds = plan.query_bounds, plan.key_bounds, plan.most_queries, plan.most_keys
+    return cast(Tensor, varlen_attn(query_LHD, key_KHD, value_KHD, *bounds, **options))
+
+
+class _KeyPlan:
+    """The arguments of the variable-length kernel for a rank's chunks: bounds of queries and keys."""
+
+    def __init__(self, bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> None:
+        parts = [s for s in document_chunks(bounds, size, rank) if s.queries]
+        keys = [part.last_key - part.first_key for part in parts]
+        queries = [part.queries for part in parts]
+        rows = torch.cat([torch.arange(part.first_key, part.last_key) for part in parts])
+        bounds_of = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (queries, keys)]
+        self.key_rows, self.query_bounds, self.key_bounds = (
+            x.to(device, non_blocking=True) for x in (rows, *bounds_of)
+        )
+        self.most_queries, self.most_keys = max(queries), max(keys)
+
+
+_key_plan = lru_cache(maxsize=16)(_KeyPlan)  # every layer of a micro-batch needs the same plan
+
+
 def _by_segment(
     query_LHD: Tensor,
     key_THD: Tensor,
@@ -205,15 +254,17 @@ def padded_attention(
 ) -> Tensor:
     """Causal attention [tokens, heads, head_dim] within each document ``bounds[d]:bounds[d + 1]``."""
     plan = padding_plan(bounds, query_THD.device)
+    token_P, row_T = plan.token_of_row_P, plan.row_of_token_T
+    # The gradient of padding rows is zero: no kept output depends on them.
     q_PHD, k_PHD, v_PHD = (
-        _Pad.apply(x_THD, plan)  # type: ignore[no-untyped-call]
+        _Gather.apply(x_THD, token_P, row_T, None)  # type: ignore[no-untyped-call]
         for x_THD in (query_THD, key_THD, value_THD)
     )
     outputs = [
         _attend([x_PHD[start:end].unflatten(0, (documents, -1)) for x_PHD in (q_PHD, k_PHD, v_PHD)], scale)
         for start, end, documents in plan.batches
     ]
-    out_THD: Tensor = _Unpad.apply(torch.cat(outputs), plan)  # type: ignore[no-untyped-call]
+    out_THD: Tensor = _Gather.apply(torch.cat(outputs), row_T, token_P, plan.real_P)  # type: ignore[no-untyped-call]
     return out_THD
 
 
@@ -225,10 +276,7 @@ def _attend(inputs: list[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """The index maps between a pack's tokens and the rows of its padded batches, cached for all layers.
-
-    Made by ``padding_plan``, read by ``padded_attention`` in every layer.
-    """
+    """The index maps between a pack's tokens and the rows of its padded batches."""
 
     batches: tuple[tuple[int, int, int], ...]
     """First row, end row and number of documents of each batch."""
@@ -276,32 +324,21 @@ def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-class _Pad(torch.autograd.Function):
-    """Pad: tokens to padded rows. A gather both ways: torch's own backward would scatter-add rows."""
+class _Gather(torch.autograd.Function):
+    """Rows of ``x`` by index; backward a gather by ``back``, of rows that are 1 in ``real`` (None: all).
+
+    torch's own backward would scatter-add rows.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, plan: PaddingPlan) -> Tensor:
-        ctx.plan = plan
-        return x_THD.index_select(0, plan.token_of_row_P)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor, real: Tensor | None) -> Tensor:
+        ctx.back, ctx.real = back, real
+        return x.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad_PHD: Tensor) -> tuple[Tensor, None]:
-        """The gradient of the tokens' rows. That of padding rows is zero: no kept output depends on them."""
-        return grad_PHD.index_select(0, ctx.plan.row_of_token_T), None
-
-
-class _Unpad(torch.autograd.Function):
-    """Unpad: padded rows to tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PHD: Tensor, plan: PaddingPlan) -> Tensor:
-        ctx.plan = plan
-        return x_PHD.index_select(0, plan.row_of_token_T)
-
-    @staticmethod
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None]:
-        grad_PHD = grad_THD.index_select(0, ctx.plan.token_of_row_P)
-        return grad_PHD * ctx.plan.real_P[:, None, None], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grad.index_select(0, ctx.back)
+        return grad if ctx.real is None else grad * ctx.real[:, None, None], None, None, None
 
 
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -311,7 +348,7 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """
     queries, keys = q.size(2), k.size(2)
     if q.is_cuda:
-        # Float32 on a GPU: its memory-efficient kernel has no grouped queries. Half precision uses flash.py.
+        # Float32 on a GPU: its memory-efficient kernel has no grouped queries.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     if queries == keys:
         gqa = q.size(1) != k.size(1)

@@ -28,10 +28,7 @@ _TRAINED_POSITIONS, _HIGH_FREQUENCY = 8192, 4
 
 
 class RotaryTable(NamedTuple):
-    """The cosines and sines of a pack's tokens, float32, both [tokens, d / 2], for ``rotate``.
-
-    Made by ``Rotary.table`` once per pack.
-    """
+    """The cosines and sines of a pack's tokens, float32, both [tokens, d / 2]."""
 
     cos_LF: Tensor
     sin_LF: Tensor
@@ -39,10 +36,7 @@ class RotaryTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotary:
-    """The RoPE parameters of a model; ``table`` computes a pack's cosines and sines.
-
-    Made with the model (``policy/model.py``).
-    """
+    """The RoPE parameters of a model; ``table`` computes a pack's cosines and sines."""
 
     head_dim: int
     base: float

@@ -1,4 +1,4 @@
-"""The query of Transformer Engine's attention backend for packs, before a model is built.
+"""Transformer Engine's attention for packs: its module, and whether it has a kernel for this GPU.
 
 If it has no kernel for a GPU it does not refuse: without context parallelism it computes all scores of padded
 documents (unfused), with it a layer fails in the first pass. So ``policy/model.py`` asks before it chooses
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
@@ -27,6 +28,23 @@ def check_environment() -> None:
                 f"{name}={value} in the environment: megatron-core wants all of {', '.join(_SWITCHES)} unset "
                 f"or 1 and chooses the kernel itself: unset {name}"
             )
+
+
+@cache
+def pack_attention() -> type:
+    """``TEDotProductAttention`` with ``pad_between_seqs`` passed on: there is no padding between documents.
+
+    Without it Transformer Engine before 2.20 compares ``cu_seqlens`` with the padded ones in every layer,
+    which synchronizes with the GPU. A function, because its base class imports Transformer Engine.
+    """
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class PackAttention(TEDotProductAttention):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.kept_packed_seq_params.add("pad_between_seqs")
+
+    return PackAttention
 
 
 def has_te_attention(config: Any, longest: int) -> bool:

@@ -43,10 +43,7 @@ _CUT, _WHOLE, _EXPERT = range(3)
 
 @dataclass(frozen=True)
 class RankSums:
-    """A rank's sums of the digests, as plain data, which all ranks exchange.
-
-    Made by ``state_digest`` and ``weights_digest``, put together by ``merged``.
-    """
+    """A rank's sums of the digests, which all ranks exchange."""
 
     tensor: int
     """TP rank."""

@@ -1,21 +1,31 @@
-"""Offload of the policy's device memory to the host, while colocated engines sample on its GPUs.
+"""Copies of device memory on the host: the offload of the policy, and the frozen reference's weights.
+
+Offload, while colocated engines sample on the policy's GPUs:
 
     weights, master weights, moments    copied to the host, then freed; the same bits are reloaded
     gradients                           freed; undefined after a reload: an update zeroes them first
 
-Storages are resized to zero and back, in place. All views of a storage stay valid: parameters, megatron's
+Frozen reference, for a forward pass at its weights in the policy's own model:
+
+    swap, forward pass, swap            its weights <-> the policy's, piece by piece, also after an error
+
+So the reference takes no memory of the device but a buffer of one block, and is computed by the same code, at
+the same layout, as the policy. Only parameters are swapped: a forward pass reads nothing else.
+
+Storages are resized and written in place. All views of a storage stay valid: parameters, megatron's
 buckets, ``main_grad``, the distributed optimizer's ranges, master weights of float32 models, the host
 optimizer's weights. (Megatron's own offloading replaces the tensors of masters and moments, so that the
 masters of float32 models would no longer be views of the weights, and pins new host memory each time.)
 
 Host memory is allocated in blocks that are reused. torch rounds each pinned allocation up to a power of two,
 and the block size is one. A checkpoint's writer, a fork, does not read them: it has copies of its own. Used
-by ``policy/megatron.py`` and ``reference.py``.
+by ``policy/megatron.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +33,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from bapo_megatron.policy.device import has_cuda, release_cached_memory
-from bapo_megatron.policy.host_optimizer import HostAdamW
+from bapo_megatron.policy.optimizer import HostAdamW
 
 BLOCK = 2**28
 """Size of a block of host memory in bytes."""
@@ -35,24 +45,17 @@ class Offload:
     """The offload of a model and its optimizer: ``offload`` frees device memory, ``reload`` restores it.
 
     Local to a rank. Host memory for the copies is allocated when it is first needed, and kept.
-    Made by ``MegatronPolicy``; ``GpuHandover`` calls both through the policy.
     """
 
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self.host = HostBlocks()
-        """The host memory of the copies."""
         self._copied: list[Tensor] = []
         """The offloaded storages, as byte tensors, in the order of their copies on the host."""
         self._freed_gradients: list[Tensor] = []
         """The freed storages of gradients, as byte tensors."""
         self._weights_offloaded = False
         """Whether the weights are offloaded, too."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the blocks in bytes; it is never released."""
-        return self.host.nbytes
 
     def check_loaded(self, what: str, weights_alone: bool = False) -> None:
         """Raise RuntimeError if state that ``what`` needs is offloaded: all of it, or ``weights_alone``."""
@@ -75,7 +78,7 @@ class Offload:
         for data, block in self.host.pieces([*self._copied, *leaving], first=len(self._copied)):
             block.copy_(data, non_blocking=True)
         # Before the storages are freed: the copies run asynchronously, and read them.
-        self._synchronize()
+        synchronize()
         dropped = storages_of(_gradients(self._model), stays)
         self._copied, self._freed_gradients = [*self._copied, *leaving], [*self._freed_gradients, *dropped]
         self._weights_offloaded = not keep_weights
@@ -97,11 +100,48 @@ class Offload:
             data.untyped_storage().resize_(data.numel())
         for data, block in self.host.pieces(self._copied):
             data.copy_(block, non_blocking=True)
-        self._synchronize()
+        synchronize()
         self._copied, self._freed_gradients, self._weights_offloaded = [], [], False
 
-    @staticmethod
-    def _synchronize() -> None:
+
+class FrozenReference:
+    """The frozen reference of one rank. Local.
+
+    First ``loading``, in which the caller fills the model with the reference's weights; then ``in_place`` as
+    often as needed, in which the model has them. Outside of both the model has the policy's.
+    """
+
+    def __init__(self, model: Sequence[Any]) -> None:
+        """``model``: the chunks of this rank, whose weights are on the device. Allocates nothing yet."""
+        self._storages = storages_of(one for chunk in model for one in chunk.module.parameters())
+        self.host = HostBlocks()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Context manager in which the model is filled; at its end the weights are kept on the host."""
+        for data, block in self.host.pieces(self._storages):
+            block.copy_(data, non_blocking=True)
+        synchronize()  # the caller may write from the host, beside the device's stream
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context manager in which the model has the reference's weights, and the host the policy's."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for data, block in self.host.pieces(self._storages):
+            leaving = data.clone()
+            # In the order of the stream: the block is read before it is written.
+            data.copy_(block, non_blocking=True)
+            block.copy_(leaving, non_blocking=True)
         synchronize()
 
 
@@ -114,7 +154,6 @@ class HostBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
 
     def pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -130,7 +169,6 @@ class HostBlocks:
             place = end
 
     def _block(self, number: int) -> Tensor:
-        """The block of this number."""
         if number == len(self.blocks):
             self.blocks.append(torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=has_cuda()))
         return self.blocks[number]

@@ -31,10 +31,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a flat parameter: elements ``first`` to ``end``, on the DP x CP rank ``rank``.
-
-    Part of a ``Placement``.
-    """
+    """A piece of a flat parameter: elements ``first`` to ``end``, on the DP x CP rank ``rank``."""
 
     rank: int
     first: int
@@ -43,10 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of a parameter's optimizer state on the DP x CP ranks.
-
-    Made by ``placements`` for saves, loads and the state digest.
-    """
+    """The placement of a parameter's optimizer state on the DP x CP ranks."""
 
     number: int
     """Index among megatron's parameters: the key of its state in a state dict."""

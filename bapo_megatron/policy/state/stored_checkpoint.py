@@ -55,10 +55,7 @@ _MOST_TENSOR_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint in ``folder``, opened: the content of its pickles as plain values, tensors unread.
-
-    Made by ``open_stored``, for ``policy/checkpoint.py``.
-    """
+    """A checkpoint in ``folder``, opened: the content of its pickles as plain values, tensors unread."""
 
     folder: Path
     metadata: Metadata
@@ -97,14 +94,13 @@ class _CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
         self._stored = stored
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """The common state."""
         return {key: _copied(value) for key, value in self._stored.common.items()}
 
 
 class StoredReader(StorageReader):
     """The ``StorageReader`` (torch.distributed.checkpoint) of an opened checkpoint: torch calls its methods.
 
-    CheckpointError for content that is damaged or not plain. Made by ``read_by``.
+    CheckpointError for content that is damaged or not plain.
     """
 
     def __init__(self, stored: StoredCheckpoint) -> None:
@@ -131,11 +127,9 @@ class StoredReader(StorageReader):
         """Do nothing: the places are known."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
         return plans
 
     def place(self, index: MetadataIndex) -> Place:
@@ -145,7 +139,6 @@ class StoredReader(StorageReader):
         return self._chunks[index.fqn, tuple(index.offset or ())].place
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the plan's items into the planner's tensors and objects."""
         with ChunkFiles() as files:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:

@@ -1,8 +1,8 @@
-"""HTTP client of a reward endpoint: JSON requests with retries, backoff, concurrency and size limits.
+"""HTTP client of a reward endpoint: JSON requests with retries, backoff, and limits; its address and key.
 
-Only http and https, no redirects, replies of limited size. Proxies come from the
-environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY); none for this machine itself. Every failure is an
-EndpointError. Used in this folder, ``reward/sandbox/`` and ``rollout/sampler/``.
+Only http and https, no redirects, replies of limited size. Proxies come from the environment (HTTP_PROXY,
+HTTPS_PROXY, NO_PROXY); none for this machine itself. Every failure is an EndpointError. A key is read from an
+environment variable, and never printed. Used in this folder, ``reward/sandbox/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import asyncio
 import ipaddress
 import json
 import logging
+import os
 import random
+import re
 from collections import Counter
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
-from bapo_megatron.reward.endpoints.api_key import without_key
+from bapo_megatron.errors import printable
 
 MAX_ANSWER_BYTES = 4 << 20
 """Limit of a reply; a longer one is refused. A score, or a program's output, is shorter."""
@@ -31,6 +33,9 @@ _CONNECT_S = 20.0
 _FAILED_S = 60.0
 _PASSING = frozenset((408, 425, 429, *range(500, 600)))
 """Retryable HTTP status codes: overloaded, starting, restarted."""
+
+_KEY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SHOWN_CHARACTERS = 300
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,12 +79,40 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
+def key_problem(variable: str) -> str | None:
+    """Error of the name of the variable, or None. The text leaves the name out: it may be the key itself."""
+    if variable and not _KEY_NAME.fullmatch(variable):
+        return "it must be the name of an environment variable that holds the key, not the key itself"
+    return None
+
+
+def key_of(variable: str) -> str:
+    """Key in the environment variable; empty without a variable or a name."""
+    return os.environ.get(variable, "").strip() if variable else ""
+
+
+def without_key(text: str, key: str) -> str:
+    """Text of a server, for a message: shortened, redacted, without control characters."""
+    return printable(" ".join(redacted(text, key).split()))[:_SHOWN_CHARACTERS]
+
+
+def redacted(text: str, key: str) -> str:
+    """``text`` with the key replaced."""
+    return text.replace(key, "[key]") if key else text
+
+
+def with_path(url: str, path: str) -> str:
+    """Address with ``path`` at its end, if it is not there."""
+    parts = urlsplit(url)
+    there = parts.path.rstrip("/")
+    return url if there.endswith(path) else urlunsplit(parts._replace(path=there + path))
+
+
 class JsonClient:
     """HTTP client of one address, async, for one event loop: any number of ``ask`` at once, then ``close``.
 
     A retryable failure is retried for up to ``give_up_s`` seconds. Once the endpoint has answered no call at
-    all for so long, each further call is tried once (circuit breaker). Made by ``EndpointScorer``, by
-    ``FusionServer`` for SandboxFusion, and by ``Teacher``.
+    all for so long, each further call is tried once (circuit breaker).
     """
 
     def __init__(
@@ -96,6 +129,8 @@ class JsonClient:
         ``most_bytes``: limit of a reply; a longer one is refused.
         """
         self._url, self._key = url, key
+        self.address = shown(url)
+        """As messages show it."""
         self._timeout_s, self._give_up_s = timeout_s, give_up_s
         self._room = asyncio.Semaphore(concurrency)
         self._most_bytes = most_bytes
@@ -104,11 +139,6 @@ class JsonClient:
         self._silent_since: float | None = None
         self._failed_at: float | None = None
         self._retries: Counter[str] = Counter()
-
-    @property
-    def address(self) -> str:
-        """Address as messages show it."""
-        return shown(self._url)
 
     @property
     def has_failed(self) -> bool:
@@ -146,9 +176,10 @@ class JsonClient:
                 writer.close()
                 return
             except OSError as error:  # TimeoutError is one
+                failure = EndpointError("no connection", f"{self.address}: {_words(error)}")
                 if _now() + wait_s > begun + self._give_up_s:
-                    raise EndpointError("no connection", f"{self.address}: {_words(error)}") from None
-                self._tell_of(_Passing("no connection", f"{self.address}: {_words(error)}"))
+                    raise failure from None
+                self._tell_of(failure)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 

@@ -19,15 +19,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.answer_text import THINKING, after_thinking
-from bapo_megatron.reward.endpoints.api_key import key_of, redacted
-from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient
+from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient, key_of, redacted, with_path
 from bapo_megatron.reward.endpoints.settings import (
     FIELD,
     LlmJudgeSettings,
@@ -39,10 +37,7 @@ from bapo_megatron.types import Prompt
 
 @dataclass(frozen=True)
 class Question:
-    """A response with its prompt and ground truth, as plain data.
-
-    Made by ``question_of`` in the scorer; a ``Judge`` makes the request of it.
-    """
+    """A response with its prompt and ground truth, as plain data."""
 
     messages: tuple[dict[str, str], ...]
     """The chat messages of the prompt."""
@@ -74,21 +69,15 @@ Message = dict[str, str]
 
 
 class RewardModel:
-    """Reward model (a ``Judge``): makes the request's body, and reads the number from the reply.
-
-    Made by ``scorer.py`` for `reward_model`.
-    """
+    """Reward model: makes the request's body, and reads the number from the reply."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         """Load the tokenizer, if the settings name one. ConfigError if it cannot be loaded."""
         self._settings = settings
         self.url = settings.url
         self._tokenizer = _tokenizer(settings.tokenizer) if settings.tokenizer else None
-        self._body: Callable[[Question], dict[str, Any]] = getattr(self, f"_{settings.protocol}")
-
-    def body(self, question: Question) -> dict[str, Any]:
+        self.body: Callable[[Question], dict[str, Any]] = getattr(self, f"_{settings.protocol}")
         """Request body in the protocol of the settings."""
-        return self._body(question)
 
     def value(self, answer: Any) -> float:
         """Reward in a reply, NaN and infinity included. EndpointError without a number, or out of range."""
@@ -183,23 +172,16 @@ def _number(found: Any) -> float:
         raise EndpointError("no number", "the reward model gave a number beyond all floats") from None
 
 
-_PATH = "/chat/completions"
-
-
 class LlmJudge:
-    """LLM judge (a ``Judge``): makes the request's body, and reads the score from the reply.
-
-    Made by ``scorer.py`` for `llm_judge`.
-    """
+    """LLM judge: makes the request's body, and reads the score from the reply."""
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
         """``wrong``, ``correct``: rewards of the worst and of the best verdict."""
         self._settings, self._wrong, self._correct = settings, wrong, correct
-        self.url = whole_url(settings.url)
+        self.url = with_path(settings.url, "/chat/completions")
         self._verdict = re.compile(settings.verdict)
 
     def body(self, question: Question) -> dict[str, Any]:
-        """Request body of the chat completion."""
         settings = self._settings
         fields = {
             "model": settings.model,
@@ -221,7 +203,6 @@ class LlmJudge:
         return self._wrong + share * (self._correct - self._wrong)
 
     def _number(self, reply: str) -> float:
-        """Number in the last verdict after the judge's thinking part."""
         found = self._verdict.findall(after_thinking(reply))
         if not found:
             end = reply[-200:]
@@ -236,20 +217,9 @@ class LlmJudge:
             ) from None
 
 
-def whole_url(url: str) -> str:
-    """Address of the chat completions, from itself or from the base address of the API (``.../v1``)."""
-    parts = urlsplit(url)
-    path = parts.path.rstrip("/")
-    return url if path.endswith(_PATH) else urlunsplit(parts._replace(path=path + _PATH))
-
-
 def filled(template: str, question: Question) -> str:
     """Template with its placeholders filled, in one pass: text of a response is never a placeholder."""
-    texts = {
-        "prompt": question.text,
-        "response": question.response,
-        "ground_truth": question.ground_truth,
-    }
+    texts = {"prompt": question.text, "response": question.response, "ground_truth": question.ground_truth}
     return re.sub(r"\{(prompt|response|ground_truth)\}", lambda place: texts[place[1]], template)
 
 
@@ -268,19 +238,8 @@ def _reply(answer: Any) -> str:
     return reply
 
 
-class Judge(Protocol):
-    """Protocol of a judge: makes the request body, and reads the score from the reply; the scorer sends.
-
-    Implemented by ``RewardModel`` and ``LlmJudge``.
-    """
-
-    url: str
-
-    def body(self, question: Question) -> dict[str, Any]:
-        """Request body."""
-
-    def value(self, answer: Any) -> float:
-        """Score in a reply, perhaps not finite. EndpointError if there is none."""
+Judge = RewardModel | LlmJudge
+"""Makes the body of a request, and reads the score from the reply; the scorer sends."""
 
 
 class EndpointScorer:
@@ -288,14 +247,18 @@ class EndpointScorer:
 
     Equal questions are sent once, also while the first one is in flight, as long as the first score is in
     the cache (setting ``cache``); failures are not cached. A failed call is a reply with a ``failure``, not
-    an exception. Made by ``RewardPool``.
+    an exception.
     """
 
     def __init__(self, reward: RewardConfig) -> None:
-        """ConfigError if the settings do not work."""
         settings = read_settings(reward.function, reward.settings)
         self._settings = settings
-        self._judge = _judge(settings, reward)
+        self._judge: Judge
+        if isinstance(settings, LlmJudgeSettings):
+            self._judge = LlmJudge(settings, reward.wrong, reward.correct)
+        else:
+            assert isinstance(settings, RewardModelSettings)
+            self._judge = RewardModel(settings)
         self._key = key_of(settings.api_key_env)
         self._client = JsonClient(
             self._judge.url, settings.timeout_s, settings.give_up_s, settings.concurrency, self._key
@@ -321,11 +284,8 @@ class EndpointScorer:
             detail = redacted(str(error), self._key)  # it may quote what the server answered
             return {"failure": "endpoint", "detail": detail, "place": error.place}
         if not math.isfinite(value):
-            return {
-                "failure": "not finite",
-                "detail": f"{self._client.address}: {value}",
-                "place": "endpoint",
-            }
+            detail = f"{self._client.address}: {value}"
+            return {"failure": "not finite", "detail": detail, "place": "endpoint"}
         return {"score": value, "reward": value}
 
     async def close(self) -> None:
@@ -358,10 +318,3 @@ class EndpointScorer:
         self._scores[key] = done.result()
         if len(self._scores) > self._settings.cache:
             self._scores.popitem(last=False)
-
-
-def _judge(settings: object, reward: RewardConfig) -> Judge:
-    if isinstance(settings, LlmJudgeSettings):
-        return LlmJudge(settings, reward.wrong, reward.correct)
-    assert isinstance(settings, RewardModelSettings)
-    return RewardModel(settings)

@@ -16,8 +16,7 @@ from annotated_types import Ge, Gt
 
 from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.endpoints.api_key import key_of, key_problem
-from bapo_megatron.reward.endpoints.client import url_problem
+from bapo_megatron.reward.endpoints.client import key_of, key_problem, url_problem
 
 FIELD = "reward.settings"
 
@@ -79,10 +78,7 @@ class EndpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings(EndpointSettings):
-    """The settings of `reward_model`: a server that gives a number to a response.
-
-    Made by ``read_settings`` from ``reward.settings``.
-    """
+    """The settings of `reward_model`: a server that gives a number to a response."""
 
     protocol: Literal["sglang", "vllm", "openrlhf", "slime"]
     """Protocol of the server's requests and replies: docs/rewards.md#a-reward-model."""
@@ -101,7 +97,6 @@ class RewardModelSettings(EndpointSettings):
     """A number above fails."""
 
     def problems(self) -> Iterator[str]:
-        """As the base class's."""
         yield from super().problems()
         if self.protocol in ("sglang", "openrlhf") and not self.tokenizer:
             yield (
@@ -114,7 +109,6 @@ class RewardModelSettings(EndpointSettings):
             yield f"lowest={self.lowest} must be below highest={self.highest}"
 
     def absences(self) -> Iterator[str]:
-        """As the base class's."""
         yield from super().absences()
         if self.tokenizer and not Path(self.tokenizer).is_dir():
             yield f"tokenizer={self.tokenizer} is not a folder"
@@ -122,10 +116,7 @@ class RewardModelSettings(EndpointSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LlmJudgeSettings(EndpointSettings):
-    """The settings of `llm_judge`: a language model with an OpenAI-compatible API.
-
-    Made by ``read_settings`` from ``reward.settings``.
-    """
+    """The settings of `llm_judge`: a language model with an OpenAI-compatible API."""
 
     model: str
     """Name of the model, as the server calls it."""
@@ -146,7 +137,6 @@ class LlmJudgeSettings(EndpointSettings):
     """More fields of the request, e.g. `{"response_format": {"type": "json_object"}}`; None takes one out."""
 
     def problems(self) -> Iterator[str]:
-        """As the base class's."""
         yield from super().problems()
         if "response" not in _PLACES.findall(self.template):
             yield "template has no {response}: the judge would not see what it judges"

@@ -2,8 +2,7 @@
 
 ``box`` is that directory. The libraries are read-only views. There is no home, no run directory, no dataset,
 no socket or FIFO of others, and of /proc only the sandbox's own processes (before Linux 5.8 the machine's
-settings, too, read-only). Used by ``child.py`` and
-``isolation.py``.
+settings, too, read-only). Used by ``child.py`` and ``isolation.py``.
 """
 
 from __future__ import annotations

@@ -13,14 +13,11 @@ import inspect
 import json
 import os
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient
+from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient, with_path
 from bapo_megatron.reward.sandbox import plain
-from bapo_megatron.reward.sandbox.sandbox import Ended, SandboxError
-
-_PATH = "/run_code"
+from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox, SandboxError
 
 _CALL_S = 120.0
 """Longest call, in seconds. The limits of tests and responses are shorter, except on an overloaded server."""
@@ -68,17 +65,11 @@ def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
 
 
 class FusionServer:
-    """A SandboxFusion server, for one reward worker; a call blocks, and opens a connection of its own.
-
-    Made by ``functions.py`` where ``reward.sandbox_url`` is set and the reward runs programs.
-    """
+    """A SandboxFusion server, for one reward worker; a call blocks, and opens a connection of its own."""
 
     def __init__(self, url: str) -> None:
         """``url``: its address, with or without ``/run_code``."""
-        parts = urlsplit(url)
-        path = parts.path.rstrip("/")
-        whole = url if path.endswith(_PATH) else urlunsplit(parts._replace(path=path + _PATH))
-        self._client = JsonClient(whole, _CALL_S, _CALL_S)
+        self._client = JsonClient(with_path(url, "/run_code"), _CALL_S, _CALL_S)
 
     def check(self) -> None:
         """Preflight: run a program of one line. ConfigError if the server fails, or gives a wrong result."""
@@ -113,10 +104,6 @@ class FusionServer:
             raise SandboxError(str(error)) from error
         return self._ended(answer)
 
-    def sandbox(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> FusionSandbox:
-        """A sandbox for one source, as `Sandbox` is on this machine."""
-        return FusionSandbox(self, source, prelude, memory_mb, case_limit_s)
-
     async def _asked(self, body: dict[str, Any], limit_s: float) -> Any:
         try:
             return await self._client.ask(body, limit_s)
@@ -133,55 +120,32 @@ class FusionServer:
         return Ended(code if isinstance(code, int) else 1, str(run.get("stdout") or ""), None)
 
 
-class FusionSandbox:
-    """Sandbox of one source on a server, where each case is a program; with the methods of ``Sandbox``.
-
-    Made by ``FusionServer.sandbox`` for ``code.py``.
-    """
+class FusionSandbox(Sandbox):
+    """Sandbox of one source on a server, where each case is a program of its own."""
 
     def __init__(
         self, server: FusionServer, source: str, prelude: str, memory_mb: int, case_limit_s: float
     ) -> None:
+        # Not the base's, which would start a process.
         self._server, self._source, self._prelude = server, source, prelude
         self._memory_mb, self._case_limit_s = memory_mb, case_limit_s
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:
         """As `Sandbox.run`."""
-        return self._run(
-            f"{self._prelude}\n{self._source}" if self._prelude else self._source, stdin, limit_s
-        )
+        code = f"{self._prelude}\n{self._source}" if self._prelude else self._source
+        return self._run(code, stdin, limit_s)
 
-    def value(
-        self,
-        expression: str,
-        limit_s: float,
-        arguments: Any = None,
-        setup: str = "",
-        truth: bool = False,
-        objects: bool = False,
-    ) -> Ended | None:
-        """As `Sandbox.value`."""
-        kinds = {"truth": truth, "objects": objects}
-        case = {"expression": expression, "arguments": arguments, "setup": setup, **kinds}
-        return self._tell({**case, "source": self._source}, limit_s)
-
-    def judge(self, judgements: list[tuple[str, str]], limit_s: float, setup: str = "") -> Ended | None:
-        """As `Sandbox.judge`."""
-        return self._tell({"judgements": judgements, "setup": setup}, limit_s)
-
-    def __enter__(self) -> FusionSandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Nothing stays on the server."""
 
     def _run(self, code: str, stdin: str, limit_s: float) -> Ended | None:
         return self._server.run(code, stdin, self._memory_mb, self._case_limit_s, limit_s)
 
-    def _tell(self, case: dict[str, Any], limit_s: float) -> Ended | None:
-        """Value of a case, printed after a random mark in the output."""
+    def _ask(self, case: dict[str, Any], limit_s: float) -> Ended | None:
+        """Value of a case, printed after a random mark in the output. Judgements never see the source."""
         mark = os.urandom(16).hex()
-        told = json.dumps({**case, "prelude": self._prelude})
+        source = {} if "judgements" in case else {"source": self._source}
+        told = json.dumps({**case, **source, "prelude": self._prelude})
         code = f"{inspect.getsource(plain)}{_CASE}_end({mark!r} + _tell(json.loads({told!r})))\n"
         ended = self._run(code, "", limit_s)
         if ended is None or ended.code != 0 or mark not in ended.output:

@@ -37,17 +37,13 @@ _ALL_USERS = 4294967295
 
 
 class Walls:
-    """Walls (layers of isolation) of a sandbox that this kernel grants; filled in while they are put up.
-
-    Made by ``enter_namespaces``.
-    """
+    """Walls (layers of isolation) of a sandbox that this kernel grants; filled in while they are put up."""
 
     def __init__(self) -> None:
         self.namespaces = False
         self.own_user = False
         """It has a user or user namespace of its own, and so the kernel counts its threads alone."""
         self.own_root = False
-        """It has a file system of its own."""
         self.landlock = False
         self.filter: bytes | None = None
         """Instructions of the filter of system calls."""

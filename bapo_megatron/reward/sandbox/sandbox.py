@@ -1,8 +1,9 @@
 """Code sandbox: runs untrusted programs, one isolated process tree for each source (docs/rewards.md).
 
-Calls block. Layers of isolation that the kernel does not grant are only noted: ``requirements.py`` decides.
-``code.py`` opens one for each response, unless a SandboxFusion server runs the programs; ``requirements.py``
-opens one as a trial. Used in ``commands/``, ``environment/``, ``reward/`` and this folder.
+Calls block. Layers of isolation (walls) that the kernel does not grant are only noted by a sandbox; code
+rewards need every one, and ``checked_sandbox``, a preflight by a trial program, refuses a machine that lacks
+some, unless ``reward.allow_weak_sandbox`` is set. Used in ``commands/``, ``environment/``, ``evaluation/``,
+``reward/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import bapo_megatron
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.sandbox import child
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
 from bapo_megatron.workers.scratch import remove_tree
@@ -35,6 +37,13 @@ main(int(sys.argv[2]))
 END_LIMIT_S = 5.0
 """Seconds for the isolated processes to end; then the rest is killed."""
 
+FIX = (
+    "in Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; "
+    "elsewhere: sysctl -w user.max_user_namespaces=15000"
+)
+"""Settings that grant namespaces, for messages."""
+
+_PROBE_S = 20.0
 
 _READABLE: dict[str, list[str]] = {}
 """Cache of `file_system.readable`, by interpreter."""
@@ -46,10 +55,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of one test case that ended, as plain data: exit code, output, value.
-
-    Made by ``Sandbox`` and ``FusionSandbox``, read by ``code.py``.
-    """
+    """Result of one test case that ended, as plain data: exit code, output, value."""
 
     code: int
     """Exit code; negative for a signal."""
@@ -63,8 +69,7 @@ class Sandbox:
     """Sandbox of one source, a context manager of its isolated processes; each case is a fork of them.
 
     All cases share a temporary directory. After a case that gave None (time, death) the sandbox takes no
-    other. Made by ``code.py`` for each response, without a SandboxFusion server, and by ``requirements.py``
-    as a trial.
+    other.
     """
 
     def __init__(
@@ -164,3 +169,27 @@ def _environment(box: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
+
+
+def sandbox_notes() -> list[str]:
+    """Missing walls on this machine, found by a trial program; SandboxError if the sandbox does not work."""
+    with Sandbox("print(input())", "", memory_mb=1024, case_limit_s=_PROBE_S) as sandbox:
+        ended = sandbox.run("seen", limit_s=_PROBE_S)
+        if ended is None or ended.output != "seen\n":
+            raise SandboxError(f"the sandbox for code rewards does not work on this machine: {ended}")
+        return sandbox.notes
+
+
+def checked_sandbox(allow_weak: bool) -> list[str]:
+    """``sandbox_notes``. ConfigError if the sandbox does not work, or lacks walls without ``allow_weak``."""
+    try:
+        notes = sandbox_notes()
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
+    if notes and not allow_weak:
+        raise ConfigError(
+            f"the sandbox for code rewards lacks walls on this machine: {'; '.join(notes)}. Grant namespaces "
+            f"({FIX}), or run without these walls by reward.allow_weak_sandbox=True "
+            "(docs/rewards.md#the-sandbox)"
+        )
+    return notes

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.mixture import mixture_settings
-from bapo_megatron.data.prompts import MixedSource
+from bapo_megatron.data.prompts import MixedSource, mixture_settings
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT

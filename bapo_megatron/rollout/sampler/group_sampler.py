@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.mixture import data_order
+from bapo_megatron.data.prompts import data_order
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.admission import AdmissionController

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.suites import Suite, programs_of
+from bapo_megatron.config.validation import BOXED_REWARDS
+from bapo_megatron.data.problem_sets import Suite, programs_of
 from bapo_megatron.reward.answer_text import final_answer
-from bapo_megatron.reward.functions import reads_boxes
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.response import Response, Sampling
@@ -218,6 +218,6 @@ class HeldOut:
             "tokens": response.sampled_tokens,
             "finish_reason": response.finish_reason,
             "answer": None if item.problem in programs else final_answer(last, prompt.opens_thinking),
-            "boxed": reads_boxes(self._config.reward.function) and not programs,
+            "boxed": self._config.reward.function in BOXED_REWARDS and not programs,
             "response": text,
         }

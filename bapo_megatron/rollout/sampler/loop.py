@@ -17,8 +17,7 @@ import numpy as np
 
 from bapo_megatron.algo.advantages import is_uniform
 from bapo_megatron.config import RolloutConfig
-from bapo_megatron.data.mixture import Mixture
-from bapo_megatron.data.prompts import PromptOrder
+from bapo_megatron.data.prompts import Mixture, PromptOrder
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher

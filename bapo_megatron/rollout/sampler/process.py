@@ -27,8 +27,8 @@ import torch
 import uvloop
 
 from bapo_megatron.config import RunConfig
+from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import PromptSet
-from bapo_megatron.data.suites import Suite
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Need

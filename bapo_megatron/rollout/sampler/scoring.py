@@ -10,8 +10,7 @@ import asyncio
 from typing import Protocol
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.failures import FailureReports
-from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.reward.pool import FailureReports, RewardResult
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState

@@ -17,8 +17,15 @@ import numpy as np
 from bapo_megatron.algo.reference_kl_config import DistillationConfig
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped
-from bapo_megatron.reward.endpoints.api_key import key_of, key_problem, redacted
-from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient, shown, url_problem
+from bapo_megatron.reward.endpoints.client import (
+    EndpointError,
+    JsonClient,
+    key_of,
+    key_problem,
+    redacted,
+    shown,
+    url_problem,
+)
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup
 

@@ -24,7 +24,7 @@ from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
 from bapo_megatron.environment.template import ObservationTemplate, check_template
 from bapo_megatron.environment.traits import interpreter_problem, read_traits, stop_ids
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.failures import FailureReports
+from bapo_megatron.reward.pool import FailureReports
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.sampler.episode import Answer

@@ -19,8 +19,7 @@ from torch import Tensor
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.fp8 import weight_of_scale, without_quantization
 from bapo_megatron.hf.parameter_map import expert_tensors
-from bapo_megatron.hf.stream_writer import write_shards
-from bapo_megatron.hf.weight_check import checked_weights
+from bapo_megatron.hf.weight_stream import checked_weights, write_shards
 from bapo_megatron.interfaces import Policy, Sampler
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester, SentDigests
 from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks

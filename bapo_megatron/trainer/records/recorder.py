@@ -17,8 +17,7 @@ import torch
 from bapo_megatron.algo.bounds import BoundsConfig, describe
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.validation import unused_settings
-from bapo_megatron.reward.functions import is_built_in
+from bapo_megatron.config.validation import REWARD_FUNCTIONS, unused_settings
 from bapo_megatron.runtime.jsonl_log import EventLog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
@@ -194,13 +193,13 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             "algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on the "
             "reference, so it holds the policy to nothing: take k2 or k3, or place=reward"
         )
-    pays_wrong = any(is_built_in(one) or one == "llm_judge" for one in config.reward_functions)
+    pays_wrong = any(one in (*REWARD_FUNCTIONS, "llm_judge") for one in config.reward_functions)
     if pays_wrong and reward.failed > reward.wrong:
         yield (
             f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
             "its scorer gets more than a wrong one; lower reward.failed"
         )
-    yield from unused_settings(config.data, reward, config.algorithm, config.optimizer, config.evaluation)
+    yield from unused_settings(config)
 
 
 class StepClock:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapo_megatron.evaluation.statistics import standard_deviation
+from bapo_megatron.evaluation.scoring import standard_deviation
 from benchmarks.study.contrasts import by_seed
 from benchmarks.study.controller.arms import STALE
 from benchmarks.study.gates import Gate, GateResult, gate_results

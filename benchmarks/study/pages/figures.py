@@ -16,8 +16,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from bapo_megatron.commands.report.data import moving_mean
-from bapo_megatron.commands.report.lines import smoothing_window
+from bapo_megatron.commands.report.data import moving_mean, smoothing_window
 from bapo_megatron.commands.report.plots import COLOURS, STYLE, TITLE, nothing_measured
 from bapo_megatron.commands.report.series import RATIO_CENTRES
 from bapo_megatron.runtime.files import write_atomically

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
-from bapo_megatron.evaluation.statistics import standard_deviation
+from bapo_megatron.evaluation.scoring import standard_deviation
 from benchmarks.study.contrasts import Contrast
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bapo_megatron.checkpoint.after_export import AfterExport
+from bapo_megatron.checkpoint.exports import AfterExport
 
 DEADLINE_S = 300.0
 

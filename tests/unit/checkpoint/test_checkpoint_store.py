@@ -15,8 +15,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
-from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.checkpoint.writer import _files_below, clear_leftovers
+from bapo_megatron.checkpoint.store import CheckpointStore, _files_below, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Saving
@@ -227,7 +226,7 @@ def test_a_rank_without_the_reason_of_a_failed_save_waits_for_rank_0(
     failures: dict, waits: list[float], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr("bapo_megatron.checkpoint.writer.sleep", waited.append)
+    monkeypatch.setattr("bapo_megatron.checkpoint.store.sleep", waited.append)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     class Failed(Written):

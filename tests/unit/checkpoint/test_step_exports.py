@@ -20,13 +20,14 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from bapo_megatron.checkpoint.step_exports import StepExports
+from bapo_megatron.checkpoint.exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.commands.train import wait_for_exports
 from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
 from bapo_megatron.errors import Preempted
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.flow_control import finalize_checkpoint
 from bapo_megatron.trainer.update_loss import UpdateLoss
@@ -86,7 +87,7 @@ class Owner:
         self.exports = StepExports(run_dir, model, every, self.events.append)
         config, in_use = CheckpointConfig(**{"keep_last": 1, **checkpoint}), self.exports.is_using
         self.store = CheckpointStore(run_dir, config, newest, is_in_use=in_use)
-        self._folder, self._policy = run_dir / "checkpoints", policy
+        self.paths, self._policy = RunPaths(run_dir), policy
 
     def reach(self, step: int) -> None:
         """Save the checkpoint of a step and offer it."""
@@ -105,7 +106,7 @@ class Owner:
         return [(event["kind"], event["step"]) for event in self.events]
 
     def checkpoints(self) -> list[str]:
-        return sorted(path.name for path in self._folder.iterdir())
+        return sorted(path.name for path in self.paths.checkpoints.iterdir())
 
 
 def exporters() -> list[psutil.Process]:
@@ -117,7 +118,7 @@ def _exports(child: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):  # also a zombie that another test has left
         while not (line := child.cmdline()):  # within its exec
             time.sleep(0.01)
-        return "bapo_megatron.checkpoint.export_process" in line
+        return "bapo_megatron.checkpoint.exports" in line
     return False
 
 
@@ -145,7 +146,7 @@ def test_an_export_is_the_model_to_the_bit_with_all_its_files(owner: Owner, mode
     owner.wait()
     assert owner.kinds() == [("export_started", 10), ("export_done", 10)]
     done = owner.events[-1]
-    assert done["path"] == str(owner.exports.path(10))
+    assert done["path"] == str(owner.paths.step_export(10))
     assert 0 < done["seconds"] < DEADLINE_S
     assert folder_bytes(Path(done["path"])) == folder_bytes(model)
 
@@ -154,7 +155,7 @@ def test_steps_between_are_not_exported(owner: Owner) -> None:
     for step in (5, 15):
         owner.reach(step)
     assert owner.events == []
-    assert not owner.exports.folder.exists()
+    assert not owner.paths.step_exports.exists()
 
 
 def test_zero_exports_nothing(tmp_path: Path, model: Path, policy: Path) -> None:
@@ -198,7 +199,7 @@ def test_the_export_process_has_the_lowest_priority(endless: Owner) -> None:
 
 def test_the_export_process_imports_no_torch() -> None:
     """Or it would take a second copy of half a gigabyte beside every trainer."""
-    module = "bapo_megatron.checkpoint.export_process"
+    module = "bapo_megatron.checkpoint.exports"
     script = f"import sys, {module}; print({{'torch', 'megatron', 'numpy'}} & {{*sys.modules}})"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
 
@@ -235,15 +236,15 @@ def test_one_at_a_time_and_the_newest_of_those_that_wait(
     owner.wait()
     ends = [("export_done", 10), ("export_started", 40), ("export_done", 40)]
     assert owner.kinds()[-3:] == ends
-    assert sorted(path.name for path in owner.exports.folder.iterdir()) == ["step_000010", "step_000040"]
-    assert folder_bytes(owner.exports.path(40)) == folder_bytes(model)
+    assert sorted(path.name for path in owner.paths.step_exports.iterdir()) == ["step_000010", "step_000040"]
+    assert folder_bytes(owner.paths.step_export(40)) == folder_bytes(model)
 
 
 def test_a_failure_is_an_event_and_the_next_one_goes_on(
     owner: Owner, halted: psutil.Process, capfd: pytest.CaptureFixture[str]
 ) -> None:
     owner.reach(20)
-    (owner._folder / "step_000010/policy/common.pt").unlink()
+    (owner.paths.checkpoints / "step_000010/policy/common.pt").unlink()
     halted.resume()
     owner.wait()
     failed = owner.events[-3]
@@ -251,7 +252,7 @@ def test_a_failure_is_an_event_and_the_next_one_goes_on(
     assert "common.pt" in failed["message"]
     assert "warning: the export of step 10 has failed: " in capfd.readouterr().err
     assert owner.kinds()[-2:] == [("export_started", 20), ("export_done", 20)]
-    assert not owner.exports.path(10).exists()
+    assert not owner.paths.step_export(10).exists()
 
 
 def test_a_process_that_is_killed_is_a_failure_too(owner: Owner, halted: psutil.Process) -> None:
@@ -265,18 +266,18 @@ def test_a_step_that_was_made_again_is_exported_again(owner: Owner) -> None:
     """A run that goes on from an older checkpoint, perhaps with another recipe, writes its steps anew."""
     owner.reach(10)
     owner.wait()
-    stale = owner.exports.path(10) / "stale"
+    stale = owner.paths.step_export(10) / "stale"
     stale.touch()
     owner.reach(10)
     owner.wait()
     assert not stale.exists()
     # With what the run did not write in it, the earlier one is kept beside it.
-    assert (owner.exports.folder / "step_000010.kept-1/stale").exists()
-    shutil.rmtree(owner.exports.folder / "step_000010.kept-1")
+    assert (owner.paths.step_exports / "step_000010.kept-1/stale").exists()
+    shutil.rmtree(owner.paths.step_exports / "step_000010.kept-1")
     owner.reach(10)
     owner.wait()
     assert owner.kinds()[-1] == ("export_done", 10)
-    assert [path.name for path in owner.exports.folder.iterdir()] == ["step_000010"]
+    assert [path.name for path in owner.paths.step_exports.iterdir()] == ["step_000010"]
 
 
 def test_a_continued_run_makes_the_newest_two_that_are_missing(
@@ -293,7 +294,7 @@ def test_a_continued_run_makes_the_newest_two_that_are_missing(
     owner.exports.close()
     assert [step for kind, step in owner.kinds() if kind == "export_done"] == [20, 30]
     names = ["step_000020", "step_000030", "step_000040"]
-    assert sorted(path.name for path in owner.exports.folder.iterdir()) == names
+    assert sorted(path.name for path in owner.paths.step_exports.iterdir()) == names
 
 
 def test_a_leftover_that_cannot_be_deleted_does_not_end_the_start(
@@ -331,17 +332,17 @@ def test_closing_leaves_nothing_half_written(tmp_path: Path) -> None:
     to_megatron(big, tmp_path / "megatron")
     owner = Owner(tmp_path / "run", big, tmp_path / "megatron/release")
     owner.reach(10)
-    while not list(owner.exports.folder.glob(".step_*")):
+    while not list(owner.paths.step_exports.glob(".step_*")):
         time.sleep(0.001)
     owner.exports.close()
-    assert list(owner.exports.folder.iterdir()) == []
+    assert list(owner.paths.step_exports.iterdir()) == []
     assert exporters() == []
 
 
 _TRAINER = """
 import sys
 from pathlib import Path
-from bapo_megatron.checkpoint.step_exports import StepExports
+from bapo_megatron.checkpoint.exports import StepExports
 exports = StepExports(Path(sys.argv[1]), Path(sys.argv[2]), 10, print)
 exports.resume([10])
 print("begun", exports._process.pid, flush=True)
@@ -377,21 +378,21 @@ def test_a_kill_of_the_trainer_at_any_moment_ends_it_and_the_next_run_makes_it_w
     start = time.monotonic()
     owner.wait()
     took = time.monotonic() - start
-    whole = folder_bytes(owner.exports.path(10))
+    whole = folder_bytes(owner.paths.step_export(10))
     generator, unfinished = random.Random(1), 0
     for _ in range(5):
-        shutil.rmtree(owner.exports.path(10), ignore_errors=True)
+        shutil.rmtree(owner.paths.step_export(10), ignore_errors=True)
         with trainer(run_dir, big) as child:
             time.sleep(generator.uniform(0, took))
         child.wait(DEADLINE_S)
-        if owner.exports.path(10).exists():
-            assert folder_bytes(owner.exports.path(10)) == whole
+        if owner.paths.step_export(10).exists():
+            assert folder_bytes(owner.paths.step_export(10)) == whole
         else:
             unfinished += 1
         owner.exports.resume([10])
         owner.wait()
-        assert folder_bytes(owner.exports.path(10)) == whole
-        assert [path.name for path in owner.exports.folder.iterdir()] == ["step_000010"]
+        assert folder_bytes(owner.paths.step_export(10)) == whole
+        assert [path.name for path in owner.paths.step_exports.iterdir()] == ["step_000010"]
     assert unfinished > 0
     owner.exports.close()
 

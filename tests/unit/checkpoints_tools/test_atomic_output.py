@@ -23,7 +23,7 @@ from bapo_megatron.runtime.written_folders import MARK, write_mark
 from checkpoints_tools import Settings, to_megatron
 from checkpoints_tools.core import atomic_output, copying
 from checkpoints_tools.core.atomic_output import check_space, temporary_folder
-from checkpoints_tools.formats.opening import open_checkpoint
+from checkpoints_tools.formats.locate import open_checkpoint
 from tests.support.checkpoint_models import folder_bytes, save_random_model
 from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert, in_a_child
 

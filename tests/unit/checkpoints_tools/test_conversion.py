@@ -21,8 +21,7 @@ from bapo_megatron.runtime.written_folders import MARK
 from benchmarks import dcp_convert
 from checkpoints_tools import Settings, cli, to_hf, to_megatron
 from checkpoints_tools.formats import torch_dist_writer
-from checkpoints_tools.formats.safetensors_folder import INDEX, read_safetensors
-from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
+from checkpoints_tools.formats.safetensors_folder import INDEX, plan_safetensors, read_safetensors
 from tests.support.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
 from tests.support.models import EXPERTS, FAMILIES
 
@@ -176,7 +175,7 @@ def test_files_of_several_types_are_those_of_the_safetensors_library(tmp_path: P
     tensors = {name: torch.zeros(3, 5, dtype=dtype) for name, dtype in types.items()}
     save_file(tensors, tmp_path / "theirs", {"format": "pt"})
     wanted = {name: (kind, (3, 5)) for name, kind in zip(types, ["F32", "BF16", "F16", "F32"], strict=True)}
-    plan = plan_safetensors(wanted, tmp_path, Sharding(10**9))
+    plan = plan_safetensors(wanted, tmp_path, 10**9)
     plan.create()
     plan.complete()
     # Among types of one width the library has an order of its own, which readers do not care about.
@@ -334,7 +333,7 @@ def test_an_index_is_kept_where_it_names_the_tensors_that_are_written(tmp_path: 
     files = {"a": "1.safetensors", "b": "2.safetensors"}
     for named, is_kept in ((files, True), ({"a": "1.safetensors", "c": "2.safetensors"}, False)):
         index = json.dumps({"metadata": {"total_size": 8}, "weight_map": named}).encode()
-        plan = plan_safetensors(dict.fromkeys(files, ("BF16", (2,))), tmp_path, Sharding(10**9, files, index))
+        plan = plan_safetensors(dict.fromkeys(files, ("BF16", (2,))), tmp_path, 10**9, files, index)
         written = plan.last[tmp_path / INDEX]
         assert json.loads(written) == {"metadata": {"total_size": 8}, "weight_map": files}
         assert (written == index) == is_kept

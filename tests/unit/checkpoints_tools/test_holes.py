@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints_tools.core import holes, output_plan
+from checkpoints_tools.core import blocks
 from checkpoints_tools.core.copying import OpenFiles
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def holes_of(path: Path) -> list[bool]:
 
 def test_holes_are_holes_and_data_is_data(sparse: Path) -> None:
     assert holes_of(sparse) == [False, True, False, True]
-    assert output_plan._hole_bytes(sparse) == 2 * MIB
+    assert blocks._hole_bytes(sparse) == 2 * MIB
     with OpenFiles() as files:
         assert not files.is_hole(sparse, 3 * MIB, 2 * MIB)  # beyond the end: to be read, and found short
 
@@ -49,7 +49,7 @@ def test_a_file_system_that_tells_of_no_holes_has_none(
     """Files that it compresses look sparse; each would be copied as zeros, from beginning to end."""
     fail_with(number, monkeypatch)
     assert holes_of(sparse) == [False] * 4
-    assert output_plan._hole_bytes(sparse) == 0
+    assert blocks._hole_bytes(sparse) == 0
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
@@ -59,11 +59,11 @@ def test_a_failing_file_system_is_no_hole(number: int, sparse: Path, monkeypatch
     with pytest.raises(OSError, match=os.strerror(number)):
         holes_of(sparse)
     with pytest.raises(OSError, match=os.strerror(number)):
-        output_plan._hole_bytes(sparse)
+        blocks._hole_bytes(sparse)
 
 
 def fail_with(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def lseek(*_: Any) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(holes.os, "lseek", lseek)
+    monkeypatch.setattr(blocks.os, "lseek", lseek)

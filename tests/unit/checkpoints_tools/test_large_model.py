@@ -17,8 +17,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from checkpoints_tools import to_megatron
-from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
-from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
+from checkpoints_tools.formats.safetensors_folder import plan_safetensors, read_safetensors_folder
 from tests.support.checkpoint_models import config_of
 
 pytestmark = pytest.mark.slow
@@ -71,7 +70,7 @@ def save_sparse_model(folder: Path, config: Mapping[str, Any], filled: Sequence[
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: ("BF16", size) for name, size in hf_tensors(model_shape(dict(config), "test")).items()}
-    plan = plan_safetensors(tensors, folder, Sharding(4_000_000_000))
+    plan = plan_safetensors(tensors, folder, 4_000_000_000)
     plan.create()
     plan.complete()
     generator = random.Random(0)

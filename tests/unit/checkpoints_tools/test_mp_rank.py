@@ -15,9 +15,9 @@ from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from checkpoints_tools import to_hf
 from checkpoints_tools.archives.torch_zip import read_archive
+from checkpoints_tools.formats.locate import open_checkpoint
 from checkpoints_tools.formats.mp_rank import MpRank
-from checkpoints_tools.formats.opening import open_checkpoint
-from checkpoints_tools.resharding import reshard
+from checkpoints_tools.to_megatron import reshard
 from tests.support.checkpoint_models import folder_bytes, save_random_model
 from tests.support.legacy_checkpoints import save_legacy
 

@@ -17,7 +17,7 @@ from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, to_hf, to_megatron
 from checkpoints_tools.core import atomic_output, copying
 from checkpoints_tools.core.atomic_output import temporary_folder
-from checkpoints_tools.formats.opening import open_checkpoint
+from checkpoints_tools.formats.locate import open_checkpoint
 from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert, in_a_child
 
 Target = Callable[[Path, Path], object]

@@ -18,10 +18,10 @@ from checkpoints_tools import reshard, to_hf, to_megatron, verify
 from checkpoints_tools.archives.torch_archive import object_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor
 from checkpoints_tools.core.copying import copy_tensors
-from checkpoints_tools.formats.opening import open_checkpoint
+from checkpoints_tools.formats.locate import open_checkpoint
 from checkpoints_tools.formats.torch_dist import TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
-from checkpoints_tools.resharding import common_for_stacked
+from checkpoints_tools.to_megatron import common_for_stacked
 from tests.support.checkpoint_models import edit_metadata, folder_bytes, load_tensors, save_random_model
 
 
@@ -42,11 +42,12 @@ def stored(tmp_path: Path) -> Path:
 def test_padding_of_the_vocabulary_is_cut(stored: Path, tmp_path: Path) -> None:
     reshard(stored, tmp_path / "padded", grid=3, vocabulary_multiple=64)
     padded = read_torch_dist(tmp_path / "padded")
-    assert padded.vocabulary_rows() == 128
+    assert padded.metadata.tensors["embedding.word_embeddings.weight"].shape[0] == 128
     to_hf(tmp_path / "padded", tmp_path / "back")
     assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "hf")
     reshard(tmp_path / "padded", tmp_path / "plain")
-    assert read_torch_dist(tmp_path / "plain").vocabulary_rows() == 101
+    plain = read_torch_dist(tmp_path / "plain")
+    assert plain.metadata.tensors["embedding.word_embeddings.weight"].shape[0] == 101
 
 
 def test_reshard_refuses_what_another_command_does(stored: Path, tmp_path: Path) -> None:

@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints_tools.archives.pickle_writer import Call, Instance, Name, Persistent, dumps
-from checkpoints_tools.archives.torch_archive import ALIGNMENT, object_archive, tensor_archive
+from checkpoints_tools.archives.torch_archive import (
+    ALIGNMENT,
+    Call,
+    Instance,
+    Name,
+    Persistent,
+    dumps,
+    object_archive,
+    tensor_archive,
+)
 from tests.support.checkpoint_models import TYPES
 
 

@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.parameter_map import RowSegment
 from checkpoints_tools import to_hf, to_megatron, verify
-from checkpoints_tools.core.blocks import Block, BlockTensor
-from checkpoints_tools.core.segments import check_cover, cut_into_sources
-from checkpoints_tools.formats.opening import open_checkpoint
+from checkpoints_tools.core.blocks import Block, BlockTensor, check_cover, cut_into_sources
+from checkpoints_tools.formats.locate import open_checkpoint
 from tests.support.checkpoint_models import edit_metadata, save_random_model
 
 FC2 = "decoder.layers.mlp.linear_fc2.weight"

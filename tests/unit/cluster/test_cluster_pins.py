@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, canonical, pins
+from bapo_megatron.commands.doctor.packages import SGLANG, TRAINING, canonical, pins
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"

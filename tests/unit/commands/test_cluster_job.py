@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster
-from bapo_megatron.commands.cluster.environment import submission_environment
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
-from bapo_megatron.commands.cluster.partition import partition_warnings
 from bapo_megatron.commands.cluster.submit import (
     SubmitCommand,
     _queue_warnings,
     earlier_job,
     launch,
     nemo_run_python,
+    partition_warnings,
+    submission_environment,
     submit,
 )
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.records import Peak, RankResult
+from bapo_megatron.planning.rehearsal.records import Peak, RankResult
 
 ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "recipes/bp_math_32b_64k.py"

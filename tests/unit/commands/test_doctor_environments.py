@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from bapo_megatron.commands.doctor import environments, recipe
-from bapo_megatron.commands.doctor.environments import EnvironmentTrial, trial_row, try_environments
+from bapo_megatron.commands.doctor.environments import try_environments
 from bapo_megatron.commands.doctor.recipe import check_recipe
+from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.config import EnvironmentConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.sources import SourceConfig
+from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import PromptSet
-from bapo_megatron.data.suites import Suite
 from bapo_megatron.runtime.child_process import CommandResult, run_command
 from bapo_megatron.types import Prompt
 
@@ -99,7 +100,7 @@ def game(tmp_path: Path) -> str:
     return f"{file}:Game"
 
 
-def tried(environment: EnvironmentConfig) -> EnvironmentTrial:
+def tried(environment: EnvironmentConfig) -> DoctorRow:
     """The trial on row 3 of a dataset whose rows have no number."""
     config = replace(load_recipe(RECIPE, RunConfig), environment=environment)
     rows = [prompt(3), prompt(4)]
@@ -116,11 +117,10 @@ def test_an_object_takes_one_step_and_is_closed(game: str, tmp_path: Path) -> No
     """In the named interpreter, with the settings; the row has what came of it."""
     log = tmp_path / "log"
     settings = {"does": "answer", "log": str(log)}
-    trial = tried(EnvironmentConfig(game, settings, step_limit_s=LONG_S, python=Path(sys.executable)))
+    row = tried(EnvironmentConfig(game, settings, step_limit_s=LONG_S, python=Path(sys.executable)))
     said = r"row 3: to 'I do not know\.' it gave a turn of role user, 14 characters \('Say a number\.\\n'\), "
     said += r"reward 0\.25, not done, in \d+\.\d s; start \d+\.\d s; resume replay, tools: none"
-    assert re.fullmatch(f"{re.escape(game)}, {said}", trial.found)
-    row = trial_row(trial)
+    assert re.fullmatch(f"{re.escape(game)}, {said}", row.found)
     assert (row.section, row.name, row.state, row.fix) == ("recipe", "environment", "ok", "")
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert [what for what, _ in events] == ["made", "I do not know.", "closed"]
@@ -158,7 +158,7 @@ def test_tools_and_a_missing_reward_are_told(game: str) -> None:
     ],
 )
 def test_what_no_turn_can_change_is_a_problem(game: str, does: str, says: str) -> None:
-    row = trial_row(tried(EnvironmentConfig(game, {"does": does}, step_limit_s=LONG_S)))
+    row = tried(EnvironmentConfig(game, {"does": does}, step_limit_s=LONG_S))
     assert row.state == "problem"
     begin = re.escape(f"environment.function={game} failed at row 3, to 'I do not know.': ")
     assert re.match(begin + says, row.found, re.DOTALL)
@@ -167,7 +167,7 @@ def test_what_no_turn_can_change_is_a_problem(game: str, does: str, says: str) -
 
 
 def test_a_step_that_raises_at_the_invented_turn_ends_no_run(game: str) -> None:
-    row = trial_row(tried(EnvironmentConfig(game, {"does": "raise"}, step_limit_s=LONG_S)))
+    row = tried(EnvironmentConfig(game, {"does": "raise"}, step_limit_s=LONG_S))
     assert row.state == "optional"
     says = r"to 'I do not know\.': raised: ValueError\('the door is shut'\).*raise ValueError\("
     assert re.search(says, row.found, re.DOTALL)
@@ -248,8 +248,8 @@ def refuses(*_):
 
 recipe._load = lambda *_: None
 recipe.problems_of = lambda *_: iter(["a problem"])
-recipe.facts_of = lambda _: recipe.RecipeFacts("n", "d", "e", False, [], None, "", 1, "bfloat16", False)
-recipe._try_rewards = lambda *_: [(True, "score 1")]
+recipe.facts_of = lambda _: recipe.RecipeFacts()
+recipe._try_rewards = lambda *_: [recipe.DoctorRow("recipe", "reward", "ok", "score 1")]
 recipe.try_environments = lambda *_: []
 CHANGE
 recipe.main(["r"])
@@ -289,6 +289,16 @@ def test_a_trial_that_breaks_the_check_costs_no_other_row(
     assert found[: 1 + len(refused)] == [("recipe", "problem", "a problem"), *refused]
     assert found[-1] == last
     assert (("reward", "ok", "score 1") in found) is ("_rewards = ends" not in change)
+
+
+def test_a_problem_that_the_recipe_and_its_reward_have_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change = "recipe._try_rewards = lambda *_: [recipe.DoctorRow('recipe', 'reward', 'problem', 'a problem')]"
+    command = [sys.executable, "-c", CHILD.replace("CHANGE", change)]
+    monkeypatch.setattr(recipe, "run_module", lambda *_: run_command(command, 600.0))
+    rows, _ = check_recipe(RECIPE, [])
+    assert [(row.state, row.found) for row in rows] == [("problem", "a problem")]
 
 
 def test_a_torn_line_is_no_answer() -> None:

@@ -14,22 +14,19 @@ import pytest
 
 from bapo_megatron.commands.doctor import machine, sglang
 from bapo_megatron.commands.doctor.machine import (
-    Disk,
     control_group_limit,
     disk_rows,
-    has_infiniband,
-    locked_memory_row,
-    open_files_row,
-    shared_memory_row,
-)
-from bapo_megatron.commands.doctor.namespaces import (
     forgeable_row,
+    has_infiniband,
     isolation_row,
+    locked_memory_row,
     namespace_row,
     namespace_rows,
+    open_files_row,
     sandbox_rows,
+    shared_memory_row,
 )
-from bapo_megatron.commands.doctor.tested import SGLANG, pins
+from bapo_megatron.commands.doctor.packages import SGLANG, pins
 from bapo_megatron.reward.sandbox.sandbox import SandboxError
 
 # --- SGLang's environment ------------------------------------------------------------------------
@@ -141,27 +138,27 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_disk_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 50_000_000_000))
     directory = tmp_path / "not/there/yet"
-    assert [row.state for row in disk_rows(Disk(directory))] == ["ok"]
-    assert [row.state for row in disk_rows(Disk(directory, 49.0))] == ["ok"]
-    (short,) = disk_rows(Disk(directory, 51.0))
+    assert [row.state for row in disk_rows(directory)] == ["ok"]
+    assert [row.state for row in disk_rows(directory, 49.0)] == ["ok"]
+    (short,) = disk_rows(directory, 51.0)
     assert (short.state, short.found) == ("problem", "50.0 GB free")
     assert short.needed == "51.0 GB, for checkpoints, weights and rollouts"
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda *_args: False)
-        assert [row.state for row in disk_rows(Disk(directory))] == ["ok", "problem"]
+        assert [row.state for row in disk_rows(directory)] == ["ok", "problem"]
     assert not directory.exists()
     (directory / "journal").mkdir(parents=True)
     (directory / "journal/step_000001.npz").touch()
     os.truncate(directory / "journal/step_000001.npz", 2_000_000_000)  # what the run has written is not free
-    (enough,) = disk_rows(Disk(directory, 51.0))
+    (enough,) = disk_rows(directory, 51.0)
     assert (enough.state, enough.found) == ("ok", "50.0 GB free, and 2.0 GB of this run there")
-    assert [row.state for row in disk_rows(Disk(directory, 53.0))] == ["problem"]
+    assert [row.state for row in disk_rows(directory, 53.0)] == ["problem"]
 
 
 def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "DISK_DEADLINE_S", 0.1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: time.sleep(30))
-    (row,) = disk_rows(Disk(tmp_path))
+    (row,) = disk_rows(tmp_path)
     assert (row.state, row.found) == ("problem", "no answer within 0.1 s")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.doctor.recipe import check_recipe, reward_row, try_reward
+from bapo_megatron.commands.doctor.recipe import check_recipe, try_reward
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.types import Prompt
@@ -31,12 +31,10 @@ pytestmark = pytest.mark.integration
 def test_a_reward_is_tried_on_a_row(function: str, works: bool, says: str) -> None:
     config = load_recipe(RECIPE, RunConfig)
     config = dataclasses.replace(config, reward=RewardConfig(function=function))
-    found = try_reward(config, Prompt(3, np.zeros(1, np.int32), "34", "test"))
-    assert found[0] is works
-    assert re.search(says, found[1])
-    row = reward_row(*found)
+    row = try_reward(config, Prompt(3, np.zeros(1, np.int32), "34", "test"))
+    assert re.search(says, row.found)
     assert (row.state, bool(row.fix)) == (("ok", False) if works else ("problem", True))
-    if "no score" in found[1]:
+    if "no score" in row.found:
         assert "Traceback (most recent call last):" in row.found
         assert "return ACTIONS[word](prompt, rest)" in row.found
 
@@ -59,7 +57,8 @@ def test_a_judge_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tried(url: str) -> tuple[bool, str]:
         reward = RewardConfig(function="llm_judge", settings={"url": url, "model": "m"})
-        return try_reward(dataclasses.replace(config, reward=reward), prompt)
+        row = try_reward(dataclasses.replace(config, reward=reward), prompt)
+        return row.state == "ok", row.found
 
     with judge_server(judged("Score: 1"), says({"error": "no such model"}, 404)) as server:
         assert tried(server.url) == (True, "score 1 for row 3 with its ground truth in a box as the response")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from bapo_megatron.commands.doctor import servers
+from bapo_megatron.commands.doctor.packages import SGLANG, pins
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, facts_of, problems_of, recipe_rows
 from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.commands.doctor.servers import get, longest_sequence, server_rows
-from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.rollout.engines.sglang_launch.api_key import PROOF_PATH, VARIABLE, is_loopback, proof_of
@@ -116,16 +116,11 @@ def server(model: Path) -> Iterator[Played]:
 
 def facts(*urls: str, **more: Any) -> RecipeFacts:
     usual = RecipeFacts(
-        name="demo",
         directory="runs/demo",
-        engine="sglang",
-        starts_servers=False,
         urls=list(urls),
-        python=None,
         on_update="retract",
         longest_sequence=256,
         dtype="float32",
-        runs_programs=False,
         model=SHAPE,
     )
     return dataclasses.replace(usual, **more)

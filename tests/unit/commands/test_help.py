@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron import cli
 from bapo_megatron.cli import COMMANDS, USAGE, run
-from bapo_megatron.commands import study
 from bapo_megatron.errors import ConfigError, refuse_arguments
 
 ROOT = Path(__file__).parents[3]
@@ -91,7 +91,7 @@ def test_the_study_says_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An installed package has no folder of benchmarks beside it."""
-    monkeypatch.setattr(study, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(cli, "_CHECKOUT", tmp_path)
     assert run(["study", "staleness"]) == 2
     message = capsys.readouterr().err
     assert f"{tmp_path} is none: clone it" in message

@@ -16,12 +16,10 @@ from matplotlib.image import imread
 
 from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.checkpoint.run_directory import FORMAT
-from bapo_megatron.commands.report.data import moving_mean, read_run
-from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
+from bapo_megatron.commands.report.data import MetricTable, moving_mean, read_run
 from bapo_megatron.commands.report.episodes import episode_panels
-from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.page import headline, report_command, write_report
-from bapo_megatron.commands.report.panels import PANELS, bands
+from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, bands
 from bapo_megatron.errors import ConfigError
 
 ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -144,7 +142,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two curves and a distribution suffice where pictures are not the point: drawing takes time."""
     monkeypatch.setattr("bapo_megatron.commands.report.page.PANELS", PANELS[:2])
-    for module in ("plots", "distributions"):
+    for module in ("plots", "page"):
         monkeypatch.setattr(f"bapo_megatron.commands.report.{module}.DISTRIBUTIONS", DISTRIBUTIONS[:1])
 
 

@@ -11,16 +11,14 @@ from matplotlib.image import imread
 
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.commands.report import plots
-from bapo_megatron.commands.report.data import RunRecord, read_run
-from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
-from bapo_megatron.commands.report.metric_table import MetricTable
+from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_run
 from bapo_megatron.commands.report.page import (
     common_folder,
     setting_differences,
     with_unique_names,
     write_report,
 )
-from bapo_megatron.commands.report.panels import PANELS, REFERENCE
+from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, REFERENCE
 from bapo_megatron.commands.report.plots import _run_handles, common_bands, draw_panel
 from tests.unit.commands.test_report import (
     ALLOWED,

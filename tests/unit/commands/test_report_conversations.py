@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from bapo_megatron.commands.report.data import RunRecord, read_run
-from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
+from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_run
 from bapo_megatron.commands.report.episodes import MOST_TOKENS, conversations
-from bapo_megatron.commands.report.metric_table import MetricTable
 from bapo_megatron.commands.report.page import write_report
-from bapo_megatron.commands.report.panels import PANELS
+from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS
 from bapo_megatron.rollout.sampler.step_batches import step_path, write_step
 from bapo_megatron.types import FinishReason, Group, Prompt, Rollout, StepBatch
 from tests.support.pages import ROOT
@@ -206,7 +204,7 @@ class Conversation(HTMLParser):
 @pytest.fixture
 def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bapo_megatron.commands.report.page.PANELS", PANELS[:1])
-    for module in ("plots", "distributions"):
+    for module in ("plots", "page"):
         monkeypatch.setattr(f"bapo_megatron.commands.report.{module}.DISTRIBUTIONS", DISTRIBUTIONS[:1])
 
 

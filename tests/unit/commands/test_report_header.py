@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from bapo_megatron.algo.bounds import BoundsConfig, balanced, clip_higher, fixed, floored, grpo, paper
-from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.data import MetricTable, RunRecord
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
-from bapo_megatron.commands.report.metric_table import MetricTable
 
 
 def settings_of(bounds: BoundsConfig) -> dict[str, Any]:

@@ -14,12 +14,18 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from bapo_megatron.algo.bins import RATIO_BINS
-from bapo_megatron.commands.report.data import RunRecord, Series
-from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, draw_distribution
-from bapo_megatron.commands.report.lines import Line, draw_line, line_of, mark_cut_offs, thinned
-from bapo_megatron.commands.report.metric_table import MetricTable
+from bapo_megatron.commands.report.data import MetricTable, RunRecord, Series
+from bapo_megatron.commands.report.lines import (
+    Line,
+    draw_distribution,
+    draw_line,
+    line_of,
+    mark_cut_offs,
+    thinned,
+)
 from bapo_megatron.commands.report.panels import (
     AGES,
+    DISTRIBUTIONS,
     EXPERT_PANELS,
     NEGATIVE,
     NEUTRAL,

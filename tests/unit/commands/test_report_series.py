@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.algo.bins import RATIO_BINS
-from bapo_megatron.commands.report.data import RunRecord, read_run
-from bapo_megatron.commands.report.metric_table import MetricTable
+from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_run
 from bapo_megatron.commands.report.series import (
     RATIO_CENTRES,
     Mark,

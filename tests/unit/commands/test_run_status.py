@@ -17,15 +17,19 @@ import pytest
 
 from bapo_megatron.checkpoint.run_directory import FORMAT
 from bapo_megatron.commands.cluster import run_job
-from bapo_megatron.commands.cluster.commands import status_command
-from bapo_megatron.commands.cluster.run_job import cancel, lock_holder, read_job_state
+from bapo_megatron.commands.cluster.run_job import (
+    cancel,
+    follow_logs,
+    lock_holder,
+    newest_logs,
+    read_job_state,
+    show_logs,
+)
 from bapo_megatron.commands.cluster.status import (
     _files_now,
     ago,
-    follow_logs,
-    newest_logs,
     read_status,
-    show_logs,
+    status_command,
     status_text,
     tail_rows,
 )
@@ -326,7 +330,7 @@ def test_a_file_system_that_hangs_does_not_hang_status(
     monkeypatch.setattr(
         "bapo_megatron.commands.cluster.status.read_job_state", lambda run: (run / "hangs").read_text()
     )
-    monkeypatch.setattr("bapo_megatron.commands.cluster.commands._STATUS_DEADLINE_S", 0.5)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status._STATUS_DEADLINE_S", 0.5)
     with pytest.raises(SystemExit, match="has not answered for 0.5 s: its file system hangs"):
         status_command([str(run)])
 
@@ -405,8 +409,7 @@ def test_following_logs_does_not_ask_slurm_twice_a_second(run: Path, monkeypatch
         return "RUNNING", ""
 
     monkeypatch.setattr(run_job, "queue_state", squeue)
-    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", squeue)
-    monkeypatch.setattr("bapo_megatron.commands.cluster.status.time.sleep", lambda _s: None)
+    monkeypatch.setattr(run_job.time, "sleep", lambda _s: None)
     (run / "logs/41/2").mkdir(parents=True)
     (run / "logs/41/2/job.log").write_text("it trains\n")
     (run / "logs/submitted.job").write_text("57\n")

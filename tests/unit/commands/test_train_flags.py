@@ -13,7 +13,7 @@ from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
 from bapo_megatron.commands.cluster.submit import SubmitCommand
 from bapo_megatron.commands.train_flags import rollout_only_config, train_flags, train_only_config
 from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig, SglangConfig, load_recipe
-from bapo_megatron.config.engine import EngineConfig
+from bapo_megatron.config.engines import EngineConfig
 from bapo_megatron.errors import ConfigError
 
 RECIPE = Path(__file__).parents[3] / "recipes/demo_cpu.py"

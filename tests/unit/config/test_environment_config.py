@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -19,7 +19,7 @@ from bapo_megatron.config import (
     RunConfig,
     SourceConfig,
 )
-from bapo_megatron.config.sources import _from_json, _to_json
+from bapo_megatron.config.sources import Sources
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import EvalOptions
 
@@ -112,8 +112,8 @@ def test_a_source_names_its_environment_by_a_flag() -> None:
     found = parsed({"path": "a.jsonl", "environment": tool}, {"path": "b.jsonl"}).data.sources
     expected = EnvironmentConfig("tool.py:Tool", {"a": 1}, max_turns=3, python=Path("/opt/python"))
     assert [one.environment for one in found] == [expected, None]
-    shown = _to_json(found)
-    assert _from_json(shown) == found, "what --help shows can be given"
+    _, form = get_args(Sources)
+    assert form.instance_from_str(form.str_from_instance(found)) == found, "what --help shows can be given"
 
 
 @pytest.mark.parametrize(

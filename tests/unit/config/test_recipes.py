@@ -1,4 +1,4 @@
-"""Every recipe for a cluster: built, checked, its layout held against the model's shape, and planned."""
+"""Recipes: for clusters they are built, checked, held against the model's shape, planned; and the demo."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 
 from bapo_megatron.algo.bapo import clip_higher, fixed, grpo, paper
 from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.checkpoint.run_directory import plain_values, with_present_fields
 from bapo_megatron.cli import run as bapo
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
 from bapo_megatron.environment.tools.calls import settings_of
@@ -255,3 +256,34 @@ def test_recipes_with_experts_train_on_the_experts_that_sampled() -> None:
 def test_partial_rollout_takes_its_staleness_from_segments() -> None:
     run = load("partial_rollout_7b")
     assert (run.rollout.budget_tokens, run.rollout.max_staleness, run.algorithm.reuse_epochs) == (2048, 4, 1)
+
+
+# --- the demo --------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[3]
+DEMO = load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig)
+
+
+def test_the_demo_has_the_default_preset() -> None:
+    assert DEMO.algorithm.bounds == paper() == AlgorithmConfig().bounds
+    assert DEMO.algorithm.loss == "clip"
+    assert DEMO.steps <= 40
+
+
+def test_the_demo_says_what_it_does_not_show() -> None:
+    for text in (
+        DEMO.logging.note,
+        (ROOT / "README.md").read_text(),
+        (ROOT / "recipes/demo_cpu.py").read_text(),
+    ):
+        assert "does not show" in text
+        assert "made" in text  # of the task
+
+
+def test_the_study_is_not_of_the_demo() -> None:
+    """What changes in the demo changes no arm of the study, whose results are stored."""
+    with (ROOT / "docs/study.jsonl").open() as lines:
+        stored = with_present_fields(json.loads(next(lines))["base"])
+    now = plain_values(load_recipe(ROOT / "recipes/demo_study.py", RunConfig))
+    places = {"data.path", "evaluation.suites", "model.hf_path"}
+    assert {name for name in stored | now if stored.get(name) != now.get(name)} <= places

@@ -12,7 +12,7 @@ import pytest
 from bapo_megatron.checkpoint.run_directory import changed_settings, check_same_run, store_config
 from bapo_megatron.commands.recipe_flags import check_names, parse_flags
 from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RunConfig
-from bapo_megatron.data.suites import check_prepared_for
+from bapo_megatron.data.problem_sets import check_prepared_for
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.reward.functions import check_function, load_function

@@ -19,7 +19,7 @@ from bapo_megatron.cli import run
 from bapo_megatron.data.prepare import sources
 from bapo_megatron.data.prepare.card import Card
 from bapo_megatron.data.prepare.command import prepare
-from bapo_megatron.data.prepare.contamination import COMMON, Contamination, EvaluationProblem
+from bapo_megatron.data.prepare.filters import COMMON, Contamination, EvaluationProblem
 from bapo_megatron.data.prepare.normal_form import key, ngrams, tokens, words
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import CODE_INSTRUCTION, MATH_INSTRUCTION, problem_of

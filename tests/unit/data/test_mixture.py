@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.data.mixture import Mixture, ProportionalInterleaving, data_order, mixture_settings
-from bapo_megatron.data.prompts import MixedSource, PromptOrder
+from bapo_megatron.data.prompts import (
+    MixedSource,
+    Mixture,
+    PromptOrder,
+    ProportionalInterleaving,
+    data_order,
+    mixture_settings,
+)
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 0.3333, 1.5, 1e-3, 7.7])),

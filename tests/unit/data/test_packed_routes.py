@@ -12,7 +12,7 @@ from bapo_megatron.data import samples as samples_module
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.routes import write_routes
 from bapo_megatron.data.samples import Sample, samples_of
-from bapo_megatron.policy.route_replay import pack_totals, unknown_T
+from bapo_megatron.policy.experts import pack_totals, unknown_T
 from bapo_megatron.types import Group, PackLayout, Prompt, Rollout, StoredRoutes
 from tests.support.batches import in_memory
 

@@ -21,8 +21,8 @@ from bapo_megatron.config import (
     SourceConfig,
     load_recipe,
 )
+from bapo_megatron.data.problem_sets import load_problems
 from bapo_megatron.data.prompts import MixedSource
-from bapo_megatron.data.sources import load_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardPool, RewardResult

@@ -11,17 +11,16 @@ import pytest
 
 from bapo_megatron.cli import run
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.data.prepare import generator, sources
+from bapo_megatron.data.prepare import reasoning_gym, sources
 from bapo_megatron.data.prepare.command import prepare
-from bapo_megatron.data.prepare.contamination import TEMPLATE, Contamination, EvaluationProblem
+from bapo_megatron.data.prepare.filters import TEMPLATE, Contamination, EvaluationProblem
 from bapo_megatron.data.prepare.normal_form import commuted_key, key
 from bapo_megatron.data.prepare.options import DATA_FILE, PrepareOptions
-from bapo_megatron.data.prepare.sources import Generation, open_source
-from bapo_megatron.data.suites import load_suite
+from bapo_megatron.data.prepare.sources import open_source
+from bapo_megatron.data.problem_sets import load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.reward.reasoning_gym import library
-from bapo_megatron.reward.reasoning_gym.reward import score
+from bapo_megatron.reward.reasoning_gym import score, tasks
 
 MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
 THREE_TERMS = '{"min_terms": 3, "max_terms": 3}'
@@ -86,20 +85,20 @@ def test_a_task_that_does_not_exist_is_one_line(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_settings_that_a_task_refuses(settings: Any, message: str) -> None:
-    assert message in str(generator._problem([{"task": "chain_sum", "settings": settings}]))
+    assert message in str(reasoning_gym._problem([{"task": "chain_sum", "settings": settings}]))
 
 
 def test_a_task_with_too_few_questions_says_how_many() -> None:
     one_digit = {"min_digits": 1, "max_digits": 1}
-    assert len(generator._made("products", 100, 0, one_digit)["rows"]) == 100
-    told = generator._made("products", 101, 0, one_digit)["problem"]
+    assert len(reasoning_gym._made("products", 100, 0, one_digit)["rows"]) == 100
+    told = reasoning_gym._made("products", 101, 0, one_digit)["problem"]
     assert told.startswith("products has no more than 100 different questions with these settings, and 101")
 
 
 def test_what_needs_a_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    library.tasks()
+    tasks()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    told = generator._problem([{"task": "zebra_puzzles", "settings": {}}])
+    told = reasoning_gym._problem([{"task": "zebra_puzzles", "settings": {}}])
     assert str(told).startswith("the task zebra_puzzles needs pycosat, which is compiled: with a C compiler")
 
 
@@ -132,12 +131,12 @@ def test_options_that_do_not_go_together(
 )
 def test_sources_that_say_too_little(text: str, size: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_source(text, "train", None, Generation(size))
+        open_source(text, "train", None, size)
 
 
 def test_settings_of_one_task_or_of_all() -> None:
     def found(settings: dict[str, Any]) -> list[Any]:
-        source = open_source("reasoning-gym:chain_sum,gcd", "train", None, Generation(2, 0, settings))
+        source = open_source("reasoning-gym:chain_sum,gcd", "train", None, 2, 0, settings)
         return [source._settings_of(task) for task in ("chain_sum", "gcd")]  # type: ignore[union-attr]
 
     assert found({}) == [{}, {}]

@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 import tyro
 
-from bapo_megatron.commands.cluster.commands import _run_and_switches
+from bapo_megatron.commands.cluster.run_job import run_and_switches
 from bapo_megatron.commands.cluster.submit import SubmitCommand
 from bapo_megatron.commands.doctor.doctor import DoctorArguments
-from bapo_megatron.commands.plan import PlanCommand
-from bapo_megatron.commands.recipe_flags import check_names, parse_flags, recipe_config, recipe_path
-from bapo_megatron.commands.rehearse import RehearseCommand
+from bapo_megatron.commands.plan import PlanCommand, RehearseCommand
+from bapo_megatron.commands.recipe_flags import check_names, recipe_command, recipe_config
 from bapo_megatron.commands.train_flags import TrainCommand
 from bapo_megatron.commands.verify.check import VerifyConfig
 from bapo_megatron.config import RunConfig, SftConfig
 from bapo_megatron.config.flags import parse_options
-from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.data.prepare.options import PrepareOptions
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import CompareOptions, EvalOptions
@@ -47,8 +45,7 @@ GPUS = 8
 
 
 def parse_run(arguments: Sequence[str]) -> RunConfig:
-    recipe = recipe_path("train", arguments)
-    run = parse_flags("train", recipe, TrainCommand(load_recipe(recipe, RunConfig)), arguments).run
+    run = recipe_command("train", TrainCommand, arguments)[1].run
     run.check()
     check_names(run)
     return run
@@ -74,8 +71,7 @@ def parse_submit(arguments: Sequence[str]) -> None:
 
 
 def parse_plan(kind: Callable[[RunConfig], object], arguments: Sequence[str], command: str) -> None:
-    recipe = recipe_path(command, arguments)
-    found = parse_flags(command, recipe, kind(load_recipe(recipe, RunConfig)), arguments)
+    _, found = recipe_command(command, kind, arguments)
     run = found if isinstance(found, RunConfig) else getattr(found, "run", None)
     if isinstance(run, RunConfig):
         run.check()
@@ -115,9 +111,9 @@ PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
     "sft": lambda words: recipe_config("sft", SftConfig, words).check(),
     "report": parse_report,
     "submit": parse_submit,
-    "status": lambda words: _run_and_switches("status", words, "--watch"),
-    "logs": lambda words: _run_and_switches("logs", words, "--follow", "--all"),
-    "cancel": lambda words: _run_and_switches("cancel", words, "--now"),
+    "status": lambda words: run_and_switches("status", words, "--watch"),
+    "logs": lambda words: run_and_switches("logs", words, "--follow", "--all"),
+    "cancel": lambda words: run_and_switches("cancel", words, "--now"),
     "rollout-server": lambda words: parse_plan(ServeCommand, words, "rollout-server"),
     "plan": lambda words: parse_plan(PlanCommand, words, "plan"),
     "rehearse": lambda words: parse_plan(RehearseCommand, words, "rehearse"),

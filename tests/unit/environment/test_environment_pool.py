@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config.environment import EnvironmentConfig
+from bapo_megatron.config.sources import EnvironmentConfig
 from bapo_megatron.environment import Task, Turn
 from bapo_megatron.environment import pool as pools
 from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config import DataConfig, EnvironmentConfig, EvaluationConfig, SourceConfig
-from bapo_megatron.data.sources import load_problems
+from bapo_megatron.data.problem_sets import load_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.turns import check_environment, check_environments, tools_of

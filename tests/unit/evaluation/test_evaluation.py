@@ -23,7 +23,7 @@ from bapo_megatron.config import (
     RunConfig,
     SglangConfig,
 )
-from bapo_megatron.data.suites import Suite, load_suite
+from bapo_megatron.data.problem_sets import Suite, load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
 from bapo_megatron.evaluation import run as evaluation_run
 from bapo_megatron.evaluation.command import compare, comparison_text, results_text

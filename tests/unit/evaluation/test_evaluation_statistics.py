@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.evaluation.statistics import (
+from bapo_megatron.evaluation.scoring import (
     Vote,
     bootstrap_intervals,
     detectable_difference,
@@ -110,7 +110,7 @@ def test_the_bootstrap_is_a_function_of_its_seed(monkeypatch: pytest.MonkeyPatch
     assert bootstrap_intervals(values, 1000, 5) == first
     assert bootstrap_intervals(values, 1000, 6) != first
     assert bootstrap_intervals(np.ones((7, 1)), 100) == [(1.0, 1.0)]
-    monkeypatch.setattr("bapo_megatron.evaluation.statistics._ELEMENTS", 100)
+    monkeypatch.setattr("bapo_megatron.evaluation.scoring._ELEMENTS", 100)
     assert bootstrap_intervals(values, 1000, 5) == first, "drawn in pieces"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.cli import run
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.evaluation.command import examples, examples_text
+from bapo_megatron.evaluation.command import examples_text
 from bapo_megatron.evaluation.responses import FORMAT, RESPONSES, open_folder, read_responses, write_summary
 from bapo_megatron.evaluation.scoring import ScoredResponse, score
 
@@ -57,17 +57,12 @@ def both(tmp_path: Path, suite: Path) -> tuple[Path, Path]:
 
 
 def test_the_first_problems_with_the_first_response_of_each(tmp_path: Path, suite: Path) -> None:
-    found = examples(*both(tmp_path, suite), 2)
-    assert [(one.problem, one.question) for one in found] == [(0, "1 + 1 ="), (1, "2 + 2 =")]
-    assert [(one.a.text, one.a.correct) for one in found] == [
-        ("perhaps (0, 0)", False),
-        ("perhaps (1, 0)", True),
-    ]
-    assert [(one.b.text, one.b.correct) for one in found] == [
-        ("surely (0, 0)", True),
-        ("surely (1, 0)", False),
-    ]
-    assert len(examples(tmp_path / "a", tmp_path / "b/sums", 99)) == 3
+    text = examples_text(*both(tmp_path, suite), 2)
+    assert text == (
+        "sums, problem 0: 1 + 1 =\n  A, wrong: perhaps (0, 0)\n  B, right: surely (0, 0)\n"
+        "sums, problem 1: 2 + 2 =\n  A, right: perhaps (1, 0)\n  B, wrong: surely (1, 0)\n"
+    )
+    assert examples_text(tmp_path / "a", tmp_path / "b/sums", 99).count("problem") == 3
 
 
 def test_the_command_prints_them(tmp_path: Path, suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +87,7 @@ def test_a_text_is_one_line_however_long_and_whatever_it_holds(tmp_path: Path, s
         tmp_path / "a", suite, {(n, s): f"one\ntwo \x1b[2J{n}{s}" for n in range(3) for s in (0, 1)}, ""
     )
     b = evaluation(tmp_path / "b", suite, {(n, s): long for n in range(3) for s in (0, 1)}, "")
-    lines = examples_text(examples(a, b, 1)).splitlines()
+    lines = examples_text(a, b, 1).splitlines()
     assert lines[1] == "  A, wrong: one ⏎ two \\x1b[2J00"
     assert lines[2] == f"  B, wrong: {'x' * 250} [...] {'y' * 250}"
 
@@ -102,13 +97,13 @@ def test_a_suite_that_is_not_what_was_asked(tmp_path: Path, suite: Path) -> None
     content = suite.read_text()
     suite.write_text(content + "\n")
     with pytest.raises(ConfigError, match="data.jsonl has changed since .*a/sums was asked from it"):
-        examples(a, b, 1)
+        examples_text(a, b, 1)
     suite.unlink()
     with pytest.raises(ConfigError, match="data.jsonl, which .*a/sums was asked from, is gone"):
-        examples(a, b, 1)
+        examples_text(a, b, 1)
     summary = a / "sums/summary.json"
     about = json.loads(summary.read_text())
     del about["suite"]["path"]
     summary.write_text(json.dumps(about))
     with pytest.raises(ConfigError, match="an earlier version wrote it; run `bapo eval` again"):
-        examples(a, b, 1)
+        examples_text(a, b, 1)

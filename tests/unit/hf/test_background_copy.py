@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.hf import stream_writer
-from bapo_megatron.hf.stream_writer import BackgroundCopy, weights_of_writer, write_shards
+from bapo_megatron.hf import weight_stream
+from bapo_megatron.hf.weight_stream import BackgroundCopy, weights_of_writer, write_shards
 
 
 class Kept:
@@ -44,8 +44,8 @@ class Kept:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_writer, "CHUNK_BYTES", 4)
-    monkeypatch.setattr(stream_writer, "CHUNKS", 3)
+    monkeypatch.setattr(weight_stream, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(weight_stream, "CHUNKS", 3)
 
 
 def test_tensors_come_in_order_and_whole_through_few_buffers() -> None:

@@ -33,7 +33,7 @@ from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.rollout.sampler.process import _record_event
 from bapo_megatron.runtime.files import check_files_inside, file_below, file_inside
 from checkpoints_tools import cli, to_hf, to_megatron
-from checkpoints_tools.carried import carried_files
+from checkpoints_tools.conversion import carried_files
 from checkpoints_tools.formats.distcp import check_backends, read_metadata
 from checkpoints_tools.formats.locate import Format, Location, hf_reference, locate
 from checkpoints_tools.formats.safetensors_folder import read_safetensors, read_safetensors_folder
@@ -444,11 +444,6 @@ def test_safetensors_whose_header_lies(content: bytes, model: Path) -> None:
     for read in (lambda: read_safetensors(path), lambda: HfReader(model)):
         with pytest.raises(ConfigError, match=r"model\.safetensors"):
             read()
-
-
-def test_a_whole_file_is_read(model: Path) -> None:
-    save_file({"a": torch.ones(2, 2)}, model / "model.safetensors")
-    assert [tensor.name for tensor in read_safetensors(model / "model.safetensors")] == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.planning.advice import problems
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape
-from bapo_megatron.planning.plan import make_plan
-from bapo_megatron.planning.summary import duration
+from bapo_megatron.planning.plan import duration, make_plan
 
 ROOT = Path(__file__).parents[3]
 _PREFIXES = ("--parallel.", "--batch.")

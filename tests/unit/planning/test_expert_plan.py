@@ -12,19 +12,22 @@ from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ExpertShape, read_model_shape
-from bapo_megatron.planning import experts
+from bapo_megatron.planning import sizes as experts
 from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import Change, smallest_changes
-from bapo_megatron.planning.experts import expert_load, measured_imbalance, rank_imbalance
+from bapo_megatron.planning.engines import engine_plan
 from bapo_megatron.planning.job import Job
-from bapo_megatron.planning.json_summary import model_flops
 from bapo_megatron.planning.memory import host_bytes, server_weights, stage_memory
 from bapo_megatron.planning.page import plan_text
-from bapo_megatron.planning.plan import engines, make_plan
-from bapo_megatron.planning.records import RankResult
+from bapo_megatron.planning.plan import make_plan
+from bapo_megatron.planning.rehearsal.records import RankResult
+from bapo_megatron.planning.rehearsal.results import model_flops
 from bapo_megatron.planning.sizes import (
     active_parameters,
+    expert_load,
     largest_parameter,
+    measured_imbalance,
+    rank_imbalance,
     read_parameters,
     stage_parameters,
     total_parameters,
@@ -196,7 +199,7 @@ def test_an_engine_reads_the_experts_that_its_sequences_take() -> None:
     assert read_parameters(MOE, 1) == active_parameters(MOE)
     assert read_parameters(MOE, 2) == 3784 - 2304 / 4
     assert read_parameters(SMALL, 1) == total_parameters(SMALL)
-    found = engines(moe(EP))  # on an H100, 60 % of 3.35 TB/s, an engine of four GPUs
+    found = engine_plan(moe(EP))  # on an H100, 60 % of 3.35 TB/s, an engine of four GPUs
     assert found.weights == 2 * 3784 / 4
     assert server_weights(moe(EP)) == 2 * 3784 / 4
     bandwidth = 0.6 * 3350e9

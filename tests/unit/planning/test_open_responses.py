@@ -11,14 +11,17 @@ import pytest
 
 from bapo_megatron.commands.plan import plan_command
 from bapo_megatron.config import EnvironmentConfig, EvaluationConfig, SourceConfig
+from bapo_megatron.planning.engines import OpenResponses, open_response_lines, open_responses
 from bapo_megatron.planning.job import Job, PlanOptions
-from bapo_megatron.planning.json_summary import plan_dict
-from bapo_megatron.planning.open_responses import OpenResponses, open_response_lines, open_responses
-from bapo_megatron.planning.page import plan_text
+from bapo_megatron.planning.page import plan_dict, plan_text
 from bapo_megatron.planning.plan import JobPlan, make_plan
 from tests.unit.planning.test_plan import job
 
 TOOL = EnvironmentConfig("tool.py:Tool", max_turns=4)
+
+
+def opened(plan: JobPlan) -> OpenResponses | None:
+    return open_responses(plan.job, plan.engines)
 
 
 def planned(environment: EnvironmentConfig = TOOL, sources: Any = (), **changes: Any) -> JobPlan:
@@ -63,7 +66,7 @@ def test_the_inequality_by_hand() -> None:
     ],
 )
 def test_what_admission_allows(rollout: dict[str, Any], admitted: int, is_ahead: bool) -> None:
-    found = open_responses(planned(**rollout))
+    found = opened(planned(**rollout))
     assert found is not None
     assert (found.admitted, found.is_ahead, found.round_responses) == (admitted, is_ahead, 8)
 
@@ -74,7 +77,7 @@ def test_colocated_engines_sample_while_the_trainer_waits() -> None:
     job = plan.job
     sglang = replace(job.run.rollout.sglang, colocated=True)
     run = replace(job.run, rollout=replace(job.run.rollout, engine="sglang", sglang=sglang))
-    found = open_responses(make_plan(replace(job, run=run)))
+    found = opened(make_plan(replace(job, run=run)))
     assert found is not None
     assert (found.admitted, found.is_ahead, found.overlap) == (16, False, False)
 
@@ -84,7 +87,7 @@ def test_turns_of_evaluations_do_not_count() -> None:
     suites = EnvironmentConfig("tool.py:Suite", max_turns=20)
     plan = planned(suites, sources=(SourceConfig(Path("a.jsonl"), 1.0, environment=TOOL),), max_staleness=1)
     evaluated = replace(plan.job.run, evaluation=EvaluationConfig(1, ("a.jsonl",)))
-    found = open_responses(make_plan(replace(plan.job, run=evaluated)))
+    found = opened(make_plan(replace(plan.job, run=evaluated)))
     assert found is not None
     assert found.turn_seconds == pytest.approx(14 / 4 * 8 / plan.engines.tokens_per_second)
 
@@ -92,11 +95,11 @@ def test_turns_of_evaluations_do_not_count() -> None:
 def test_a_turn_is_its_share_of_a_response() -> None:
     """All 8 responses are decoded at a time: in the seconds of a decode step each gets a token."""
     plan = planned(environment_turns=2.0, max_staleness=1)
-    found = open_responses(plan)
+    found = opened(plan)
     assert found is not None
     assert found.places == 8.0
     assert found.turn_seconds == pytest.approx(7 * 8 / plan.engines.tokens_per_second)
-    most = open_responses(planned(max_staleness=1))
+    most = opened(planned(max_staleness=1))
     assert most is not None
     assert most.turn_seconds == pytest.approx(found.turn_seconds / 2), "of max_turns, 4"
 
@@ -104,29 +107,30 @@ def test_a_turn_is_its_share_of_a_response() -> None:
 def test_sources_count_by_their_weights() -> None:
     none = EnvironmentConfig()
     two = SourceConfig(Path("a.jsonl"), 3.0), SourceConfig(Path("b.jsonl"), 1.0, environment=none)
-    found = open_responses(planned(sources=two))
+    found = opened(planned(sources=two))
     assert found is not None
     assert found.share == 0.75
-    assert open_responses(planned(none, sources=two)) is None
-    assert open_responses(planned(none)) is None
+    assert opened(planned(none, sources=two)) is None
+    assert opened(planned(none)) is None
 
 
 def test_the_page_warns_where_it_does_not_hold() -> None:
     """The values that would hold are in it: with them it warns no more."""
     plan = planned(environment_seconds=1.0, max_staleness=0)
-    found = open_responses(plan)
+    found = opened(plan)
     assert found is not None
     assert found.needed_staleness is not None
-    warned = "\n".join(open_response_lines(plan))
+    warned = "\n".join(open_response_lines(opened(plan)))
     assert "WARNING: steps of 1 s need" in warned
     assert f"rollout.max_staleness={found.needed_staleness} would fill them" in warned
-    assert "\n".join(open_response_lines(plan)) in plan_text(plan, [], [])
+    assert "\n".join(open_response_lines(opened(plan))) in plan_text(plan, [], [])
     assert plan_dict(plan)["environment"]["needed_staleness"] == found.needed_staleness
     for staleness, holds in ((found.needed_staleness - 1, False), (found.needed_staleness, True)):
-        text = "\n".join(open_response_lines(planned(environment_seconds=1.0, max_staleness=staleness)))
+        found = opened(planned(environment_seconds=1.0, max_staleness=staleness))
+        text = "\n".join(open_response_lines(found))
         assert ("the places are filled, up to" in text) == holds
         assert ("WARNING" in text) != holds
-    unknown = "\n".join(open_response_lines(planned(max_staleness=3)))
+    unknown = "\n".join(open_response_lines(opened(planned(max_staleness=3))))
     assert "give yours by --environment-seconds" in unknown
     without = planned(EnvironmentConfig())
     assert "Environment" not in plan_text(without, [], [])

@@ -36,6 +36,7 @@ from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.planning import memory as plan_memory
 from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
+from bapo_megatron.planning.engines import cache_bytes_per_token, engine_plan
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.planning.memory import (
     host_bytes,
@@ -45,7 +46,7 @@ from bapo_megatron.planning.memory import (
     stage_memory,
 )
 from bapo_megatron.planning.page import plan_text
-from bapo_megatron.planning.plan import cache_bytes_per_token, engines, make_plan
+from bapo_megatron.planning.plan import duration, make_plan, nodes_text, summary
 from bapo_megatron.planning.sizes import (
     largest_parameter,
     rollout_bytes,
@@ -54,7 +55,6 @@ from bapo_megatron.planning.sizes import (
     total_parameters,
 )
 from bapo_megatron.planning.speed import handover_estimate, host_update, reference_seconds, speed
-from bapo_megatron.planning.summary import duration, nodes_text, summary
 from bapo_megatron.planning.traffic import Sync, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy import output_head
 from bapo_megatron.policy.flops import attention_flops, attention_weight, linear_flops_per_token
@@ -419,13 +419,13 @@ def test_pipeline_speed() -> None:
 def test_cache_by_hand() -> None:
     assert cache_bytes_per_token(SMALL) == 2 * 4 * 2 * 2 * 2
     assert cache_bytes_per_token(BIG) == 256 * 1024
-    found = engines(planned(engine_gpus=64))
+    found = engine_plan(planned(engine_gpus=64))
     # 0.85 x 80 GB less a quarter of the weights, on four GPUs, over 17.7 GB a sequence.
     assert found.longest_sequences == int((0.85 * 80e9 * 4 - 65.5e9) / (67584 * 256 * 1024)) == 11
-    assert engines(planned(engine_gpus=2)).count == 0
+    assert engine_plan(planned(engine_gpus=2)).count == 0
     alone = planned()
     rollout = replace(alone.run.rollout, sglang=replace(alone.run.rollout.sglang, tensor=1))
-    assert not engines(replace(alone, run=replace(alone.run, rollout=rollout))).fits
+    assert not engine_plan(replace(alone, run=replace(alone.run, rollout=rollout))).fits
 
 
 def test_decoding_by_hand() -> None:
@@ -433,7 +433,7 @@ def test_decoding_by_hand() -> None:
 
     The model has two KV heads: each is held by two GPUs.
     """
-    found = engines(replace(job(), options=PlanOptions(mean_response_tokens=14, engine_gpus=4)))
+    found = engine_plan(replace(job(), options=PlanOptions(mean_response_tokens=14, engine_gpus=4)))
     step = (2952 * 2 / 4 + 8 * 9 * 64 / 2) / (0.6 * 3350e9)
     assert found.running == 8
     assert found.tokens_per_second == pytest.approx(8 / step)
@@ -465,19 +465,19 @@ def test_dropped_groups_are_sampled_again() -> None:
 def test_the_tail_of_a_rollout_by_hand() -> None:
     """Two engines, eight responses of 7 tokens in the mean: each has four, one of them of 14."""
     options = PlanOptions(mean_response_tokens=7, engine_gpus=8, length_spread=1e-6)
-    even = engines(replace(job(), options=options))
+    even = engine_plan(replace(job(), options=options))
     bandwidth = 0.6 * 3350e9
     weights, token = 2952 * 2 / 4 / bandwidth, 64 / 2 / bandwidth
     seconds = 7 * weights + 4 * 7 * (2 + 3.5) * token
     assert even.rollout_seconds - even.prefill_seconds == pytest.approx(seconds)
     assert even.cut_share == pytest.approx(0)
-    spread = engines(replace(job(), options=replace(options, length_spread=3.0)))
+    spread = engine_plan(replace(job(), options=replace(options, length_spread=3.0)))
     assert spread.rollout_seconds > 1.8 * even.rollout_seconds  # 14 steps, not 7
-    uneven = engines(replace(job(), options=replace(options, engine_imbalance=2.0)))
+    uneven = engine_plan(replace(job(), options=replace(options, engine_imbalance=2.0)))
     seconds = 7 * weights + 8 * 7 * (2 + 3.5) * token
     assert uneven.rollout_seconds - uneven.prefill_seconds == pytest.approx(seconds)
     few = replace(job().run.rollout, max_batch=2)
-    queued = engines(Job(replace(job().run, rollout=few), SMALL, options))
+    queued = engine_plan(Job(replace(job().run, rollout=few), SMALL, options))
     assert queued.running == 2
     seconds = 14 * weights + 4 * 7 * (2 + 3.5) * token  # two after two
     assert queued.rollout_seconds - queued.prefill_seconds == pytest.approx(seconds)
@@ -788,8 +788,8 @@ def test_a_frozen_reference_by_hand() -> None:
 
 def test_a_server_has_the_memory_of_the_recipe() -> None:
     half, given = colocated(), replace(colocated(), options=PlanOptions(engine_memory_fraction=0.25))
-    assert engines(half).cache == 40e9 - engines(half).weights
-    assert engines(given).cache == 20e9 - engines(given).weights
+    assert engine_plan(half).cache == 40e9 - engine_plan(half).weights
+    assert engine_plan(given).cache == 20e9 - engine_plan(given).weights
     assert stage_memory(given, 0).serving == 20e9
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from bapo_megatron.planning.lengths import (
     ResponseLengths,
     busiest_engine_responses,
-    decode_seconds,
     decode_steps,
+    read_tokens,
 )
 
 
@@ -60,8 +60,8 @@ def test_steps_by_hand() -> None:
     assert decode_steps([3, 5, 2, 4], 2) == 9
     assert decode_steps([3, 5, 2, 4], 4) == 5
     assert decode_steps([3, 5, 2, 4], 1) == 14
-    # Nine steps; 3 (1 + 1.5) + 5 (1 + 2.5) + 2 (1 + 1) + 4 (1 + 2) = 41 tokens are read.
-    assert decode_seconds([3, 5, 2, 4], 2, 1, step_seconds=10, token_seconds=1) == 90 + 41
+    # 3 (1 + 1.5) + 5 (1 + 2.5) + 2 (1 + 1) + 4 (1 + 2)
+    assert read_tokens([3, 5, 2, 4], 1) == 41
 
 
 def token_by_token(lengths: list[int], slots: int, prompt: int, step: float, token: float) -> float:
@@ -87,7 +87,8 @@ def test_the_closed_form_is_a_simulation(
     lengths: list[int], slots: int, prompt: int, step: float, token: float
 ) -> None:
     expected = token_by_token(lengths, slots, prompt, step, token)
-    assert decode_seconds(lengths, slots, prompt, step, token) == pytest.approx(expected)
+    found = step * decode_steps(lengths, slots) + token * read_tokens(lengths, prompt)
+    assert found == pytest.approx(expected)
 
 
 def test_the_share_of_the_busiest_engine() -> None:

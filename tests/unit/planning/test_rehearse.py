@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +13,13 @@ import pytest
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.rehearsal.job import RehearseOptions, packs_of, ranks_of
-from bapo_megatron.planning.rehearsal.layers import choose_layers
+from bapo_megatron.planning.rehearsal.job import RehearseOptions, choose_layers, packs_of, ranks_of
 from bapo_megatron.planning.rehearsal.program import sequence_lengths
+from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS, find_sources
 from bapo_megatron.runtime.files import check_output_file
 from tests.unit.planning.test_plan import job
 
+ROOT = Path(__file__).parents[3]
 FOUR = ParallelConfig(tensor=2, pipeline=4, data=2)
 
 
@@ -90,7 +94,7 @@ def test_flags_that_exclude_each_other_are_refused(capsys: pytest.CaptureFixture
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bapo_megatron.commands.rehearse.rehearse_job", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("bapo_megatron.commands.plan.rehearse_job", lambda *_: pytest.fail("it began"))
     gone = tmp_path / "gone/out.json"
     assert bapo(["rehearse", "recipes/bp_math_32b_64k.py", "--json", str(gone)]) == 2
     told = f"--json {gone}: the folder {gone.parent} does not exist; make it, or name another file"
@@ -101,3 +105,51 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
     with pytest.raises(ConfigError, match="cannot be written to; name a file in another folder"):
         check_output_file("--json", tmp_path / "new.json")
+
+
+def install(folder: Path, version: str) -> None:
+    """A package transformer_engine whose import ends in an error, as without its libraries."""
+    (folder / "transformer_engine").mkdir()
+    (folder / "transformer_engine/__init__.py").write_text("raise RuntimeError('compiled for a GPU')")
+    metadata = folder / f"transformer_engine-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "found"), [(VERSIONS[0], True), (f"{VERSIONS[0]}+cu13", True), ("2.10.0", False)]
+)
+def test_sources_of_the_installed_package(
+    version: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, version)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("BAPO_TE_SOURCES", str(tmp_path / "none"))
+    if found:
+        assert find_sources(VERSIONS[0]) == tmp_path
+    else:
+        with pytest.raises(ConfigError, match="and it is not installed: run `make te-sources`"):
+            find_sources(VERSIONS[0])
+
+
+TORCH_LAYERS = """
+import torch
+from bapo_megatron.planning.rehearsal.job import prepare_layers
+
+prepare_layers("torch")
+from bapo_megatron.policy import device
+
+device.has_cuda = lambda: True
+print(device.uses_transformer_engine(torch.bfloat16))
+"""
+
+
+@pytest.mark.integration
+def test_torch_layers_are_used_although_transformer_engine_is_installed(tmp_path: Path) -> None:
+    install(tmp_path, VERSIONS[0])
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-c", TORCH_LAYERS]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "False\n", done.stderr

@@ -12,8 +12,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bapo_megatron.planning.rehearsal.transformer_engine import installation  # noqa: F401  it fills the table
-from bapo_megatron.planning.rehearsal.transformer_engine.extension import MaskType, make_extension
-from bapo_megatron.planning.rehearsal.transformer_engine.kernel import KERNELS, calls, observers
+from bapo_megatron.planning.rehearsal.transformer_engine.extension import (
+    KERNELS,
+    MaskType,
+    calls,
+    make_extension,
+    observers,
+)
 from bapo_megatron.planning.rehearsal.transformer_engine.layers import positions_of
 
 BOUNDS = (0, 3, 8)
@@ -220,7 +225,7 @@ def test_fake_tensors_get_output_shapes_without_reads() -> None:
 
 
 def test_a_kernel_without_stand_in_raises_when_called() -> None:
-    extension = make_extension(KERNELS)
+    extension = make_extension()
     assert extension.SomeKind.one != extension.SomeKind.two
     with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.layernorm_fwd has no stand-in"):
         extension.layernorm_fwd()

@@ -16,10 +16,10 @@ from bapo_megatron.policy.attention.context_parallel import positions
 from bapo_megatron.policy.attention.core import (
     DocumentAttention,
     DocumentPack,
+    flash_attention,
     groups_of_like_length,
     prefix_attention,
 )
-from bapo_megatron.policy.attention.flash import flash_attention
 
 CONFIG = types.SimpleNamespace(attention_dropout=0.0, kv_channels=8, context_parallel_size=1)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from bapo_megatron.policy.expert_load import PackLoad, UpdateTally
-from bapo_megatron.policy.route_replay import LayerRoutes, RouterChoice
+from bapo_megatron.policy.experts import PackLoad, PackRoutes, RouterChoice, UpdateTally
 from bapo_megatron.tensor_types import MicroBatch
 
 PROBABILITY_TE = torch.tensor(
@@ -55,7 +54,7 @@ def routed(choice: RouterChoice, pre_softmax: bool = False) -> torch.Tensor:
 def test_tokens_and_entropies_by_hand(tally: UpdateTally, pre_softmax: bool) -> None:
     """In the second of two layers: experts 0 and 1, 2 and 3, 0 and 2; padding is not counted."""
     choice = RouterChoice(pre_softmax)
-    choice.load = PackLoad(REAL_T, tally.load_LC).of_layer(2)
+    choice.layer, choice.load = 2, PackLoad(REAL_T, tally.load_LC)
     routed(choice, pre_softmax)
     assert tally.load_LC[0].tolist() == [0.0] * 6
     assert tally.load_LC[1, :5].tolist() == [2, 1, 2, 1, 3]
@@ -67,7 +66,7 @@ def test_tokens_and_entropies_by_hand(tally: UpdateTally, pre_softmax: bool) -> 
 def test_a_pass_without_gradients_counts_nothing(tally: UpdateTally) -> None:
     """Such as the first run of a layer that is recomputed."""
     choice = RouterChoice(False)
-    choice.load = PackLoad(REAL_T, tally.load_LC).of_layer(1)
+    choice.load = PackLoad(REAL_T, tally.load_LC)
     with torch.no_grad():
         routed(choice)
     assert not tally.sums.any()
@@ -78,9 +77,9 @@ def test_replayed_routes_are_the_load(tally: UpdateTally, replays: bool) -> None
     """All three tokens to experts 2 and 3, the third one's route unknown; the entropy is the router's."""
     choice = RouterChoice(False)
     known_T = torch.tensor([True, True, False, True])
-    expert_TK = torch.tensor([[2, 3]] * 4, dtype=torch.uint8)
-    choice.routes = LayerRoutes(expert_TK, known_T, known_T, replays, tally.counts)
-    choice.load = PackLoad(REAL_T, tally.load_LC).of_layer(1)
+    expert_TLK = torch.tensor([[[2, 3]]] * 4, dtype=torch.uint8)
+    choice.routes = PackRoutes(expert_TLK, known_T, known_T, 1, replays, tally.counts)
+    choice.load = PackLoad(REAL_T, tally.load_LC)
     chosen_TE = routed(choice)
     load = [1, 0, 3, 2] if replays else [2, 1, 2, 1]
     assert chosen_TE[:3].sum(0).tolist() == load

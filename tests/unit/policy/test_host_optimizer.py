@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bapo_megatron.config import OptimizerConfig
-from bapo_megatron.policy import host_optimizer
-from bapo_megatron.policy.host_optimizer import HostAdamW, _Copies, _Shard, buckets_of, rank_threads
+from bapo_megatron.policy import optimizer as host_optimizer
+from bapo_megatron.policy.optimizer import HostAdamW, _Copies, _Shard, buckets_of, rank_threads
 
 
 def shard(values: list[float], dtype: torch.dtype = torch.float32) -> _Shard:

@@ -500,9 +500,9 @@ def test_planning_needs_neither_key_nor_tokenizer() -> None:
     ],
 )
 def test_the_base_address_will_do(url: str, asked: str) -> None:
-    from bapo_megatron.reward.endpoints.scorer import whole_url
+    from bapo_megatron.reward.endpoints.client import with_path
 
-    assert whole_url(url) == asked
+    assert with_path(url, "/chat/completions") == asked
 
 
 def test_proxies_are_the_environments_but_not_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ from math_verify import grader
 
 from bapo_megatron.reward import math_verify_compare
 from bapo_megatron.reward.answer_text import last_boxed
-from bapo_megatron.reward.math import answer_is_right, answers_equal, check_ground_truth
-from bapo_megatron.reward.math_verify_process import MathVerifyProcess
+from bapo_megatron.reward.math import MathVerifyProcess, answer_is_right, answers_equal, check_ground_truth
 
 
 def judge(ground_truth: str, response: str) -> float:
@@ -207,12 +206,12 @@ def test_works_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_dead_child_costs_one_question() -> None:
     lone = MathVerifyProcess()
-    assert lone.equal("1/2", "0.5")
+    assert lone.ask("equal", "1/2", "0.5")
     assert lone._child is not None
     lone._child.kill()
-    assert not lone.equal("1/2", "0.5")
+    assert not lone.ask("equal", "1/2", "0.5")
     assert lone.failures == 1
-    assert lone.equal("1/2", "0.5")
+    assert lone.ask("equal", "1/2", "0.5")
     lone.close()
 
 
@@ -222,7 +221,7 @@ def test_integers_are_judged_as_math_verify_does() -> None:
     texts = ["0", "-0", "7", "007", "+7", "-7", "70", "1234567890123456789012"]
     for truth in texts:
         for answer in texts:
-            assert answers_equal(truth, answer) == lone.equal(truth, answer), (truth, answer)
+            assert answers_equal(truth, answer) == lone.ask("equal", truth, answer), (truth, answer)
     lone.close()
 
 

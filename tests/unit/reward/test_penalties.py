@@ -1,12 +1,10 @@
-"""What is taken off a reward, on numbers worked out by hand."""
+"""The penalty of overlong responses, on numbers worked out by hand."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from bapo_megatron.reward.penalties import format_penalty, overlong_penalty
+from bapo_megatron.reward.pool import overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -38,19 +36,3 @@ def test_the_papers_numbers() -> None:
 
 def test_without_a_zone_length_is_free() -> None:
     assert overlong_penalty(100, max_response_tokens=100, zone_tokens=0, penalty=0.5) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("response", "penalty"),
-    [
-        ("<think>a\nb</think> c", 0.0),
-        ("<think></think>", 0.0),
-        ("so <think>a</think> c", 0.3),
-        ("<think>a", 0.3),
-        ("", 0.3),
-    ],
-)
-def test_the_format_penalty(response: str, penalty: float) -> None:
-    pattern = re.compile("<think>.*</think>.*", re.DOTALL)
-    assert format_penalty(response, pattern, 0.3) == penalty
-    assert format_penalty(response, None, 0.3) == 0.0

@@ -13,10 +13,10 @@ import pytest
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward import reasoning_gym
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 from bapo_megatron.reward.pool import RewardPool, RewardResult
-from bapo_megatron.reward.reasoning_gym import library, reward
-from bapo_megatron.reward.reasoning_gym.reward import (
+from bapo_megatron.reward.reasoning_gym import (
     answer_of,
     check_extra_info,
     extra_info_of_entry,
@@ -32,7 +32,7 @@ ALGEBRA = ("intermediate_integration", "polynomial_multiplication", "simple_inte
 
 
 def entry_of(task: str) -> dict[str, Any]:
-    problems, options = library.tasks()[task]
+    problems, options = reasoning_gym.tasks()[task]
     found: dict[str, Any] = problems(config=options(seed=7, size=10))[0]  # type: ignore[index]
     return found
 
@@ -164,10 +164,12 @@ def test_numbers_that_would_take_forever_or_fool_the_verifier() -> None:
 
 
 def test_an_answer_that_sympy_thinks_about_for_minutes_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward, "CPU_LIMIT_S", 0.2)
+    monkeypatch.setattr(reasoning_gym, "CPU_LIMIT_S", 0.2)
     about = {"integrand": "exp(x)*sin(x)", "variable": "x"}
     assert score(info_of("intermediate_integration", "x", **about), "<answer>(x+y+z+w+1)**30</answer>") == 0.0
-    monkeypatch.setattr(reward, "verifier", lambda *_: lambda *_: sum(1 for _ in iter(int, 1)))  # never ends
+    monkeypatch.setattr(
+        reasoning_gym, "verifier", lambda *_: lambda *_: sum(1 for _ in iter(int, 1))
+    )  # never ends
     assert score(info_of("chain_sum", "15"), "15") == 0.0
 
 
@@ -237,12 +239,12 @@ TASKS = _NAMES.split()
 
 
 def test_every_task_is_tried() -> None:
-    assert sorted([*TASKS, "zebra_puzzles"]) == [*library.tasks()]
+    assert sorted([*TASKS, "zebra_puzzles"]) == [*reasoning_gym.tasks()]
 
 
 @pytest.mark.parametrize("task", slow_but(TASKS, "chain_sum", "rearc", "countdown", "tower_of_hanoi"))
 def test_a_task_takes_its_own_answers_after_a_journey_through_json(task: str) -> None:
-    problems, options = library.tasks()[task]
+    problems, options = reasoning_gym.tasks()[task]
     random.seed(7)
     made = problems(config=options(seed=7, size=10))
     for number in range(1 if task in ("knight_swap", "sokoban") else 4):
@@ -267,20 +269,20 @@ def test_a_first_digit_is_no_probability(answer: str, right: float) -> None:
 
 def test_tasks_that_cannot_be_used() -> None:
     with pytest.raises(ConfigError, match="no task 'chain_sums'; did you mean chain_sum, decimal_chain_sum"):
-        library.check_task("chain_sums")
+        reasoning_gym.check_task("chain_sums")
     with pytest.raises(ConfigError, match="no task 'qqqq'; it has ab, acre,"):
-        library.check_task("qqqq")
+        reasoning_gym.check_task("qqqq")
     with pytest.raises(ConfigError, match="game_of_life_halting cannot be used: its verifier calls every"):
-        library.check_task("game_of_life_halting")
+        reasoning_gym.check_task("game_of_life_halting")
     with pytest.raises(ConfigError, match="composite cannot be used"):
-        library.check_task("composite")
+        reasoning_gym.check_task("composite")
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym.factory", None)
     with pytest.raises(ConfigError, match=r"cannot be imported .*: pip install 'bapo-megatron\[real\]'"):
-        library.tasks.__wrapped__()
+        reasoning_gym.tasks.__wrapped__()
 
 
 def test_rows_are_checked_by_what_the_verifier_needs() -> None:

@@ -19,10 +19,9 @@ import pytest
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.sandbox import isolation, landlock, requirements, system_calls
+from bapo_megatron.reward.sandbox import isolation, landlock, system_calls
 from bapo_megatron.reward.sandbox import sandbox as sandbox_module
-from bapo_megatron.reward.sandbox.requirements import checked_sandbox
-from bapo_megatron.reward.sandbox.sandbox import Sandbox
+from bapo_megatron.reward.sandbox.sandbox import Sandbox, checked_sandbox
 from tests.support import sandbox_attacks
 
 pytestmark = pytest.mark.integration
@@ -360,7 +359,7 @@ def test_a_run_without_walls_is_refused_unless_it_says_so(monkeypatch: pytest.Mo
 def test_a_sandbox_that_does_not_work_is_a_problem_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "_BEGIN", "raise SystemExit(3)")
     with pytest.raises(ConfigError, match="the sandbox did not start: .*exit code 3"):
-        requirements.checked_sandbox(allow_weak=True)
+        checked_sandbox(allow_weak=True)
 
 
 POOL = """

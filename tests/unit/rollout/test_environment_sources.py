@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config import DataConfig, EnvironmentConfig, EvaluationConfig, SourceConfig
+from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import MixedSource
-from bapo_megatron.data.suites import Suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records

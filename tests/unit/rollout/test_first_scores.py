@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.failures import FailureReports
-from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.reward.pool import FailureReports, RewardResult
 from bapo_megatron.types import Prompt
 from tests.support.sampling import ScriptedEngine, StartsWithY, World, mixed, prompt_ids
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config import EvaluationConfig
-from bapo_megatron.data.suites import Suite
+from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.sampler import response
 from bapo_megatron.rollout.sampler.held_out import HeldOut

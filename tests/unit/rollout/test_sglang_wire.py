@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.stream_writer import write_shards
+from bapo_megatron.hf.weight_stream import write_shards
 from bapo_megatron.rollout.engines.sglang.server_process import server_command, sglang_python
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.checkpoint import writer
-from bapo_megatron.checkpoint.step_exports import StepExports
-from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.checkpoint.writer import clear_leftovers
+from bapo_megatron.checkpoint import store
+from bapo_megatron.checkpoint.exports import StepExports
+from bapo_megatron.checkpoint.store import CheckpointStore, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.rollout.sampler.step_batches import StepFiles
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
@@ -96,7 +95,7 @@ def test_a_checkpoint_that_is_still_read_is_deleted_later(
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
 
     with monkeypatch.context() as patched:
-        patched.setattr(writer, "remove_folder", refused)
+        patched.setattr(store, "remove_folder", refused)
         keep_one(tmp_path)
     folder = RunPaths(tmp_path).checkpoints
     kept = sorted(path.name for path in folder.iterdir())

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.checkpoint.run_directory import check_writable, only_writer, read_config
-from bapo_megatron.commands.cluster.run_job import read_job_state
-from bapo_megatron.commands.cluster.status import _is_ready, read_status, show_logs, status_text, tail_rows
+from bapo_megatron.commands.cluster.run_job import read_job_state, show_logs
+from bapo_megatron.commands.cluster.status import _is_ready, read_status, status_text, tail_rows
 from bapo_megatron.commands.report.page import write_report
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from bapo_megatron.checkpoint.reader import latest_checkpoint
-from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.checkpoint.writer import clear_leftovers
+from bapo_megatron.checkpoint.store import CheckpointStore, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.hf.export import export_hf

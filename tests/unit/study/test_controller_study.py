@@ -14,8 +14,7 @@ import pytest
 import tyro
 from matplotlib.axes import Axes
 
-from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.metric_table import MetricTable
+from bapo_megatron.commands.report.data import MetricTable, RunRecord
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.report.data import RunRecord, read_run
-from bapo_megatron.commands.report.metric_table import MetricTable
+from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_run
 from bapo_megatron.runtime.jsonl_log import Row
 from benchmarks.study.measures import (
     ArmRecord,

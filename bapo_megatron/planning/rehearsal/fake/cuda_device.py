@@ -4,8 +4,7 @@ torch's FakeTensorMode makes tensors on ``cuda`` and finds mixed devices without
 for a CUDA device guard, which a CPU build lacks. So Python sees ``cuda``, and C++ sees ``meta``, which has
 one. What C++ decides wrongly for that reason is repaired by ``CudaFunctions``; what it wants to make on
 ``meta`` is made on ``cuda`` (``Meter``). ``install`` changes torch for the whole process: call it in a
-process that does nothing else. Used by ``meter.py``, ``planning/rehearsal/layers.py`` and
-``planning/rehearsal/rank.py``.
+process that does nothing else. Used in ``planning/rehearsal/``.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
     """
     answer_queries(on_synchronize)
     _show_cuda_to_python()
-    _install_swiglu()
-    _ignore_generators()
+    _patch_megatron()
     functions = CudaFunctions()
     _enter_in_backward(functions)
     return functions
@@ -51,9 +49,6 @@ def answer_queries(on_synchronize: Callable[[], None]) -> None:
         on_synchronize()
 
     class Stream(_Stream):
-        synchronize = staticmethod(wait)
-
-    class Event(_Event):
         synchronize = staticmethod(wait)
 
     stream = Stream()
@@ -74,50 +69,37 @@ def answer_queries(on_synchronize: Callable[[], None]) -> None:
         setattr(cuda, name, lambda *_args, _answer=answer, **_kwargs: _answer)
     cuda.get_rng_state = lambda *_args, **_kwargs: torch.empty(0, dtype=torch.uint8)
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    cuda.synchronize, cuda.Stream, cuda.Event = wait, Stream, Event
+    cuda.synchronize, cuda.Stream, cuda.Event = wait, Stream, Stream
     for name in ("stream", "device"):
         setattr(cuda, name, lambda *_args, **_kwargs: contextlib.nullcontext())
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_args: 0
 
 
 class _Stream:
-    """Fake CUDA stream, on which nothing runs."""
+    """Fake CUDA stream, on which nothing runs; also a fake event, which is complete at once."""
 
     cuda_stream = 0
     device = CUDA
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def wait_stream(self, *_: Any) -> None: ...
-
-    def wait_event(self, *_: Any) -> None: ...
-
-    def record_event(self, *_: Any) -> _Event:
-        return torch.cuda.Event()  # type: ignore[return-value]
-
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-class _Event:
-    """Fake CUDA event, which is complete at once."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self, *_: Any) -> None: ...
-
     def wait(self, *_: Any) -> None: ...
+
+    wait_stream = wait_event = record = wait
+
+    def record_event(self, *_: Any) -> Any:
+        return torch.cuda.Event()
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, _other: Any) -> float:
         return 1.0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
 
 
 def _show_cuda_to_python() -> None:
@@ -153,10 +135,7 @@ def _enter_in_backward(functions: CudaFunctions) -> None:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Function mode that corrects what C++ would get wrong for a tensor on the fake GPU.
-
-    ``install`` makes it; the rank's program runs under it.
-    """
+    """Function mode that corrects what C++ would get wrong for a tensor on the fake GPU."""
 
     def __torch_function__(
         self,
@@ -221,14 +200,17 @@ def _to(tensor: Tensor, device: Any, dtype: torch.dtype | None = None, **options
     return copied
 
 
-def _install_swiglu() -> None:
+def _patch_megatron() -> None:
     """Replace megatron's compiled SwiGLU, forward and backward, by the allocation of its outputs.
 
-    Run eagerly, as on a CPU, it and RMSNorm would allocate intermediates that a GPU never has.
+    Run eagerly, as on a CPU, it and RMSNorm would allocate intermediates that a GPU never has. Also its own
+    reference to a torch function by which recomputation sets a GPU's generator.
     """
     # Not before Transformer Engine is installed, which megatron looks for when it is imported.
     import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
+    import megatron.core.tensor_parallel.random as megatron_random
 
+    megatron_random._lazy_call = lambda *_args, **_kwargs: None
     megatron_swiglu.swiglu = lambda y: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
     megatron_swiglu.swiglu_back = lambda _gradient, y: torch.empty_like(y)
     megatron_swiglu.weighted_swiglu = lambda y, _weights: megatron_swiglu.swiglu(y)
@@ -236,13 +218,6 @@ def _install_swiglu() -> None:
         torch.empty_like(y),
         torch.empty_like(weights),
     )
-
-
-def _ignore_generators() -> None:
-    """Replace megatron's own reference to a torch function by which recomputation sets a GPU's generator."""
-    import megatron.core.tensor_parallel.random as megatron_random
-
-    megatron_random._lazy_call = lambda *_args, **_kwargs: None
 
 
 def _rms_norm(

@@ -1,29 +1,35 @@
 """Allocation ledger: every allocation and release of a rank's memory in order, and the peak of each phase.
 
 A block is one storage; all views of it are one block. It is released with its storage, as in CUDA's caching
-allocator, or when that is resized to 0. Used by ``meter.py`` and ``planning/rehearsal/rank.py``.
+allocator, or when that is resized to 0. Here is also what finds the line of the program to which an
+allocation, a call or a wait belongs. Used in this folder and ``planning/rehearsal/``.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
 
 import torch
 
 _SMALLEST = 512
 """Bytes that CUDA's caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+_OWN = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_ROOT = Path(__file__).parents[4]
+_PYTHON = f"/python{sys.version_info.major}.{sys.version_info.minor}/"
 
 
 @dataclass(slots=True)
 class Block:
-    """One allocated storage (block): its size in bytes, its origin in the program, and its kind of memory.
-
-    Made by ``Ledger.add``, labelled by the meter and ``planning/rehearsal/rank.py``.
-    """
+    """One allocated storage (block): its size in bytes, its origin in the program, and its kind of memory."""
 
     size: int
     device: str
@@ -104,7 +110,6 @@ class Ledger:
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Context manager of the phase ``name``."""
         start = len(self._events)
         try:
             yield
@@ -154,3 +159,30 @@ def kind_of(block: Block) -> str:
     if block.saved:
         return "activations"
     return "communication" if block.communicated else "passing"
+
+
+def program_line() -> str:
+    """``file:line`` of the innermost running function that is neither torch's nor the rehearsal's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_of_program(frame.f_code.co_filename, frame.f_code.co_name):
+            return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+@cache
+def is_of_program(file: str, function: str) -> bool:
+    """Whether a function is the program's or one of its libraries': not torch's, Python's, nor ours."""
+    if function in ("__torch_function__", "__torch_dispatch__"):
+        return False  # a mode's handler lies between two functions of the program
+    return not file.startswith((_TORCH, _OWN, "<")) and ("site-packages" in file or _PYTHON not in file)
+
+
+def short_path(file: str) -> str:
+    """A file's path below the environment's packages, Transformer Engine's sources, or the project."""
+    if "site-packages/" in file:
+        return file.rpartition("site-packages/")[2]
+    if "/transformer_engine/pytorch/" in file:
+        return "transformer_engine/pytorch/" + file.rpartition("/transformer_engine/pytorch/")[2]
+    return file.removeprefix(f"{_ROOT}/")

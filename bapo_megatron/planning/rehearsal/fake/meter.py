@@ -3,7 +3,7 @@
 Three modes lie between the program and the kernels, outermost first: ``CudaFunctions`` (corrections for the
 fake GPU), the ``Meter``, and torch's FakeTensorMode (shapes, types and devices, no memory or arithmetic).
 
-FLOPs (``FlopMeter``) are those of matrix products, by their shapes, and of attention as executed: flash
+FLOPs are those of matrix products, by their shapes, and of attention as executed: flash
 attention does two products for each pair of a query and a key forward and five backward (recomputed scores,
 and the gradients of queries, keys, values and scores): Dao 2023, FlashAttention-2 (arXiv 2307.08691), section
 3.1. Of a causal chunk only unmasked pairs are counted. Used by ``planning/rehearsal/rank.py``.
@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from bapo_megatron.planning.rehearsal.fake.cuda_device import CUDA, META
-from bapo_megatron.planning.rehearsal.fake.ledger import Ledger
+from bapo_megatron.planning.rehearsal.fake.ledger import Ledger, program_line
 from bapo_megatron.planning.rehearsal.fake.process_group import Collectives
 from bapo_megatron.planning.rehearsal.fake.values import ShapesFromValues, guess, known, propagate
-from bapo_megatron.planning.rehearsal.fake.waits import HostWaits, program_line
+from bapo_megatron.planning.rehearsal.records import Wait
 from bapo_megatron.planning.rehearsal.transformer_engine.attention import named_arguments
 from bapo_megatron.planning.rehearsal.transformer_engine.extension import MaskType
 
@@ -49,19 +49,24 @@ _OUTPUT_LAYER = "bapo_megatron/policy/output_head.py"
 
 
 class Meter(TorchDispatchMode):
-    """The meter of one rank: a dispatch mode (context manager) that sees every kernel call of the rank's
-    program.
+    """The meter of one rank: a dispatch mode (context manager) that sees every kernel call of its program.
 
     ``cuda`` says whether the rank's device is the fake GPU. RuntimeError for tensors on mixed devices, as on
-    a GPU, and for an output layer whose product is not float32. Made by ``RankRehearsal``.
+    a GPU, and for an output layer whose product is not float32.
     """
 
     def __init__(self, group_names: Mapping[str, str], cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger, self.flops, self.waits = Ledger(), FlopMeter(), HostWaits()
+        self.ledger = Ledger()
+        self.waits: Counter[Wait] = Counter()
+        self.guesses: Counter[Wait] = Counter()
+        """Reads of unknown values."""
         self.collectives = Collectives(group_names, lambda tensor, op: self._book(tensor, op))
-        self.flops_of: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
         """FLOPs of each phase."""
+        self.chunks: list[tuple[int, int]] = []
+        """(queries, keys) of each chunk of documents on this rank: variable-length kernels have them on the
+        device."""
         self.kernels = 0
         self.phase = ""
         self.modules: list[str] = []
@@ -69,7 +74,7 @@ class Meter(TorchDispatchMode):
         self.vocabulary = 0
         """Columns of this rank's logits."""
         self._cuda = cuda
-        self.shapes = ShapesFromValues(self._read_shape)
+        self.shapes = ShapesFromValues(self._read)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -124,30 +129,34 @@ class Meter(TorchDispatchMode):
 
     def value_of(self, tensor: Tensor, what: str) -> Tensor:
         """Values that the host reads from a tensor, known or guessed. A read from the GPU is a wait."""
-        if tensor.device.type == "cuda":
-            self.waits.wait(self.phase, what)
+        self._read(tensor, what)
         value = known(tensor)
         if value is None:
-            self.waits.guess(self.phase, what)
             value = guess(tensor)
         with unset_fake_temporarily():
             return value.detach()
 
+    def wait(self, what: str) -> None:
+        """Count a host wait: the CPU blocks until the GPU has finished.
+
+        At a read of a value, a shape that depends on values, a copy without ``non_blocking``, a
+        ``synchronize``.
+        """
+        self.waits[Wait(self.phase, what, program_line())] += 1
+
     def see_te_kernel(self, name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
         """Record a call of Transformer Engine's compiled part, which bypasses torch's dispatcher."""
         _check_devices(name, args, named)
-        flops = self.flops.count_te(name, args)
-        if flops:
-            self.flops_of[self.phase] += flops
+        if flops := _te_flops(name, args):
+            self.flops[self.phase] += flops
 
     def _count(self, func: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
         if func in _COPIES:
             self._copy(func, args, named, out)
         if func._overloadpacket in _PRODUCTS:
             self._check_logits(out)
-        flops = self.flops.count(func, args, named, out)
-        if flops:
-            self.flops_of[self.phase] += flops
+        if flops := _flops(func, args, named, out, self.chunks):
+            self.flops[self.phase] += flops
         for leaf in out if isinstance(out, list | tuple) else (out,):
             if isinstance(leaf, Tensor):
                 self._book(leaf, func.name())
@@ -178,9 +187,7 @@ class Meter(TorchDispatchMode):
         source, target = (args[0], out) if func is aten._to_copy.default else (args[1], args[0])
         waits = not (named.get("non_blocking") or (len(args) > 2 and args[2]))
         if waits and source.device.type != target.device.type:
-            self.waits.wait(
-                self.phase, "copy to the host" if target.device.type == "cpu" else "copy to the GPU"
-            )
+            self.wait("copy to the host" if target.device.type == "cpu" else "copy to the GPU")
 
     def _mark_communicated(self, args: Sequence[Any]) -> None:
         for leaf in tree_leaves(list(args[:2])):
@@ -190,15 +197,16 @@ class Meter(TorchDispatchMode):
                 if block is not None:
                     block.communicated = True
 
-    def _read_shape(self, tensor: Tensor, what: str) -> None:
+    def _read(self, tensor: Tensor, what: str) -> None:
+        """Record a read by the host: a wait if it is of the GPU, a guess if the values are unknown."""
         if tensor.device.type == "cuda":
-            self.waits.wait(self.phase, what)
+            self.wait(what)
         if known(tensor) is None:
-            self.waits.guess(self.phase, what)
+            self.guesses[Wait(self.phase, what, program_line())] += 1
 
     def _equal(self, left: Tensor, right: Tensor) -> bool:
         on_gpu = left if left.device.type == "cuda" else right
-        self._read_shape(on_gpu, "equal")
+        self._read(on_gpu, "equal")
         a, b = known(left), known(right)
         if a is None or b is None:
             return True
@@ -246,48 +254,41 @@ def _check_devices(name: str, args: Sequence[Any], named: dict[str, Any]) -> Non
         raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(map(str, devices)))}")
 
 
-class FlopMeter:
-    """FLOP counter of kernels: gives the meter, which makes it, the FLOPs of one call, and adds nothing up.
+def _flops(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, chunks: Sequence[tuple[int, int]]
+) -> int:
+    """FLOPs of one kernel call; 0 for a kernel without products."""
+    packet = func._overloadpacket
+    if packet is torch.ops.torch_attn._varlen_attn:
+        return _varlen(args[0], chunks, _FORWARD)
+    if packet is torch.ops.torch_attn._varlen_attn_backward:
+        return _varlen(args[1], chunks, _BACKWARD)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return _dense(args[0], args[1], _causal(args, 4), _FORWARD)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return _dense(args[1], args[2], _causal(args, 7), _BACKWARD)
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
-    ``chunks``, the (queries, keys) of each chunk of documents on this rank, must be set before the
-    variable-length kernels run: their arguments are on the device.
-    """
 
-    def __init__(self) -> None:
-        self.chunks: list[tuple[int, int]] = []
+def _te_flops(kernel: str, args: Sequence[Any]) -> int:
+    """FLOPs of one call of Transformer Engine's compiled part; 0 for a kernel without products."""
+    if kernel == "generic_gemm":
+        a, transposed_a, b = args[:3]
+        return 2 * int(b.numel()) * int(a.shape[-2] if transposed_a else a.shape[-1])
+    if kernel == "te_general_grouped_gemm":
+        pairs = zip(args[0], args[2], strict=True)
+        return sum(_te_flops("generic_gemm", (a, args[1], b)) for a, b in pairs)
+    if kernel in ("fused_attn_fwd", "fused_attn_bwd"):
+        named = named_arguments(kernel, tuple(args))
+        each = _FORWARD if kernel == "fused_attn_fwd" else _BACKWARD
+        heads, width = named["q"].shape[-2:]
+        return int(each * heads * width * _te_pairs(named))
+    return 0
 
-    def count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-        """FLOPs of one kernel call; 0 for a kernel without products."""
-        packet = func._overloadpacket
-        if packet is torch.ops.torch_attn._varlen_attn:
-            return self._varlen(args[0], _FORWARD)
-        if packet is torch.ops.torch_attn._varlen_attn_backward:
-            return self._varlen(args[1], _BACKWARD)
-        if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-            return _dense(args[0], args[1], _causal(args, 4), _FORWARD)
-        if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-            return _dense(args[1], args[2], _causal(args, 7), _BACKWARD)
-        formula = flop_registry.get(packet)
-        return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
-    def count_te(self, kernel: str, args: Sequence[Any]) -> int:
-        """FLOPs of one call of Transformer Engine's compiled part; 0 for a kernel without products."""
-        if kernel == "generic_gemm":
-            a, transposed_a, b = args[:3]
-            return 2 * int(b.numel()) * int(a.shape[-2] if transposed_a else a.shape[-1])
-        if kernel == "te_general_grouped_gemm":
-            pairs = zip(args[0], args[2], strict=True)
-            return sum(self.count_te("generic_gemm", (a, args[1], b)) for a, b in pairs)
-        if kernel in ("fused_attn_fwd", "fused_attn_bwd"):
-            named = named_arguments(kernel, tuple(args))
-            each = _FORWARD if kernel == "fused_attn_fwd" else _BACKWARD
-            heads, width = named["q"].shape[-2:]
-            return int(each * heads * width * _te_pairs(named))
-        return 0
-
-    def _varlen(self, query: torch.Tensor, each: int) -> int:
-        pairs = sum(_seen(queries, keys) for queries, keys in self.chunks)
-        return each * query.shape[1] * query.shape[2] * pairs
+def _varlen(query: Tensor, chunks: Sequence[tuple[int, int]], each: int) -> int:
+    return each * query.shape[1] * query.shape[2] * sum(_seen(*chunk) for chunk in chunks)
 
 
 def _dense(query: torch.Tensor, key: torch.Tensor, causal: bool, each: int) -> int:

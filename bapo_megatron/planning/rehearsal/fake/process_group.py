@@ -1,6 +1,6 @@
 """Fake process groups of a rank and their collectives: in a world of the recipe's size only this rank exists.
 
-Each collective is recorded, for the deadlock check (``match.py``) and the page of results, and returns at
+Each collective is recorded, for the deadlock check (``results.py``) and the page of results, and returns at
 once. Buffers keep their shape, so most need no result: their values are unknown from then on. Values that a
 rank decides by are answered as if every peer were like this one, and so are objects and the message shapes
 that pipeline stages announce.
@@ -27,9 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.planning.records import Call
+from bapo_megatron.planning.rehearsal.fake.ledger import program_line
 from bapo_megatron.planning.rehearsal.fake.values import forget, know
-from bapo_megatron.planning.rehearsal.fake.waits import program_line
+from bapo_megatron.planning.rehearsal.records import Call
 from bapo_megatron.policy.layout import initialize_groups
 
 _ALL_TO_SOME = (
@@ -157,7 +157,7 @@ def _numbers(data: Any) -> Any:
 
 
 class Collectives:
-    """Recorder of one rank's collectives, in order; it also gives their results to the meter, its maker.
+    """Recorder of one rank's collectives, in order; it also gives their results to the meter.
 
     RuntimeError or ValueError where NCCL would refuse a call.
     """
@@ -182,7 +182,6 @@ class Collectives:
         return work if name in _WORK_ONLY else (args[0], work)
 
     def note(self, func: Any, args: Sequence[Any], phase: str) -> tuple[Call, list[Tensor]]:
-        """Record a collective; the call, and its tensors."""
         name = _kernel(func)
         group = ProcessGroup.unbox(args[_GROUP_AT.get(name, 1)])
         tensors = _tensors(args[:2]) if name != "barrier" else []

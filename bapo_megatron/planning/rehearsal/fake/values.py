@@ -133,9 +133,8 @@ aten = torch.ops.aten
 class ShapesFromValues:
     """Answers of ``nonzero``, boolean indexing, ``masked_select``, ``bincount``, ``repeat_interleave``.
 
-    Made by the meter, which asks it before torch's fake kernels.
-    ``read`` is called before each result with the tensor whose values decide: if it is on the GPU, the host
-    waits.
+    The meter asks it before torch's fake kernels. ``read`` is called before each result with the tensor whose
+    values decide: if it is on the GPU, the host waits.
     """
 
     def __init__(self, read: Callable[[Tensor, str], None]) -> None:
@@ -169,9 +168,7 @@ class ShapesFromValues:
         values = self._values(tensor, "nonzero")
         if values is None:
             return torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device=tensor.device)
-        with unset_fake_temporarily():
-            found = values.nonzero()
-        return _like(found, tensor.device)
+        return _fake(values.nonzero, tensor.device)
 
     def _by_mask(self, tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         mask, *rest = indices
@@ -183,9 +180,7 @@ class ShapesFromValues:
             return torch.empty((self._selected,), dtype=tensor.dtype, device=tensor.device)
         values, source = self._values(mask, "boolean indexing"), known(tensor)
         if values is not None and source is not None:
-            with unset_fake_temporarily():
-                found = source[values]
-            return _like(found, tensor.device)
+            return _fake(lambda: source[values], tensor.device)
         count = mask.numel()
         if values is not None:
             with unset_fake_temporarily():
@@ -197,17 +192,13 @@ class ShapesFromValues:
         least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
         if values is None:
             return torch.empty((least,), dtype=torch.int64, device=args[0].device)
-        with unset_fake_temporarily():
-            found = func(values, minlength=least)
-        return _like(found, args[0].device)
+        return _fake(lambda: func(values, minlength=least), args[0].device)
 
     def _repeats(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         values = self._values(args[0], "repeat_interleave")
         if values is None:
             raise NotImplementedError("repeat_interleave by counts that only the model knows")
-        with unset_fake_temporarily():
-            found = func(values, **kwargs)
-        return _like(found, args[0].device)
+        return _fake(lambda: func(values, **kwargs), args[0].device)
 
     def _values(self, tensor: Tensor, what: str) -> Tensor | None:
         self._read(tensor, what)
@@ -218,8 +209,10 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _like(value: Tensor, device: torch.device) -> Tensor:
-    """A fake tensor on ``device`` with the shape of ``value``, and its values."""
+def _fake(compute: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """A fake tensor on ``device`` with the shape and the values of what ``compute`` gives for real ones."""
+    with unset_fake_temporarily():
+        value = compute()
     fake = torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
     know(fake, value)
     return fake

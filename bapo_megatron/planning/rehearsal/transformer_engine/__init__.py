@@ -4,8 +4,47 @@ Layers, parameter names, checkpoints, the choice of attention and the ring of co
 Python part of Transformer Engine; the compiled part, ``transformer_engine_torch``, does the arithmetic. Here
 the Python part runs as published, and the arithmetic is torch's::
 
-    installation.install(layers.find_sources("2.11.0"))  # before megatron is imported
+    installation.install(find_sources("2.11.0"))  # before megatron is imported
 
-The rehearsal and the tests of ``tests/te`` use it. ``make te-sources`` fetches the Python part. What this
+The rehearsal and the tests of ``tests/te`` use it. ``make te-sources`` fetches the Python part, to a place
+outside of every environment: without the compiled part it breaks the import of megatron-core. What this
 cannot show is in docs/gpu.md.
 """
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from bapo_megatron.errors import ConfigError
+
+VERSIONS = ("2.11.0", "2.20.2")
+"""The last version that megatron-core 0.16.1 asks for (>=2.9, <2.12), and the newest that was tested."""
+
+_REPOSITORY = Path(__file__).parents[4]
+
+
+def te_folder() -> Path:
+    """Folder of the rehearsed version of Transformer Engine's sources. ConfigError if it is missing."""
+    return find_sources(VERSIONS[0])
+
+
+def find_sources(version: str) -> Path:
+    """The folder that holds the package ``transformer_engine`` of ``version``.
+
+    It is ``VERSION`` in the folder that BAPO_TE_SOURCES names, by default ``.te`` of the repository; else
+    that of the package that is installed, if it is of this version. ConfigError if neither is there.
+    """
+    folder = Path(os.environ.get("BAPO_TE_SOURCES", _REPOSITORY / ".te")) / version
+    if (folder / "transformer_engine/__init__.py").is_file():
+        return folder
+    with suppress(PackageNotFoundError):
+        installed = distribution("transformer_engine")
+        if installed.version.partition("+")[0] == version:
+            return Path(str(installed.locate_file("transformer_engine"))).parent
+    raise ConfigError(
+        f"no sources of Transformer Engine {version} in {folder}, and it is not installed: run "
+        "`make te-sources`, or let BAPO_TE_SOURCES name the folder that holds them"
+    )

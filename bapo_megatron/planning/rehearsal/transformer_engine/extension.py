@@ -1,15 +1,60 @@
-"""Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine.
+"""Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine, and its kernels.
 
-A function without a stand-in raises NotImplementedError when it is called. Used by
-``planning/rehearsal/fake/meter.py``, ``attention.py`` and ``installation.py``.
+A kernel in torch allocates the tensors that the compiled one returns or keeps, and no others; then it
+computes them where there are values. Under FakeTensorMode there are none, so that what is allocated there is
+what a GPU would allocate. A call counter and observers are one for a process. A function without a stand-in
+raises NotImplementedError when it is called. Used in ``planning/rehearsal/`` and this folder.
 """
 
 from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_TYPES = {0: torch.uint8, 1: torch.int32, 2: torch.float32, 3: torch.float16, 4: torch.bfloat16}
+"""Members of Transformer Engine's ``DType``."""
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""Every kernel by the name that the compiled module gives it."""
+
+calls: Counter[str] = Counter()
+"""How often each kernel was called in this process."""
+
+observers: list[Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = []
+"""Called with the name and the arguments of each kernel before it runs, for example to count FLOPs."""
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that enters a function in ``KERNELS``, counts its calls and reports them to the observers."""
+    name = function.__name__
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls[name] += 1
+        for observe in observers:
+            observe(name, arguments, named)
+        return function(*arguments, **named)
+
+    KERNELS[name] = call
+    return call
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values to compute with: it is neither fake nor on the meta device."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def torch_type(number: int) -> torch.dtype:
+    """The torch dtype of a member of Transformer Engine's ``DType``."""
+    return _TYPES[int(number)]
+
 
 MaskType = enum.IntEnum(
     "MaskType",
@@ -20,8 +65,8 @@ MaskType = enum.IntEnum(
 """Attention masks, by Transformer Engine's numbers."""
 
 
-def make_extension(kernels: Mapping[str, Callable[..., Any]]) -> types.ModuleType:
-    """A module with ``kernels``, the enumerations, and the versions of CUDA's libraries.
+def make_extension() -> types.ModuleType:
+    """A module with ``KERNELS``, the enumerations, and the versions of CUDA's libraries.
 
     Any other name is an enumeration, or a function that raises when it is called.
     """
@@ -41,7 +86,7 @@ def make_extension(kernels: Mapping[str, Callable[..., Any]]) -> types.ModuleTyp
         "get_cublasLt_version": lambda: 130000,
         "get_num_cublas_streams": lambda: 4,
     }
-    for name, value in {**known, **kernels}.items():
+    for name, value in {**known, **KERNELS}.items():
         setattr(module, name, value)
     return module
 

@@ -3,7 +3,7 @@
 Once in a process, before megatron is imported. Where tensors are on a CPU, torch.cuda answers as if there
 were a GPU (``answer_cuda``, for tests): ``is_available`` and ``is_cuda`` say yes to Transformer Engine's
 modules alone; properties, streams, events and ``Tensor.cuda`` are fake for every caller. A rehearsal has
-answers of its own (``fake/cuda_device.py``). Used by ``planning/rehearsal/layers.py``.
+answers of its own (``fake/cuda_device.py``). Used by ``planning/rehearsal/job.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bapo_megatron.planning.rehearsal.transformer_engine import (  # noqa: F401  each enters its kernels in the table
     attention,
@@ -25,7 +26,6 @@ from bapo_megatron.planning.rehearsal.transformer_engine import (  # noqa: F401 
     optimizer,
 )
 from bapo_megatron.planning.rehearsal.transformer_engine.extension import make_extension
-from bapo_megatron.planning.rehearsal.transformer_engine.kernel import KERNELS
 
 
 def answer_queries() -> None:
@@ -108,7 +108,7 @@ def install(folder: Path, *, answer_cuda: bool = True) -> types.ModuleType:
     """
     if "megatron.core.extensions.transformer_engine" in sys.modules:
         raise RuntimeError("megatron is imported already, and has found no Transformer Engine")
-    extension = make_extension(KERNELS)
+    extension = make_extension()
     sys.path.insert(0, str(folder))
     sys.modules["transformer_engine_torch"] = extension
     for name in _NOT_IMPORTABLE:
@@ -126,6 +126,25 @@ def install(folder: Path, *, answer_cuda: bool = True) -> types.ModuleType:
     if answer_cuda:
         wait_once_for_messages()
     return extension
+
+
+def accept_fake_tensors() -> None:
+    """Patch Transformer Engine's checks: a fake tensor counts as a tensor, an int as a CUDA device."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine.") and "canonicalize_device" in vars(module):
+            plain = module.canonicalize_device
+            module.canonicalize_device = lambda device, plain=plain: plain(  # type: ignore[attr-defined]
+                torch.device("cuda", device) if isinstance(device, int) else device
+            )
+    utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    choose = utils.get_attention_backend
+
+    def get_attention_backend(asked: Any) -> Any:
+        if asked.qkv_type is FakeTensor:
+            asked.qkv_type = torch.Tensor
+        return choose(asked)
+
+    utils.get_attention_backend = get_attention_backend  # type: ignore[attr-defined]
 
 
 def _import_common(folder: Path) -> types.ModuleType:

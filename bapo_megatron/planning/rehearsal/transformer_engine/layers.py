@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.planning.rehearsal.transformer_engine.kernel import KERNELS, has_values, kernel, torch_type
+from bapo_megatron.planning.rehearsal.transformer_engine.extension import (
+    KERNELS,
+    has_values,
+    kernel,
+    torch_type,
+)
 
 
 @kernel

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bapo_megatron.planning.rehearsal.transformer_engine.kernel import has_values, kernel
+from bapo_megatron.planning.rehearsal.transformer_engine.extension import has_values, kernel
 
 _ADAMW = 1
 

@@ -22,7 +22,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.fp8 import is_quantized
 from bapo_megatron.hf.parameter_map import expert_tensors, hf_tensors
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.hf.weight_check import checked_weights
+from bapo_megatron.hf.weight_stream import checked_weights
 from bapo_megatron.rollout.engines.local.decoding import Decoding
 from bapo_megatron.rollout.engines.local.routes import RouteRecorder
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request

@@ -4,29 +4,97 @@ The verifiers are the library's code; a reward worker calls them in its main thr
 CPU time, as on a busy machine an honest answer may take long. Nine verifiers call ``eval`` on the model's
 text, or sympy's ``parse_expr``, which calls it; five evaluate a text of the problem. Their input is parsed
 here first, and must be a list of values, or arithmetic with a small result (``is_harmless``). Some other
-verifiers need unlimited time or memory for a large number, or accept ``nan``. Used by
-``data/prepare/generator.py`` and ``reward/functions.py``.
+verifiers need unlimited time or memory for a large number, or accept ``nan``.
+
+The package's import takes seconds and loads all tasks at once; one of them, zebra_puzzles, needs pycosat to
+generate problems, and that a C compiler. The other tasks work without it. ConfigError without the package.
+Used by ``data/prepare/reasoning_gym.py`` and ``functions.py``.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import after_thinking, last_boxed
 from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
-from bapo_megatron.reward.reasoning_gym.library import check_task, verifier
+
+Verifier = Callable[[str, dict[str, Any]], Any]
+"""Verifier of a task, its ``score_answer``: from an answer and the problem's entry to a score."""
+
+INSTALL = "pip install 'bapo-megatron[real]'"
+
+UNUSABLE = {
+    "composite": "it mixes other tasks: name those",
+    "game_of_life_halting": "its verifier calls every answer right",
+}
+
+_COMPILED = "pycosat"
+_NEED_COMPILED = "zebra_puzzles"
+
+
+class _Absent(ModuleType):
+    """A stand-in for pycosat while reasoning-gym is imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self.__name__}.{name}: {self.__name__} is not installed")
+
+
+@cache
+def tasks() -> Mapping[str, tuple[type, type]]:
+    """Usable tasks by name, with their classes of problems and settings. ConfigError if not installed."""
+    absent = importlib.util.find_spec(_COMPILED) is None
+    if absent:
+        sys.modules[_COMPILED] = _Absent(_COMPILED)
+    try:
+        import reasoning_gym.factory
+    except ImportError as error:
+        raise ConfigError(f"reasoning-gym cannot be imported ({error}): {INSTALL}") from error
+    finally:
+        if absent:
+            del sys.modules[_COMPILED]
+    found = reasoning_gym.factory.DATASETS
+    return {name: found[name] for name in sorted(found) if name not in UNUSABLE}
+
+
+def check_task(name: str, generates: bool = False) -> None:
+    """Check of a task: ConfigError if ``name`` is unusable. ``generates``: also for generating problems."""
+    if name in UNUSABLE:
+        raise ConfigError(f"reasoning-gym's task {name} cannot be used: {UNUSABLE[name]}")
+    if name not in tasks():
+        near = difflib.get_close_matches(name, tasks(), 3, 0.5)
+        told = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(tasks())}"
+        raise ConfigError(f"reasoning-gym has no task {name!r}; {told}")
+    if generates and name == _NEED_COMPILED and importlib.util.find_spec(_COMPILED) is None:
+        raise ConfigError(
+            f"the task {name} needs {_COMPILED}, which is compiled: with a C compiler and Python.h "
+            f"(python3-dev) run pip install {_COMPILED}==0.6.6; its other tasks do without"
+        )
+
+
+@cache
+def verifier(task: str, settings: str) -> Verifier:
+    """Verifier of a task, for problems that were generated with ``settings``, a JSON object."""
+    check_task(task)
+    problems, options = tasks()[task]
+    found: Verifier = problems(config=options(**json.loads(settings))).score_answer  # type: ignore[attr-defined]
+    return found
+
 
 MAX_CHARACTERS = 20_000
 """Limit in characters of an answer; a longer one is wrong."""
 
 MAX_EVALUATED_CHARACTERS = 2_000
-"""The same limit for an answer that is evaluated."""
 
 _MAX_DEPTH = 60
 _MAX_DIGITS = 18
@@ -82,16 +150,11 @@ def _is_value(answer: str) -> bool:
     return _depth(tree) <= _MAX_DEPTH and all(isinstance(node, _VALUES) for node in ast.walk(tree))
 
 
-def _is_arithmetic(answer: str) -> bool:
-    """Whether it is made of numbers, ``+ - * /`` and brackets."""
+def _is_arithmetic(answer: str, letters: bool = False) -> bool:
+    """Whether it is made of numbers, ``+ - * /`` and brackets; with ``letters`` also of these, powers and
+    elementary functions."""
     tree = _parsed(answer)
-    return tree is not None and _depth(tree) <= _MAX_DEPTH and 0 < _degree(tree, False) <= _MAX_DEGREE
-
-
-def _is_algebra(answer: str) -> bool:
-    """Whether it is arithmetic with letters, powers and elementary functions."""
-    tree = _parsed(answer)
-    return tree is not None and _depth(tree) <= _MAX_DEPTH and 0 < _degree(tree, True) <= _MAX_DEGREE
+    return tree is not None and _depth(tree) <= _MAX_DEPTH and 0 < _degree(tree, letters) <= _MAX_DEGREE
 
 
 def _parsed(text: str) -> ast.expr | None:
@@ -151,6 +214,8 @@ def _exponent(node: ast.expr) -> float:
 
 
 _NEVER = float("inf")
+
+_is_algebra = partial(_is_arithmetic, letters=True)
 
 _ANSWERS: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _is_value),

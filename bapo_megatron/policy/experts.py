@@ -1,15 +1,26 @@
-"""Replay of routes (mixture of experts): a token goes to the experts that the engine sent it to.
+"""Layers with experts (mixture of experts): replay of the engine's routes, and the experts' load.
 
-Routes ride in the pack (``DocumentPack.routes``), so no order of a pipeline schedule, no recomputation and no
-pass without gradients needs a switch: a layer hands its router the pack's routes before it runs, and again
-when it is recomputed. Megatron's own replay is not used but for its place in the router: it is one switch for
-the process, which must turn between the forward and the backward step of each micro-batch.
+**Replay**: a token goes to the experts that the engine sent it to. Routes ride in the pack
+(``DocumentPack.routes``), so no order of a pipeline schedule, no recomputation and no pass without gradients
+needs a switch: a layer hands its router the pack's routes before it runs, and again when it is recomputed.
+Megatron's own replay is not used but for its place in the router: it is one switch for the process, which
+must turn between the forward and the backward step of each micro-batch. The weights of the given experts are
+the router's own, from its logits, differentiable as ever. Without replay (``PackRoutes.replays`` False) the
+layers choose by themselves, and the routes are only compared.
 
-The weights of the given experts are the router's own, from its logits, differentiable as ever. Without replay
-(``PackRoutes.replays`` False) the layers choose by themselves, and the routes are only compared.
+**Load**: the tokens of an update by expert, and the routers' entropy.
 
-Shapes: ``_T`` tokens of this rank, ``_K`` experts of a token, ``_E`` experts. Used in ``policy/attention/``
-and this folder.
+    load_le = number of tokens t that layer l sends to expert e
+    entropy_l = sum_t H(p_lt),   H(p) = -sum_e p_e ln p_e (nats),   p_lt = softmax of the router's logits
+
+Tokens are all positions of documents, prompts included, once each: no padding, no dummy pack. Where routes
+are replayed the load is theirs; the entropy is always of the trainer's router, over all its experts. Each
+rank adds what its own layers do with its own tokens, without a wait on the host, so the sums over all ranks
+are those of the model: pipeline stages have other layers, ranks of CP, SP and DP other tokens, and routers
+run before EP and ETP send tokens away. The sums ride on the loss's all-reduce.
+
+Shapes: ``_T`` tokens of this rank, ``_K`` experts of a token, ``_E`` experts, ``_L`` layers of the model,
+``_C`` = E + 2. Used in ``policy/attention/`` and this folder.
 """
 
 from __future__ import annotations
@@ -20,6 +31,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,37 +39,89 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from bapo_megatron.data.packing import UNKNOWN_BYTE
-from bapo_megatron.policy.expert_load import LayerLoad, PackLoad
 from bapo_megatron.tensor_types import MicroBatch
+
+_TOTALS, _COUNTS = 3, 4
+"""Lengths of ``UpdateTally.totals`` and ``counts``."""
 
 
 @dataclass(frozen=True)
-class LayerRoutes:
-    """The routes of one layer in one pack, as plain data on the device.
+class PackLoad:
+    """Where the layers count the tokens of a pack that this rank routes, in passes with gradients."""
 
-    Made by ``PackRoutes.of_layer``, read by ``RouterChoice``.
+    real_T: Tensor
+    """float64: 1 for a document's token, 0 for padding."""
+    sums_LC: Tensor
+    """Those of the update's ``UpdateTally``."""
+
+    def add(self, layer: int, probability_TE: Tensor, expert_TK: Tensor) -> None:
+        """Add the tokens that ``layer`` sends to ``expert_TK``; ``probability_TE`` is over all experts."""
+        sums_C = self.sums_LC[layer - 1]
+        experts, real_TK = probability_TE.shape[1], self.real_T[:, None].expand(expert_TK.shape)
+        # No bincount, whose length the host would wait for.
+        sums_C[:experts].index_add_(0, expert_TK.flatten(), real_TK.flatten())
+        entropy_T = torch.special.entr(probability_TE).sum(1, dtype=torch.float64)
+        sums_C[experts:].add_(torch.stack([self.real_T.sum(), (entropy_T * self.real_T).sum()]))
+
+
+@dataclass(frozen=True)
+class UpdateTally:
+    """What an update of a mixture of experts counts at its routers, on this rank, float64 on the device.
+
+    Its parts are views of one vector, which is summed over all ranks.
     """
 
-    expert_TK: Tensor
-    known_T: Tensor
-    """Whether a token's route is known; the router chooses for the others."""
-    same_weights_T: Tensor
-    """Whether the policy's present weights sampled the token that it predicts."""
-    replays: bool
-    counts: Tensor | None
+    version: int
+    """The version of the policy's weights before the update."""
+    has_routes: bool
+    """Whether the packs have routes; else ``totals`` and ``counts`` stay zero."""
+    layers: int
+    sums: Tensor
+
+    @classmethod
+    def of(
+        cls, batches: Sequence[MicroBatch], version: int, config: TransformerConfig, device: torch.device
+    ) -> UpdateTally | None:
+        """A tally of nothing yet; None for a model without experts."""
+        if not config.num_moe_experts:
+            return None
+        length = _TOTALS + _COUNTS + config.num_layers * (config.num_moe_experts + 2)
+        sums = torch.zeros(length, dtype=torch.float64, device=device)
+        return cls(version, batches[0].route_TLK is not None, config.num_layers, sums)
+
+    @property
+    def totals(self) -> Tensor:
+        """[3]: ``pack_totals`` of the packs."""
+        return self.sums[:_TOTALS]
+
+    @property
+    def counts(self) -> Tensor:
+        """[4]: those of ``PackRoutes``."""
+        return self.sums[_TOTALS : _TOTALS + _COUNTS]
+
+    @property
+    def load_LC(self) -> Tensor:
+        """By layer: tokens of each expert, tokens, sum of their router entropies."""
+        return self.sums[_TOTALS + _COUNTS :].view(self.layers, -1)
+
+    def split(self, vector: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The parts of a loss's sums with a tally's behind them: the loss's, and two of ``UpdateResult``."""
+        loss, routes, load = vector.tensor_split(
+            (len(vector) - len(self.sums), len(vector) - len(self.sums) + _TOTALS + _COUNTS)
+        )
+        return loss, routes if self.has_routes else None, load.view(self.layers, -1)
 
 
 @dataclass(frozen=True)
 class PackRoutes:
-    """The routes of a pack for the layers of one model chunk, on the device, for the tokens of this rank.
-
-    Made by ``PolicyModel.document_pack`` for each pass over a pack; part of its ``DocumentPack``.
-    """
+    """The routes of a pack for the layers of one model chunk, on the device, for the tokens of this rank."""
 
     expert_TLK: Tensor
     """As the engine stored them, of the chunk's layers."""
     known_T: Tensor
+    """Whether a token's route is known; the router chooses for the others."""
     same_weights_T: Tensor
+    """Whether the policy's present weights sampled the token that it predicts."""
     first_layer: int
     """Number of the chunk's first layer in the model, from 1 on."""
     replays: bool
@@ -67,11 +131,6 @@ class PackRoutes:
     among them for which its router chooses another set of experts, and both of the tokens that the present
     weights sampled. None in other passes."""
 
-    def of_layer(self, number: int) -> LayerRoutes:
-        """The routes of the layer with this ``number`` in the model, from 1 on."""
-        expert_TK = self.expert_TLK[:, number - self.first_layer]
-        return LayerRoutes(expert_TK, self.known_T, self.same_weights_T, self.replays, self.counts)
-
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
 
@@ -79,14 +138,16 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 class RouterChoice:
     """A router's choice of experts, in the place of megatron's ``RouterReplay``: the given ones, or its own.
 
-    Made by ``ReplayRouter``; the layer sets ``routes`` and ``load`` before each call.
+    The layer sets its number, ``routes`` and ``load`` before each call.
     ``scores_are_probabilities``: whether the scores are; else they are the router's logits.
     """
 
     def __init__(self, scores_are_probabilities: bool) -> None:
         self._scores_are_probabilities = scores_are_probabilities
-        self.routes: LayerRoutes | None = None
-        self.load: LayerLoad | None = None
+        self.layer = 1
+        """Number of the layer in the model, from 1 on."""
+        self.routes: PackRoutes | None = None
+        self.load: PackLoad | None = None
 
     def get_replay_topk(
         self, score_TE: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Choose
@@ -98,7 +159,8 @@ class RouterChoice:
         # Once an update: a recomputed layer runs without gradients first.
         if load is not None and torch.is_grad_enabled():
             score_TE = score_TE.detach()
-            load.add(score_TE if self._scores_are_probabilities else score_TE.softmax(1), expert_TK)
+            probability_TE = score_TE if self._scores_are_probabilities else score_TE.softmax(1)
+            load.add(self.layer, probability_TE, expert_TK)
         return score_TK, expert_TK
 
     def _replayed(self, score_TE: Tensor, score_TK: Tensor, own_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +168,8 @@ class RouterChoice:
         given, self.routes = self.routes, None
         if given is None:
             return score_TK, own_TK
-        expert_TK = torch.where(given.known_T[:, None], given.expert_TK.to(own_TK.dtype), own_TK)
+        given_TK = given.expert_TLK[:, self.layer - given.first_layer].to(own_TK.dtype)
+        expert_TK = torch.where(given.known_T[:, None], given_TK, own_TK)
         if given.counts is not None and torch.is_grad_enabled():
             differs_T = (expert_TK.sort(1).values != own_TK.sort(1).values).any(1)
             same_T = given.known_T & given.same_weights_T
@@ -118,10 +181,7 @@ class RouterChoice:
 
 
 class ReplayRouter(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router, which takes the experts that its layer hands it, or compares them with its own.
-
-    megatron-core makes one for each layer.
-    """
+    """megatron-core's router, which takes the experts that its layer hands it, or compares them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,15 +189,11 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
 
 
 class ReplayExperts(MoELayer):  # type: ignore[misc]
-    """megatron-core's layer of experts, whose own recomputation hands the router its pack's routes again.
-
-    Made of megatron-core's by ``ReplayLayer``.
-    """
+    """megatron-core's layer of experts, whose own recomputation hands the router its pack's routes again."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
     ) -> Any:
-        """The experts' output, as megatron-core's."""
         # Megatron's would call the router in the backward pass, when it has the routes of another pack.
         choice, forward = self.router.router_replay, super().forward
         routes, load = choice.routes, choice.load
@@ -152,10 +208,7 @@ class ReplayExperts(MoELayer):  # type: ignore[misc]
 
 
 class ReplayLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, which hands its router the pack's routes, and where to count its tokens.
-
-    megatron-core makes one for each layer.
-    """
+    """megatron-core's layer, which hands its router the pack's routes, and where to count its tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -164,12 +217,8 @@ class ReplayLayer(TransformerLayer):  # type: ignore[misc]
             self.mlp.__class__ = ReplayExperts  # megatron-core warns of a spec with a class of one's own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, as megatron-core's."""
-        routes: PackRoutes | None = kwargs["packed_seq_params"].routes
-        load: PackLoad | None = kwargs["packed_seq_params"].load
-        choice, number = self.mlp.router.router_replay, self.layer_number
-        choice.routes = None if routes is None else routes.of_layer(number)
-        choice.load = None if load is None else load.of_layer(number)
+        choice, pack = self.mlp.router.router_replay, kwargs["packed_seq_params"]
+        choice.layer, choice.routes, choice.load = self.layer_number, pack.routes, pack.load
         output = super().forward(*args, **kwargs)
         forget_tokens(self.mlp)
         return output

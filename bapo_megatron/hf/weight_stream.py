@@ -1,28 +1,25 @@
-"""Streaming safetensors writer: tensor by tensor, by one process or by several that share the work.
+"""Streams of weights by name: their check, and a safetensors writer that several processes may share.
 
-The weight sync by disk uses it. The format (https://github.com/huggingface/safetensors): the length of a JSON
-header in eight bytes, the header, which may end in spaces, then the tensors' bytes without gaps. The header
-has the offset of each tensor, so room is left for it, and it is written last. (Exports use the safetensors
-library, which holds a file's tensors in memory and sorts them.)
-
-``BackgroundCopy`` brings the tensors to the host: a copy from a GPU into pinned memory overlaps with the
-caller's kernels, at the speed of the bus. Into pageable memory the caller would wait for it, at a fraction of
-that speed. A thread writes what has come.
+For the weight sync by disk; the check also for the loads of the local engine. A safetensors file
+(https://github.com/huggingface/safetensors) is the length of a JSON header in eight bytes, the header, which
+may end in spaces, then the tensors' bytes without gaps. The header has the offset of each tensor, so room is
+left for it, and it is written last. (Exports use the safetensors library, which holds a file's tensors in
+memory and sorts them.)
 
 Shapes (suffix of a name): ``_B`` bytes.
 
-Used by ``rollout/weight_sync/disk.py``.
+Used by ``rollout/engines/local/model.py`` and ``rollout/weight_sync/disk.py``.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +38,40 @@ _TYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Check a stream of ``weights``; yields them without second names of tied tensors, which may be absent.
+
+    ``aliases``: from a second name to the tensor's own. ValueError for a tensor that is unknown, given twice,
+    of another shape, unlike the one that it is tied to, or (at the end) missing.
+    """
+    seen: set[str] = set()
+    tied: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        own = aliases.get(name, name)
+        if own not in shapes:
+            raise ValueError(f"the model has no weight {name}")
+        if name in seen:
+            raise ValueError(f"weight {name} was given twice")
+        if tuple(tensor.shape) != shapes[own]:
+            raise ValueError(
+                f"weight {name} has shape {list(tensor.shape)}; the model's is {list(shapes[own])}"
+            )
+        seen.add(name)
+        if own in aliases.values():
+            if own not in tied:
+                tied[own] = tensor.detach().clone()
+            if not torch.equal(tied[own], tensor):
+                raise ValueError(
+                    f"weight {name} differs from what the model ties it to: {own} and its other names"
+                )
+        if name == own:
+            yield name, tensor
+    if missing := sorted(shapes.keys() - seen):
+        raise ValueError(f"{len(missing)} weights are missing: {', '.join(missing[:5])}")
 
 
 def write_shards(
@@ -83,7 +114,11 @@ def weights_of_writer(
 
 
 class _Files:
-    """Sink of one writer: fills its files one after the other."""
+    """Files of one writer, filled one after the other by the thread of ``BackgroundCopy``.
+
+    For each tensor ``begin``, then any number of ``append``; at the end ``close``, or ``abandon`` after an
+    error of either thread.
+    """
 
     def __init__(self, folder: Path, shard_bytes: int, writer: int, writers: int) -> None:
         self.sizes: dict[str, int] = {}
@@ -162,26 +197,6 @@ class _Shard:
         self._file.close()
 
 
-class Sink(Protocol):
-    """Consumer protocol: takes the tensors in the order in which they were added, in the background thread.
-
-    ``_Files`` implements it. For each tensor ``begin``, then any number of ``append``; at the end ``close``
-    or ``abandon``.
-    """
-
-    def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Begin a tensor."""
-
-    def append(self, bytes_B: Tensor) -> None:
-        """Take the next bytes of the tensor, in host memory that is overwritten later."""
-
-    def close(self) -> None:
-        """Finish: all tensors were given."""
-
-    def abandon(self) -> None:
-        """Abort after an error of the sink or the caller."""
-
-
 class _Chunk:
     """Staging buffer with the bytes of a tensor, copied or in flight."""
 
@@ -212,11 +227,13 @@ _Job = tuple[str, torch.dtype, tuple[int, ...]] | _Chunk | None
 class BackgroundCopy:
     """Background copy to ``sink``: a context manager, at whose end the sink has all tensors.
 
-    It takes at most 384 MiB of buffers. An error of the block aborts the copy. An error of the sink is raised
-    by the next ``add``, or at the end. Made by ``write_shards``.
+    It takes at most 384 MiB of buffers. A copy from a GPU into their pinned memory overlaps with the caller's
+    kernels, at the speed of the bus; for one into pageable memory the caller would wait, at a fraction of it.
+    An error of the block aborts the copy. An error of the sink is raised by the next ``add``, or at the end.
+    Made by ``write_shards``.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: _Files) -> None:
         self._sink = sink
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._free: SimpleQueue[_Chunk] = SimpleQueue()

@@ -16,10 +16,8 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.planning.job import Job, PlanOptions
-from bapo_megatron.planning.page import rehearsal_text
-from bapo_megatron.planning.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
-from bapo_megatron.planning.rehearsal.match import collective_mismatches
-from bapo_megatron.planning.verdict import needed
+from bapo_megatron.planning.rehearsal.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
+from bapo_megatron.planning.rehearsal.results import collective_mismatches, needed, rehearsal_text
 from tests.unit.planning.test_plan import SMALL
 
 GB = 10**9

@@ -1,7 +1,7 @@
 """Records of a rehearsal as plain data: the request for a rank, and its metered result.
 
-Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes. Used in
-this folder, ``planning/rehearsal/`` and ``planning/rehearsal/fake/``.
+Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes. Used in this
+folder and ``planning/rehearsal/fake/``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ STEADY_UPDATE = (f"{SEARCH} 2", f"{UPDATE} 2")
 
 @dataclass(frozen=True)
 class RankRequest:
-    """Request to rehearse one rank of a recipe whose ``model.hf_path`` has at least a config.json.
-
-    Made by ``rehearse_job``, answered by ``rehearse_rank`` with a ``RankResult``.
-    """
+    """Request to rehearse one rank of a recipe whose ``model.hf_path`` has at least a config.json."""
 
     config: RunConfig
     rank: int
@@ -38,7 +35,6 @@ class RankRequest:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the layout."""
         return self.config.parallel.model_size * (self.config.parallel.data or 1)
 
     @property
@@ -53,10 +49,7 @@ class RankRequest:
 
 @dataclass(frozen=True)
 class Call:
-    """One collective or point-to-point call of a rank, with its place in the program.
-
-    Made by ``Collectives``, compared between ranks by ``match.py``.
-    """
+    """One collective or point-to-point call of a rank, with its place in the program."""
 
     op: str
     group: str
@@ -82,7 +75,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of one device in one phase, in bytes, by kind. Part of a ``RankResult``."""
+    """Peak memory of one device in one phase, in bytes, by kind."""
 
     size: int
     kinds: dict[str, int]
@@ -104,14 +97,10 @@ class LargeTensor:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Metered result of one rank, by phase of its program; sizes in bytes.
-
-    Made by ``rehearse_rank``, or by ``processes.py`` for a rank whose process died.
-    """
+    """Metered result of one rank, by phase of its program; sizes in bytes."""
 
     rank: int
     place: dict[str, int]
-    """Coordinates in the layout."""
     layers: str
     """The rehearsed layers: te or torch."""
     packs: int

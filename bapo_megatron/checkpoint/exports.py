@@ -1,0 +1,348 @@
+"""Background exports of checkpoints to Hugging Face folders while training continues, and the user's hook.
+
+    exports/step_000120/   config, tokenizer, safetensors: whole or absent
+
+With ``checkpoint.export_every``, on rank 0: a process of low priority converts one checkpoint at a time from
+file to file; the trainer does not wait for it. One more checkpoint waits, and a newer one replaces it. So at
+most two checkpoints are kept from deletion, however slow the disk is. The process is
+
+    python -m bapo_megatron.checkpoint.exports CHECKPOINT OUTPUT MODEL PARENT
+
+It imports no torch, so it needs tens of megabytes for a model of any size, and ends with the trainer.
+
+``checkpoint.after_export`` is the user's command for each export, such as an upload. One runs at a time, in a
+process of its own; a failure is an event and a warning, and does not fail the run. RUN/after_export.json
+lists the exports for which it has succeeded; for every other one the next start runs it again. Delivery is at
+least once: a kill may come between the end of a command and the note of it. Used by ``trainer/build.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import ConfigError, printable
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_leftovers, step_name
+from bapo_megatron.runtime.user_command import UserCommand, command_words
+from bapo_megatron.runtime.written_folders import move_foreign_aside
+from checkpoints_tools import Settings, to_hf
+from checkpoints_tools.core.atomic_output import foreign, replaced_folder
+
+_CLEANING_S = 20.0
+"""Seconds that a terminated process may take to remove its half-written output."""
+_NICENESS = 19
+"""The lowest CPU priority; the kernel derives the disk priority from it."""
+_THREADS = 2
+
+OnEvent = Callable[[dict[str, Any]], None]
+"""Records an event: its kind and its fields."""
+
+
+class StepExports:
+    """Background exports of one run, one at a time, on rank 0: one more waits, and a newer one replaces it.
+
+    A failed one is an event and a warning, and does not end the run. Only ``close`` waits. Made by
+    ``trainer/build.py``; the training loop polls it.
+    """
+
+    def __init__(
+        self, run_dir: Path, model: Path, every: int, on_event: OnEvent, after: AfterExport | None = None
+    ) -> None:
+        """``model``: the Hugging Face folder that the run started from. ``every``: steps; 0 for none.
+        ``after``: the export hook; closed with this."""
+        self._paths = RunPaths(run_dir)
+        self._model, self._every, self._on_event = model, every, on_event
+        self.after = after
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="export")
+        self._process: subprocess.Popen[str] | None = None
+        self._ended: Future[tuple[int, str, float]] | None = None
+        self._step = 0
+        """The step in the process."""
+        self._next: int | None = None
+        """The queued step."""
+
+    def is_using(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is being exported or queued, and must not be deleted."""
+        return step == self._next or (self._process is not None and step == self._step)
+
+    def is_busy(self) -> bool:
+        """Whether an export or its hook runs or is queued."""
+        return self._process is not None or (self.after is not None and self.after.is_busy())
+
+    def resume(self, steps: Iterable[int]) -> None:
+        """Queue the missing exports: the newest two of ``steps``, which have checkpoints; and their hooks.
+
+        Called once, at a start of the run. Deletes half-written exports of a killed process.
+        """
+        from bapo_megatron.checkpoint.store import delete_hidden  # with torch, which the process does without
+
+        for leftover in step_leftovers(self._paths.step_exports, ".bapo-ckpt.tmp"):
+            delete_hidden(leftover)
+        due = sorted(filter(self._is_due, steps))
+        missing = [step for step in due if not (self._paths.step_export(step) / "config.json").exists()]
+        for step in missing[-2:]:
+            self.offer(step)
+        if self.after:
+            self.after.resume()
+
+    def offer(self, step: int) -> None:
+        """Begin or queue the export of the complete checkpoint of ``step``, if ``every`` asks for it."""
+        if not self._is_due(step):
+            return
+        if self._process is None:
+            self._start(step)
+            return
+        if self._next is not None:
+            self._on_event({"kind": "export_skipped", "step": self._next, "newer": step})
+        self._next = step
+
+    def poll(self) -> None:
+        """Record the end of an export or hook, and start the queued ones."""
+        self._poll_export()
+        if self.after:
+            self.after.poll()
+
+    def _poll_export(self) -> None:
+        if self._ended is None or not self._ended.done():
+            return
+        (code, stderr, seconds), step = self._ended.result(), self._step
+        self._process = self._ended = None
+        fields = {"step": step, "seconds": round(seconds, 3)}
+        if code == 0:
+            self._on_event({"kind": "export_done", **fields, "path": str(self._paths.step_export(step))})
+            if self.after:
+                self.after.exported(step)
+        else:
+            why = stderr.strip() or f"it ended with exit code {code}"
+            self._on_event({"kind": "export_failed", **fields, "message": why.splitlines()[-1]})
+            text = printable(f"warning: the export of step {step} has failed: {why}")
+            print(text, file=sys.stderr, flush=True)
+        if self._next is not None:
+            waiting, self._next = self._next, None
+            self._start(waiting)
+
+    def close(self) -> None:
+        """Terminate the running export (after 20 s: kill it) and its hook; a resumed run starts both."""
+        if self.after:
+            self.after.close()
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(_CLEANING_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._waiter.shutdown()
+
+    def _is_due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def _start(self, step: int) -> None:
+        folders = self._paths.checkpoint(step), self._paths.step_export(step), self._model
+        arguments = [*map(str, folders), str(os.getpid())]
+        # Its own session: signals to the run's process group do not reach it, `close` ends it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bapo_megatron.checkpoint.exports", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._step = step
+        self._ended = self._waiter.submit(_wait, self._process, time.perf_counter())
+        self._on_event({"kind": "export_started", "step": step})
+
+
+def _wait(process: subprocess.Popen[str], began: float) -> tuple[int, str, float]:
+    """Exit code, stderr and seconds of a process, once it has ended."""
+    stderr = process.communicate()[1]
+    return process.returncode, stderr, time.perf_counter() - began
+
+
+# --- the hook ---
+
+
+class AfterExport:
+    """Queue of export hooks of one run, by the exports' steps, on rank 0. No method waits for a command.
+
+    ``exported`` and ``exported_last`` queue; ``poll`` starts the next command and records the end of one (an
+    event; RUN/after_export.json). ``StepExports`` polls and closes it. A failed command is tried again by the
+    next start of the run, not by this one. Made by ``trainer/build.py`` if the setting is there.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run_name: str,
+        last_step: int,
+        command: str,
+        limit_minutes: float,
+        on_event: OnEvent,
+    ) -> None:
+        """``last_step``: the run's last step, whose hook gets `RUN/export` and not exports/step_NNNNNN."""
+        self._paths, self._run_name, self._on_event = RunPaths(run_dir), run_name, on_event
+        self._last_step = last_step
+        self._words, self._limit_minutes = command_words(command), limit_minutes
+        self._done = _stored(self._paths.after_export)
+        self._waiting: list[int] = []
+        self._running: UserCommand | None = None
+        self._step, self._began = 0, 0.0
+        """Step and start of the running command."""
+
+    def is_busy(self) -> bool:
+        """Whether a command runs or is queued."""
+        return self._running is not None or bool(self._waiting)
+
+    def resume(self) -> None:
+        """Queue the exports of earlier starts whose command has not succeeded, oldest first."""
+        for (step, updates), folder in sorted(step_entries(self._paths.step_exports)):
+            is_due = not updates and step != self._last_step and step_name(step) not in self._done
+            if is_due and (folder / "config.json").exists():
+                self._add(step)
+
+    def exported(self, step: int) -> None:
+        """Queue the new export of ``step``, and start its command if none runs; not for the last step."""
+        if step != self._last_step:
+            self._again(step)
+
+    def exported_last(self, is_new: bool) -> None:
+        """Queue the final export, if its command has not succeeded yet.
+
+        ``is_new``: it was just written, so the command runs again even if it has succeeded for this step.
+        """
+        if is_new:
+            self._again(self._last_step)
+        elif step_name(self._last_step) not in self._done:
+            self._add(self._last_step)
+
+    def poll(self) -> None:
+        """Record the end of a command, or kill it at its time limit; then start the next one."""
+        if self._running:
+            code = self._running.wait(0)
+            seconds = time.monotonic() - self._began
+            if code is None and seconds < 60 * self._limit_minutes:
+                return
+            self._end(self._running, code, seconds)
+        if self._waiting:
+            self._start(self._waiting.pop(0))
+
+    def close(self) -> None:
+        """Kill the running command with its descendants, and empty the queue; the next start runs them."""
+        if self._running:
+            self._running.close()
+            self._running = None
+        self._waiting.clear()
+
+    def _again(self, step: int) -> None:
+        # The note goes first: a kill before the command's end must not leave the export as done.
+        if step_name(step) in self._done:
+            self._note(self._done - {step_name(step)})
+        self._add(step)
+
+    def _add(self, step: int) -> None:
+        self._waiting = [*(one for one in self._waiting if one != step), step]
+        if self._running is None:
+            self.poll()
+
+    def _start(self, step: int) -> None:
+        export = self._paths.export if step == self._last_step else self._paths.step_export(step)
+        folder = str(export.absolute())
+        values = {"{folder}": folder, "{step}": str(step), "{name}": self._run_name}
+        about = {
+            "BAPO_RUN_DIR": str(self._paths.root.absolute()),
+            "BAPO_EXPORT": folder,
+            "BAPO_EXPORT_STEP": str(step),
+        }
+        words = [_filled(word, values) for word in self._words]
+        self._step, self._began = step, time.monotonic()
+        try:
+            self._running = UserCommand(words, about, self._paths.after_export_log(step_name(step)))
+        except OSError as error:
+            self._failed(0.0, f"it cannot be started: {error}")
+            return
+        self._on_event({"kind": "after_export_started", **self._about()})
+
+    def _end(self, running: UserCommand, code: int | None, seconds: float) -> None:
+        running.close()
+        self._running = None
+        if code != 0:
+            self._failed(seconds, running.failure(code, f"{self._limit_minutes:g} min"))
+            return
+        self._note(self._done | {step_name(self._step)})  # durable before the event says done
+        self._on_event({"kind": "after_export_done", **self._about(seconds=round(seconds, 3))})
+
+    def _failed(self, seconds: float, reason: str) -> None:
+        about = self._about(seconds=round(seconds, 3), reason=reason)
+        self._on_event({"kind": "after_export_failed", **about})
+        name = step_name(self._step)
+        with suppress(OSError):
+            print(
+                f"warning: checkpoint.after_export has failed for {name}: {reason}; the run goes on, "
+                f"and the next start tries it again ({self._paths.after_export_log(name)})",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _about(self, **more: Any) -> dict[str, Any]:
+        """Fields of an event of the running command, or of the one that has just ended."""
+        return {"export": step_name(self._step), "step": self._step, **more}
+
+    def _note(self, done: set[str]) -> None:
+        self._done = done
+        write_atomically(self._paths.after_export, json.dumps({"done": sorted(done)}, indent=2) + "\n")
+
+
+def _filled(word: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word
+
+
+def _stored(path: Path) -> set[str]:
+    """Stored names of exports that are done; none if the file is missing or unreadable, so all run again."""
+    try:
+        return set(map(str, json.loads(path.read_text())["done"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+# --- the process ---
+
+
+def main(checkpoint: str, output: str, model: str, parent: str) -> int:
+    """Convert ``checkpoint`` to the HF folder ``output``, with config and tokenizer of ``model``.
+
+    ``parent``: process id of the trainer, with which this process ends. Returns the exit code.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the half-written output is removed on the way
+    die_with_parent(parent=int(parent))  # else a restarted trainer could export to the same folder at once
+    os.nice(_NICENESS)
+    try:
+        # Outputs with somebody's files, or of an earlier version without a mark, are renamed and kept. The
+        # replaced folder only where the output exists: else `to_hf` gives it the output's name again.
+        if os.path.lexists(output):
+            move_foreign_aside(replaced_folder(Path(output)), foreign)
+        move_foreign_aside(Path(output), foreign)
+        to_hf(
+            Path(checkpoint), Path(output), Path(model), settings=Settings(overwrite=True, threads=_THREADS)
+        )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

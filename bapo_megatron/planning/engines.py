@@ -1,0 +1,269 @@
+"""Engines of a plan: KV cache, sampling time of a step, and open responses of a run with environments.
+
+Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of every
+sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2). Of a
+model with experts it reads those that some sequence takes. Without partial rollout a step's sampling ends
+with its last response (lengths by ``lengths.py``); a decode step of few responses reads the weights, too.
+Scheduling, the engine's collectives and scoring are left out.
+
+A response whose environment works holds no place at an engine. P places stay filled if
+
+    1.25 P (1 + w t / s) <= A   t seconds of a step, s seconds of sampling of a turn,
+                                w share of the prompts that have an environment
+
+responses may be open. P (1 + w t / s) is Little's law; a quarter more, because complete responses wait for
+their groups: measured, 97 to 98 % of the places are filled then, 82 to 94 % without
+(benchmarks/results/sampler_scale.md). The sampler's admission (``rollout/sampler/admission.py``) allows
+
+    A = S B G                   while the policy trains: max_staleness S of 1 or more, with overlap
+    A = (S + 1) B G             without overlap, or with S = 0: then engines sample only while it waits
+
+B prompts_per_step, G group_size. Used in this folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.lengths import (
+    ResponseLengths,
+    busiest_engine_responses,
+    decode_steps,
+    read_tokens,
+)
+from bapo_megatron.planning.sizes import read_parameters, total_parameters
+from bapo_megatron.policy.flops import linear_flops_per_token
+
+SPARE = 1.25
+"""Open responses over those that Little's law asks for: some of them wait for the rest of their group."""
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Estimated memory and speed of the run's inference engines."""
+
+    gpus: int
+    count: int
+    weights: float
+    """Bytes of the weights on each GPU."""
+    cache: float
+    """Bytes of KV cache on each GPU."""
+    cache_per_token: int
+    """Bytes of one token's keys and values in all layers, over all TP ranks of an engine."""
+    longest_sequences: int
+    """Sequences of the longest length that one engine's cache holds."""
+    running: float
+    """Sequences that one engine decodes at a time, each at the mean length of a running sequence."""
+    tokens_per_second: float
+    """Estimate of the tokens that all engines sample in a second."""
+    step_seconds: float
+    """Estimate of the seconds for all responses of a step, at full decode batches: where unfinished responses
+    continue in the next step (``max_staleness`` of 1 or more)."""
+    rollout_seconds: float
+    """Estimate of the seconds until the last response of a step is done, with the prompts' prefill and the
+    tail, in which few responses run."""
+    prefill_seconds: float
+    """Part of ``rollout_seconds`` for the prompts, one prefill for each response: an upper estimate, since
+    engines may share a group's prompt."""
+    cut_share: float
+    """Share of the responses that reach the longest length, by the assumed distribution."""
+    longest_seconds: float
+    """Estimate of the seconds for one response of the longest length, alone on its engine: a step with such a
+    response is not shorter."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether an engine can hold one sequence of full length."""
+        return self.count > 0 and self.longest_sequences >= 1
+
+
+def cache_bytes_per_token(shape: ModelShape) -> int:
+    """Bytes of one token's keys and values in bfloat16, all layers."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
+
+
+def _default_gpus(job: Job) -> int:
+    sglang = job.run.rollout.sglang
+    beside = job.run.rollout.engine == "sglang" and not sglang.urls and job.servers_problem is None
+    return sglang.servers * sglang.tensor if beside else max(job.gpus, sglang.tensor)
+
+
+def engine_plan(job: Job) -> EnginePlan:
+    """The estimate for ``engine_gpus`` GPUs in engines of ``rollout.sglang.tensor`` GPUs each."""
+    options, gpu = job.options, job.gpu
+    size = job.run.rollout.sglang.tensor
+    gpus = options.engine_gpus or _default_gpus(job)
+    weights = total_parameters(job.shape) * 2.0 / size
+    cache = max(0.0, job.engine_fraction * gpu.memory - weights)
+    per_token = cache_bytes_per_token(job.shape)
+    count = gpus // size
+    # SGLang cuts the cache by KV heads; with more ranks than heads several ranks hold the same ones.
+    split = min(size, job.shape.kv_heads)
+    held = cache * split / per_token
+    lengths = job.lengths
+    present = job.mean_prompt + lengths.running_mean
+    share = busiest_engine_responses(job.sampled_responses, count, options.engine_imbalance)
+    slots = min(held / present, job.max_in_flight)
+    running = min(slots, job.sampled_responses / max(1, count))
+    bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
+    token_seconds = per_token / split / bandwidth
+
+    def weight_seconds(sequences: float) -> float:
+        return read_parameters(job.shape, sequences) * 2.0 / size / bandwidth
+
+    rate = count * running / (weight_seconds(running) + running * present * token_seconds)
+    longest = job.run.rollout.max_response_tokens
+    prompts = share * job.mean_prompt * linear_flops_per_token(job.shape)
+    prefill = prompts / size / (options.mfu * gpu.peak)
+    busiest = _busiest(lengths, share, job.sampled_responses, max(1, int(slots)), job.mean_prompt)
+    # Experts are read less often in the tail: by as many responses as run in the mean over the steps.
+    steps = busiest[0]
+    decoding = steps * weight_seconds(share * job.mean_response / steps) + token_seconds * busiest[1]
+    return EnginePlan(
+        gpus=gpus,
+        count=count,
+        weights=weights,
+        cache=cache,
+        cache_per_token=per_token,
+        longest_sequences=int(held // job.run.longest_sequence),
+        running=running,
+        tokens_per_second=rate,
+        step_seconds=job.sampled_responses * job.mean_response / rate if rate else float("inf"),
+        rollout_seconds=prefill + decoding if rate else float("inf"),
+        prefill_seconds=prefill,
+        cut_share=lengths.cut_share,
+        longest_seconds=longest * (weight_seconds(1) + longest / 2 * token_seconds),
+    )
+
+
+@lru_cache(maxsize=256)
+def _busiest(
+    lengths: ResponseLengths, share: int, responses: int, slots: int, prompt: float
+) -> tuple[float, float]:
+    """Decode steps of the busiest engine, and KV entries that it reads. Cached for the layout search."""
+    found = lengths.busiest_engine_lengths(share, responses)
+    return decode_steps(found, slots), read_tokens(found, prompt)
+
+
+@dataclass(frozen=True)
+class OpenResponses:
+    """Needed and admitted open responses of a run with environments."""
+
+    places: float
+    """P: responses that all engines decode at a time in the plan's estimate."""
+    turn_seconds: float
+    """s: a turn's share of the mean response, at full decode batches."""
+    share: float
+    """w: share of the prompts whose source has an environment, by the weights of the sources."""
+    step_seconds: float | None
+    """t: ``--environment-seconds``; None if it is not given."""
+    admitted: int
+    """A: responses that may be open."""
+    round_responses: int
+    """B G: responses of a step."""
+    is_ahead: bool
+    """Whether ``admitted`` is S B G: engines sample while the policy trains."""
+    overlap: bool
+    """``rollout.overlap``: whether a ``max_staleness`` of 1 or more would let them."""
+
+    @property
+    def needed(self) -> float | None:
+        """1.25 P (1 + w t / s): open responses that fill the places; None without ``step_seconds``."""
+        if self.step_seconds is None:
+            return None
+        return SPARE * self.places * (1 + self.share * self.step_seconds / self.turn_seconds)
+
+    @property
+    def filled(self) -> float | None:
+        """Share of the places that are filled at least; 1 where the inequality holds."""
+        return None if self.needed is None else min(1.0, self.admitted / self.needed)
+
+    @property
+    def longest_step_seconds(self) -> float:
+        """The mean seconds of a step up to which the inequality holds; 0 if not even without steps."""
+        return max(0.0, self.turn_seconds / self.share * (self.admitted / (SPARE * self.places) - 1))
+
+    @property
+    def needed_staleness(self) -> int | None:
+        """The smallest ``rollout.max_staleness`` with which it holds; 0 and 1 admit as many with overlap."""
+        if self.needed is None:
+            return None
+        steps = math.ceil(self.needed / self.round_responses - 1e-9)
+        return steps if self.overlap and steps > 1 else steps - 1
+
+    def values(self) -> dict[str, float | int | None]:
+        return {
+            **vars(self),
+            "needed": self.needed,
+            "filled": self.filled,
+            "longest_step_seconds": self.longest_step_seconds,
+            "needed_staleness": self.needed_staleness,
+        }
+
+
+def open_responses(job: Job, engines: EnginePlan) -> OpenResponses | None:
+    """The open responses of a job; None for a run without an environment, or whose engines cannot sample.
+
+    s = mean_response / turns x P / (tokens per second of all engines). The mean response includes the tokens
+    that were given, as ``--mean-response-tokens`` does.
+    """
+    run, options = job.run, job.options
+    share, places = _share(run), engines.count * engines.running
+    if not share or not places or not engines.tokens_per_second:
+        return None
+    names = run.data.source_names or ("",)
+    most = max(run.environments[name].max_turns for name in names if run.environments[name].function)
+    turns = options.environment_turns or most
+    rollout = run.rollout
+    in_round = rollout.prompts_per_step * rollout.group_size
+    is_ahead = job.overlaps
+    return OpenResponses(
+        places=places,
+        turn_seconds=job.mean_response / turns * places / engines.tokens_per_second,
+        share=share,
+        step_seconds=options.environment_seconds,
+        admitted=in_round * (rollout.max_staleness + (not is_ahead)),
+        round_responses=in_round,
+        is_ahead=is_ahead,
+        overlap=rollout.overlap and not job.colocated,
+    )
+
+
+def open_response_lines(found: OpenResponses | None) -> Iterator[str]:
+    """Section of a plan's page; none for a run without an environment."""
+    if found is None:
+        return
+    when = " while the policy trains" if found.is_ahead else ""
+    yield (
+        f"Environment: turns of {found.turn_seconds:,.3g} s on {found.places:,.0f} places of engines; "
+        f"{found.admitted:,} responses may be open{when}"
+    )
+    longest = f"{found.longest_step_seconds:,.3g} s"
+    if found.needed is None or found.filled is None:
+        yield (
+            f"  the places stay filled if a step takes {longest} or less in the mean; give yours by "
+            "--environment-seconds"
+        )
+        return
+    needs = f"steps of {found.step_seconds:,.3g} s need {found.needed:,.0f}"
+    if found.filled == 1:
+        yield f"  {needs}: the places are filled, up to steps of {longest}"
+        return
+    yield f"  WARNING: {needs}: {found.filled:.0%} of the places are filled, so engines sample less than that"
+    shorter = f", as would steps of {longest}" if found.longest_step_seconds else ""
+    yield f"  estimate. rollout.max_staleness={found.needed_staleness} would fill them{shorter}"
+
+
+def _share(run: RunConfig) -> float:
+    """The share of the training prompts that have an environment, by the weights of their sources."""
+    if not run.data.sources:
+        return float(run.environment.function is not None)
+    weights = {source.name: source.weight for source in run.data.sources}
+    within = [weight for name, weight in weights.items() if run.environments[name].function is not None]
+    return sum(within) / sum(weights.values())

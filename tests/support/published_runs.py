@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines import timeouts
-from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.requests import ModelLimits, limits_of
 from bapo_megatron.rollout.engines.sglang import http_client as http_server
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import (
@@ -191,6 +191,17 @@ def test_a_connection_without_traffic_is_kept_open(server: FakeServer) -> None:
         assert is_on == 1
         assert idle_s <= 120, "Azure's balancers forget a connection after 240 s, AWS's after 350 s"
         assert idle_s + count * interval_s < 300
+
+
+def test_an_answer_with_token_ids_outside_the_vocabulary_is_a_server_failure(
+    server: FakeServer, engine: BlockingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake server's tokens are 3 and 4."""
+    monkeypatch.setattr(engine.engine, "_limits", ModelLimits(5, 64))
+    engine.generate([REQUEST])
+    monkeypatch.setattr(engine.engine, "_limits", ModelLimits(4, 64))
+    with pytest.raises(ServerError, match="answers with token ids outside the vocabulary"):
+        engine.generate([REQUEST])
 
 
 def test_a_sound_server(server: FakeServer, engine: BlockingEngine, model: Path) -> None:

@@ -69,6 +69,8 @@ class FakeServer:
             self.on_cut()
             request.transport.close()
             return web.Response()
+        if (request.method == "GET") != (path in ("model_info", "server_info")):  # as SGLang's routes
+            return web.Response(status=405)
         if path in self.hangs:
             await asyncio.sleep(3)
         if path in self.raw:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapo_megatron.rollout.sampler.episode import Answer, SegmentEnd
 from bapo_megatron.rollout.sampler.event_log.state import TEACHER_LOG_PROBS, OpenGroup
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
+from bapo_megatron.rollout.sampler.response import Answer, SegmentEnd
 from bapo_megatron.types import Generation, ResponseTokens
 
 MOST_BYTES = 2**30

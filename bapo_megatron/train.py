@@ -20,12 +20,13 @@ from bapo_megatron.data.samples import TrainingBatch, TrainingSample, samples_of
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import begin_checkpoint, finalize_checkpoint
 from bapo_megatron.trainer.checks import check_updates
 from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
 from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.flow_control import (
     WAIT_S,
+    begin_checkpoint,
+    finalize_checkpoint,
     give_gpus_to_engines,
     give_gpus_to_policy,
     open_columns,

@@ -1,10 +1,8 @@
-"""Group-relative advantages of the responses to one prompt: GRPO and Dr. GRPO.
+"""Group-relative advantages of the responses to one prompt: GRPO and Dr. GRPO, and groups that have none.
 
-A pure function on numpy arrays; ``data/samples.py`` calls it for each group of a batch, on every rank,
-``trainer/reference.py`` again with penalized rewards, ``trainer/records/rollouts.py`` for a metric.
-
-Legend: ``_G`` responses of a group. Used by ``data/samples.py``, ``trainer/records/rollouts.py`` and
-``trainer/reference.py``.
+Pure functions on numpy arrays. ``data/samples.py`` computes the advantages of each group of a batch, on every
+rank, ``trainer/reference.py`` again with penalized rewards. The sampler asks ``is_uniform`` once a group is
+scored. Legend: ``_G`` responses of a group. Used in ``data/``, ``rollout/sampler/`` and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-
-from bapo_megatron.algo.filters import is_uniform
 
 STD_EPSILON = 1e-6
 """Epsilon of GRPO's standard deviation: nearly equal rewards give no huge advantages."""
@@ -29,15 +25,8 @@ def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo"
     The standard deviation is that of a sample (over G - 1): GRPO's paper does not say which, and this is
     what torch.std, and with it verl, TRL and the published code of BAPO, compute.
 
-    Args:
-        rewards: [G] one finite reward for each response.
-        kind: the formula.
-
-    Returns:
-        float32 [G]; exactly zero where all rewards are equal.
-
-    Raises:
-        ValueError: if there are no rewards, or one is not finite.
+    float32; exactly zero where all rewards are equal. ValueError if there are no rewards, or one is not
+    finite.
     """
     rewards_G = np.asarray(rewards, dtype=np.float64)
     if rewards_G.size == 0 or not np.isfinite(rewards_G).all():
@@ -49,3 +38,11 @@ def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo"
     if kind == "grpo":
         advantages_G /= rewards_G.std(ddof=1) + STD_EPSILON
     return advantages_G.astype(np.float32)
+
+
+def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
+    """Whether all rewards of a group are equal: every advantage is then zero, and so its policy gradient.
+
+    Dynamic sampling (DAPO): with ``rollout.drop_uniform_groups`` the sampler drops such groups.
+    """
+    return len(rewards) == 0 or bool(np.all(np.asarray(rewards) == rewards[0]))

@@ -23,12 +23,7 @@ from bapo_megatron.algo.measurements.clipping import CLIPPING, RAISED_TOKENS
 from bapo_megatron.algo.measurements.diagnostics import DIAGNOSTICS
 from bapo_megatron.algo.measurements.engine_gap import ENGINE_GAP
 from bapo_megatron.algo.measurements.staleness import AGE_METRICS, STALENESS
-from bapo_megatron.algo.reference_kl import (
-    distillation_loss,
-    distillation_measurement,
-    reference_loss,
-    reference_measurement,
-)
+from bapo_megatron.algo.reference_kl import distillation_measurement, kl_loss, reference_measurement
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 from bapo_megatron.types import Metrics
@@ -54,12 +49,10 @@ MEASUREMENTS = (ENTROPY, KL, RATIO_GAP, CLIPPING, ENGINE_GAP, STALENESS, DIAGNOS
 class Objective:
     """Objective of an update: one vector of sums, with a pack's loss and all that metrics and search need.
 
-    The vector is ``[loss, tokens, sums of measurements, sums of the search]``. The policy calls the function
-    that ``token_fn`` makes for each chunk of a pack, minimizes element 0, summed over packs and ranks and
-    divided by the number of trained tokens, and adds the vectors; ``metrics`` reads the total.
-    ``trainer/update_loss.py`` makes one for a run, on each rank, ``bapo verify-parallel`` one for its check.
-    It keeps no state between updates and makes no collective calls. ValueError if two measurements have one
-    name, or one gives sums of another length.
+    The policy calls the function that ``token_fn`` makes for each chunk of a pack, minimizes element 0,
+    summed over packs and ranks and divided by the number of trained tokens, and adds the vectors; ``metrics``
+    reads the total. It keeps no state between updates and makes no collective calls. ValueError if two
+    measurements have one name, or one gives sums of another length.
     """
 
     def __init__(
@@ -106,9 +99,9 @@ class Objective:
             terms = self.loss.terms(stats, batch, found)
             loss = terms.loss
             if self._reference is not None:
-                loss = loss + reference_loss(stats, batch, self._reference)
+                loss = loss + kl_loss(stats, batch, batch.reference_log_prob_T, self._reference)
             if self._distillation is not None:
-                loss = loss + distillation_loss(stats, batch, self._distillation)
+                loss = loss + kl_loss(stats, batch, batch.teacher_log_prob_T, self._distillation)
             with torch.no_grad():
                 view = PackView(stats, batch, terms, found, version)
                 parts = [view.live_T.sum().double()[None]]

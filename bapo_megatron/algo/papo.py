@@ -29,14 +29,8 @@ from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tensor:
     """Polarity of each token, ``-sign(A (log pi(y) + H))``, [T]: the sign of its effect on the entropy.
 
-    Args:
-        log_prob_T: log pi(y) of the sampled token, nats.
-        entropy_T: entropy of pi, nats.
-        advantage_T: advantage of each token.
-
-    Returns:
-        float [T]: 1 expands the entropy, -1 contracts it, 0 where the advantage is 0. A token with
-        ``log pi(y) = -H`` counts as likely.
+    From log pi(y) of the sampled token and the entropy of pi, in nats. 1 expands the entropy, -1 contracts
+    it, 0 where the advantage is 0. A token with ``log pi(y) = -H`` counts as likely.
     """
     return torch.where(likely(log_prob_T, entropy_T), -1.0, 1.0) * torch.sign(advantage_T)
 

@@ -36,10 +36,7 @@ class PapoConfig:
 
 
 class BranchWeights(NamedTuple):
-    """PAPO's weights: factors of the advantages of entropy-expanding and -contracting tokens. Plain data.
-
-    Made by ``PapoSchedule.weights`` before each update, applied by ``papo.reweighted``.
-    """
+    """PAPO's weights: factors of the advantages of entropy-expanding and -contracting tokens. Plain data."""
 
     expanding: float
     contracting: float
@@ -48,10 +45,7 @@ class BranchWeights(NamedTuple):
 def phase(entropy: float, target: float, band: float) -> float:
     """Phase of an entropy, -1 to 1: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
 
-    Args:
-        entropy: nats per token.
-        target: the target entropy, nats per token; at 0 the phase is 0.
-        band: fraction of the target at which the phase is 1 or -1.
+    ``entropy``, ``target``: nats per token; at a target of 0 the phase is 0.
     """
     if target <= 0:
         return 0.0
@@ -61,9 +55,8 @@ def phase(entropy: float, target: float, band: float) -> float:
 class PapoSchedule:
     """PAPO's schedule of one run: gives the weights of its next update, from the entropies of earlier ones.
 
-    Made by ``UpdateLoss`` (``trainer/update_loss.py``), which reads ``weights`` before an update and calls
-    ``observe`` after it, on every rank with the same entropy. State for checkpoints: ``state`` and
-    ``load_state``.
+    ``UpdateLoss`` reads ``weights`` before an update and calls ``observe`` after it, on every rank with the
+    same entropy. State for checkpoints: ``state`` and ``load_state``.
     """
 
     def __init__(self, config: PapoConfig) -> None:

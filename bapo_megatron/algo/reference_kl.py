@@ -31,6 +31,7 @@ functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -42,25 +43,15 @@ from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, unmasked
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Metrics
 
-METRICS = ("reference_kl/k1", "reference_kl/k3", "reference_kl/penalty")
-"""Names of the metrics of ``reference_measurement``."""
-
-DISTILLATION_METRICS = ("distillation/k1", "distillation/k3", "distillation/loss")
-"""Names of the metrics of ``distillation_measurement``."""
-
 
 def kl_estimate(
     log_prob_T: Tensor, reference_log_prob_T: Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> Tensor:
     """Estimate of KL(pi || pi_ref), ``-log q``, ``(log q)^2 / 2`` or ``q - 1 - log q``, of each token, [T].
 
-    ``q = pi_ref / pi``. Differentiable in ``log_prob_T``. k3 takes log q as at most 20 (``LOG_RATIO_LIMIT``),
-    so that it stays finite; a token beyond that has no gradient.
-
-    Args:
-        log_prob_T: log pi of the sampled token, nats, float64.
-        reference_log_prob_T: log pi_ref of the token, nats, float64.
-        estimator: the formula.
+    ``q = pi_ref / pi``, from log-probs of the sampled token in nats, float64. Differentiable in
+    ``log_prob_T``. k3 takes log q as at most 20 (``LOG_RATIO_LIMIT``), so that it stays finite; a token
+    beyond that has no gradient.
     """
     log_q_T = reference_log_prob_T - log_prob_T
     if estimator == "k1":
@@ -71,23 +62,15 @@ def kl_estimate(
     return torch.expm1(log_q_T) - log_q_T
 
 
-def reference_loss(stats: TokenStats, batch: MicroBatch, config: ReferenceKlConfig) -> Tensor:
-    """KL loss of one pack, ``beta sum_t weight_t k_t``, a float64 scalar, differentiable in the log-probs.
-
-    The weights are those of the policy loss: importance weights, and those of a mean over sequences. The
-    optimizer step divides both losses by the same count of tokens.
-    """
-    return _loss(stats, batch, batch.reference_log_prob_T, config)
-
-
-def distillation_loss(stats: TokenStats, batch: MicroBatch, config: DistillationConfig) -> Tensor:
-    """Loss of distillation of one pack, ``beta sum_t weight_t k_t`` to the teacher, as ``reference_loss``."""
-    return _loss(stats, batch, batch.teacher_log_prob_T, config)
-
-
-def _loss(
+def kl_loss(
     stats: TokenStats, batch: MicroBatch, other_T: Tensor, config: ReferenceKlConfig | DistillationConfig
 ) -> Tensor:
+    """KL loss of one pack, ``beta sum_t weight_t k_t``, a float64 scalar, differentiable in the log-probs.
+
+    ``other_T``: log-probs of the reference or the teacher, nats. The weights are those of the policy loss:
+    importance weights, and those of a mean over sequences. The optimizer step divides both losses by the same
+    count of tokens.
+    """
     log_prob_T, other_T, weight_T = unmasked(batch.mask_T, stats.log_prob_T, other_T, batch.weight_T)
     return config.coefficient * (weight_T * kl_estimate(log_prob_T, other_T, config.estimator)).sum()
 
@@ -111,21 +94,14 @@ def reference_measurement(config: ReferenceKlConfig) -> Measurement:
       weights, so that it is its part of ``policy/loss``; in the reward at pi_old
     """
 
-    def sums(view: PackView) -> Tensor:
+    def penalty(view: PackView) -> Tensor:
         batch = view.batch
-        fields = (view.stats.log_prob_T, batch.reference_log_prob_T, batch.old_log_prob_T)
-        log_prob_T, reference_T, old_T = unmasked(batch.mask_T, *fields)
         if config.in_loss:
-            penalty = reference_loss(view.stats, batch, config)
-        else:
-            penalty = config.coefficient * kl_estimate(old_T, reference_T, config.estimator).sum()
-        estimates = [kl_estimate(log_prob_T, reference_T, kind).sum() for kind in ("k1", "k3")]
-        return torch.stack([*estimates, penalty])
+            return kl_loss(view.stats, batch, batch.reference_log_prob_T, config)
+        old_T, reference_T = unmasked(batch.mask_T, batch.old_log_prob_T, batch.reference_log_prob_T)
+        return config.coefficient * kl_estimate(old_T, reference_T, config.estimator).sum()
 
-    def metrics(sums: Tensor, update: UpdateSums) -> Metrics:
-        return dict(zip(METRICS, (sums / update.tokens).tolist(), strict=True))
-
-    return Measurement("reference_kl", len(METRICS), sums, metrics)
+    return _distance("reference_kl", "penalty", lambda batch: batch.reference_log_prob_T, penalty)
 
 
 def distillation_measurement(config: DistillationConfig) -> Measurement:
@@ -135,13 +111,27 @@ def distillation_measurement(config: DistillationConfig) -> Measurement:
     - ``distillation/loss``: its part of ``policy/loss``
     """
 
+    def loss(view: PackView) -> Tensor:
+        return kl_loss(view.stats, view.batch, view.batch.teacher_log_prob_T, config)
+
+    return _distance("distillation", "loss", lambda batch: batch.teacher_log_prob_T, loss)
+
+
+def _distance(
+    name: str,
+    cost_name: str,
+    other: Callable[[MicroBatch], Tensor],
+    cost: Callable[[PackView], Tensor],
+) -> Measurement:
+    """Measurement of k1 and k3 to the log-probs ``other``, and of the ``cost`` that the run has from them."""
+    names = [f"{name}/{metric}" for metric in ("k1", "k3", cost_name)]
+
     def sums(view: PackView) -> Tensor:
-        batch = view.batch
-        log_prob_T, teacher_T = unmasked(batch.mask_T, view.stats.log_prob_T, batch.teacher_log_prob_T)
-        estimates = [kl_estimate(log_prob_T, teacher_T, kind).sum() for kind in ("k1", "k3")]
-        return torch.stack([*estimates, distillation_loss(view.stats, batch, config)])
+        log_prob_T, other_T = unmasked(view.batch.mask_T, view.stats.log_prob_T, other(view.batch))
+        estimates = [kl_estimate(log_prob_T, other_T, kind).sum() for kind in ("k1", "k3")]
+        return torch.stack([*estimates, cost(view)])
 
     def metrics(sums: Tensor, update: UpdateSums) -> Metrics:
-        return dict(zip(DISTILLATION_METRICS, (sums / update.tokens).tolist(), strict=True))
+        return dict(zip(names, (sums / update.tokens).tolist(), strict=True))
 
-    return Measurement("distillation", len(DISTILLATION_METRICS), sums, metrics)
+    return Measurement(name, len(names), sums, metrics)

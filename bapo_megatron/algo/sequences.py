@@ -7,7 +7,7 @@ Nothing here makes the host wait for a GPU, but for the first copy of the values
 
 Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
 
-Used by ``algo/losses/gspo.py``, ``algo/losses/vespo.py`` and ``trainer/corrections.py``.
+Used by ``algo/losses/sequence_losses.py`` and ``trainer/corrections.py``.
 """
 
 from __future__ import annotations
@@ -54,15 +54,14 @@ class PerSequence:
     """Table of per-sequence values of an update, [S], that are looked up for each token, [T].
 
     The values are copied once to each device that needs them: a copy to a GPU makes the host wait, and every
-    chunk of a pack looks them up. Made by the searches of GSPO and VESPO, and read in their ``terms``.
+    chunk of a pack looks them up.
     """
 
     def __init__(self, values_S: Tensor) -> None:
         """``values_S``: float64 [S], in the order of ``batch.sequence_T``."""
         self.values_S = values_S
-        first = torch.cat(
-            [values_S.new_zeros(1), values_S]
-        )  # for the tokens of no sequence, whose index is -1
+        # The zero is for the tokens of no sequence, whose index is -1.
+        first = torch.cat([values_S.new_zeros(1), values_S])
         self._copies = {first.device: first}
 
     def of_tokens(self, batch: MicroBatch, outside: float = 0.0) -> Tensor:

@@ -149,10 +149,7 @@ def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a loss or a reward, as plain data: a constructor's argument with type and default.
-
-    Made by ``settings_of`` from the constructor, validated against by ``check_settings``.
-    """
+    """One setting of a loss or a reward, as plain data: a constructor's argument with type and default."""
 
     name: str
     annotation: Any
@@ -192,13 +189,10 @@ def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
 
 
 def check_settings(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> None:
-    """Validate ``settings``: ConfigError with every unknown, invalid or missing one.
+    """Validate ``settings`` against those ``taken``: ConfigError with every unknown, invalid or missing one.
 
-    Args:
-        field: the configuration field that holds the settings.
-        owner: the loss or reward, for messages: ``algorithm.loss=sapo``.
-        taken: the settings that it takes.
-        settings: the values to check.
+    ``field``: the configuration field that holds them. ``owner``: the loss or reward, for messages:
+    ``algorithm.loss=sapo``.
     """
     if problems := list(_problems(field, owner, taken, settings)):
         raise ConfigError("\n".join(problems))

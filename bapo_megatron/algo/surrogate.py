@@ -62,12 +62,7 @@ def contribution_sums(
       ``N(c_low) = sum_{A < 0, r > c_low} w |A| r``, or ``w |A| max(r, 1)`` with ``negative_weight``
       ``first_pass``
 
-    Args:
-        log_ratio_T: ``log r = log pi_theta - log pi_old`` of each token, nats.
-        advantage_T: advantage of each token.
-        rollout_log_prob_T: ``log pi_rollout`` of each token; read if the weight asks for it.
-        mask_T: weight of each token in the loss; 0 for tokens outside it.
-        config: candidates, measure and weight.
+    ``rollout_log_prob_T``, ``log pi_rollout``, is read if the weight asks for it.
 
     Returns:
         float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the device of the
@@ -124,17 +119,8 @@ def measured_sums(
 def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[str, float]:
     """Contributions rho of the positive tokens (Eq. 8) at ``bounds``, under all twelve readings.
 
-    Args:
-        sums: the (reduced) vector of ``measured_sums``.
-        bounds: the result of ``search_bounds`` with ``config``.
-        config: the config in use.
-
-    Returns:
-        ``{"contribution/MEASURE_SHARE_WEIGHT": value}`` for all twelve; a value is inf where the
-        denominator alone is zero.
-
-    Raises:
-        ValueError: if the vector or the bounds do not belong to ``config``.
+    From the (reduced) vector of ``measured_sums``: ``{"contribution/MEASURE_SHARE_WEIGHT": value}``, where a
+    value is inf if the denominator alone is zero. ValueError if vector or bounds do not belong to ``config``.
     """
     rows = sums.reshape(-1, sum_count(config)).tolist()
     highs = high_values(config)
@@ -148,11 +134,7 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
 
 
 class TokenBounds(NamedTuple):
-    """Per-token clipping bounds, [T] each: plain data for ``policy_loss`` in place of one ``Bounds``.
-
-    Made by ``of`` in ``ClipLoss.terms``, where an update has several search groups (``losses/clip.py``)
-    with bounds of their own.
-    """
+    """Per-token clipping bounds, [T] each, where search groups have their own: in place of one ``Bounds``."""
 
     low_T: Tensor  # c_low
     high_T: Tensor  # c_high
@@ -175,21 +157,9 @@ def policy_loss(
 ) -> Tensor:
     """PPO-clip loss (Eq. 4): ``-sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``, a scalar from [T].
 
-    With ``r = pi_theta / pi_old``. With a dual clip ``c`` a token with ``A < 0`` and ``r > c`` has the value
-    ``c A``.
-
-    Args:
-        log_ratio_T: ``log r = log pi_theta - log pi_old``; the loss is differentiable in it.
-        advantage_T: advantage of each token.
-        mask_T: 0, or the weight of the token in the loss.
-        bounds: the clipping bounds, of all tokens or of each.
-
-    Returns:
-        float64 scalar. The gradient is exactly zero at tokens that are clipped, masked or beyond
-        ``LOG_RATIO_LIMIT``.
-
-    Raises:
-        ValueError: if shapes differ.
+    With a dual clip ``c`` a token with ``A < 0`` and ``r > c`` has the value ``c A``. float64, differentiable
+    in ``log_ratio_T``; the gradient is exactly zero at tokens that are clipped, masked or beyond
+    ``LOG_RATIO_LIMIT``. ValueError if shapes differ.
     """
     check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
@@ -210,8 +180,7 @@ def clipped_tokens(
 ) -> Tensor:
     """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip.
 
-    Raises:
-        ValueError: if shapes differ.
+    ValueError if shapes differ.
     """
     check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
@@ -223,12 +192,9 @@ def clipped_tokens(
 def gradient_factor(
     log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
 ) -> Tensor:
-    """Gradient factor ``g = r X`` of each token (Eq. 7), [T]: ``d loss / d log pi = -mask A g``.
+    """Gradient factor ``g = r X`` of each token (Eq. 7), float64 [T]: ``d loss / d log pi = -mask A g``.
 
     ``X`` is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
-
-    Returns:
-        float64 [T].
     """
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)

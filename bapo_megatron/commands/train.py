@@ -34,7 +34,7 @@ def train_command(arguments: Sequence[str]) -> int | None:
 
     Runs as one rank under a launcher; otherwise starts the layout's ranks itself and waits for them.
     """
-    from bapo_megatron.runtime.stop_signals import handling, stop_at_once
+    from bapo_megatron.runtime.exit_codes import handling, stop_at_once
 
     # Before torch is imported: loading and checking take minutes, and a stop signal then must end with 85.
     with handling(stop_at_once):
@@ -110,7 +110,7 @@ def finish(run: Run) -> None:
     """
     from bapo_megatron.hf.export import export_hf, keep_others
     from bapo_megatron.runtime.distributed import is_main
-    from bapo_megatron.trainer.checkpointing import bring_policy_back
+    from bapo_megatron.trainer.flow_control import bring_policy_back
 
     bring_policy_back(run)  # engines have the GPUs after the evaluation of the last step
     output = RunPaths(run.config.directory).export

@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Lt
 from tyro.conf import AvoidSubcommands
 
 from bapo_megatron.algo.bounds import BoundsConfig, paper
-from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.config.engines import EngineConfig, SglangConfig

@@ -32,7 +32,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.exit_codes import (
+    SIGNALS,
     exit_process,
+    handling,
     is_raised_on_all_ranks,
     report_error,
     skip_teardown,
@@ -40,7 +42,6 @@ from bapo_megatron.runtime.exit_codes import (
 )
 from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
-from bapo_megatron.runtime.stop_signals import SIGNALS, handling
 
 T = TypeVar("T")
 

@@ -43,10 +43,7 @@ class Answer:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Redirect handler that follows none: a redirect takes headers along, and makes a POST a GET.
-
-    Made by ``ask``.
-    """
+    """Redirect handler that follows none: a redirect takes headers along, and makes a POST a GET."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

@@ -1,12 +1,14 @@
-"""Preemption: a signal (``stop_signals.py``) or the end of the Slurm job asks the run to save and stop.
+"""Preemption and hangs: a signal or the Slurm job's end stops a run after a save; a watchdog ends a hung one.
 
-The run finishes the current update, saves, and ends with exit code 85: the same command continues it. The
-request is noted here; the loop asks for it and saves (``trainer/flow_control.py``). Used by
-``commands/train.py``, ``trainer/build.py`` and ``trainer/rollout_only.py``.
+Preempted (``exit_codes.py``), the run finishes the current update, saves, and ends with exit code 85: the
+same command continues it. The request is noted here; the loop asks for it and saves
+(``trainer/flow_control.py``). Used by ``commands/train.py``, ``trainer/build.py`` and
+``trainer/rollout_only.py``.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
@@ -16,7 +18,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.runtime.stop_signals import handling
+from bapo_megatron.runtime.exit_codes import handling
 
 LATE = "the job's time would end before the next update is saved"
 """Reason of a stop without a signal. slurm/lib/requeue.sh looks for it in the log of rank 0."""
@@ -78,3 +80,27 @@ def _job_end() -> float | None:
     """End of the Slurm job in seconds since 1970, which the job's script exports; None outside a job."""
     given = os.environ.get("BAPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME") or ""
     return float(given) if given.isdigit() and given != "0" else None
+
+
+class Watchdog:
+    """Watchdog timer: unless it is reset in time, it prints the stacks of all threads and exits with code 1.
+
+    Each rank has one, which starts when it is made. It is a thread of C (faulthandler), so it works also
+    where C code that hangs holds the interpreter. The loop resets it before each update, and whenever it
+    checks for preemption: within a step with the trainer's pi_old it does not check.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        """``minutes``: the longest time between two calls of ``beat``; 0 for no watchdog."""
+        self._limit_s = 60 * minutes
+        self.beat()
+
+    def beat(self) -> None:
+        """Reset the timer: this rank makes progress."""
+        if self._limit_s:
+            faulthandler.dump_traceback_later(self._limit_s, exit=True, file=2)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._limit_s:
+            faulthandler.cancel_dump_traceback_later()

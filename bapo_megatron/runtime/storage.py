@@ -49,10 +49,7 @@ class DiskError(RunStopped):
 
 
 class FailingDiskError(DiskError, StorageFailed):
-    """Failing file system: a file could not be written though the disk has room. Exit code 4.
-
-    Raised by ``writing``, on the rank that wrote it.
-    """
+    """Failing file system: a file could not be written though the disk has room. Exit code 4."""
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Widths are cells of a terminal, so wide characters line up. rich is imported when a table is drawn, since
 commands must start without it. Used in ``commands/``, ``planning/``, ``evaluation/command.py``,
-``trainer/records/rollouts.py`` and ``checkpoints_tools/``.
+``trainer/rollout_only.py`` and ``checkpoints_tools/``.
 """
 
 from __future__ import annotations

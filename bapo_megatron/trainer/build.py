@@ -1,51 +1,68 @@
 """Construction of a run: builds policy, sampler, weight sync, checkpoints and records from a RunConfig.
 
 ``open_run`` is the context manager that ``bapo train`` enters on every rank, once process groups exist and
-the run directory is locked. Used by ``train.py``, and in ``commands/``, ``planning/`` and this folder.
+the run directory is locked. ``open_sampler`` and ``open_engines``, on rank 0, start processes (a replay none)
+and end them with the block. Used by ``train.py``, and in ``commands/``, ``planning/`` and this folder.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from bapo_megatron.checkpoint.exports import AfterExport, StepExports
-from bapo_megatron.checkpoint.run_directory import plain_values, read_config, store_config
+from bapo_megatron.checkpoint.run_directory import (
+    has_steps,
+    known_suites,
+    plain_values,
+    read_config,
+    store_config,
+)
 from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import RolloutConfig, RunConfig
+from bapo_megatron.data.prepare.options import SUITES
+from bapo_megatron.data.problem_sets import NO_TOOLS, Suite, load_problems, load_suite
+from bapo_megatron.data.prompts import Tools
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import TensorReader
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
-from bapo_megatron.policy.device import has_cuda
+from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.rollout.engines.backend import EngineServers
+from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
+from bapo_megatron.rollout.sampler.process import Setup
+from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
+from bapo_megatron.rollout.sampler.turns import tools_of
+from bapo_megatron.rollout.weight_sync.broadcast import BroadcastSync, WeightBroadcast, sender_address
+from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from bapo_megatron.runtime.distributed import is_main
-from bapo_megatron.runtime.preemption import PreemptionSignal
+from bapo_megatron.runtime.preemption import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.runtime.watchdog import Watchdog
 from bapo_megatron.trainer.gpu_handover import GpuHandover
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
 from bapo_megatron.trainer.records.recorder import Recorder
 from bapo_megatron.trainer.reference import load_reference, store_reference
-from bapo_megatron.trainer.resume import (
-    PartialStep,
-    ResumePoint,
-    check_restored,
-    find_resume_point,
-)
-from bapo_megatron.trainer.sampling import build_weight_sync, open_sampler
+from bapo_megatron.trainer.resume import PartialStep, ResumePoint, check_restored, find_resume_point
 from bapo_megatron.trainer.update_loss import UpdateLoss
+
+OnEvent = Callable[[dict[str, Any]], None]
+"""Records an event: its kind and its fields."""
 
 
 @dataclass(kw_only=True)
 class Run:
     """A run's objects on one rank, as the training loop uses them: plain data, made by ``open_run``.
 
-    Only rank 0 has a recorder, exports and, while work is left, a sampler; these are None elsewhere. The loop
-    changes no field but ``partial_step``.
+    Only rank 0 has a recorder, exports and, while work is left, a sampler, whose batches the other ranks
+    receive; these are None elsewhere. The loop changes no field but ``partial_step``.
     """
 
     config: RunConfig
@@ -55,11 +72,8 @@ class Run:
     handover: GpuHandover
     checkpoints: CheckpointStore
     sampler: Sampler | None
-    """Rank 0's; the other ranks receive its batches."""
     recorder: Recorder | None
-    """Rank 0's."""
     exports: StepExports | None
-    """Rank 0's."""
     first_step: int
     """1 for a new run, else the step after the checkpoint that it continues from."""
     has_work: bool
@@ -210,3 +224,99 @@ def _checkpoint_store(config: RunConfig, point: ResumePoint, exports: StepExport
     store = CheckpointStore(config.directory, config.checkpoint, newest, scores, exports.is_using)
     exports.resume(store.steps())
     return store
+
+
+@contextmanager
+def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler, EngineServers]]:
+    """Context manager: the sampler of a run with its engine servers, or of ``rollout.replay`` without any.
+
+    On rank 0. The sampler does not sample before its ``start``.
+    """
+    if config.rollout.replay is not None:
+        yield ReplaySampler(config.rollout.replay), EngineServers()
+        return
+    with open_engines(config, on_event) as opened:
+        yield opened
+
+
+@contextmanager
+def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[SamplerClient, EngineServers]]:
+    """Context manager: the sampler's process and the engine servers that the run starts. On rank 0.
+
+    Reads the dataset and the suites first. Both end with the block, the sampler before its servers.
+    """
+    tokenizer = load_tokenizer(config.model.hf_path)
+    tools, begun = tools_of(config), has_steps(config.directory)
+    problems = load_problems(config.data, config.reward.function, tokenizer, tools, begun)
+    suites = load_suites(config, tokenizer, tools)
+    if problems.too_long:
+        print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
+    if left_out := problems.found - len(problems.prompts):
+        print(f"left out {left_out} prompts by their {config.data.difficulty}")
+    with engine_backend(config.rollout.engine).serve(config, has_cuda(), on_event) as servers:
+
+        def on_sampler_event(event: dict[str, Any]) -> None:
+            on_event(event)
+            servers.heed(event)
+
+        setup = Setup(config, problems, tuple(servers.urls), str(select_device()), suites)
+        # The sampler closes before its servers: else every server's end would be a lost engine.
+        with closing(SamplerClient(setup, on_sampler_event)) as sampler:
+            yield sampler, servers
+
+
+def load_suites(
+    config: RunConfig, tokenizer: Any, tools: Mapping[str, Tools] = NO_TOOLS
+) -> tuple[Suite, ...]:
+    """Evaluation suites of a run, tokenized; none if it has no evaluations.
+
+    ``tools``: of the environments, by source. ConfigError if a suite does not exist, `reward.function` cannot
+    score it (but for suites of the run's earlier steps), or two have one name.
+    """
+    if not config.evaluation.every:
+        return ()
+    known, limit = known_suites(config.directory), config.data.max_prompt_tokens
+    reward = config.reward.function, "--reward.function"
+    tools_of_suite = lambda suite: tools.get(config.source_of_suite(suite), ())  # noqa: E731
+    found = [
+        load_suite(name, tokenizer, limit, SUITES, *reward, tools_of_suite, name in known)
+        for name in config.evaluation.suites
+    ]
+    names = [suite.name for suite in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"evaluation.suites: two of them have one name ({', '.join(names)})")
+    return tuple(found)
+
+
+def build_weight_sync(
+    rollout: RolloutConfig,
+    folder: Path,
+    hf_path: Path,
+    policy: MegatronPolicy,
+    sampler: Sampler | None,
+    servers: EngineServers | None,
+    on_event: OnEvent,
+) -> WeightSync:
+    """Weight sync to the engines: by files in ``folder``, by broadcast, or by CUDA IPC handles. Collective.
+
+    ``hf_path``: the folder of the model's config. ``sampler``, ``servers``: None on every rank but 0.
+    """
+    samples, engine = rollout.replay is None, rollout.engine_config
+    make = (
+        engine_backend(rollout.engine).weight_digester(rollout, hf_path, policy.device.type)
+        if samples
+        else None
+    )
+    disk = DiskSync(sampler, WeightStaging(folder, hf_path) if samples else None, make)
+    if not samples or engine.sync == "disk":
+        return disk
+    client = sampler if isinstance(sampler, SamplerClient) else None
+    if engine.sync == "ipc":
+        gpus = servers.gpus if servers else {}
+        return IpcSync(disk, client, gpus, policy.device, engine.bucket_mb, on_event, make)
+    if client is None:
+        return BroadcastSync(None, None, disk, on_event)
+    # Longer than the engines wait: their error, which names the engine, must come first.
+    timeout_s = 1.1 * 60 * engine.update_minutes
+    sender = WeightBroadcast(policy.device, sender_address(engine), engine.bucket_mb, timeout_s)
+    return BroadcastSync(client, sender, disk, on_event, make)

@@ -6,7 +6,7 @@
   little, at stale tokens a lot; with ``importance_cap`` the weight corrects that, by token or by response.
 - ``old_log_probs=rollout``: pi_old is pi_rollout, the engine's log-probs; there are no weights.
 - ``algorithm.corrections`` rejects whole responses before packing, alike on all ranks
-  (``algo/corrections/rejection.py``): of an update's metrics only ``corrections/rejected_*`` count them.
+  (``algo/corrections.py``): of an update's metrics only ``corrections/rejected_*`` count them.
   ``off_policy_delta`` may cost a forward pass. An update with none left takes no step, with a warning.
 
 A rank has the columns of its own samples alone. What all ranks need of a response, such as its mean ratio,
@@ -31,11 +31,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.corrections.importance_sampling import (
+from bapo_megatron.algo.corrections import (
+    is_off_policy,
+    is_outside,
     truncated_importance,
     truncated_sequence_importance,
 )
-from bapo_megatron.algo.corrections.rejection import is_off_policy, is_outside
 from bapo_megatron.algo.sequences import sequence_means, sums_by_sequence
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import pack_samples

@@ -1,22 +1,27 @@
-"""Flow control of the training loop: GPU hand-over, waiting for the sampler, preemption.
+"""Flow control of the training loop: GPU hand-over, waiting for the sampler, checkpoints, preemption.
 
 Functions on a ``Run``, all collective: all ranks take the same path, and while rank 0 waits for its sampler
 they meet every few seconds. An error that ends the run (Preempted, RunStopped, the sampler's ConfigError) is
-raised on every rank, after a checkpoint where one can be made and something was trained. Used by
-``commands/train.py``, ``train.py`` and ``evaluation.py``.
+raised on every rank, after a checkpoint where one can be made and something was trained.
+
+A save between steps is begun by one call and completed by a later one (``checkpoint.background=false``: by
+the same); a new one waits for the one before. DiskError, on the rank that meets it, for a full or failing
+disk. Used by ``commands/train.py``, ``train.py`` and ``evaluation.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
+from bapo_megatron.checkpoint.resume_check import state_fingerprint
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.interfaces import Need, Sampler
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.runtime.distributed import broadcast_from_main, on_all_ranks
+from bapo_megatron.runtime.run_paths import POLICY, Moment
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import finalize_checkpoint, save_now
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import StepHeader
 
@@ -80,6 +85,75 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
             raise answer
         elif answer is not None:
             return answer
+
+
+def bring_policy_back(run: Run) -> None:
+    """Hand-over of the GPUs to the policy for a save or the export, also if engines are lost. Collective.
+
+    RunStopped only if the policy has no room on its GPU.
+    """
+    try:
+        run.handover.to_policy()
+    except RunStopped:
+        if not run.handover.policy_has_gpus:
+            raise
+
+
+def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:
+    """Begin the asynchronous save after ``step``, or after the ``partial`` next step. Collective.
+
+    Waits for the save before it. Training stands still while the resume check's fingerprint is taken and the
+    state is copied; with ``checkpoint.background=false`` until all is on disk.
+    """
+    start = perf_counter()
+    bring_policy_back(run)  # an offloaded policy has nothing on the GPU that could be copied
+    finalize_checkpoint(run, wait=True)  # the one before: one writer at a time
+    # The fingerprint compares what a resumed run restores, so it is taken of the same moment as the state.
+    sampler = broadcast_from_main(run.sampler.state() if run.sampler else None)
+    state = {
+        "version": run.policy.version,
+        "sampler": sampler,
+        "clipping": run.update_loss.state(),
+        "within": partial,
+        "certificate": state_fingerprint(run.config, run.policy, sampler),
+    }
+    run.checkpoints.begin(_moment(step, partial), {POLICY: run.policy.save}, state)
+    if not run.config.checkpoint.background:
+        finalize_checkpoint(run, wait=True)
+    if run.recorder:
+        run.recorder.saving(step, perf_counter() - start)
+
+
+def finalize_checkpoint(run: Run, wait: bool = False) -> None:
+    """Complete the pending save, if it is on disk: record it, export it, trim the journal. Collective.
+
+    The journal is the sampler's; it keeps what a resume from the oldest checkpoint needs. Without ``wait`` it
+    does not wait for the disk, and does nothing if the save is not complete.
+    """
+    if run.exports:
+        run.exports.poll()
+    saved = run.checkpoints.finalize(wait)
+    if saved is None:
+        return
+    run.preemption.saved(saved.seconds)
+    # Only now: the sampler deletes journal that the checkpoints before this one needed.
+    if run.sampler:
+        run.sampler.checkpointed(run.checkpoints.oldest_step())
+    if run.recorder:
+        run.recorder.checkpoint(saved)
+    if run.exports and not saved.updates:
+        run.exports.offer(saved.step)
+
+
+def save_now(run: Run, step: int, partial: PartialStep | None = None) -> None:
+    """Synchronous save of this state of the run, unless it has a checkpoint. Collective."""
+    if _moment(step, partial) > run.checkpoints.newest:
+        begin_checkpoint(run, step, partial)
+    finalize_checkpoint(run, wait=True)
+
+
+def _moment(step: int, partial: PartialStep | None) -> Moment:
+    return step, len(partial.updates) if partial else 0
 
 
 def open_columns(run: Run, step: int, header: StepHeader) -> StepColumns:

@@ -44,8 +44,7 @@ class GpuHandover:
     ``to_policy`` and ``to_engines`` are collective, and do nothing where engines have GPUs of their own,
     where stored rollouts are replayed, or where the GPUs are on that side already. ``policy_has_gpus`` and
     ``metrics`` are local. Nothing is checkpointed. Made by ``trainer/build.py`` on every rank, called by
-    ``trainer/flow_control.py`` and, before a save or the export, by ``trainer/checkpointing.py``;
-    ``train.py`` reads its metrics.
+    ``trainer/flow_control.py``, also before a save or the export; ``train.py`` reads its metrics.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class GpuHandover:
         on_event: Callable[[dict[str, Any]], None],
         ipc: IpcSync | None = None,
     ) -> None:
-        """The policy has the GPUs at first. ``sampler`` and ``servers``: rank 0's; None elsewhere. ``ipc``:
-        the run's weight sync, if it sends by handles."""
+        """``sampler`` and ``servers``: rank 0's; None elsewhere. ``ipc``: the run's weight sync, if it sends
+        by handles."""
         engine = config.rollout.engine_config
         self.is_colocated = engine.colocated and config.rollout.replay is None
         """Whether engines share the GPUs with the policy."""
@@ -66,7 +65,8 @@ class GpuHandover:
         self._ipc = ipc
         self._offloads = config.parallel.offload
         self._limit_s, self._kept_bytes = 60 * engine.release_minutes, int(1e9 * engine.kept_gb)
-        self._policy_has_gpus = True
+        self.policy_has_gpus = True
+        """Whether the policy has the GPUs, and may train."""
         self._released: list[str] = []
         """Rank 0's: sleeping engines, which have released their memory."""
         self._handed: list[str] = []
@@ -79,25 +79,20 @@ class GpuHandover:
         """Free bytes with only the policy's weights on the GPU, before engines read them."""
         self._seconds: Metrics = {}
 
-    @property
-    def policy_has_gpus(self) -> bool:
-        """Whether the policy has the GPUs, and may train."""
-        return self._policy_has_gpus
-
     def to_policy(self) -> None:
         """Release the engines' memory, wait until the driver has it back, reload the policy.
 
         RunStopped, on every rank, if the sampler's process or the memory is lost. The policy is reloaded all
         the same, for a last checkpoint, if it has room (``policy_has_gpus``).
         """
-        if not self.is_colocated or self._policy_has_gpus:
+        if not self.is_colocated or self.policy_has_gpus:
             return
         start = perf_counter()
         problem = _stopped_by(self._release_engines) or self._wait_for_memory()
         self._free_after_release = free_gpu_bytes()  # before the reload, which takes from it
         if self._offloads:
             on_all_ranks(self._reload)
-        self._policy_has_gpus = True
+        self.policy_has_gpus = True
         self._seconds["time/release_s"] = perf_counter() - start
         if problem is not None:
             raise problem
@@ -108,10 +103,10 @@ class GpuHandover:
         RunStopped, on every rank, if the host has no room for the policy, or the sampler's process or a
         server cannot go on.
         """
-        if not self.is_colocated or not self._policy_has_gpus:
+        if not self.is_colocated or not self.policy_has_gpus:
             return
         start = perf_counter()
-        self._policy_has_gpus = False  # also if what follows fails: `to_policy` must reload it
+        self.policy_has_gpus = False  # also if what follows fails: `to_policy` must reload it
         if self._ipc is not None:  # before the weights are offloaded: engines read them from GPU memory
             self._send_weights_by_handles(self._ipc)
         on_all_ranks(self._offload_policy)  # on every rank before any engine takes memory

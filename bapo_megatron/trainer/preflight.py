@@ -49,8 +49,8 @@ from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.events.targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.user_command import missing_program
+from bapo_megatron.trainer.build import load_suites
 from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
-from bapo_megatron.trainer.sampling import load_suites
 from bapo_megatron.trainer.sft import load_solutions
 from bapo_megatron.trainer.update_loss import checked_loss
 

@@ -45,10 +45,7 @@ _RECORD_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """Content of RUN/reference.json, as plain data: which weights the reference of the run has.
-
-    Made by ``load_reference`` at each start, and from the file, to compare both.
-    """
+    """Content of RUN/reference.json, as plain data: which weights the reference of the run has."""
 
     model: str
     """The Hugging Face folder."""

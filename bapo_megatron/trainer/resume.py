@@ -31,8 +31,8 @@ from bapo_megatron.types import Metrics
 class PartialStep(NamedTuple):
     """A partly trained step, as plain data: the updates that a checkpoint within it holds.
 
-    Kept in that checkpoint; ``train.train_on`` continues after these updates. Made by ``train.train_on``
-    before it stops within a step, and by ``find_resume_point``.
+    Kept in that checkpoint; ``train.train_on`` makes it before it stops within a step, and continues after
+    these updates.
     """
 
     version: int
@@ -46,7 +46,6 @@ class ResumePoint:
     """The resume point: the checkpoint and step that a run begins or continues from. Equal on every rank.
 
     Plain data: nothing is loaded yet. The methods pick the states of the loop's parts from the checkpoint.
-    Made by ``find_resume_point``, read by ``trainer/build.py``.
     """
 
     checkpoint: Checkpoint | None

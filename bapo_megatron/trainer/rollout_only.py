@@ -2,31 +2,38 @@
 
 The engines load the model's own weights once, as version 0. Every step's batch is formed as in training, and
 kept in the run directory; ``--train-only`` trains on it. Started again, it continues after the last step that
-is on disk with its metrics.
-Used by ``commands/train.py``.
+is on disk with its metrics. ``RolloutRecord`` records it: metrics, a line for each step, a table at the end.
+The share of positive tokens (``positive_share``), which BAPO's search at its default settings would see at
+ratios of 1, says whether BAPO can act. Used by ``commands/train.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+
+from bapo_megatron.algo.advantages import group_advantages, is_uniform
+from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
-from bapo_megatron.runtime.jsonl_log import read_jsonl
-from bapo_megatron.runtime.preemption import PreemptionSignal
+from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
+from bapo_megatron.runtime.preemption import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.runtime.watchdog import Watchdog
+from bapo_megatron.runtime.text_table import text_table
+from bapo_megatron.trainer.build import open_engines
+from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
-from bapo_megatron.trainer.records.recorder import StepClock
-from bapo_megatron.trainer.records.rollouts import RolloutRecord
-from bapo_megatron.trainer.sampling import open_engines
-from bapo_megatron.types import StepHeader
+from bapo_megatron.trainer.records.recorder import StepClock, record_beginning, step_metrics
+from bapo_megatron.types import GroupHeader, Metrics, StepHeader
 
 _WAIT_S = 5.0
 """Seconds that rank 0 waits for its sampler before the ranks meet again."""
@@ -113,3 +120,184 @@ def _batch_if_ready(sampler: SamplerClient | None, step: int) -> StepHeader | No
     if stopped := broadcast_from_main(stopped):
         raise stopped
     return batch if isinstance(batch, StepHeader) else None
+
+
+SHARE = "bapo/sampled_positive_share"
+"""Metric: positive share of a step's groups at ratios of 1, by the weights of ``algorithm.loss_mean``; None
+if no group has an advantage."""
+
+
+def positive_share(
+    groups: Sequence[GroupHeader],
+    kind: Literal["grpo", "dr_grpo"],
+    loss_mean: Literal["token", "sequence"] = "token",
+) -> float | None:
+    """Share of positive tokens: the sum of A over them, divided by that of abs(A) over all trained tokens.
+
+    The contribution of Eq. 8 with ``share="absolute"`` and ``weight="uniform"`` where all ratios are 1, with
+    the weights of ``loss_mean``: every token counts alike, or every response. In a group the advantages add
+    up to 0, so only lengths move it from 1/2, and in a mean over sequences nothing does but responses without
+    trained tokens. None if all advantages are 0.
+    """
+    positive = total = 0.0
+    for group in groups:
+        advantages_G = group_advantages([one.reward for one in group.responses], kind).astype(np.float64)
+        counts = (one.trained_tokens for one in group.responses)
+        parts_G = advantages_G * [count if loss_mean == "token" else min(count, 1) for count in counts]
+        positive += float(parts_G[parts_G > 0].sum())
+        total += float(np.abs(parts_G).sum())
+    return positive / total if total else None
+
+
+def outlook(
+    shares: Sequence[float], bounds: BoundsConfig, loss_mean: Literal["token", "sequence"] = "token"
+) -> str | None:
+    """Sentence on whether BAPO can act on data with these ``shares``, one a step.
+
+    None without shares, for fixed bounds, and where the search's contribution is not this share. In a mean
+    over sequences the share is 1/2 whatever the lengths: only a search of a part of an update sees another.
+    """
+    is_fixed = bounds.low_start == bounds.low_end and bounds.high_start == bounds.high_end
+    if not shares or is_fixed or (bounds.share, bounds.weight) != ("absolute", "uniform"):
+        return None
+    below = sum(share < bounds.target for share in shares)
+    pair = f"fixed({bounds.low_start:g}, {bounds.high_start:g})"
+    if loss_mean == "sequence" and not below:
+        verdict = (
+            f"with algorithm.loss_mean=sequence no lengths move the share from 1/2, so BAPO {_rest(bounds)}"
+        )
+    elif 2 * below >= len(shares):
+        verdict = "BAPO can act on this data"
+    elif below:
+        verdict = f"BAPO can act on this data at times, and will mostly equal {pair}"
+    else:
+        verdict = f"BAPO will equal {pair} on this data, unless training changes the lengths"
+    return (
+        f"{verdict}: positive tokens hold {sum(shares) / len(shares):.3f} of the gradient at ratios of 1, "
+        f"below the target of {bounds.target:g} in {below} of {len(shares)} steps"
+    )
+
+
+def _rest(bounds: BoundsConfig) -> str:
+    """What is left to a search whose update is balanced at ratios of 1."""
+    if bounds.scope == "micro_batch":
+        return "acts only on which responses each search happens to see"
+    return f"will equal fixed({bounds.low_start:g}, {bounds.high_start:g}) until the data are stale"
+
+
+_QUANTITIES = (
+    ("reward", "reward/mean", ".3f"),
+    ("right", "reward/correct_fraction", ".1%"),
+    ("length, mean", "rollout/length_mean", ".0f"),
+    ("length, longest", "rollout/length_max", ".0f"),
+    ("cut off", "rollout/truncated_fraction", ".1%"),
+    ("positive share", "bapo/sampled_positive_share", ".3f"),
+    ("groups sampled", "rollout/groups_sampled", ".4g"),
+    ("groups uniform", "rollout/groups_uniform", ".4g"),
+    ("tokens/s", "time/tokens_per_s", ".0f"),
+    ("rewards failed", "reward/failures", ".4g"),
+    ("rewards timed out", "reward/timeouts", ".4g"),
+)
+"""The rows of the table: name, metric, format."""
+
+_USUAL = {"start", "resume", "done", "engine_ready", "bapo_outlook"}
+"""Event kinds of a run without trouble; the summary leaves them out."""
+
+
+class RolloutRecord:
+    """Writer of metrics, events and progress lines of a rollout-only run, on rank 0. Steps count from 1.
+
+    Opening it drops metrics of later steps, and records `start` or `resume` if steps are left. RunStopped if
+    the disk does not take a line. Call ``finish`` once all steps are sampled, ``close`` in any case.
+    """
+
+    def __init__(self, config: RunConfig, first_step: int) -> None:
+        self._config, self._paths = config, RunPaths(config.directory)
+        self._events = EventLog(self._paths.events)
+        self._metrics = MetricsLog(config.directory, config.logging, first_step - 1, self._events.event)
+        if first_step <= config.steps:
+            kind, kept = record_beginning(self._events, config.directory, first_step, rollout_only=True)
+            where = f"{config.directory}: {kind} at step {first_step} of {config.steps}{kept}"
+            print(f"{where}, --rollout-only: nothing is trained or evaluated", flush=True)
+
+    def step(self, step: int, header: StepHeader, clock: StepClock) -> None:
+        """Write the metrics of a step, and print its line."""
+        algorithm = self._config.algorithm
+        metrics = {
+            **step_metrics(header, [], clock, []),
+            "rollout/groups_uniform": _uniform_groups(header),
+            SHARE: positive_share(header.groups, algorithm.advantage, algorithm.loss_mean),
+        }
+        del metrics["policy/updates"]
+        self._metrics.write_step(step, metrics)
+        print(step_line(step, self._config.steps, metrics), flush=True)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Record an event: its kind and its fields."""
+        self._events.event(**event)
+
+    def finish(self) -> None:
+        """Print the summary table, whether BAPO can act (also an event), and what uses the rollouts."""
+        rows = read_jsonl(self._paths.metrics)
+        events = read_events(self._paths.events)
+        print("\n".join(summary(rows, events)))
+        if message := self._outlook(rows):
+            if all(event.get("message") != message for event in events):
+                self._events.event("bapo_outlook", step=len(rows), message=message)
+            print(message)
+        root = self._paths.root
+        print(f"responses: {self._paths.journal}")
+        print(f"train on them: bapo train RECIPE --train-only {root}")
+        print(f"plots: bapo report {root}", flush=True)
+
+    def _outlook(self, rows: Sequence[Row]) -> str | None:
+        algorithm = self._config.algorithm
+        if algorithm.loss != "clip" or algorithm.polarity != PapoConfig():
+            return None  # nothing is searched, or PAPO changes the advantages
+        shares = [row[SHARE] for row in rows if row.get(SHARE) is not None]
+        return outlook(shares, algorithm.bounds, algorithm.loss_mean)
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._metrics.close()
+        self._events.close()
+
+
+def step_line(step: int, steps: int, metrics: Metrics) -> str:
+    """Progress line of a step, with a dash for a missing number."""
+    show = {name: _text(metrics.get(metric), style) for name, metric, style in _QUANTITIES}
+    return "  ".join(
+        [
+            f"step {step:>{len(str(steps))}}/{steps}",
+            f"reward {show['reward']}",
+            f"right {show['right']}",
+            f"length {show['length, mean']} (max {show['length, longest']}, cut off {show['cut off']})",
+            f"uniform {show['groups uniform']} of {show['groups sampled']} groups",
+            f"tokens/s {show['tokens/s']}",
+            f"failed {show['rewards failed']} (timed out {show['rewards timed out']})",
+        ]
+    )
+
+
+def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
+    """Summary table: mean, lowest and highest step of each quantity; below it counts of trouble events."""
+    table = [[f"{len(rows)} steps", "mean", "lowest", "highest"]]
+    for name, metric, style in _QUANTITIES:
+        values = [row[metric] for row in rows if row.get(metric) is not None]
+        mean = sum(values) / len(values) if values else None
+        numbers = (mean, min(values, default=None), max(values, default=None))
+        table.append([name, *(_text(value, style) for value in numbers)])
+    yield from text_table(table, right=(1, 2, 3))
+    counts = Counter(event["kind"] for event in events if event["kind"] not in _USUAL)
+    if counts:
+        yield "events: " + ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
+
+
+def _uniform_groups(header: StepHeader) -> float:
+    """Number of uniform groups, whose rewards are all equal: the dropped ones and those in the batch."""
+    kept = sum(is_uniform([one.reward for one in group.responses]) for group in header.groups)
+    return (header.metrics.get("rollout/groups_dropped") or 0.0) + kept
+
+
+def _text(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)

@@ -29,14 +29,13 @@ from bapo_megatron.types import Metrics, StepHeader
 NAMES = ("routes/known", "routes/unknown_tokens", "routes/mismatch", "routes/engine_mismatch")
 """The metrics of an update with routes."""
 
-
 EXPERT_NAMES = ("experts/imbalance_mean", "experts/imbalance_max", "experts/router_entropy")
 """The metrics of an update of a mixture of experts."""
 
 
 def router_names(rollout: RolloutConfig, has_experts: bool) -> tuple[str, ...]:
     """Names of the metrics that ``route_metrics`` and ``expert_metrics`` return in a run."""
-    return (*(EXPERT_NAMES if has_experts else ()), *route_names(rollout))
+    return (*(EXPERT_NAMES if has_experts else ()), *(() if rollout.route_replay == "off" else NAMES))
 
 
 def expert_metrics(sums_LC: Tensor | None) -> Metrics:
@@ -49,11 +48,6 @@ def expert_metrics(sums_LC: Tensor | None) -> Metrics:
     imbalance_L = load_LE.amax(1) / load_LE.mean(1)
     found = imbalance_L.mean(), imbalance_L.max(), entropy_L.sum() / tokens_L.sum()
     return dict(zip(EXPERT_NAMES, map(float, found), strict=True))
-
-
-def route_names(rollout: RolloutConfig) -> tuple[str, ...]:
-    """Names of the metrics that ``route_metrics`` returns in a run; none without routes."""
-    return () if rollout.route_replay == "off" else NAMES
 
 
 def route_metrics(sums: Tensor | None) -> Metrics:

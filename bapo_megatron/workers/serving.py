@@ -29,8 +29,8 @@ from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary, WeakSet
 
 from bapo_megatron.errors import ConfigError, printable
+from bapo_megatron.runtime.exit_codes import SIGNALS
 from bapo_megatron.runtime.processes import die_with_parent
-from bapo_megatron.runtime.stop_signals import SIGNALS
 
 DETAIL_CHARACTERS = 500
 """Longest text of an error in an answer."""

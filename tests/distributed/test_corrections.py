@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import AlgorithmConfig, ParallelConfig
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.types import Metrics

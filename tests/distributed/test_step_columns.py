@@ -15,7 +15,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from bapo_megatron.algo.bapo import balanced
-from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,

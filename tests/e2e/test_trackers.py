@@ -15,7 +15,7 @@ import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer.state import read_state
+from bapo_megatron.trainer.records.observer.following import read_state
 from tests.support.forked_commands import ROOT
 from tests.support.short_runs import LIMIT_S, Command, finish, start
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,16 +41,16 @@ __all__ = [
 
 LOSSES = {
     "clip": "bapo_megatron.algo.losses.clip:ClipLoss",
-    "cispo": "bapo_megatron.algo.losses.cispo:Cispo",
-    "sapo": "bapo_megatron.algo.losses.sapo:Sapo",
-    "dppo_tv": "bapo_megatron.algo.losses.dppo:DppoTv",
-    "dppo_kl": "bapo_megatron.algo.losses.dppo:DppoKl",
-    "ce_gppo": "bapo_megatron.algo.losses.ce_gppo:CeGppo",
-    "aspo": "bapo_megatron.algo.losses.aspo:Aspo",
-    "maspo": "bapo_megatron.algo.losses.maspo:Maspo",
-    "gspo": "bapo_megatron.algo.losses.gspo:Gspo",
+    "cispo": "bapo_megatron.algo.losses.token_losses:Cispo",
+    "sapo": "bapo_megatron.algo.losses.token_losses:Sapo",
+    "dppo_tv": "bapo_megatron.algo.losses.token_losses:DppoTv",
+    "dppo_kl": "bapo_megatron.algo.losses.token_losses:DppoKl",
+    "ce_gppo": "bapo_megatron.algo.losses.token_losses:CeGppo",
+    "aspo": "bapo_megatron.algo.losses.token_losses:Aspo",
+    "maspo": "bapo_megatron.algo.losses.token_losses:Maspo",
+    "gspo": "bapo_megatron.algo.losses.sequence_losses:Gspo",
     "m2po": "bapo_megatron.algo.losses.m2po:M2po",
-    "vespo": "bapo_megatron.algo.losses.vespo:Vespo",
+    "vespo": "bapo_megatron.algo.losses.sequence_losses:Vespo",
 }
 """Registered names of losses, with the dotted paths of their classes."""
 
@@ -121,10 +121,7 @@ class Loss(ABC):
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient; 0, the ratio 1, where masked.
-
-    Made by ``TokenLoss.terms`` for each chunk of a pack.
-    """
+    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient; 0, the ratio 1, where masked."""
 
     log_ratio_T: Tensor
     """log(pi / pi_old), nats."""
@@ -188,22 +185,6 @@ class TokenLoss(Loss):
         return LossTerms(loss, factor_T, clipped_T & live_T)
 
 
-class _LossSettings(Protocol):
-    """Protocol of the fields of ``AlgorithmConfig`` that ``build_loss`` reads."""
-
-    @property
-    def loss(self) -> str:
-        """A registered name, or ``package.module:Name``."""
-
-    @property
-    def loss_settings(self) -> Mapping[str, Any]:
-        """Settings of the loss, by the names of its constructor's arguments."""
-
-    @property
-    def bounds(self) -> BoundsConfig:
-        """The clipping bounds."""
-
-
 def load_loss(name: str) -> Callable[..., Loss]:
     """Loss class of a registered name or dotted path. ConfigError if there is none, or it is no ``Loss``."""
     known = ", ".join(sorted(LOSSES))
@@ -224,8 +205,8 @@ def load_loss(name: str) -> Callable[..., Loss]:
     return loss
 
 
-def build_loss(algorithm: _LossSettings) -> Loss:
-    """Construct the loss ``algorithm.loss`` with ``algorithm.loss_settings``.
+def build_loss(algorithm: Any) -> Loss:
+    """The loss of an ``AlgorithmConfig``: ``algorithm.loss``, made with ``algorithm.loss_settings``.
 
     ConfigError for an unknown loss, an unknown setting, or settings of bounds that it would ignore.
     """

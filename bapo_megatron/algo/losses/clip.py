@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from bapo_megatron.algo.bounds import (
     sum_count,
 )
 from bapo_megatron.algo.losses import Loss, LossTerms, Search
-from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums
+from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums, share
 from bapo_megatron.algo.surrogate import (
     TokenBounds,
     all_measures,
@@ -99,14 +99,11 @@ def _groups(batch: MicroBatch, bounds_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search of the bounds, as plain data; equal on every rank.
-
-    Made by ``search``, read by ``ClipLoss``, with the contribution of the positive tokens there, for each
-    measure, share and weight (``BoundsConfig``).
-    """
+    """Result of a search of the bounds, as plain data; equal on every rank."""
 
     bounds: Bounds
     contributions: dict[str, float]
+    """Contribution of the positive tokens there, for each measure, share and weight (``BoundsConfig``)."""
     one_sign: bool = False
     """Whether all tokens of the search had advantages of one sign, so that there was nothing to balance."""
 
@@ -120,16 +117,6 @@ class SearchResult:
             "bapo/reached": float(self.bounds.reached),
             **self.contributions,
         }
-
-
-@dataclass(frozen=True)
-class GroupSearchResults:
-    """Results of an update's searches, one for each of its search groups (``bounds_tokens``). Plain data.
-
-    Made by ``search_groups``, read by ``ClipLoss``.
-    """
-
-    groups: tuple[SearchResult, ...]
 
 
 def contribution_fn(config: BoundsConfig) -> TokenFn:
@@ -155,9 +142,9 @@ def search(sums: Tensor, config: BoundsConfig, lowest: float | None = None) -> S
     return SearchResult(bounds, contributions(sums, bounds, config), one_sign)
 
 
-def search_groups(sums: Tensor, config: BoundsConfig) -> GroupSearchResults:
+def search_groups(sums: Tensor, config: BoundsConfig) -> tuple[SearchResult, ...]:
     """``search`` in each group, on the (reduced) sums of ``contribution_fn`` over the whole update."""
-    return GroupSearchResults(tuple(search(row, config) for row in sums.reshape(-1, _width(config))))
+    return tuple(search(row, config) for row in sums.reshape(-1, _width(config)))
 
 
 def _width(config: BoundsConfig) -> int:
@@ -176,29 +163,21 @@ def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> SearchResul
     return SearchResult(bounds, contributions(sums, bounds, config))
 
 
-class _ClipSettings(Protocol):
-    """Protocol of the fields of ``AlgorithmConfig`` that ``ClipLoss`` reads."""
-
-    @property
-    def bounds(self) -> BoundsConfig:
-        """The clipping bounds."""
-
-
 class ClipLoss(Loss):
     """PPO-clip loss at the bounds of an update, which Algorithm 1 finds or which are fixed.
 
     With ``bounds.scope=update`` or ``bounds_tokens`` the search needs the ratios of all tokens of the update
     before its first backward pass, which may cost a forward pass; fixed bounds need none, nor do lagged ones
-    or those of each pack. FloatingPointError from the search if its
-    sums are not finite. Made by ``build_loss`` for ``algorithm.loss=clip``, the default.
+    or those of each pack. FloatingPointError from the search if its sums are not finite.
     """
 
     bounds = "searched"
     search: Search
 
-    def __init__(self, algorithm: _ClipSettings) -> None:
+    def __init__(self, algorithm: Any) -> None:
         """Reads ``algorithm.bounds`` alone."""
-        self._config = config = algorithm.bounds
+        self._config: BoundsConfig = algorithm.bounds
+        config = self._config
         size = _width(config)
         fixed = sum_count(config) == 2
         self.search = Search(
@@ -217,13 +196,13 @@ class ClipLoss(Loss):
         )
 
     def terms(
-        self, stats: TokenStats, batch: MicroBatch, found: SearchResult | GroupSearchResults
+        self, stats: TokenStats, batch: MicroBatch, found: SearchResult | tuple[SearchResult, ...]
     ) -> LossTerms:
         """Eq. 4 at the bounds of ``found``."""
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
         bounds: Bounds | TokenBounds
-        if isinstance(found, GroupSearchResults):
-            bounds = TokenBounds.of([one.bounds for one in found.groups], self._group_T(batch))
+        if isinstance(found, tuple):
+            bounds = TokenBounds.of([one.bounds for one in found], self._group_T(batch))
         else:
             bounds = found.bounds
         fields = (log_ratio_T.detach(), batch.advantage_T, batch.mask_T, bounds)
@@ -240,15 +219,15 @@ class ClipLoss(Loss):
 
     def _of_tokens(self, view: PackView, value: Callable[[SearchResult], float]) -> float | Tensor:
         """``value`` of each token's search: a number where all have the same, else [T]."""
-        if not isinstance(view.found, GroupSearchResults):
+        if not isinstance(view.found, tuple):
             return value(view.found)
-        table_G = constant_on(view.live_T.device, tuple(value(one) for one in view.found.groups))
+        table_G = constant_on(view.live_T.device, tuple(value(one) for one in view.found))
         return table_G[self._group_T(view.batch)]
 
     def _bounds_sums(self, view: PackView) -> Tensor:
         """Metrics of the bounds, each multiplied by the number of tokens in the loss: [5 + 12]."""
-        if isinstance(view.found, GroupSearchResults):
-            values = [tuple(one.metrics().values()) for one in view.found.groups]
+        if isinstance(view.found, tuple):
+            values = [tuple(one.metrics().values()) for one in view.found]
             rows = constant_on(view.live_T.device, tuple(chain.from_iterable(values))).reshape(
                 len(values), -1
             )
@@ -268,8 +247,8 @@ class ClipLoss(Loss):
         """
         measured, config = update.parts[SEARCH].reshape(-1, _width(self._config)).sum(0), self._config
         exact = search(measured, config)
-        found: SearchResult | GroupSearchResults | None = update.found
-        if isinstance(found, GroupSearchResults) or (found is None and config.scope == "micro_batch"):
+        found: SearchResult | tuple[SearchResult, ...] | None = update.found
+        if isinstance(found, tuple) or (found is None and config.scope == "micro_batch"):
             means = (number / update.tokens for number in sums.tolist())
             used = dict(zip(exact.metrics(), means, strict=True))
         else:
@@ -302,7 +281,7 @@ def _in_force_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
     """Mean bounds over the tokens that they act on; share of tokens whose search saw one sign alone."""
     low, negative, high, positive, one_sign = sums.tolist()
     return {
-        "bapo/clip_low_negative": low / negative if negative else None,
-        "bapo/clip_high_positive": high / positive if positive else None,
+        "bapo/clip_low_negative": share(low, negative),
+        "bapo/clip_high_positive": share(high, positive),
         "bapo/one_sign_tokens": one_sign / update.tokens,
     }

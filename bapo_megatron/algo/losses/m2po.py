@@ -55,8 +55,7 @@ class M2po(Loss):
     """M2PO loss: ``-sum_t weight M r A``, with ``M`` 0 at the tokens that Algorithm 1 masks, else 1.
 
     Clipped: the masked tokens. Metrics ``m2po/threshold``, ``m2po/second_moment`` and ``..._kept``. Needs the
-    ratios of the whole update first, which may cost a forward pass. Made by ``build_loss`` for
-    ``algorithm.loss=m2po``.
+    ratios of the whole update first, which may cost a forward pass.
     """
 
     search: Search

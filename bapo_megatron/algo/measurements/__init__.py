@@ -70,10 +70,7 @@ class PackView:
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """Input of ``Measurement.metrics``, as plain data: sums of a whole update, over all packs and ranks.
-
-    Made by ``Objective.metrics``, once an update.
-    """
+    """Input of ``Measurement.metrics``, as plain data: sums of a whole update, over all packs and ranks."""
 
     tokens: float
     """Tokens in the loss, at least 1: a divisor."""
@@ -103,6 +100,11 @@ class Measurement:
 
 SEARCH = "search"
 """Name of the sums of a loss's search in ``UpdateSums.parts``."""
+
+
+def share(part: float, whole: float) -> float | None:
+    """The metric ``part / whole``; None where the whole is 0."""
+    return part / whole if whole else None
 
 
 def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums
+from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums, share
 from bapo_megatron.algo.tokens import constant_on, ratio, unmasked
 from bapo_megatron.types import Metrics
 
@@ -74,16 +74,12 @@ def source_sums(view: PackView, rows: int) -> Tensor:
 def _metrics(prefix: str, own: dict[str, float], total: dict[str, float]) -> Metrics:
     return {
         f"{prefix}/policy/tokens": own["tokens"],
-        f"{prefix}/policy/entropy": _share(own["entropy"], own["tokens"]),
-        f"{prefix}/token_share": _share(own["tokens"], total["tokens"]),
-        f"{prefix}/gradient_share": _share(own["mass"], total["mass"]),
-        f"{prefix}/bapo/contribution": _share(own["positive_mass"], own["mass"]),
-        f"{prefix}/bapo/contribution_unclipped": _share(own["positive_unclipped"], own["unclipped"]),
-        f"{prefix}/bapo/clip_fraction_high": _share(own["clipped_high"], own["tokens"]),
-        f"{prefix}/bapo/clip_fraction_low": _share(own["clipped_low"], own["tokens"]),
-        f"{prefix}/bapo/positive_token_fraction": _share(own["positive"], own["tokens"]),
+        f"{prefix}/policy/entropy": share(own["entropy"], own["tokens"]),
+        f"{prefix}/token_share": share(own["tokens"], total["tokens"]),
+        f"{prefix}/gradient_share": share(own["mass"], total["mass"]),
+        f"{prefix}/bapo/contribution": share(own["positive_mass"], own["mass"]),
+        f"{prefix}/bapo/contribution_unclipped": share(own["positive_unclipped"], own["unclipped"]),
+        f"{prefix}/bapo/clip_fraction_high": share(own["clipped_high"], own["tokens"]),
+        f"{prefix}/bapo/clip_fraction_low": share(own["clipped_low"], own["tokens"]),
+        f"{prefix}/bapo/positive_token_fraction": share(own["positive"], own["tokens"]),
     }
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None

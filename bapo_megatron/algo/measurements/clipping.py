@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums
+from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums, share
 from bapo_megatron.algo.tokens import unmasked
 from bapo_megatron.types import Metrics
 
@@ -23,9 +23,8 @@ from bapo_megatron.types import Metrics
 def clip_sums(clipped_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> Tensor:
     """Token counts for ``clip_fractions``: float64 [5], additive over packs and ranks.
 
-    Returns:
-        ``[tokens, positive tokens, negative tokens, positive clipped, negative clipped]``, where a token
-        counts once if its mask is not 0, and positive and negative are signs of advantage.
+    ``[tokens, positive tokens, negative tokens, positive clipped, negative clipped]``, where a token counts
+    once if its mask is not 0, and positive and negative are signs of advantage.
     """
     live_T = mask_T != 0
     positive_T, negative_T = live_T & (advantage_T > 0), live_T & (advantage_T < 0)
@@ -75,9 +74,9 @@ def _raised_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
     raised, mass, positive, positive_mass = sums.tolist()
     return {
         "raised/tokens": raised / update.tokens,
-        "raised/probability": mass / raised if raised else None,
+        "raised/probability": share(mass, raised),
         "raised/positive_tokens": positive / update.tokens,
-        "raised/positive_probability": positive_mass / positive if positive else None,
+        "raised/positive_probability": share(positive_mass, positive),
     }
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
-from bapo_megatron.algo.measurements import Measurement, PackView
+from bapo_megatron.algo.measurements import Measurement, PackView, share
 from bapo_megatron.algo.measurements.staleness import bucket_of
 from bapo_megatron.algo.tokens import constant_on, likely, unmasked
 from bapo_megatron.types import Metrics
@@ -91,9 +91,9 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
     table_BCV = sums[:_TABLE_SUMS].reshape(_TABLE)
     metrics: Metrics = {**_quadrant_metrics(table_BCV.sum(0)), **_rule(table_BCV.sum((0, 1)), "entropy_rule")}
     for bucket, table_CV in zip(BUCKETS, table_BCV, strict=True):
-        tokens, clipped, *_ = table_CV.unbind(1)
+        tokens, clipped, *_ = table_CV.T.tolist()
         for number, quadrant in enumerate(QUADRANTS):
-            metrics[f"staleness/{bucket}/clipped_{quadrant}"] = _share(clipped[number], tokens[number])
+            metrics[f"staleness/{bucket}/clipped_{quadrant}"] = share(clipped[number], tokens[number])
         metrics.update(_rule(table_CV.sum(0), f"staleness/{bucket}"))
     return metrics | _profile_metrics(sums[_TABLE_SUMS:].reshape(len(RATIO_BINS), len(_PROFILE)))
 
@@ -109,17 +109,17 @@ def _quadrant_metrics(table_CV: Tensor) -> Metrics:
     tokens, _, mass, *_ = table_CV.sum(0).tolist()
     metrics: Metrics = {}
     for quadrant in QUADRANTS:
-        metrics[f"quadrant/{quadrant}/tokens"] = _share(rows[quadrant][0], tokens)
-        metrics[f"quadrant/{quadrant}/clipped"] = _share(rows[quadrant][1], rows[quadrant][0])
-        metrics[f"quadrant/{quadrant}/contribution"] = _share(rows[quadrant][2], mass)
+        metrics[f"quadrant/{quadrant}/tokens"] = share(rows[quadrant][0], tokens)
+        metrics[f"quadrant/{quadrant}/clipped"] = share(rows[quadrant][1], rows[quadrant][0])
+        metrics[f"quadrant/{quadrant}/contribution"] = share(rows[quadrant][2], mass)
     expanding = [sum(values) for values in zip(*(rows[name] for name in EXPANDING), strict=True)]
     all_effects = sum(row[3] for row in rows.values())
     return {
         **metrics,
-        "polarity/expanding_tokens": _share(expanding[0], tokens),
-        "polarity/expanding_contribution": _share(expanding[2], mass),
-        "polarity/expanding_effect": _share(expanding[3], tokens),
-        "polarity/contracting_effect": _share(all_effects - expanding[3], tokens),
+        "polarity/expanding_tokens": share(expanding[0], tokens),
+        "polarity/expanding_contribution": share(expanding[2], mass),
+        "polarity/expanding_effect": share(expanding[3], tokens),
+        "polarity/contracting_effect": share(all_effects - expanding[3], tokens),
     }
 
 
@@ -127,21 +127,17 @@ def _rule(values: Tensor, prefix: str) -> Metrics:
     """The entropy rule (Eq. 6) of tokens with the sums ``values``: covariance and mean effect."""
     tokens, _, _, effect, log_prob, advantage, product = values.tolist()
     covariance = None if not tokens else product / tokens - (log_prob / tokens) * (advantage / tokens)
-    return {f"{prefix}/covariance": covariance, f"{prefix}/effect": _share(effect, tokens)}
+    return {f"{prefix}/covariance": covariance, f"{prefix}/effect": share(effect, tokens)}
 
 
 def _profile_metrics(profile: Tensor) -> Metrics:
     metrics: Metrics = {}
     tokens = float(profile[:, 0].sum())
     for name, row in zip(RATIO_BINS, profile.tolist(), strict=True):
-        metrics[f"ratio/{name}/tokens"] = _share(row[0], tokens)
-        metrics[f"ratio/{name}/probability"] = _share(row[1], row[0])
-        metrics[f"ratio/{name}/entropy"] = _share(row[2], row[0])
+        metrics[f"ratio/{name}/tokens"] = share(row[0], tokens)
+        metrics[f"ratio/{name}/probability"] = share(row[1], row[0])
+        metrics[f"ratio/{name}/entropy"] = share(row[2], row[0])
     return metrics
-
-
-def _share(part: float | Tensor, whole: float | Tensor) -> float | None:
-    return float(part) / float(whole) if whole else None
 
 
 DIAGNOSTICS = Measurement(

@@ -34,15 +34,8 @@ def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Ten
     """Count, sum and histogram of ``|log pi_trainer - log pi_rollout|``: float64 [GAP_SUMS].
 
     A maximum is not additive over packs and ranks, a histogram is: its last bin with tokens gives the maximum
-    to the width of a bin.
-
-    Args:
-        log_prob_T: by the trainer, nats.
-        rollout_log_prob_T: by the engine, nats.
-        same_weights_T: bool, the tokens in the loss that the present weights sampled.
-
-    Returns:
-        float64 [GAP_SUMS], additive over packs and ranks.
+    to the width of a bin. Log-probs by trainer and engine in nats; ``same_weights_T``: bool, the tokens in
+    the loss that the present weights sampled.
     """
     gap_T = (log_prob_T.double() - rollout_log_prob_T.double()).abs()
     bin_T = torch.bucketize(gap_T, constant_on(gap_T.device, _EDGES))

@@ -79,15 +79,9 @@ def bucket_sums(
 ) -> Tensor:
     """Sums over the tokens of each staleness bucket: tokens, clipped tokens, |log ratio|, entropy.
 
-    Args:
-        staleness_T: integer, in updates. Below 0 counts as 0 (rollouts of another run may be newer).
-        live_T: bool, the tokens in the loss.
-        clipped_T: bool, the tokens that the loss clips.
-        log_ratio_T: log of the loss's ratio, nats.
-        entropy_T: nats.
-
-    Returns:
-        float64 [B * 4], additive over packs and ranks.
+    float64 [B * 4], additive over packs and ranks, from the staleness in updates (below 0, as where rollouts
+    of another run are newer, counts as 0), the tokens that are in the loss and clipped, and log-ratios and
+    entropies in nats.
     """
     columns = (live_T, clipped_T, log_ratio_T.abs(), entropy_T)
     values_T4 = torch.stack([torch.where(live_T, column_T, 0).double() for column_T in columns], dim=1)

@@ -55,7 +55,7 @@ class SamplerClient:
 
     The call is then repeated, but for the wake-up calls of colocated engines, which name no engine then, and
     ``submit``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed;
-    errors that it reports are raised here, as these or as ConfigError. Made by ``trainer/sampling.py``.
+    errors that it reports are raised here, as these or as ConfigError. Made by ``trainer/build.py``.
     """
 
     def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from bapo_megatron.algo.filters import is_uniform
+from bapo_megatron.algo.advantages import is_uniform
 from bapo_megatron.config import RolloutConfig
 from bapo_megatron.data.prompts import Mixture, PromptOrder
 from bapo_megatron.rollout.engines.pool import Report

@@ -4,7 +4,7 @@
 a ``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
 ``("error", kind, text, events)``, with heartbeats before it (``heartbeat.py``). When the trainer ends the
 pipe closes, and this process ends, too: all that it has told the trainer is in the journal. Used by
-``client.py`` and ``trainer/sampling.py``.
+``client.py`` and ``trainer/build.py``.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import open_environments
+from bapo_megatron.runtime.exit_codes import SIGNALS
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
-from bapo_megatron.runtime.stop_signals import SIGNALS
 
 
 @dataclass(frozen=True)
 class Setup:
     """The arguments of the process: settings, dataset, and the engines' addresses or device. Plain data.
 
-    Made by ``trainer/sampling.py``, sent by ``SamplerClient``.
+    Made by ``trainer/build.py``, sent by ``SamplerClient``.
     """
 
     config: RunConfig

@@ -239,7 +239,7 @@ class ReplaySampler:
     """A ``Sampler`` that serves the stored batches of another run (``config.rollout.replay``).
 
     It has no engines, and never waits. ConfigError if there is no journal, or a step's file is missing or
-    damaged. Made by ``trainer/sampling.py``.
+    damaged. Made by ``trainer/build.py``.
     """
 
     def __init__(self, run_dir: Path) -> None:

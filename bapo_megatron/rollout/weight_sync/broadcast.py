@@ -3,7 +3,7 @@
 Every tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``). Control
 calls to the engines go another way (the sampler's process, then HTTP): each returns a future that is done
 when all engines have answered. A broadcast that fails is replaced by the sync by disk. Used by
-``trainer/sampling.py`` and ``benchmarks/weight_sync.py``.
+``trainer/build.py`` and ``benchmarks/weight_sync.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WeightBroadcast:
     """The sender of weight broadcasts, on the trainer's rank 0: ``open`` a group once, ``send`` each version.
 
     Calls block, at most for their timeouts. After an error, most often a BroadcastError, ``open`` a new
-    group. Made by ``trainer/sampling.py``, called by ``BroadcastSync``.
+    group. Made by ``trainer/build.py``, called by ``BroadcastSync``.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class BroadcastSync:
 
     ``push`` returns when the engines have the weights and their digests (hashes) were compared. A broadcast
     that fails is an event, no error: all engines load from disk, and the next push forms a new group. On
-    every rank but 0, ``engines`` and ``broadcast`` are None. Made by ``trainer/sampling.py``.
+    every rank but 0, ``engines`` and ``broadcast`` are None. Made by ``trainer/build.py``.
     """
 
     def __init__(

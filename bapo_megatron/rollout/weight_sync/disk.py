@@ -34,7 +34,7 @@ class DiskSync:
     """The ``WeightSync`` by disk: write the HF folder, then have the engines load it.
 
     ``push`` returns when the working engines have loaded it. If a rank cannot write, all ranks raise. Made by
-    ``trainer/sampling.py``, also as the fallback of the other syncs.
+    ``trainer/build.py``, also as the fallback of the other syncs.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class WeightStaging:
     In order: ``prepare`` on rank 0; ``write_share`` by every writer; ``publish`` on rank 0; then, also after
     an error, ``discard``. ``write`` is all four, for one writer. Nothing here is collective: the caller makes
     the ranks wait for each other. ConfigError if ``hf_path`` is no model folder. Made by
-    ``trainer/sampling.py``, used by ``DiskSync``.
+    ``trainer/build.py``, used by ``DiskSync``.
     """
 
     def __init__(self, folder: Path, hf_path: Path) -> None:

@@ -8,7 +8,7 @@ which a process maps the memory of another one:
     rank of GPU g    bucket -> handles -> rank 0 -> the sampler's process -> the engine's process on GPU g
 
 Fallback: an engine that fails to receive is ended; the weights are written to disk once, and its new server
-loads them. Used by ``trainer/build.py``, ``trainer/gpu_handover.py`` and ``trainer/sampling.py``.
+loads them. Used by ``trainer/build.py`` and ``trainer/gpu_handover.py``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class IpcSync:
     ``push`` only announces them. In the GPU hand-over (``trainer/gpu_handover.py``) ``hand_over`` transfers
     them and names the engines that have them (the caller ends the others); then ``write`` sends them by disk
     to the engines without. These three are collective. A failed transfer is an event, no error; an engine
-    that fails twice in a row gets its weights by disk for a while. Made by ``trainer/sampling.py``.
+    that fails twice in a row gets its weights by disk for a while. Made by ``trainer/build.py``.
     """
 
     def __init__(

@@ -20,10 +20,7 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class Patience:
-    """Stall limit of a run, as plain data from its configuration: the longest silence that is no stall.
-
-    Made by the event sender and by `bapo status`.
-    """
+    """Stall limit of a run, as plain data from its configuration: the longest silence that is no stall."""
 
     steps: int
     """Steps of the whole run. After the last one there is no limit."""
@@ -36,10 +33,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run, as plain data: its last sign of life, in seconds since 1970, and its step times.
-
-    Made by ``read_progress``, for the event sender and `bapo status`.
-    """
+    """Progress of a run, as plain data: its last sign of life, in seconds since 1970, and its step times."""
 
     at: float
     step: int

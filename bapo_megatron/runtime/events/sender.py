@@ -61,7 +61,7 @@ class Outbox:
     """Queue of events for one target, at most one message of each kind, however long the target is down.
 
     ``deliver`` is called again and again, and blocks while it sends; a failed send stays queued, and is due
-    after 5 s, then twice as long each time, at most 300 s. Made by ``EventSender``, one for each target.
+    after 5 s, then twice as long each time, at most 300 s.
     """
 
     def __init__(self, send: Send) -> None:
@@ -126,10 +126,7 @@ process is to tell."""
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """Settings of a run's event sender, plain data that the run sends to it as a line of JSON.
-
-    Made by ``trainer/records/notifier.py``.
-    """
+    """Settings of a run's event sender, plain data that the run sends to it as a line of JSON."""
 
     run_dir: str
     name: str

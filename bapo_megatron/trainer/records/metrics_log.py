@@ -48,11 +48,11 @@ class MetricsLog:
             log.rewind(resume_step)
         self._evaluated = evaluation_means(run_dir).keys()
         self._run_dir = run_dir
-        self._tensorboard: _TensorBoard | None = None
+        self._tensorboard: Any = None
         trackers = [name for name in logging.chosen if name != "tensorboard"]
         with writing(_BOARDS, run_dir):
             if "tensorboard" in logging.chosen:
-                self._tensorboard = _TensorBoard(paths.tensorboard, resume_step)
+                self._tensorboard = _tensorboard_writer(paths.tensorboard, resume_step)
             catch_up_s = logging.catch_up_minutes * 60
             self._observers = Observers(trackers, paths, resume_step, report, catch_up_s)
 
@@ -73,7 +73,9 @@ class MetricsLog:
         if self._tensorboard is not None:
             numbers = {name: value for name, value in finite_json(metrics).items() if value is not None}
             with writing(_BOARDS, self._run_dir):
-                self._tensorboard.write(step, numbers)
+                for name, value in numbers.items():
+                    self._tensorboard.add_scalar(name, value, step)
+                self._tensorboard.flush()
         self._observers.tell(step)
 
     def write_update(self, step: int, metrics: Metrics) -> None:
@@ -90,24 +92,13 @@ class MetricsLog:
         self._observers.close()
 
 
-class _TensorBoard:
-    """Writer of TensorBoard's event files, with the metrics' names as tags."""
+def _tensorboard_writer(folder: Path, resume_step: int) -> Any:
+    """Writer of TensorBoard's event files, which hides what earlier ones say of the steps to come."""
+    # Imported here because it takes seconds.
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        # Imported here because it takes seconds.
-        from torch.utils.tensorboard import SummaryWriter
-
-        threading.excepthook = _without_tensorboards(threading.excepthook)
-        # purge_step hides what earlier event files say of the steps to come.
-        self._writer: Any = SummaryWriter(str(folder), purge_step=resume_step + 1)  # type: ignore[no-untyped-call]
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+    threading.excepthook = _without_tensorboards(threading.excepthook)
+    return SummaryWriter(str(folder), purge_step=resume_step + 1)  # type: ignore[no-untyped-call]
 
 
 def _without_tensorboards(hook: _ThreadHook) -> _ThreadHook:

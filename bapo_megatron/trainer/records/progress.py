@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from datetime import timedelta
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -28,8 +28,7 @@ _ABSENT = "-"
 class Progress:
     """Progress display of a run on a stream, on rank 0; ``close`` releases the terminal.
 
-    Steps count from 1; ``first_step`` is this process's first. ``stream`` None: standard output. Made by
-    ``Recorder``.
+    Steps count from 1; ``first_step`` is this process's first. ``stream`` None: standard output.
     """
 
     def __init__(self, total_steps: int, first_step: int, stream: TextIO | None = None) -> None:
@@ -37,7 +36,7 @@ class Progress:
         self._total_steps = total_steps
         self._times_s: deque[float] = deque(maxlen=_ETA_STEPS)
         # Asked of the stream, not of rich: rich takes FORCE_COLOR, which CI sets, for a terminal.
-        self._view: _View = (
+        self._view: _LiveView | _LineView = (
             _LiveView(total_steps, first_step, stream) if stream.isatty() else _LineView(total_steps, stream)
         )
 
@@ -57,14 +56,6 @@ class Progress:
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal."""
         self._view.close()
-
-
-class _View(Protocol):
-    """Protocol of a display: ``_LiveView`` for terminals, ``_LineView`` for logs."""
-
-    def show(self, step: int, metrics: Metrics, remaining_s: float | None) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _LineView:

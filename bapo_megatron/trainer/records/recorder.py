@@ -1,7 +1,7 @@
 """Recorder of a run: metrics, events.jsonl, progress line; the clock and the metrics of a step.
 
 ``Recorder`` is on rank 0 alone. If none of the first 16 stale updates has moved BAPO's bounds, it says once
-that the run so far equals one with fixed bounds. Used by ``train.py``, and in ``trainer/`` and this folder.
+that the run so far equals one with fixed bounds. Used by ``train.py`` and in ``trainer/``.
 """
 
 from __future__ import annotations
@@ -218,14 +218,9 @@ class StepClock:
         self._laps[f"time/{part}_s"] = now - self._last
         self._last = now
 
-    @property
-    def total_s(self) -> float:
-        """Seconds from the start to the last lap."""
-        return self._last - self._start
-
     def metrics(self) -> Metrics:
         """The seconds of all laps, and their sum."""
-        return {**self._laps, "time/step_s": self.total_s}
+        return {**self._laps, "time/step_s": self._last - self._start}
 
 
 def step_metrics(

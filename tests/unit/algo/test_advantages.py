@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from bapo_megatron.algo.advantages import group_advantages
-from bapo_megatron.algo.filters import is_uniform
+from bapo_megatron.algo.advantages import group_advantages, is_uniform
 
 
 def test_grpo_divides_by_the_sample_standard_deviation() -> None:

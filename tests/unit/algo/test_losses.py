@@ -234,7 +234,10 @@ def test_registered_names_of_losses() -> None:
             r"algorithm.loss='ppo' is unknown: give .*cispo, .*, or the path of a class as package.module:N",
         ),
         ("tests.support.nothing:Mine", r"algorithm.loss=tests.support.nothing:Mine: importing .* failed"),
-        ("bapo_megatron.algo.losses.cispo:Gone", r"bapo_megatron.algo.losses.cispo has no class Gone"),
+        (
+            "bapo_megatron.algo.losses.token_losses:Gone",
+            r"bapo_megatron.algo.losses.token_losses has no class Gone",
+        ),
         ("math:sqrt", r"algorithm.loss=math:sqrt: .* is no subclass of bapo_megatron.algo.losses.Loss"),
         (
             "bapo_megatron.algo.losses:Loss",
@@ -248,7 +251,7 @@ def test_an_unknown_loss_is_an_error(name: str, message: str) -> None:
 
 
 def test_a_loss_of_the_present_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["from bapo_megatron.algo.losses.cispo import Cispo", "class Mine(Cispo): ..."]
+    lines = ["from bapo_megatron.algo.losses.token_losses import Cispo", "class Mine(Cispo): ..."]
     (tmp_path / "my_cispo.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])

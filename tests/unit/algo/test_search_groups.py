@@ -12,7 +12,7 @@ from bapo_megatron.algo.bapo import balanced, fixed, published_code
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.losses.clip import (
     ClipLoss,
-    GroupSearchResults,
+    SearchResult,
     contribution_fn,
     group_of_sequences,
     group_of_tokens,
@@ -110,13 +110,13 @@ def test_every_group_is_searched_by_itself(config: BoundsConfig, samples: list[S
     measure = contribution_fn(config)
     found = search_groups(sum(measure(stats_of(one), one) for one in packs), config)  # type: ignore[arg-type]
     expected = [literal.search_tokens(one, config) for one in tokens]
-    for one, theirs in zip(found.groups, expected, strict=True):
+    for one, theirs in zip(found, expected, strict=True):
         assert (one.bounds.low, one.bounds.high) == (theirs.low, theirs.high)
         assert one.bounds.contribution == pytest.approx(theirs.contribution, rel=1e-9)
         assert (one.bounds.rounds, one.bounds.reached) == (theirs.rounds, theirs.reached)
     assert len({(one.low, one.high) for one in expected}) >= (3 if config.measure == "gradient" else 2)
     one_sign = [len({token.advantage > 0 for token in one if token.advantage}) == 1 for one in tokens]
-    assert [one.one_sign for one in found.groups] == one_sign
+    assert [one.one_sign for one in found] == one_sign
     assert 0 < sum(one_sign) < len(tokens)
     loss = ClipLoss(AlgorithmConfig(bounds=config))
     terms = [loss.terms(stats_of(one), one, found) for one in packs]
@@ -140,7 +140,7 @@ def test_every_group_is_searched_by_itself(config: BoundsConfig, samples: list[S
 
 def metrics_of(
     samples: list[Sample], config: BoundsConfig, *packing: int
-) -> tuple[GroupSearchResults, Metrics, torch.Tensor]:
+) -> tuple[tuple[SearchResult, ...], Metrics, torch.Tensor]:
     packs = packed(samples, *packing)
     objective = Objective(ClipLoss(AlgorithmConfig(bounds=config)))
     search_of = objective.loss.search
@@ -156,8 +156,8 @@ def test_packs_and_replicas_change_nothing(packing: tuple[int, ...], samples: li
     """Micro-batch scope with groups is one answer; replicas beyond the samples get dummies."""
     reference, metrics, vector = metrics_of(samples, GROUPED, 96)
     found, ours, other = metrics_of(samples, GROUPED, *packing)
-    assert [one.bounds.low for one in found.groups] == [one.bounds.low for one in reference.groups]
-    assert [one.bounds.high for one in found.groups] == [one.bounds.high for one in reference.groups]
+    assert [one.bounds.low for one in found] == [one.bounds.low for one in reference]
+    assert [one.bounds.high for one in found] == [one.bounds.high for one in reference]
     torch.testing.assert_close(other, vector, rtol=1e-10, atol=1e-12)
     assert ours.keys() == metrics.keys()
     known = {name: value for name, value in metrics.items() if value is not None}
@@ -172,7 +172,7 @@ def test_metrics_are_means_over_tokens_and_over_those_that_a_bound_acts_on() -> 
     samples = [one_response(4, advantage) for advantage in (1.0, -1.0)]
     config = dataclasses.replace(balanced(), scope="micro_batch", bounds_tokens=4)
     found, metrics, _ = metrics_of(samples, config, 64)
-    assert [(one.bounds.low, one.bounds.high) for one in found.groups] == [(0.6, 1.2), (0.9, 3.0)]
+    assert [(one.bounds.low, one.bounds.high) for one in found] == [(0.6, 1.2), (0.9, 3.0)]
     assert (metrics["bapo/clip_low"], metrics["bapo/clip_high"]) == pytest.approx((0.75, 2.1))
     in_force = (metrics["bapo/clip_low_negative"], metrics["bapo/clip_high_positive"])
     assert in_force == pytest.approx((0.9, 1.2))
@@ -180,7 +180,7 @@ def test_metrics_are_means_over_tokens_and_over_those_that_a_bound_acts_on() -> 
     assert metrics["bapo/contribution"] == pytest.approx(0.5)  # 1 and 0
     assert metrics["contribution/gradient_ratio_uniform"] == math.inf  # over no negative token
     together, exact, _ = metrics_of(samples, dataclasses.replace(config, bounds_tokens=8), 64)
-    assert (len(together.groups), exact["bapo/one_sign_tokens"]) == (1, 0.0)
+    assert (len(together), exact["bapo/one_sign_tokens"]) == (1, 0.0)
 
 
 def one_response(tokens: int, advantage: float) -> Sample:
@@ -211,7 +211,7 @@ def test_one_group_is_the_search_of_the_update(samples: list[Sample]) -> None:
     exact = sum(contribution_fn(balanced())(stats_of(one), one) for one in packs)
     assert isinstance(exact, torch.Tensor)
     torch.testing.assert_close(sums, exact, rtol=1e-12, atol=1e-12)
-    assert search_groups(sums, whole).groups[0].bounds.low == search(exact, balanced()).bounds.low
+    assert search_groups(sums, whole)[0].bounds.low == search(exact, balanced()).bounds.low
 
 
 def test_fixed_bounds_need_no_groups() -> None:

@@ -29,7 +29,7 @@ from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import finalize_checkpoint
+from bapo_megatron.trainer.flow_control import finalize_checkpoint
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from checkpoints_tools import to_megatron
 from tests.support.checkpoint_models import folder_bytes, save_random_model

@@ -14,7 +14,7 @@ from bapo_megatron.data.problem_sets import load_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.turns import check_environment, check_environments, tools_of
-from bapo_megatron.trainer.sampling import load_suites
+from bapo_megatron.trainer.build import load_suites
 from tests.support.chat_templates import FOLDERS, demo_tokenizer, family_tokenizer
 from tests.support.environments import Described
 from tests.support.episodes import EpisodeWorld

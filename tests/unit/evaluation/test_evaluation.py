@@ -51,7 +51,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.sampler.response import MOST_LOSSES, Sampling
-from bapo_megatron.trainer.sampling import load_suites
+from bapo_megatron.trainer.build import load_suites
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
 from checkpoints_tools.formats.locate import Format
 from checkpoints_tools.to_megatron import to_megatron

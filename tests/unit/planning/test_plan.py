@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper
-from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import (
     AlgorithmConfig,

@@ -14,8 +14,12 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, fixed
-from bapo_megatron.algo.corrections.importance_sampling import truncated_sequence_importance
-from bapo_megatron.algo.corrections.rejection import CorrectionsConfig, is_off_policy, is_outside
+from bapo_megatron.algo.corrections import (
+    CorrectionsConfig,
+    is_off_policy,
+    is_outside,
+    truncated_sequence_importance,
+)
 from bapo_megatron.algo.losses import LOSSES, build_loss, load_loss
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig

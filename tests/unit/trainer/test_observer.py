@@ -13,9 +13,17 @@ import pytest
 from bapo_megatron.runtime.jsonl_log import JsonlLog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer import following
-from bapo_megatron.trainer.records.observer.following import END, NEWS, Inbox, Observer
-from bapo_megatron.trainer.records.observer.rows import TrackedRow, TrackedRows
-from bapo_megatron.trainer.records.observer.state import TrackerState, read_state, write_state
+from bapo_megatron.trainer.records.observer.following import (
+    END,
+    NEWS,
+    Inbox,
+    Observer,
+    TrackedRow,
+    TrackedRows,
+    TrackerState,
+    read_state,
+    write_state,
+)
 from bapo_megatron.trainer.records.observer.trackers import RedactingStream, TrackedRun, redacted, tracked_run
 
 Written = tuple[int, dict[str, float]]

@@ -17,9 +17,8 @@ from bapo_megatron.errors import Preempted
 from bapo_megatron.runtime.jsonl_log import JsonlLog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer import processes
-from bapo_megatron.trainer.records.observer.following import NEWS
+from bapo_megatron.trainer.records.observer.following import NEWS, read_state
 from bapo_megatron.trainer.records.observer.processes import Observers
-from bapo_megatron.trainer.records.observer.state import read_state
 
 LIMIT_S = 300.0
 """For what takes a second on an idle machine."""

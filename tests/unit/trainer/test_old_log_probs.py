@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced
-from bapo_megatron.algo.corrections.importance_sampling import truncated_importance
+from bapo_megatron.algo.corrections import truncated_importance
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.train import train_on

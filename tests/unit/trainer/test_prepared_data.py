@@ -10,7 +10,7 @@ import pytest
 from bapo_megatron.config import DataConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.trainer.sampling import load_problems
+from bapo_megatron.trainer.build import load_problems
 
 POLICY = Path(__file__).parents[3] / "recipes/demo/policy"
 ROW = {

@@ -18,7 +18,6 @@ from bapo_megatron.trainer.routes import (
     check_stored_routes,
     expert_metrics,
     route_metrics,
-    route_names,
     router_names,
 )
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch, StoredRoutes
@@ -37,8 +36,7 @@ def test_metrics_by_hand() -> None:
     }
     assert route_metrics(torch.tensor([8.0, 0, 9, 0, 0, 0, 0]))["routes/mismatch"] is None
     assert route_metrics(None) == {}
-    assert route_names(RolloutConfig()) == ()
-    assert tuple(found) == route_names(RolloutConfig(route_replay="measure"))
+    assert tuple(found) == router_names(RolloutConfig(route_replay="measure"), False)
 
 
 def test_expert_metrics_by_hand() -> None:
@@ -55,7 +53,7 @@ def test_expert_metrics_by_hand() -> None:
     assert router_names(RolloutConfig(), has_experts=False) == ()
     assert router_names(RolloutConfig(), has_experts=True) == tuple(found)
     both = router_names(RolloutConfig(route_replay="replay"), has_experts=True)
-    assert both == (*found, *route_names(RolloutConfig(route_replay="replay")))
+    assert both == (*found, *router_names(RolloutConfig(route_replay="replay"), False))
 
 
 class Said:

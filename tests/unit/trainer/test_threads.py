@@ -16,7 +16,7 @@ from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import ParallelConfig, RunConfig, load_recipe
 from bapo_megatron.rollout.sampler import client
 from bapo_megatron.trainer import threads
-from bapo_megatron.trainer.sampling import open_engines
+from bapo_megatron.trainer.build import open_engines
 from bapo_megatron.trainer.threads import pin_threads
 from tests.support.forked_commands import ROOT
 

@@ -311,9 +311,8 @@ def test_training_waits_for_an_evaluation_and_records_its_score(
 
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other ranks to tell."""
-    for module in ("checkpointing", "flow_control"):
-        monkeypatch.setattr(f"bapo_megatron.trainer.{module}.broadcast_from_main", lambda value: value)
-    monkeypatch.setattr("bapo_megatron.trainer.checkpointing.state_fingerprint", lambda *_: {})
+    monkeypatch.setattr("bapo_megatron.trainer.flow_control.broadcast_from_main", lambda value: value)
+    monkeypatch.setattr("bapo_megatron.trainer.flow_control.state_fingerprint", lambda *_: {})
 
 
 def test_preemption_while_waiting_for_the_sampler_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,28 +1,48 @@
-"""Observer loop: forwards each row of a run's metrics files to one tracker, in order, with retries.
+"""Observer process: forwards each row of a run's metrics files to one tracker, in order, with retries.
 
-Runs in the observer's own process. Each step is sent once, also over restarts: the tracker, or else the state
-file, says which step it has last. A tracker that cannot tell may get a row twice, after a kill or an error of
-its own. Used by
-``__main__.py`` and ``processes.py``.
+    python -m bapo_megatron.trainer.records.observer.following RUN NAME STEP LIFELINE
+
+RUN: the run directory; STEP: the last step on disk; LIFELINE: a pipe that closes when the run is gone.
+``processes.py`` starts one for each tracker. It ignores the signals that reach all processes of a job: the
+run ends it, after the last rows or a limit.
+
+Each step is sent once, also over restarts: the tracker, or else the state file, RUN/trackers/NAME.json, says
+which step it has last. A tracker that cannot tell may get a row twice, after a kill or an error of its own.
+Used by ``processes.py``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
+import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 from bapo_megatron.runtime.events.kinds import ENDS, last_turn
-from bapo_megatron.runtime.jsonl_log import tail_rows
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
+from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK, TrackedRows
-from bapo_megatron.trainer.records.observer.state import TrackerState, read_state, write_state
-from bapo_megatron.trainer.records.observer.trackers import RunEnd, TrackedRun, Tracker, redacted, tracked_run
+from bapo_megatron.trainer.records.observer.trackers import (
+    EVALUATION_MARK,
+    NOTHING,
+    STEP_MARK,
+    TRACKERS,
+    RedactingStream,
+    RunEnd,
+    TrackedRun,
+    Tracker,
+    redacted,
+    tracked_run,
+)
 
 NEWS, END = b"n", b"e"
 """Messages from the run to an observer: new rows; end after the rows that are there."""
@@ -35,12 +55,103 @@ _SAVE_S = 1.0
 
 _PROBLEM_CHARACTERS = 500
 
+_MOST_BYTES = 1 << 20
+"""Most of a state file that is read."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class TrackerState:
+    """Progress of one tracker, and its last problem: the content of its state file. Plain data.
+
+    Only the observer writes it, atomically; ``Observers`` reads it while the run goes on.
+    """
+
+    step: int = NOTHING
+    """Last step whose metrics the tracker has."""
+    evaluation: int = NOTHING
+    """Last step whose evaluation the tracker has."""
+    problem: str | None = None
+    """Error of the last attempt; None after a success."""
+    attempts: int = 0
+    """Number of failed attempts."""
+    kept: int | None = None
+    """Last step that the tracker has from before this start, though the run makes it again."""
+    project: str | None = None
+    """Project of the tracked run. None in states of earlier versions, and stays so there."""
+
+    @property
+    def is_of_earlier_version(self) -> bool:
+        """Whether an earlier version began the tracked run."""
+        return self.project is None and max(self.step, self.evaluation) > NOTHING
+
+
+def read_state(path: Path) -> TrackerState:
+    """The state in ``path``; an initial one if there is none, or none that can be read."""
+    try:
+        with read_plain(path) as file:
+            return TrackerState(**json.loads(file.read(_MOST_BYTES)))
+    except (OSError, ValueError, TypeError):
+        return TrackerState()
+
+
+def write_state(path: Path, state: TrackerState) -> None:
+    """Write ``state`` to ``path``, whose folder exists."""
+    write_atomically(path, json.dumps(asdict(state)) + "\n")
+
+
+@dataclass(frozen=True)
+class TrackedRow:
+    """A row for a tracker, as plain data: the numbers of a step, or of an evaluation of its weights."""
+
+    step: int
+    is_evaluation: bool
+    metrics: dict[str, float]
+
+
+class TrackedRows:
+    """Tail of metrics.jsonl and evaluations.jsonl, from their first row on, while the run writes them."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._steps, self._evaluations = _Tail(paths.metrics), _Tail(paths.evaluations)
+
+    def new(self) -> list[TrackedRow]:
+        """The rows since the last call.
+
+        The steps are read first: the evaluations before a step were written before it, so none comes late.
+        """
+        rows = [*self._steps.rows(False), *self._evaluations.rows(True)]
+        return sorted(rows, key=lambda row: (row.step, row.is_evaluation))
+
+
+class _Tail:
+    """Tail of one log, from its first line on; a line that is being written waits until it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def rows(self, is_evaluation: bool) -> list[TrackedRow]:
+        found = []
+        with read_plain(self._path) as file:
+            file.seek(self._offset)
+            while (line := file.readline()).endswith(b"\n"):
+                self._offset += len(line)
+                values = parse_row(line)
+                step = values.pop("step")
+                numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
+                found.append(TrackedRow(step, is_evaluation, numbers))
+        return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
 
 class Inbox:
     """Inbox of an observer: the reading end of the pipe from the run, which says "new rows" and "end".
 
-    ``wait`` blocks; ``is_ending`` is True once the run has said "end", or is gone. Made by ``__main__.py``,
-    read by ``Observer``.
+    ``wait`` blocks; ``is_ending`` is True once the run has said "end", or is gone. Read by ``Observer``.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -64,7 +175,7 @@ class Observer:
     """Follower of one run for one tracker, in its own process; ``observe`` returns at the end of the run.
 
     ``resume_step``: the last step that the run has on disk. Errors of the tracker are noted in its state
-    file, which the run reads, and tried again after a pause; none is raised. Made by ``__main__.py``.
+    file, which the run reads, and tried again after a pause; none is raised.
     """
 
     def __init__(
@@ -157,3 +268,18 @@ class Observer:
         if time.monotonic() - self._saved_s >= least_s:
             write_state(self._file, state)
             self._saved_s = time.monotonic()
+
+
+def main(root: str, name: str, resume_step: str, lifeline: str) -> int:
+    """Entry point. Exit code 0 if the tracker has every row, 1 if it lacks the last ones."""
+    die_with_parent(int(lifeline))
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)
+    os.nice(10)
+    sys.stdout, sys.stderr = (cast("TextIO", RedactingStream(stream)) for stream in (sys.stdout, sys.stderr))
+    observer = Observer(Path(root), name, int(resume_step), TRACKERS[name], Inbox(sys.stdin.fileno()))
+    return 0 if observer.observe() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

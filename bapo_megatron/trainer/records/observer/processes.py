@@ -20,8 +20,7 @@ from bapo_megatron.runtime.child_process import ChildProcess, exit_text, with_im
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer.following import END, NEWS
-from bapo_megatron.trainer.records.observer.state import TrackerState, read_state
+from bapo_megatron.trainer.records.observer.following import END, NEWS, TrackerState, read_state
 
 PREEMPTED_S = 10.0
 """Seconds that all trackers together have to catch up after Ctrl-C, and at the end of a preempted run: Slurm
@@ -171,7 +170,7 @@ class _ObserverProcess:
         log = open_plain(self._paths.tracker_log(self._name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             self._child = ChildProcess(
-                [sys.executable, "-m", "bapo_megatron.trainer.records.observer", *arguments],
+                [sys.executable, "-m", "bapo_megatron.trainer.records.observer.following", *arguments],
                 with_import_path(os.environ),
                 False,
                 stdin=subprocess.PIPE,

@@ -2,15 +2,14 @@
 
 A tracker shows one run of a board for all starts of a run directory. It runs in an observer's process, and
 imports its package when it is made. Errors of a package or its server are raised, and the observer tries
-again. A new tracker is a class with the methods of ``Tracker``, an entry in ``__main__.py`` and one in
+again. A new tracker is a class with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in
 ``TrackerName`` (config/outputs.py). Secrets (API keys, passwords in URLs) are taken out of what a tracker's
 package prints or raises, and of the configuration that it gets.
 
 ``steps_with`` reads, at a restart, which steps W&B's offline files hold: after a kill fewer than were logged.
 A file has LevelDB's log format (github.com/google/leveldb, doc/log_format.md) after a header of seven bytes:
 blocks of 32 KiB with records of checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last
-part) and data, here a Record of W&B's protocol. A torn end is left out. Used by ``__main__.py`` and
-``following.py``.
+part) and data, here a Record of W&B's protocol. A torn end is left out. Used by ``following.py``.
 """
 
 from __future__ import annotations
@@ -20,15 +19,22 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK
-from bapo_megatron.trainer.records.observer.state import NOTHING
+
+STEP_MARK = "time/step_s"
+"""A metric that is a number in every step: a tracker that has it for a step has the step."""
+
+EVALUATION_MARK = "eval/mean"
+"""A metric that is a number in every evaluation."""
+
+NOTHING = -1
+"""The step before the first: evaluations begin with step 0."""
 
 _NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _LEAST_CHARACTERS = 6
@@ -47,7 +53,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 class RedactingStream:
     """Text stream that redacts secrets before it writes; all other methods are the stream's.
 
-    ``__main__.py`` puts it in place of an observer's standard output and error.
+    ``following.main`` puts it in place of an observer's standard output and error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -75,10 +81,7 @@ _QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Description of a run for a tracker, as plain data without secrets: id, name, project, configuration.
-
-    Made by ``tracked_run`` from the configuration on disk, for the ``Tracker``.
-    """
+    """Description of a run for a tracker, as plain data without secrets: id, name, project, configuration."""
 
     id: str
     """Unique to the run directory, and the same for all of its starts."""
@@ -351,3 +354,11 @@ class MlflowTracker:
 def _allowed(name: str) -> str:
     """A metric's name with an underscore for each character that MLflow refuses."""
     return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+    "mlflow": MlflowTracker,
+}
+"""The trackers by their names in ``logging.trackers``."""

@@ -99,7 +99,7 @@ def observe(run: FilesOfRun, store: Store, resume_step: int = 0) -> bool:
     reading, writing = os.pipe()
     os.write(writing, NEWS + END)
     inbox = Inbox(reading)
-    inbox.receive()
+    inbox.wait()
     try:
         return Observer(run.paths.root, "fake", resume_step, store.client, inbox).observe()
     finally:

@@ -1,9 +1,9 @@
-"""Planned job of ``bapo plan``: the recipe, the model's shape and the flags, and the sizes that follow.
+"""Planned job of ``bapo plan``: GPU types, the recipe, the shape and the flags, and the sizes that follow.
 
 The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
-``schedules.py``. ConfigError if there is no config.json to read the model's shape from. Used in
-``commands/``, ``commands/cluster/``, ``commands/doctor/``, this folder and ``planning/rehearsal/``.
+``schedules.py``. ConfigError if there is no config.json to read the model's shape from. Used in ``commands/``
+and ``planning/``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
-from bapo_megatron.planning.hardware import GPUS, GPUS_PER_NODE, Gpu
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
 from bapo_megatron.planning.sizes import (
     ExpertLoad,
@@ -32,10 +31,52 @@ from bapo_megatron.planning.sizes import (
 )
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
+GB = 1e9
+GPUS_PER_NODE = 8
 _BYTES = {"bfloat16": 2, "float32": 4}
 # Prompts of competition mathematics have 100 to 300 tokens, a limit of 2048 is for the rare long one.
 _MEAN_PROMPT = 1 / 8
 _MEAN_RESPONSE = 1 / 4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU type: its rates and memory, and those of its node, in bytes, bytes/s and FLOP/s."""
+
+    name: str
+    memory: float
+    """Bytes by the data sheet (decimal gigabytes); the driver shows 3 to 7 % more, which is left as a
+    reserve."""
+    peak: float
+    """Dense bfloat16 rate."""
+    memory_bandwidth: float
+    nvlink: float
+    """NVLink within the node, one direction, for each GPU."""
+    network: float
+    """Network between nodes, one direction, for each GPU."""
+    host_memory: float
+    """Host memory of a DGX node with eight such GPUs."""
+    host_bandwidth: float
+    """Bandwidth of that memory, both sockets."""
+    pcie: float
+    """PCIe between a GPU and the host, one direction."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-80gb", 80 * GB, 312e12, 2039 * GB, 300 * GB, 25 * GB, 2000 * GB, 409 * GB, 32 * GB),
+        Gpu("h100-80gb", 80 * GB, 989e12, 3350 * GB, 450 * GB, 50 * GB, 2000 * GB, 614 * GB, 64 * GB),
+        Gpu("h200-141gb", 141 * GB, 989e12, 4800 * GB, 450 * GB, 50 * GB, 2000 * GB, 614 * GB, 64 * GB),
+        Gpu("b200-180gb", 180 * GB, 2250e12, 8000 * GB, 900 * GB, 50 * GB, 2000 * GB, 717 * GB, 64 * GB),
+    )
+}
+"""Sources (NVIDIA data sheets, dense rates without sparsity): "A100 Tensor Core GPU" and DGX A100 (2021),
+"H100 Tensor Core GPU" and DGX H100 (2023), "H200 Tensor Core GPU" (2024), "HGX B200" and DGX B200 (2024).
+The data sheets give NVLink's rate for both directions together; here it is that of one. The network is one
+InfiniBand port for each GPU: 200 Gb/s beside an A100, 400 Gb/s beside the others. PCIe is generation 4
+beside an A100, 5 beside the others. Host memory has two sockets of eight channels: DDR4-3200 in a DGX A100,
+DDR5-4800 in a DGX H100 and H200, DDR5-5600 in a DGX B200."""
 
 
 @dataclass(frozen=True)

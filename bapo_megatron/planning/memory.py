@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bapo_megatron.planning.activations import Spec, activation_bytes_per_token
-from bapo_megatron.planning.hardware import GB
-from bapo_megatron.planning.job import Job, in_flight
+from bapo_megatron.planning.job import GB, Job, in_flight
 from bapo_megatron.planning.sizes import (
     StageParameters,
     largest_parameter,

@@ -14,8 +14,7 @@ from bapo_megatron.algo.bounds import describe, low_values
 from bapo_megatron.planning.activations import Recompute
 from bapo_megatron.planning.advice import Change
 from bapo_megatron.planning.engines import open_response_lines, open_responses
-from bapo_megatron.planning.hardware import GB
-from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.job import GB, Job
 from bapo_megatron.planning.memory import (
     activation_bytes,
     optimizer_bytes,

@@ -11,8 +11,7 @@ from functools import cached_property
 from math import isfinite
 
 from bapo_megatron.planning.engines import EnginePlan, engine_plan
-from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
-from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
 from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes
 from bapo_megatron.planning.speed import (

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.planning.hardware import GB, GPUS_PER_NODE
-from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import optimizer_shard
 from bapo_megatron.planning.sizes import stage_parameters, total_parameters
 from bapo_megatron.policy.layout import stage_layers

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from bapo_megatron.planning.hardware import GB
+from bapo_megatron.planning.job import GB
 from bapo_megatron.policy.device import attention_problem, uses_transformer_engine
 from benchmarks.common import machine
 from benchmarks.gpu.rows import Row, Size

@@ -23,8 +23,7 @@ from bapo_megatron.config import (
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.planning.hardware import GB, GPUS
-from bapo_megatron.planning.job import Job, PlanOptions
+from bapo_megatron.planning.job import GB, GPUS, Job, PlanOptions
 from bapo_megatron.planning.memory import stage_memory
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.policy.megatron import MegatronPolicy

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from bapo_megatron.planning.hardware import GB
+from bapo_megatron.planning.job import GB
 from bapo_megatron.policy.device import free_gpu_bytes, release_cached_memory
 from bapo_megatron.policy.megatron import MegatronPolicy
 from benchmarks.gpu.rows import Row, Size

@@ -21,7 +21,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.hardware import GB
+from bapo_megatron.planning.job import GB
 from bapo_megatron.planning.rehearsal.transformer_engine import te_folder
 from bapo_megatron.policy.device import uses_transformer_engine
 from bapo_megatron.trainer.build import build_policy

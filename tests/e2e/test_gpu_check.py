@@ -20,7 +20,7 @@ import torch
 from bapo_megatron.config import BatchConfig, ParallelConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.hardware import GB
+from bapo_megatron.planning.job import GB
 from bapo_megatron.policy.optimizer import _Copies
 from benchmarks import gpu_check as program
 from benchmarks.gpu import environment, experts, handles, host_streams, offload, parity, phases, server

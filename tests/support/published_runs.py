@@ -28,8 +28,7 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.planning.activations import activation_bytes_per_token
-from bapo_megatron.planning.hardware import GB
-from bapo_megatron.planning.job import Job, PlanOptions
+from bapo_megatron.planning.job import GB, Job, PlanOptions
 from bapo_megatron.planning.memory import FIXED, FRAGMENTATION
 from bapo_megatron.planning.plan import JobPlan, make_plan
 from bapo_megatron.planning.sizes import total_parameters

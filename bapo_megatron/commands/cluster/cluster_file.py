@@ -18,7 +18,7 @@ from annotated_types import Ge
 
 from bapo_megatron.algo.settings import out_of_range, table_problems
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.hardware import GPUS
+from bapo_megatron.planning.job import GPUS
 
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}|\d+")
 _EXAMPLES = {"time": ', in quotes: "24:00:00" is 24 hours, and Slurm takes "24" for 24 minutes'}

@@ -18,8 +18,7 @@ from typing import Any
 from bapo_megatron.commands.cluster.cluster_file import CONTROL, ClusterFile
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.hardware import GB
-from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
+from bapo_megatron.planning.job import GB, Job, PlanOptions, find_shape, shape_folder
 from bapo_megatron.planning.plan import make_plan, nodes_text, summary
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
 from bapo_megatron.planning.rehearsal.results import rehearsal_verdict

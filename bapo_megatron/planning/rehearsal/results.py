@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from bapo_megatron.planning.hardware import GB
-from bapo_megatron.planning.job import Job
+from bapo_megatron.planning.job import GB, Job
 from bapo_megatron.planning.memory import FIXED, FRAGMENTATION, stage_memory
 from bapo_megatron.planning.page import aligned, layout_name
 from bapo_megatron.planning.plan import Verdict, gpu_excess, host_excess

@@ -15,7 +15,7 @@ import resource
 import struct
 from contextlib import suppress
 
-from bapo_megatron.reward.sandbox import audit_hook, file_system, landlock, system_calls
+from bapo_megatron.reward.sandbox import audit_hook, file_system, system_calls
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -118,7 +118,7 @@ def confine_sandbox(walls: Walls, box: str, readable: list[str], number: int) ->
     file_system.check(LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     file_system.check(LIBC.capset(struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
     be_untraceable()
-    walls.landlock = landlock.confine(box, ["/"] if walls.own_root else readable, file_system.DEVICES)
+    walls.landlock = file_system.confine(box, ["/"] if walls.own_root else readable, file_system.DEVICES)
     if not (walls.landlock or walls.own_root):
         walls.notes.append("no Landlock (Linux 5.13): C code reads and writes files as the run's user")
     if problem := system_calls.problem():

@@ -103,6 +103,7 @@ def test_the_table_of_episodes_by_hand() -> None:
         {
             "environment/turns_mean": turn,
             "environment/given_share": turn / 8,
+            "environment/finish_failed": turn / 10,
             "environment/reward_turn_10": -turn,
             "environment/reward_turn_2": None if turn == 2 else turn,
             "episode/calls <b>": 3.0,
@@ -112,6 +113,7 @@ def test_the_table_of_episodes_by_hand() -> None:
     assert episode_cells(run_of(*steps), 2) == [
         ("turns of a response, mean", ["1.500", "3.000"]),
         ("given tokens", ["18.8%", "37.5%"]),
+        ("ended by a failure", ["15%", "30%"]),
         ("reward of answer 2", ["2.500", "2.500"]),
         ("reward of answer 10", ["-1.500", "-3.000"]),
         ("calls <b>", ["3.000", "3.000"]),

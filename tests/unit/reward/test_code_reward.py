@@ -501,7 +501,7 @@ def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatc
     begin = sandbox_module._BEGIN.replace(
         "del sys",
         "from bapo_megatron.reward.sandbox import isolation as w\n"
-        "w.enter_namespaces, w.landlock.confine = lambda *_: w.Walls(), lambda *_: False\n"
+        "w.enter_namespaces, w.file_system.confine = lambda *_: w.Walls(), lambda *_: False\n"
         "w.system_calls.problem = lambda: 'no filter'\ndel sys",
     )
     monkeypatch.setattr(sandbox_module, "_BEGIN", begin)

@@ -19,7 +19,7 @@ import pytest
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.sandbox import isolation, landlock, system_calls
+from bapo_megatron.reward.sandbox import file_system, isolation, system_calls
 from bapo_megatron.reward.sandbox import sandbox as sandbox_module
 from bapo_megatron.reward.sandbox.sandbox import Sandbox, checked_sandbox
 from tests.support import sandbox_attacks
@@ -149,8 +149,8 @@ def test_without_namespaces_landlock_and_the_filter_hold(user: int, public: Call
     """Docker's default profile. The directory is on the machine's disk then, which may limit files itself."""
     found = attacked(user, "docker", public(user))
     assert "no namespaces" in found.pop("notes")[-1]
-    if landlock.version() < 3:
-        pytest.skip(f"the kernel has version {landlock.version()} of Landlock, not 3")
+    if file_system.landlock_version() < 3:
+        pytest.skip(f"the kernel has version {file_system.landlock_version()} of Landlock, not 3")
     assert {name for name, result in found.items() if result is not False} <= {"many files"}
 
 

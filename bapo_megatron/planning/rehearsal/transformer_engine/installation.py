@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from bapo_megatron.planning.rehearsal.transformer_engine import (  # noqa: F401  each enters its kernels in the table
     attention,
     layers,
-    optimizer,
 )
 from bapo_megatron.planning.rehearsal.transformer_engine.extension import make_extension
 

@@ -107,6 +107,15 @@ def observe(run: FilesOfRun, store: Store, resume_step: int = 0) -> bool:
         os.close(writing)
 
 
+def test_a_pipe_that_closes_is_the_end_of_the_run() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    inbox = Inbox(reading)
+    inbox.wait(limit_s=60.0)
+    os.close(reading)
+    assert inbox.is_ending
+
+
 def test_the_tracker_gets_each_row_in_order(run: FilesOfRun) -> None:
     store = Store()
     for step in (0, 2):

@@ -86,7 +86,7 @@ def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
     run.partial_step = None
     sources, routes = run.config.data.source_names, run.config.rollout.route_replay
     check_stored_routes(run.config.rollout, step, batch.header)
-    groups = samples_of(batch, algorithm.advantage, sources, routes)
+    groups: Sequence[Sequence[TrainingSample]] = samples_of(batch, algorithm.advantage, sources, routes)
     if algorithm.old_log_probs == "trainer":
         cap, level = algorithm.importance_cap, algorithm.importance_level
         # Before the first update: pi_old of all updates of the step is the policy at the step's start.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -41,46 +41,6 @@ class TrainingBatch(Protocol):
 
     def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
         """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers."""
-
-
-class TrainingSample(Protocol):
-    """Training sequence as every rank sees it: its numbers, and on request its columns, as a ``Sample``.
-
-    ``Sample`` has them in memory, ``StoredSample`` in a step's file. Code asks for the columns of samples
-    that this rank packs, and of no others.
-    """
-
-    @property
-    def advantage(self) -> float: ...
-    @property
-    def source(self) -> int: ...
-    @property
-    def response_tokens(self) -> int: ...
-    @property
-    def trained_tokens(self) -> int: ...
-    @property
-    def predicted_tokens(self) -> int: ...
-    @property
-    def positions(self) -> int: ...
-    @property
-    def versions(self) -> VersionSpan: ...
-    @property
-    def route_row(self) -> RouteRow | None: ...
-    @property
-    def replays_routes(self) -> bool: ...
-
-    def load_routes(self) -> np.ndarray | None:
-        """Routes of its tokens, [R, layers, per_token]; None if it has none."""
-
-    def without_routes(self) -> Self:
-        """The sample without routes: the routers choose."""
-
-    def loaded(self) -> Sample: ...
-
-    def changed(self, change: Callable[[Sample], Sample]) -> Self:
-        """The sample with columns that ``change`` adds wherever it is loaded. It must keep the numbers."""
-
-    def with_advantage(self, advantage: float) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -161,15 +121,18 @@ class Sample(ResponseColumns, _TokenIds):
         return None if self.routes_R is None else (*self.routes_R.shape[1:], self.routes_R.dtype)
 
     def load_routes(self) -> np.ndarray | None:
+        """Routes of its tokens, [R, layers, per_token]; None if it has none."""
         return self.routes_R
 
     def without_routes(self) -> Sample:
+        """The sample without routes: the routers choose."""
         return replace(self, routes_R=None)
 
     def loaded(self) -> Sample:
         return self
 
     def changed(self, change: Callable[[Sample], Sample]) -> Sample:
+        """The sample with columns that ``change`` adds wherever it is loaded. It must keep the numbers."""
         return change(self)
 
     def with_advantage(self, advantage: float) -> Sample:
@@ -254,6 +217,13 @@ class StoredSample:
 
     def with_advantage(self, advantage: float) -> StoredSample:
         return replace(self, advantage=advantage)
+
+
+TrainingSample = Sample | StoredSample
+"""Training sequence as every rank sees it: its numbers, and on request its columns (``loaded``).
+
+Code asks for the columns of samples that this rank packs, and of no others.
+"""
 
 
 def samples_of(

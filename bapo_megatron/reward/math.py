@@ -150,8 +150,6 @@ class MathVerifyProcess:
         self._child: AnsweringChild | None = None
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self.failures = 0
-        """Requests at which the child died or timed out."""
 
     def close(self) -> None:
         with self._lock:
@@ -168,7 +166,6 @@ class MathVerifyProcess:
                 call = {"id": 0, "function": function, "question": arguments}
                 return bool(self._child.ask(call, TIME_LIMIT_S)["answer"])
             except ChildError:
-                self.failures += 1
                 self._stop()
                 return False
 

@@ -60,7 +60,7 @@ class RewardPool:
     """Pool of ``reward.workers`` processes for one event loop, async.
 
     Rewards behind an endpoint need no process. ``start``, then ``score`` any number at once, then ``close``.
-    A failure to score is a result, not an exception; ``failures`` counts them by kind.
+    A failure to score is a result, not an exception.
     """
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:
@@ -75,7 +75,6 @@ class RewardPool:
         # A score may be computed twice: it changes nothing, and is a function of the response.
         self._scoring = CallKind("score", config.time_limit_s, repeatable=True)
         self._running = False
-        self.failures: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Start every worker, or wait for the endpoint.
@@ -108,7 +107,6 @@ class RewardPool:
         else:
             result = await self._score_in_worker(prompt, function, response)
         if result.failure:
-            self.failures[result.failure] += 1
             return result
         config = self._config
         penalty = overlong_penalty(

@@ -25,8 +25,6 @@ from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFail
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
-Handler = Callable[[int, FrameType | None], None]
-
 _skips_teardown = False
 
 
@@ -88,7 +86,7 @@ def report_error(error: ConfigError | Preempted | RunStopped, prints: bool = Tru
 
 
 @contextmanager
-def handling(handler: Handler) -> Iterator[None]:
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Context manager: ``handler`` for each of ``SIGNALS``, instead of the end of this process.
 
     An ignored SIGHUP stays ignored, as under nohup. After a SIGHUP output goes to /dev/null: the terminal is

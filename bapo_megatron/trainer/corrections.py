@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
@@ -45,19 +45,17 @@ from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Metrics
 
-S = TypeVar("S", bound=TrainingSample)
-
 METRICS = ("corrections/rejected_responses", "corrections/rejected_tokens", "corrections/weight")
 """Names of the metrics of ``corrected``."""
 
 
 def with_old_log_probs(
     policy: Policy,
-    groups: Sequence[Sequence[S]],
+    groups: Sequence[Sequence[TrainingSample]],
     pack_tokens: int,
     cap: float | None,
     level: Literal["token", "sequence"] = "token",
-) -> list[list[S]]:
+) -> list[list[TrainingSample]]:
     """Old log-probs: the samples with pi_old of the present weights, and importance weights up to ``cap``.
 
     ``cap`` None: no importance weights. ``level``: a weight for each token or each response. One forward
@@ -81,11 +79,11 @@ def correction_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 def corrected(
     policy: Policy,
-    groups: Sequence[Sequence[S]],
+    groups: Sequence[Sequence[TrainingSample]],
     algorithm: AlgorithmConfig,
     pack_tokens: int,
     on_policy: bool,
-) -> tuple[list[list[S]], Metrics]:
+) -> tuple[list[list[TrainingSample]], Metrics]:
     """Rejection of responses: the groups of an update that are kept, and the metrics ``correction_metrics``.
 
     - ``corrections/rejected_responses``, ``.../rejected_tokens``: shares of the update's responses and

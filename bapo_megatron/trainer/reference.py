@@ -27,14 +27,14 @@ from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.algo.reference_kl import response_penalty
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
 from bapo_megatron.config import AlgorithmConfig, RunConfig
-from bapo_megatron.data.samples import Sample
+from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.corrections import S, measured_once, response_log_probs
+from bapo_megatron.trainer.corrections import measured_once, response_log_probs
 from bapo_megatron.types import StepHeader
 
 FIELD = "algorithm.reference_kl.model"
@@ -114,11 +114,11 @@ def _read(directory: Path) -> tuple[ReferenceRecord | None, str]:
 
 def with_reference(
     policy: Policy,
-    groups: Sequence[Sequence[S]],
+    groups: Sequence[Sequence[TrainingSample]],
     header: StepHeader,
     algorithm: AlgorithmConfig,
     pack_tokens: int,
-) -> list[list[S]]:
+) -> list[list[TrainingSample]]:
     """Reference log-probs: the samples of a step with log pi_ref, and advantages of the penalized rewards.
 
     ``groups``: the samples of the step of ``header``, group by group, with pi_old. One forward pass at the
@@ -160,7 +160,9 @@ def _with_column(sample: Sample, column_R: np.ndarray) -> Sample:
     return replace(sample, reference_log_probs_R=column_R)
 
 
-def _penalized(group: Sequence[S], rewards: Sequence[float], algorithm: AlgorithmConfig) -> list[S]:
+def _penalized(
+    group: Sequence[TrainingSample], rewards: Sequence[float], algorithm: AlgorithmConfig
+) -> list[TrainingSample]:
     """Samples of a group with the advantages of the penalized ``rewards``, ``R - beta sum_t k_t``."""
     advantages = group_advantages(rewards, algorithm.advantage)
     return [one.with_advantage(float(value)) for one, value in zip(group, advantages, strict=True)]

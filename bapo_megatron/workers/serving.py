@@ -23,7 +23,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary, WeakSet
@@ -52,7 +52,7 @@ class Prepared:
     """Memory that all calls of the process together may take on top of what ``prepare`` has mapped."""
     notes: Sequence[str] = ()
     """Texts for the user."""
-    own_files: Sequence[str] = field(default=())
+    own_files: Sequence[str] = ()
     """Files of the program whose frames do not belong into the traceback of a function that raised."""
 
     def is_async(self) -> bool:

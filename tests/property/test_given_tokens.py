@@ -16,8 +16,7 @@ from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample, samples_of
-from bapo_megatron.rollout.sampler.episode import Answer
-from bapo_megatron.rollout.sampler.response import Response, continued, given
+from bapo_megatron.rollout.sampler.response import Answer, Response, continued, given
 from bapo_megatron.types import Group, MicroBatch, PackLayout, Prompt, ResponseTokens, Rollout, TokenStats
 from tests.support import literal_bapo as literal
 from tests.support.batches import in_memory

@@ -2,7 +2,7 @@
 
 A program keeps the tokens that were sampled, so it may only add messages. A question that its client gave up,
 because the connection broke or took longer than its own limit, may be asked again: a turn of the model takes
-as long as it takes. Only the standard library is imported. Used by ``chat_server.py`` and ``endpoint.py``.
+as long as it takes. Only the standard library is imported. Used by ``agent_program.py`` and ``endpoint.py``.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bapo_megatron.environment.adapters import chat_server
-from bapo_megatron.environment.adapters.agent_process import run_agent
+from bapo_megatron.environment.adapters import agent_program
 from bapo_megatron.environment.adapters.conversation import Conversation, Refused
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.tools.calls import settings_of
@@ -49,7 +48,7 @@ class EndpointEnvironment(LoopEnvironment):
             raise ConfigError("environment.settings has no command: give the agent program and its arguments")
         # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service.
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
-        code, last = await run_agent(command, json.dumps(asdict(self.task)).encode(), variables)
+        code, last = await agent_program.run_agent(command, json.dumps(asdict(self.task)).encode(), variables)
         if code != 0:
             raise RuntimeError(f"{command} ended with {code}. {self._refusal}".strip())
         try:
@@ -66,9 +65,9 @@ class EndpointEnvironment(LoopEnvironment):
         self._conversation = Conversation(self.task.messages, self.role, ask)
         key = secrets.token_hex(16)
         try:
-            return await self.run(await chat_server.opened(key, self._answer), key)
+            return await self.run(await agent_program.opened(key, self._answer), key)
         finally:
-            chat_server.closed(key)
+            agent_program.closed(key)
             self._conversation.close()
 
     async def _answer(self, body: dict[str, Any]) -> str:

@@ -18,10 +18,10 @@ from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, asked_routes, request_seed
 from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.sampler.admission import AdmissionController
-from bapo_megatron.rollout.sampler.episode import TURN
 from bapo_megatron.rollout.sampler.event_log.events import Segment
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.response import (
+    TURN,
     Sampling,
     Tokens,
     finish_reason_of,

@@ -18,11 +18,15 @@ from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
-from bapo_megatron.rollout.sampler.event_log.events import batch_served, steps_rewound, weights_loaded
-from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
+from bapo_megatron.rollout.sampler.event_log.events import (
+    OUTSTANDING,
+    batch_served,
+    journal_start,
+    steps_rewound,
+    weights_loaded,
+)
 from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
-from bapo_megatron.rollout.sampler.journal_start import OUTSTANDING, journal_start
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, SegmentJournal
 from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.sampling_metrics import sampler_metrics
 from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer

@@ -30,9 +30,8 @@ from bapo_megatron.rollout.sampler.event_log.events import (
     response_restarted,
     segments_arrived,
 )
-from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
 from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGroup, SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, SegmentJournal
 from bapo_megatron.rollout.sampler.scoring import FirstStepScores, GroupScorer
 from bapo_megatron.rollout.sampler.stepper import Stepper
 from bapo_megatron.rollout.sampler.teacher import GroupTeacher

@@ -27,8 +27,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import FailureReports
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
-from bapo_megatron.rollout.sampler.episode import Answer
-from bapo_megatron.rollout.sampler.response import Response, Sampling
+from bapo_megatron.rollout.sampler.response import Answer, Response, Sampling
 from bapo_megatron.types import FinishReason, Prompt
 
 T = TypeVar("T")

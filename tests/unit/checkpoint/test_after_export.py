@@ -68,6 +68,9 @@ def test_the_command_runs_for_each_export_one_at_a_time(run: Path, log: Path) ->
     owner.wait()
     assert log.read_text().splitlines() == [f"{run}/exports/step_00000{s} {s} my-run/x" for s in (2, 4)]
     assert owner.kinds() == [("started", 2), ("done", 2), ("started", 4), ("done", 4)]
+    about = {"export": "step_000002", "step": 2}
+    done = {"kind": "after_export_done", **about, "seconds": owner.events[1]["seconds"]}
+    assert owner.events[:2] == [{"kind": "after_export_started", **about}, done]
     assert json.loads((run / "after_export.json").read_text()) == {"done": ["step_000002", "step_000004"]}
 
 

@@ -154,7 +154,7 @@ def tokenizer() -> Any:
 
 def test_prompts_of_all_sources_lie_one_after_the_other(tmp_path: Path, tokenizer: Any) -> None:
     first = write(tmp_path / "first/data.jsonl", "1", "2", "3")
-    second = write(tmp_path / "second.jsonl", "any text", "more", question="{}?")
+    second = write(tmp_path / "second.jsonl", "proof", "more", question="{}?")  # no answer for "math"
     sources = (SourceConfig(first.parent, 2), SourceConfig(second, 1, "mine:score"))
     found = load_problems(DataConfig(sources=sources, max_prompt_tokens=48), "math", tokenizer)
     assert [(one.source, one.reward, one.prompt_id) for one in found.prompts] == [
@@ -166,7 +166,7 @@ def test_prompts_of_all_sources_lie_one_after_the_other(tmp_path: Path, tokenize
         ("second", 2, 1),
     ]
     assert len({one.sha256 for one in found.sources}) == 2
-    write(second, "any text", "less", question="{}?")
+    write(second, "proof", "less", question="{}?")
     again = load_problems(DataConfig(sources=sources, max_prompt_tokens=48), "math", tokenizer)
     assert [a.sha256 == b.sha256 for a, b in zip(found.sources, again.sources, strict=True)] == [True, False]
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from bapo_megatron.environment import Reply, Task
-from bapo_megatron.environment.adapters import chat_server, conversation
+from bapo_megatron.environment.adapters import agent_program, conversation
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.errors import ConfigError
@@ -346,7 +346,7 @@ def test_the_call_of_a_llama_model_is_one_where_the_request_has_tools() -> None:
 
 
 def test_what_a_request_cannot_have_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
-    chat_server._TOLD.clear()
+    agent_program._TOLD.clear()
     body = {"messages": [QUESTION], "stop": ["\n"], "max_tokens": None, "tool_choice": "auto", "top_p": 1}
     for _ in range(2):
         asked([(body, True)], ["3"])
@@ -486,7 +486,7 @@ def test_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blanks_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client's limit is on silence; JSON may begin with white space."""
-    monkeypatch.setattr(chat_server, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(agent_program, "KEEP_ALIVE_S", 0.01)
 
     class Slow(Patient):
         async def second(self) -> None:

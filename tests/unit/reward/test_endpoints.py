@@ -177,14 +177,9 @@ def test_a_wrong_answer_is_a_failure_with_its_reason_at_once(
     monkeypatch.setenv("JUDGE_KEY", KEY)
     answer, place, detail = WRONG[case]
     with judge_server(answer) as server:
-
-        async def act(pool: RewardPool) -> tuple[RewardResult, dict[str, int]]:
-            return await one()(pool), dict(pool.failures)
-
-        found, failures = scored(server, act, {"failed": -5.0}, api_key_env="JUDGE_KEY")
+        found = scored(server, one(), {"failed": -5.0}, api_key_env="JUDGE_KEY")
     assert (found.reward, found.failure, found.score) == (-5.0, "endpoint", None)
     assert found.place == place
-    assert failures == {"endpoint": 1}
     assert len(server.bodies) == 1
     assert re.search(detail, found.detail), found.detail
     assert KEY not in found.detail

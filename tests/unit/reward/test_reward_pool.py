@@ -84,11 +84,10 @@ def test_a_failure_loses_one_response_and_is_reported() -> None:
     }
     responses = [line for word in kinds for line in (word, "0.5")]
 
-    async def act(pool: RewardPool) -> tuple[list[RewardResult], dict[str, int]]:
-        results = await asyncio.gather(*(pool.score(prompt(), text, 100) for text in responses))
-        return results, dict(pool.failures)
+    async def act(pool: RewardPool) -> list[RewardResult]:
+        return await asyncio.gather(*(pool.score(prompt(), text, 100) for text in responses))
 
-    results, failures = pooled(
+    results = pooled(
         act,
         workers=2,
         time_limit_s=2.0,
@@ -104,7 +103,6 @@ def test_a_failure_loses_one_response_and_is_reported() -> None:
             assert result.detail
         else:
             assert result == RewardResult(0.4), text
-    assert failures == {"raised": 3, "died": 2, "time": 1, "not finite": 4}
 
 
 def test_what_a_reward_prints_is_no_answer() -> None:
@@ -151,7 +149,6 @@ def test_a_worker_that_is_killed_costs_no_response() -> None:
             while not killed(pool):
                 await asyncio.sleep(0.02)
             found.append(await asking)
-        assert not pool.failures
         return found
 
     assert pooled(act) == [RewardResult(0.5), RewardResult(0.25), RewardResult(1.0)]
@@ -164,9 +161,7 @@ def test_a_worker_that_was_paused_past_its_time_costs_no_response(tmp_path: Path
         worker = pool._workers._workers[0]._process
         assert worker is not None
         os.kill(worker.pid, signal.SIGSTOP)
-        result = await pool.score(prompt(), "0.5", 1)
-        assert not pool.failures
-        return result
+        return await pool.score(prompt(), "0.5", 1)
 
     assert pooled(act, time_limit_s=5.0) == RewardResult(0.5)
 
@@ -271,9 +266,7 @@ def test_a_cancelled_call_leaves_its_worker_to_the_next() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        result = await pool.score(prompt(), "0.5", 1)
-        assert not pool.failures
-        return result
+        return await pool.score(prompt(), "0.5", 1)
 
     assert pooled(act, time_limit_s=20.0) == RewardResult(0.5)
 

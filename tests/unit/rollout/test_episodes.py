@@ -17,7 +17,6 @@ from bapo_megatron.environment import Reply
 from bapo_megatron.environment.pool import Question, StepResult
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler import turns
-from bapo_megatron.rollout.sampler.episode import Answer, Episode
 from bapo_megatron.rollout.sampler.event_log.events import (
     Given,
     answers_given,
@@ -29,6 +28,8 @@ from bapo_megatron.rollout.sampler.event_log.state import SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, encode, read_records
 from bapo_megatron.rollout.sampler.response import (
     STEP,
+    Answer,
+    Episode,
     Response,
     Sampling,
     Tokens,

@@ -15,7 +15,7 @@ import pytest
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.requests import request_seed, stop_token_ids
-from bapo_megatron.rollout.sampler.journal_start import FORKED, OUTSTANDING
+from bapo_megatron.rollout.sampler.event_log.events import FORKED, OUTSTANDING
 from bapo_megatron.types import Prompt
 from tests.support.accounts import check_accounts
 from tests.support.sampling import (
@@ -468,7 +468,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapo_megatron.rollout.sampler.event_log.journal._LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("bapo_megatron.rollout.sampler.event_log.write_ahead_log._LOCK_WAIT_S", 0.2)
 
     async def check() -> None:
         async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():

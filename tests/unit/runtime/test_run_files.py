@@ -1,11 +1,14 @@
-"""Files of a run directory that lead elsewhere, never end, or hold what no run writes."""
+"""Files of a run directory that lead elsewhere, never end, hold what no run writes, or are gone."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,9 +16,9 @@ from bapo_megatron.checkpoint.run_directory import check_writable, only_writer, 
 from bapo_megatron.commands.cluster.run_job import read_job_state, show_logs
 from bapo_megatron.commands.cluster.status import _is_ready, read_status, status_text, tail_rows
 from bapo_megatron.commands.report.page import write_report
-from bapo_megatron.errors import ConfigError, printable
-from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import WriteAheadLog
+from bapo_megatron.commands.train import _run_lock
+from bapo_megatron.errors import ConfigError, RunStopped, printable
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import SegmentJournal, WriteAheadLog
 from bapo_megatron.runtime import jsonl_log
 from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_files import check_no_links, open_lock
@@ -236,3 +239,18 @@ def test_terminal_codes_are_printed_as_text(tmp_path: Path) -> None:
     assert r"\x1b]0;title\x07\u202e\x9b2J" in text
     assert printable("é 字 \t\n") == "é 字 \t\n"
     assert printable("\ud800\r") == r"\ud800\r"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr("bapo_megatron.runtime.distributed.is_main", lambda: rank == 0)
+    config: Any = SimpleNamespace(directory=tmp_path / "run")
+    config.directory.mkdir()
+    with pytest.raises(OSError, match="of another folder"), _run_lock(config):
+        raise OSError("of another folder")
+    with (
+        pytest.raises(RunStopped, match=r"run was removed or moved while the run used it"),
+        _run_lock(config),
+    ):
+        shutil.rmtree(config.directory)
+        (config.directory / "journal").open("w")

@@ -99,12 +99,21 @@ def observe(run: FilesOfRun, store: Store, resume_step: int = 0) -> bool:
     reading, writing = os.pipe()
     os.write(writing, NEWS + END)
     inbox = Inbox(reading)
-    inbox.receive()
+    inbox.wait()
     try:
         return Observer(run.paths.root, "fake", resume_step, store.client, inbox).observe()
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def test_a_pipe_that_closes_is_the_end_of_the_run() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    inbox = Inbox(reading)
+    inbox.wait(limit_s=60.0)
+    os.close(reading)
+    assert inbox.is_ending
 
 
 def test_the_tracker_gets_each_row_in_order(run: FilesOfRun) -> None:

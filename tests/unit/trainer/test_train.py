@@ -1,4 +1,4 @@
-"""What the loop hands to the policy: the configured advantages, weights, bounds and versions reach it."""
+"""What the loop hands to the policy (advantages, weights, bounds, versions), and saves before an error."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ from bapo_megatron.config import (
     ModelConfig,
     RunConfig,
 )
-from bapo_megatron.errors import Preempted, RunStopped, StorageFailed
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
 from bapo_megatron.train import next_batch, train_on
+from bapo_megatron.trainer import flow_control
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.flow_control import give_gpus_to_engines, give_gpus_to_policy
@@ -395,3 +397,32 @@ def test_given_tokens_have_no_age_and_make_no_update_stale() -> None:
     assert metrics["policy/tokens"] == 7.0
     assert policy.searched == []
     assert policy.old_calls == 1, "on-policy: no pass of the model measures the ratio"
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "saved"),
+    [
+        (RunStopped("no engine"), 0, [0]),
+        (RunStopped("no engine"), 7, [7]),
+        (ConfigError("step_000008.npz is damaged"), 7, [7]),
+        (ConfigError("step_000008.npz is damaged"), 5, [5]),
+        (ConfigError("all scores of the first step failed"), 4, []),  # nothing was trained since the start
+    ],
+)
+def test_an_error_of_the_sampler_ends_the_run_after_a_save(
+    error: Exception, step: int, saved: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    sent: list[Any] = []
+    monkeypatch.setattr(flow_control, "stop_if_preempted", lambda *_: None)
+    monkeypatch.setattr(flow_control, "finalize_checkpoint", lambda *_: None)
+    monkeypatch.setattr(flow_control, "save_now", lambda _run, at: found.append(at))
+    monkeypatch.setattr(flow_control, "broadcast_from_main", lambda one: sent.append(one) or one)
+
+    def ask(_sampler: Any) -> Any:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        flow_control.wait_for_sampler(SimpleNamespace(sampler=object(), first_step=5), step, ask)  # type: ignore[arg-type]
+    assert sent == [error], "the other ranks get it, too"
+    assert found == saved

@@ -23,9 +23,8 @@ import numpy as np
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import ENVIRONMENT
-from bapo_megatron.rollout.sampler.episode import Answer, summary
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
-from bapo_megatron.rollout.sampler.response import Response, continued, given, restarted
+from bapo_megatron.rollout.sampler.response import Answer, Response, continued, given, restarted, summary
 from bapo_megatron.types import Group, Prompt, ResponseTokens
 
 FORMAT = 2

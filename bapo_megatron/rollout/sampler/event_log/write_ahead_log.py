@@ -1,29 +1,36 @@
-"""The write-ahead log: an append-only file of checksummed records, with atomic commits, that survives a kill.
+"""The journal of a run: write-ahead logs, append-only files of checksummed records, that survive a kill.
+
+    RUN/journal/segments-000001.log  segments-000002.log ...   (and step_000001.npz ..., see step_batches.py)
 
 A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays end to end,
 with a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a
 commit counts only if it is complete. Recovery: a torn tail is truncated when the file is opened for
-writing; a damaged record is reported with its offset, and reading goes on at the next whole one. Used in
+writing; a damaged record is reported with its offset, and reading goes on at the next whole one. Every log
+begins with a snapshot of the sampler's state, so that older logs can be deleted. Used in
 ``rollout/sampler/`` and this folder.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
 import struct
+import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from bapo_megatron.runtime.files import append_whole
-from bapo_megatron.runtime.run_files import open_plain
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import append_whole, sync_folder
+from bapo_megatron.runtime.run_files import open_lock, open_plain
+from bapo_megatron.runtime.storage import writing
 
 _MAGIC = b"BPR"
 _LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"
@@ -33,13 +40,19 @@ _HEAD = struct.Struct("<4s16sII")  # magic, kind, bytes of JSON, bytes of arrays
 _CHECK = struct.Struct("<I")
 _OVERHEAD = _HEAD.size + 2 * _CHECK.size
 
+FILE_BYTES = 256 * 2**20
+"""Rotation size: a new log begins when the current one has reached it."""
+
+_LOCK_WAIT_S = 30.0
+"""Longest wait for the lock, in seconds: a killed process may take so long to end."""
+
 
 @dataclass(frozen=True)
 class Record:
     """One record of a write-ahead log, an event of the sampler: JSON fields and numpy arrays.
 
-    Made by ``events.py``, snapshots of the state by ``state.py`` and ``journal_start.py``, and read back by
-    ``read_records``; ``SamplerState.apply`` applies them.
+    Made by ``events.py``, snapshots of the state by ``state.py`` too, and read back by ``read_records``;
+    ``SamplerState.apply`` applies them.
     """
 
     kind: str
@@ -192,3 +205,106 @@ def _decoded(kind: bytes, text: bytes, data: bytes, offset: int) -> Record:
         arrays[name] = np.frombuffer(data, dtype, count, used).reshape(shape).copy()
         used += arrays[name].nbytes
     return Record(kind.rstrip(b"\0").decode(), described["fields"], arrays, offset)
+
+
+class SegmentJournal:
+    """The write-ahead logs in ``folder``, with a lock on it. ConfigError if another process writes there.
+
+    In order: ``replay``, then ``rotate``, then any number of ``commit``s. Calls block until the disk has the
+    data; RunStopped if it fails. Made by ``GroupSampler``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with writing("the journal", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(folder / ".lock")
+        self._groups: dict[Path, set[int]] = {}
+        """Numbers of the groups with records in each log."""
+        self._log: WriteAheadLog | None = None
+
+    def replay(self, apply: Callable[[Record], None]) -> list[str]:
+        """Replay: call ``apply`` with every record in order; returns descriptions of the damage."""
+        damage: list[str] = []
+        for path in self._paths():
+            groups = self._groups[path] = set()
+            for found in read_records(path):
+                if isinstance(found, Damage):
+                    damage.append(f"{path}: {found.size} bytes at offset {found.offset} are {found.reason}")
+                else:
+                    groups.update(_group_numbers(found))
+                    apply(found)
+        return damage
+
+    def rotate(self, snapshot: Record, *more: Record) -> None:
+        """Start a new log: once after ``replay``, and whenever the current one ``is_full``.
+
+        ``more``: records that are committed together with the snapshot, all or none.
+        """
+        if self._log is not None:
+            self._log.close()
+        number = max((int(path.stem.removeprefix("segments-")) for path in self._paths()), default=0) + 1
+        path = self._folder / f"segments-{number:06d}.log"
+        with writing("the journal", path):
+            self._log, self._groups[path] = WriteAheadLog(path), set()
+        self.commit([snapshot, *more])
+        # The file's name must be durable, too, before `delete_old` may remove the logs before it.
+        sync_folder(self._folder)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the current log has reached the rotation size."""
+        return self._log is not None and self._log.size >= FILE_BYTES
+
+    def commit(self, records: Sequence[Record]) -> None:
+        """Write ``records`` durably, all of them, or none if it raises RunStopped."""
+        assert self._log is not None
+        with writing("the journal", self._log.path):
+            self._log.write(records)
+        for record in records:
+            self._groups[self._log.path].update(_group_numbers(record))
+
+    def delete_old(self, outstanding: Iterable[int]) -> None:
+        """Delete the oldest logs, up to the first with records of one of the ``outstanding`` groups."""
+        needed = set(outstanding)
+        for path in self._paths()[:-1]:
+            if self._groups.get(path, needed) & needed:
+                return
+            path.unlink()
+            self._groups.pop(path, None)
+
+    def close(self) -> None:
+        """Release the files and the lock."""
+        if self._log is not None:
+            self._log.close()
+        self._lock.close()
+
+    def _paths(self) -> list[Path]:
+        # Not by glob, which finds no log where the folder cannot be listed: the journal would begin anew.
+        names = os.listdir(self._folder)
+        return sorted(self._folder / n for n in names if n.startswith("segments-") and n.endswith(".log"))
+
+
+def _group_numbers(record: Record) -> Iterable[int]:
+    """The numbers of the groups that a record is about; none for a step's batch."""
+    fields = record.fields
+    if record.kind in ("segments", "given"):
+        return {part[0] for part in fields["parts"]}
+    if record.kind == "open":
+        return {group[0] for group in fields["groups"]}
+    return {fields["number"]} if "number" in fields else ()
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Lock the file exclusively; closing it releases the lock. ConfigError if another process holds it."""
+    file = open_lock(path)
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise ConfigError(f"another process writes to the journal {path.parent}; end it") from None
+            time.sleep(0.1)

@@ -159,16 +159,12 @@ class Inbox:
         self.is_ending = False
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait for a message, at most ``limit_s`` seconds."""
+        """Wait for messages, at most ``limit_s`` seconds. A closed pipe (the run is gone) counts as END."""
         ready = select.poll()
         ready.register(self._descriptor, select.POLLIN)
         if not self.is_ending and ready.poll(None if limit_s is None else limit_s * 1000):
-            self.receive()
-
-    def receive(self) -> None:
-        """Take the messages that are there. A closed pipe (the run is gone) counts as END."""
-        data = os.read(self._descriptor, 1 << 16)
-        self.is_ending = self.is_ending or not data or END in data
+            data = os.read(self._descriptor, 1 << 16)
+            self.is_ending = not data or END in data
 
 
 class Observer:

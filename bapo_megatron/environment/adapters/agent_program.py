@@ -1,16 +1,22 @@
-"""Endpoint for agent programs in a worker: OpenAI's chat completions on loopback, answered by the policy.
+"""Agent programs in a worker: their processes, and OpenAI's chat completions on loopback for the policy.
 
-One server for all episodes of a worker's event loop; the API key of a request says to which episode it
-belongs. Needs aiohttp. Used by ``endpoint.py``.
+One server answers all episodes of a worker's event loop; the API key of a request says to which episode it
+belongs. A program's task goes through a pipe, which is empty once it is read: it holds the ground truth, and
+what the program runs for the policy, in a sandbox too, inherits its standard input, where a file could be
+read again. Needs aiohttp. Used by ``endpoint.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +24,8 @@ from aiohttp import web
 
 from bapo_megatron.environment.adapters.conversation import Refused
 from bapo_megatron.environment.tools.calls import tool_calls, without_calls
+from bapo_megatron.runtime.child_process import ChildProcess
+from bapo_megatron.runtime.http import without_proxy
 
 Answer = Callable[[dict[str, Any]], Awaitable[str]]
 """What answers a request of an episode. Raises ``Refused``."""
@@ -45,6 +53,9 @@ _UNHEEDED: dict[str, tuple[Any, ...]] = {
 
 _TOLD: set[str] = set()
 """Those of which this worker has told."""
+
+_TAIL_BYTES = 1 << 16
+"""The end of its output in which its last word is looked for: some print all that they do."""
 
 _URLS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[str]] = WeakKeyDictionary()
 _ANSWERS: dict[str, Answer] = {}
@@ -168,3 +179,38 @@ def _completion(turn: str, body: dict[str, Any]) -> dict[str, Any]:
         "choices": [choice],
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }
+
+
+async def run_agent(command: Sequence[str], task: bytes, variables: Mapping[str, str]) -> tuple[int, str]:
+    """Run a program with ``task`` on its standard input: its exit code, and the last word of its output.
+
+    ``variables``: for it, besides those of this process. It reaches this machine without a proxy, which would
+    see the policy's turns and the episode's key. It and its descendants end with the call. OSError if it
+    cannot be started.
+    """
+    environment = {**os.environ, **without_proxy(), **variables}
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as printed:
+        try:
+            child = ChildProcess(command, environment, guarded=True, stdin=reading, stdout=printed)
+        except BaseException:
+            os.close(writing)
+            raise
+        finally:
+            os.close(reading)
+        # In a thread of its own: a program that reads late must hold up nobody whose task fills its pipe.
+        threading.Thread(target=_write, args=(writing, task), daemon=True).start()
+        pause_s = 0.02
+        try:
+            while (code := child.wait_end(0)) is None:
+                await asyncio.sleep(pause_s := min(1.1 * pause_s, 0.25))  # there may be hundreds
+        finally:
+            await asyncio.shield(asyncio.to_thread(child.close))
+        printed.seek(max(0, printed.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        words = printed.read().decode(errors="replace").split()
+    return code, words[-1] if words else ""
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    with suppress(BrokenPipeError), open(descriptor, "wb") as pipe:  # it need not read its task
+        pipe.write(data)

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from bapo_megatron.algo.advantages import group_advantages
-from bapo_megatron.data.packing import Sample, TrainingSample, pack_samples, samples_of, split_into_updates
+from bapo_megatron.data.packing import pack_samples, split_into_updates
+from bapo_megatron.data.samples import Sample, TrainingSample, samples_of
 from bapo_megatron.rollout.sampler.step_batches import read_header, read_step, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.runtime.distributed import (

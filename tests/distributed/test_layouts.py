@@ -145,7 +145,7 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
     sequences[torch.tensor(order)] = by_place
     groups = search_groups(for_groups, GROUPED)
     grouped_loss = float(policy.token_sums(packs, loss_fn(groups, GROUPED, policy.version))[0])
-    grouped = [] if where.shuffled else [one.bounds for one in groups.groups]
+    grouped = [] if where.shuffled else [one.bounds for one in groups]
     first = sums, search(sums, BOUNDS).bounds
     losses, norms, routes, experts = [], [], [], []
     for number in range(updates):

@@ -82,7 +82,7 @@ ENVIRONMENTS_PINS := tests/support/environments.txt
 
 .PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster image demo demo-moe demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
-# Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
+# Workers are one for each core, and three more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
 
 setup: $(VENV)/.done

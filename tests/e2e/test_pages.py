@@ -21,7 +21,7 @@ RUN = [
     for page in PAGES
     if page.name != "extending.md" and any(block.kind == "sh" for block in blocks(page))
 ]
-QUICK = ("config.md", "customize.md")
+QUICK = ("config.md",)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_kill_9_and_restart_end_bitwise_equal(held: Path, tmp_path: Path) -> Non
     assert all(torch.equal(tensor, exported(held)[name]) for name, tensor in exported(run_dir).items())
 
 
+@pytest.mark.slow
 def test_a_penalty_in_the_reward_changes_the_advantages_alone(tmp_path: Path) -> None:
     """And a reference that changed since is refused by its digest, unless that is asked for."""
     model, run_dir = (

@@ -183,6 +183,7 @@ def test_kills_of_everything_and_of_the_sampler_cost_nothing(sampled: Path, tmp_
         assert_same_groups(ours, theirs)
 
 
+@pytest.mark.slow
 def test_partial_rollouts_are_finished_at_the_same_weights(tmp_path: Path) -> None:
     """Each step grants a response its budget anew, and none gets too old."""
     run_dir = tmp_path / "partial"

@@ -103,6 +103,33 @@ def test_the_core_knows_no_planning_and_a_plan_no_rehearsal() -> None:
             assert not rehearsed, f"{name} imports {rehearsed}"
 
 
+@cache
+def defined(path: Path) -> frozenset[str]:
+    """Every name that a file gives to something, wherever it stands in it."""
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return frozenset(found)
+
+
+def test_what_others_import_of_the_package_exists() -> None:
+    """Also in functions, and in what neither mypy nor a test reads: benchmarks, recipes, figures of docs."""
+    folders = ("benchmarks", "recipes", "slurm", "docs", "tests")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        if path.parent == ROOT / "tests/fixtures":
+            continue  # recipes of earlier versions, whose former paths are read
+        for name in imports(path) - modules().keys():
+            module, _, attribute = name.rpartition(".")
+            if name.startswith(("bapo_megatron.", "checkpoints_tools.")):
+                known = defined(modules()[module]) if module in modules() else ()
+                assert attribute in known, f"{path.relative_to(ROOT)} imports {name}, which is not there"
+
+
 def test_no_two_modules_import_each_other() -> None:
     order = [*TopologicalSorter({name: imported_modules(name) for name in modules()}).static_order()]
     assert set(order) == set(modules())  # a circle has raised, with its modules

@@ -130,10 +130,13 @@ def test_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flag", "value", "told"),
     [
         ("--data.sources", "a.jsonl", 'a.jsonl is no JSON list of sources: write [{"path":'),
+        ("--data.sources", "5", '5 is no JSON list of sources: write [{"path":'),
+        ("--data.sources", '[{"weight": 2}]', '[{"weight": 2}] is no JSON list of sources: write [{"path":'),
         ("--algorithm.loss-settings", "high=4", 'high=4 is no JSON object: write {"name": value}'),
+        ("--algorithm.loss-settings", "[4]", '[4] is no JSON object: write {"name": value}'),
     ],
 )
-def test_a_value_that_is_no_json_is_named_with_the_form(
+def test_a_value_of_another_form_is_named_with_the_right_one(
     flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="^2$"):

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 RUN = """
 import os, resource, signal, sys, time
 import torch, torch.distributed as dist
+from bapo_megatron.runtime import distributed
 from bapo_megatron.runtime.distributed import process_group, run_processes
 from bapo_megatron.runtime.out_of_memory import naming_memory
 
@@ -29,6 +30,7 @@ def worker():
         time.sleep(3600)  # as NCCL does while it waits for a rank that is gone
 
 if __name__ == "__main__":
+    distributed._GRACE_S = 0.5  # for the rank that sleeps, and would not end by itself
     run_processes(worker, (), 2, heeding={heeding})
 """
 SHORT = """resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); torch.zeros(2**40)"""

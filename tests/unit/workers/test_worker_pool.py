@@ -176,7 +176,7 @@ def test_a_question_that_is_no_json_is_the_callers_mistake() -> None:
 @pytest.mark.parametrize("repeatable", [True, False])
 def test_an_async_call_past_its_time_costs_itself(function: str, question: Any, repeatable: bool) -> None:
     async def act(pool: WorkerPool) -> None:
-        beside = asyncio.create_task(pool.call(kind("wait"), 3))
+        beside = asyncio.create_task(pool.call(kind("wait"), 1))
         with pytest.raises(CallFailed, match=f"^{function}: time: no answer within 0.2 s$"):
             await pool.call(kind(function, 0.2, repeatable), question)
         assert [await beside] == pids_of(pool), "its worker has gone on"
@@ -220,7 +220,7 @@ def test_a_plain_function_past_its_time_costs_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path, workers: int) -> None:
-    """Its second process needs four seconds for its imports, and the calls have one second."""
+    """Its second process needs two seconds for its imports, and the calls have one second."""
 
     async def act(pool: WorkerPool) -> list[Any]:
         for pid in pids_of(pool):
@@ -229,7 +229,7 @@ def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path, workers: int) -> 
         assert not pids_of(pool)
         return await together([pool.call(kind("count", 1.0, repeatable=False), "a") for _ in range(3)])
 
-    results = pooled(act, workers, starts=str(tmp_path / "starts"), start_s=4)
+    results = pooled(act, workers, starts=str(tmp_path / "starts"), start_s=2)
     assert failures(results) == [None] * 3
 
 

@@ -152,9 +152,9 @@ class EnginePool:
     def _check_versions(self, slot: EngineSlot, answer: Generation, version: int) -> None:
         """EngineLost, and quarantine, if an answer has tokens of older weights than ``version``.
 
-        So does a server that was restarted between two health checks, or into which another run has loaded
-        its weights. A request that meets several is given up, as one that engines fail at: they would answer
-        so after every load.
+        A server that was restarted between two health checks samples so, from the weights of its start; and
+        one into which another run has loaded its weights. A request that meets several is given up, as one
+        that engines fail at: they would answer so after every load.
         """
         if len(answer.token_ids_R) and (oldest := int(answer.versions_R.min())) < version:
             reason = (

@@ -38,7 +38,10 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
 
 
 class GapError(ConfigError):
-    """Engine mismatch: log-probs of engine and trainer differ by more than a limit; no restart helps."""
+    """Engine mismatch: log-probs of engine and trainer differ by more than a limit; no restart helps.
+
+    Raised on every rank.
+    """
 
 
 class CheckpointError(ConfigError):
@@ -54,7 +57,10 @@ class Preempted(Exception):
 
 
 class RunStopped(Exception):
-    """Stop of a run that cannot go on now (full disk, lost engines), but later; exit code 3."""
+    """Stop of a run that cannot go on now (full disk, lost engines); exit code 3.
+
+    The same command continues the run from its last checkpoint.
+    """
 
 
 class StorageFailed(RunStopped):

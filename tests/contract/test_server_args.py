@@ -58,7 +58,7 @@ def flags_of(config: RunConfig, model: Path, number: int = 0) -> list[str]:
 
 
 class Reader:
-    """A process of SGLang's interpreter that has imported SGLang. ``errors``: a file for what it says of them."""
+    """A process of SGLang's interpreter that has imported SGLang. ``errors``: a file for its stderr."""
 
     def __init__(self, python: Path, errors: Path) -> None:
         self._errors = errors

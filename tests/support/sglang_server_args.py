@@ -145,24 +145,25 @@ def graphs() -> dict[str, str]:
         }
 
 
-def answer(wanted: dict[str, Any]) -> None:
-    """Resolve, print; SystemExit if something would still see another machine."""
+def answer(wanted: dict[str, Any]) -> int:
+    """Resolve, print; the exit code: 1 if something would still see another machine."""
     os.environ.clear()
     os.environ.update(wanted["environment"])
     play_h100()
     with runtime_context.override_platform(**wanted["platform"]):
         found = [resolved(argv) for argv in wanted["lines"]]
     if doubting := doubters():  # after it, for modules that were imported on the way
-        sys.exit("not everything sees an H100: " + ", ".join(doubting))
+        print("not everything sees an H100: " + ", ".join(doubting), file=sys.stderr, flush=True)
+        return 1
     print(json.dumps([{k: v for k, v in one.items() if k in wanted["fields"]} for one in found]), flush=True)
+    return 0
 
 
 def main() -> None:
-    """A fork for each request; SystemExit with the first that fails."""
+    """A fork for each request, which ends without SGLang's clean-up; SystemExit with the first that fails."""
     for line in sys.stdin:
         if not (child := os.fork()):
-            answer(json.loads(line))
-            sys.exit()
+            os._exit(answer(json.loads(line)))
         if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
             sys.exit(code)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_flags,
     sglang_python,
 )
+from bapo_megatron.runtime.child_process import AnsweringChild
 from tests.support.cluster_recipes import CLUSTER_RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -57,52 +58,26 @@ def flags_of(config: RunConfig, model: Path, number: int = 0) -> list[str]:
     return command[2:]
 
 
-class Reader:
-    """A process of SGLang's interpreter that has imported SGLang. ``errors``: a file for its stderr."""
-
-    def __init__(self, python: Path, errors: Path) -> None:
-        self._errors = errors
-        with errors.open("w") as file:
-            self.process = subprocess.Popen(
-                [str(python), str(READER)],
-                env=server_environment(cuda=True) | {"CUDA_VISIBLE_DEVICES": ""},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
-
-    def resolved(
-        self, lines: list[list[str]], colocated: bool = False, platform: dict[str, bool] | None = None
-    ) -> list[dict[str, Any]]:
-        """SGLang's settings for each command line, in a process with the environment of such servers.
-
-        ``platform``: what differs from an H100.
-        """
-        environment = server_environment(cuda=True, colocated=colocated) | {"CUDA_VISIBLE_DEVICES": ""}
-        asked = {"lines": lines, "fields": FIELDS, "platform": platform or {}, "environment": environment}
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        answers = (line for line in self.process.stdout if line.startswith("["))
-        answer = next(answers, None)
-        assert answer is not None, self._errors.read_text()[-3000:]
-        found: list[dict[str, Any]] = json.loads(answer)
-        return found
+Reader = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """One for all tests: it takes ten seconds to start."""
+def resolved() -> Iterator[Reader]:
+    """SGLang's settings for each command line, by one process that has imported it."""
     try:
         python = sglang_python()
     except ConfigError as error:
         pytest.skip(str(error))
-    made = Reader(python, tmp_path_factory.mktemp("reader") / "errors")
-    with made.process:
-        yield made
-        made.process.kill()
+    environment = server_environment(cuda=True) | {"CUDA_VISIBLE_DEVICES": ""}
+    with closing(AnsweringChild([str(python), str(READER)], environment)) as child:
+
+        def read(lines: list[list[str]], colocated: bool = False, **platform: bool) -> list[dict[str, Any]]:
+            """In the environment of such servers. ``platform``: what differs from an H100."""
+            own = server_environment(cuda=True, colocated=colocated) | {"CUDA_VISIBLE_DEVICES": ""}
+            asked = {"lines": lines, "fields": FIELDS, "platform": platform, "environment": own}
+            return child.ask(asked, 300)  # type: ignore[no-any-return]
+
+        yield read
 
 
 def variants(folder: Path) -> list[tuple[str, RunConfig, list[str]]]:
@@ -128,7 +103,7 @@ def without(flags: list[str], name: str) -> list[str]:
 
 @pytest.mark.parametrize("colocated", [True, False])
 def test_sglang_accepts_the_server_flags_of_every_recipe(
-    reader: Reader, colocated: bool, tmp_path: Path
+    resolved: Reader, colocated: bool, tmp_path: Path
 ) -> None:
     wanted = [one for one in variants(tmp_path) if one[1].rollout.sglang.colocated is colocated]
     assert wanted
@@ -143,7 +118,7 @@ def test_sglang_accepts_the_server_flags_of_every_recipe(
         for text in ('{"decode": {"max_bs": 64}}', '{"prefill": {"backend": "full"}}')
     ]
     lines = [*(line for _, _, line in wanted), default, by_hand, *with_json, *mistakes]
-    found = reader.resolved(lines, colocated)
+    found = resolved(lines, colocated)
     for (name, config, _), settings in zip(wanted, found, strict=False):
         sglang = config.rollout.sglang
         in_place = sglang.on_update == "in_place"
@@ -173,13 +148,13 @@ def test_sglang_accepts_the_server_flags_of_every_recipe(
 
 @pytest.mark.parametrize(("blackwell", "default"), [(True, "flashinfer_trtllm"), (False, "auto")])
 def test_servers_that_return_routes_are_told_the_experts_on_every_gpu(
-    reader: Reader, blackwell: bool, default: str, tmp_path: Path
+    resolved: Reader, blackwell: bool, default: str, tmp_path: Path
 ) -> None:
     """Where SGLang would take a kernel that chooses experts itself, whose routes are zeros."""
     recipe = ROOT / "recipes/qwen3_30b_a3b.py"
     config = load_recipe(recipe, RunConfig)
     flags = flags_of(config, model_of(recipe, config, tmp_path))
     lines = [flags, without(flags, ROUTED_KERNEL[0])]
-    ours, theirs = reader.resolved(lines, platform={"is_sm100": blackwell})
+    ours, theirs = resolved(lines, is_sm100=blackwell)
     assert (ours["enable_return_routed_experts"], ours["moe_runner_backend"]) == (True, "triton")
     assert theirs["moe_runner_backend"] == default

@@ -6,8 +6,8 @@ SGLang's platform says other than of an H100 where it chooses kernels (``{"is_sm
 the servers' environment. A process that is forked for the request answers it. Each line is parsed by the real
 ``ServerArgs``, resolved with all the checks that a server makes before it starts a process (flags that
 exclude each other, the context against the model's, the backends of the platform), and published; then SGLang
-makes the backends of the CUDA graphs that its server would capture. Prints a JSON list on one line: of each
-line the settings with ``graphs``, the class of each phase's backend, or ``{"error": ...}``.
+makes the backends of the CUDA graphs that its server would capture. Answers with a JSON list on one line: of
+each line the settings with ``graphs``, the class of each phase's backend, or ``{"error": ...}``.
 
 The H100 is played in torch, which every probe of SGLang asks in the end; answers that they remember from the
 import are forgotten. Which graphs are the default is asked of ``utils.is_cuda``, what attention does of names
@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bapo_megatron/rollout/engine
 
 import stand_ins
 
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # SGLang prints
 stand_ins.install()
 
 import sglang.srt.model_loader  # noqa: E402, F401 - with the layers, which import CUDA packages on an H100
@@ -155,7 +157,8 @@ def answer(wanted: dict[str, Any]) -> int:
     if doubting := doubters():  # after it, for modules that were imported on the way
         print("not everything sees an H100: " + ", ".join(doubting), file=sys.stderr, flush=True)
         return 1
-    print(json.dumps([{k: v for k, v in one.items() if k in wanted["fields"]} for one in found]), flush=True)
+    answers = [{name: one[name] for name in wanted["fields"] if name in one} for one in found]
+    print(json.dumps(answers), file=ANSWERS, flush=True)
     return 0
 
 

@@ -187,7 +187,7 @@ def test_a_step_that_cannot_be_interrupted_costs_its_worker_and_no_other_episode
             assert (await beside).failure in (None, "time")
         assert (await player.say("idle", "b")).observation == "2:b", "it was replayed"
 
-    settings = replace(config(name), step_limit_s=3.0)
+    settings = replace(config(name), step_limit_s=1.5)
     played(settings, act)
 
 

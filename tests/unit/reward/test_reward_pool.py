@@ -374,10 +374,10 @@ def test_a_format_may_begin_with_the_tag_that_the_prompt_has_opened() -> None:
 
 def test_a_format_is_that_of_the_whole_response_with_its_lines() -> None:
     async def act(pool: RewardPool) -> list[RewardResult]:
-        return [await pool.score(prompt(), text, 1) for text in ("0.9", "\n0.9", "0.9\n")]
+        return [await pool.score(prompt(), text, 1) for text in ("0.9", "\n0.9", "0.9\n", "")]
 
     results = pooled(act, function="math", format_pattern=r"0|.0\.9", format_penalty=0.3)
-    assert [j.reward for j in results] == [-0.3, 0.0, -0.3]
+    assert [j.reward for j in results] == [-0.3, 0.0, -0.3, -0.3]
 
 
 def test_a_hanging_format_pattern_loses_one_response() -> None:

@@ -311,15 +311,15 @@ def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec,
         qk_layernorm=config.qk_layernorm,
     )
     attention = pack_attention()
-    if has_te_attention(config, longest):
-        # Its kernels keep no scores. Recomputed they would keep more, the layer's own queries, keys and values
-        # and those that are recomputed from, and run a forward pass more.
-        config.recompute_modules = [name for name in config.recompute_modules if name != "core_attn"]
-    else:
+    if not has_te_attention(config, longest):
         if problem := device.varlen_problem():
             raise ConfigError(f"Transformer Engine has no attention for packs on this GPU, and {problem}")
         _announce_torch_attention()
         attention = DocumentAttention
+    if attention is not DocumentAttention or config.context_parallel_size == 1:
+        # These kernels keep no scores, and no other rank's keys: recomputed, a layer would keep more, and run
+        # them once more.
+        config.recompute_modules = [name for name in config.recompute_modules if name != "core_attn"]
     spec.submodules.self_attention.submodules.core_attention = attention
     return spec, TENorm
 

@@ -161,6 +161,23 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(stops - {None}))
 
 
+def unstopped_end(tokenizer: Any, stops: Sequence[int]) -> str | None:
+    """The added token with which the chat template ends a turn of the model, if it is none of ``stops``.
+
+    None otherwise, and for a template that ends turns with no such token, or refuses one. A base model of
+    Qwen stops at ``<|endoftext|>`` alone, and its template writes ``<|im_end|>``.
+    """
+    mark = "Aturn7f3aEnd"
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": mark}]
+    try:
+        tail: str = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(mark)[2]
+    except Exception:  # a template raises whatever its author chose
+        return None
+    first = tokenizer.encode(tail, add_special_tokens=False)[:1]
+    added = {number: text for text, number in tokenizer.get_added_vocab().items()}
+    return next((added[one] for one in first if one in added and one not in stops), None)
+
+
 ENVIRONMENT = "environment.function"
 """Key of a journal's identity: the environment of all its prompts, or that of each source, by name."""
 

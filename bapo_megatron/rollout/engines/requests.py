@@ -6,6 +6,7 @@ in ``evaluation/``, ``rollout/engines/local/``, ``rollout/engines/sglang/`` and 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -182,6 +183,10 @@ ENVIRONMENT = "environment.function"
 """Key of a journal's identity: the environment of all its prompts, or that of each source, by name."""
 
 
+PROMPTS = "model.prompts_sha256"
+"""Key of a journal's identity: digest of all prompts' tokens. Journals of earlier versions lack it."""
+
+
 def _environment(config: RunConfig) -> str | dict[str, str | None] | None:
     """The value of ``ENVIRONMENT``: one text where all sources have the same; None where none has any."""
     names = config.data.source_names or ("",)
@@ -208,4 +213,12 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "rollout.group_size": size,
         "rollout.temperature": rollout.temperature,
         "rollout.max_response_tokens": rollout.max_response_tokens,
+        PROMPTS: _digest(dataset.prompts),
     }
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    found = hashlib.sha256()
+    for prompt in prompts:
+        found.update(len(prompt.token_ids_P).to_bytes(8, "little") + prompt.token_ids_P.tobytes())
+    return found.hexdigest()

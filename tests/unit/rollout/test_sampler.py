@@ -14,7 +14,8 @@ import pytest
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
-from bapo_megatron.rollout.engines.requests import request_seed, stop_token_ids
+from bapo_megatron.rollout.engines.requests import PROMPTS, identity, request_seed, stop_token_ids
+from bapo_megatron.rollout.sampler import group_sampler
 from bapo_megatron.rollout.sampler.event_log.events import FORKED, OUTSTANDING
 from bapo_megatron.types import Prompt
 from tests.support.accounts import check_accounts
@@ -405,6 +406,17 @@ async def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prompts=12, now it is 5"):
         async with World(tmp_path, [ScriptedEngine(mixed)], prompts=5).sampling():
             pass
+    other = World(tmp_path, [ScriptedEngine(mixed)])
+    other.dataset.prompts[3].token_ids_P[:] = 7  # by another chat template
+    with pytest.raises(ConfigError, match=r"prompts_sha256=.* \(the data, or the model's tokenizer"):
+        async with other.sampling():
+            pass
+    with pytest.MonkeyPatch.context() as patch:  # an earlier version's journal, which lacks the digest
+        patch.setattr(group_sampler, "identity", lambda *about: {**identity(*about), PROMPTS: None})
+        async with World(tmp_path / "old", [ScriptedEngine(mixed)]).sampling():
+            pass
+    async with World(tmp_path / "old", [ScriptedEngine(mixed)]).sampling():
+        pass
 
 
 async def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

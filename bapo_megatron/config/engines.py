@@ -129,8 +129,8 @@ class SglangConfig(EngineConfig):
             yield f"flags: {other[0]} keeps keys and values of earlier weights: leave it out"
         if any(flag.split("=")[0] == _QUEUE for flag in self.flags):
             yield (
-                f"flags: {_QUEUE} fails requests that new weights, or a full KV cache, put back into the queue: "
-                "leave it out, and set max_in_flight"
+                f"flags: {_QUEUE} fails requests that new weights, or a full KV cache, put back into the "
+                "queue: leave it out, and set max_in_flight"
             )
         keys = [flag for flag in self.flags if flag.startswith(("--api-k", "--admin-api-k"))]
         if keys:

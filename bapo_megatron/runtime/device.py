@@ -12,7 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
+import stat
 import subprocess
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -25,6 +28,7 @@ DEVICE_VARIABLE = "BAPO_DEVICE"
 """Environment variable; `cpu`: compute on the CPU, whatever the machine has."""
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 GROWING_SEGMENTS = "expandable_segments:True"
+_KERNELS = "TRITON_CACHE_DIR"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NONE_VISIBLE = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide every GPU; the last one is Slurm's."""
@@ -101,12 +105,32 @@ def prepare_device() -> None:
     """Set the device's environment variables, for this process and its children, before torch is imported.
 
     With BAPO_DEVICE=cpu every GPU is hidden. Else torch's CUDA allocator gets expandable segments: packs of
-    changing length fragment fixed ones. A user's own settings stay.
+    changing length fragment fixed ones. And beside a GPU Triton gets a cache on this machine: by its own
+    choice, the home folder, which nodes share, ranks that compile at the same time fail over a network file
+    system ("Stale file handle", triton issue 11512). A user's own settings stay.
     """
     if wants_cpu():
         os.environ[_VISIBLE] = ""
-    elif "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
+        return
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
         os.environ.setdefault(ALLOCATOR_VARIABLE, GROWING_SEGMENTS)
+    if _KERNELS not in os.environ and any(gpu_signs()) and (folder := _own_folder()):
+        os.environ[_KERNELS] = folder
+
+
+def _own_folder() -> str | None:
+    """A folder in TMPDIR of this user on this machine, for programs; None if it cannot hold any.
+
+    It must be the user's alone: what is in it is loaded into every rank.
+    """
+    path = Path(tempfile.gettempdir(), f"bapo-kernels-{os.getuid()}-{socket.gethostname()}")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        about, runs_nothing = path.lstat(), os.statvfs(path).f_flag & os.ST_NOEXEC
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return str(path) if is_own and not runs_nothing else None
 
 
 def gpu_signs() -> Iterator[str]:

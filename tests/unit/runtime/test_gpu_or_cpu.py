@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +151,33 @@ def test_expandable_segments_are_on_unless_the_user_sets_them(monkeypatch: pytes
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     prepare_device()
     assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+def test_kernels_are_compiled_on_the_own_machine(
+    bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("TRITON_CACHE_DIR", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        del os.environ[name]
+    prepare_device()
+    assert "TRITON_CACHE_DIR" not in os.environ, "a machine without a GPU"
+    (bare_machine / "dev/nvidia0").touch()
+    prepare_device()
+    folder = Path(os.environ.pop("TRITON_CACHE_DIR"))
+    assert folder.parent == tmp_path
+    assert socket.gethostname() in folder.name  # TMPDIR may be on a file system of all nodes
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    prepare_device()
+    assert "TRITON_CACHE_DIR" not in os.environ, "others may write there, and ranks would load it"
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+    prepare_device()
+    assert "TRITON_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch")
+    prepare_device()
+    assert os.environ["TRITON_CACHE_DIR"] == "/scratch"
 
 
 @pytest.mark.parametrize("command", ["train", "verify-parallel", "rollout-server", "eval"])

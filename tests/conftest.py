@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.coroutines import run_coroutine
 from tests.support.guardian import guard_session
 from tests.support.scheduling import make_scheduler, place_of, workers
 from tests.support.second_try import forget_exit_code, keep_exit_code
@@ -57,3 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups come first. It sees all tests: those of the other tier are deselected later."""
     check_slow_files(items)
     items.sort(key=lambda item: place_of(item.nodeid))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A coroutine needs a loop; None: as pytest calls a function."""
+    return run_coroutine(pyfuncitem) or None

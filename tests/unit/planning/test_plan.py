@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.cli import run as bapo
+from bapo_megatron.commands.recipe_flags import parse_flags
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -590,6 +591,19 @@ def test_the_optimizer_on_the_host_is_advised() -> None:
     assert over.verdict.memory
     [change] = smallest_changes(over)
     assert (change.flags, change.gpus) == (["--optimizer.device cpu"], 8)
+
+
+def test_stages_of_listed_layers_are_advised_without_the_list() -> None:
+    """448 layers at TP 8, with all else that saves: more stages are left, which the list does not fit."""
+    deep = replace(planned("tensor=8", "context=1", "data=1", "pipeline=2"), shape=replace(BIG, layers=448))
+    parallel = replace(deep.run.parallel, pipeline_layers=(220, 228))
+    optimizer = replace(deep.run.optimizer, device="cpu")
+    batch = replace(deep.run.batch, recompute="full")
+    run = replace(deep.run, parallel=parallel, optimizer=optimizer, batch=batch)
+    [change] = smallest_changes(make_plan(replace(deep, run=run)))
+    assert change.flags == ["--parallel.pipeline 8", "--parallel.pipeline-layers"]
+    words = " ".join(change.flags).split()
+    assert parse_flags("plan", RECIPE, run, ["recipe", *words]).parallel.pipeline_layers == ()
 
 
 def test_comparison_keeps_experts_within_a_node() -> None:

@@ -28,7 +28,8 @@ DEVICE_VARIABLE = "BAPO_DEVICE"
 """Environment variable; `cpu`: compute on the CPU, whatever the machine has."""
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 GROWING_SEGMENTS = "expandable_segments:True"
-_KERNELS = "TRITON_CACHE_DIR"
+_KERNELS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Variables with the folders of compiled kernels, and their names in a folder of ours."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NONE_VISIBLE = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide every GPU; the last one is Slurm's."""
@@ -105,17 +106,18 @@ def prepare_device() -> None:
     """Set the device's environment variables, for this process and its children, before torch is imported.
 
     With BAPO_DEVICE=cpu every GPU is hidden. Else torch's CUDA allocator gets expandable segments: packs of
-    changing length fragment fixed ones. And beside a GPU Triton gets a cache on this machine: by its own
-    choice, the home folder, which nodes share, ranks that compile at the same time fail over a network file
-    system ("Stale file handle", triton issue 11512). A user's own settings stay.
+    changing length fragment fixed ones. And beside a GPU compiled kernels get folders on this machine: Triton
+    itself takes the home folder, which nodes share, and over a network file system ranks that compile at the
+    same time fail ("Stale file handle", triton issue 11512). A user's own settings stay.
     """
     if wants_cpu():
         os.environ[_VISIBLE] = ""
         return
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
         os.environ.setdefault(ALLOCATOR_VARIABLE, GROWING_SEGMENTS)
-    if _KERNELS not in os.environ and any(gpu_signs()) and (folder := _own_folder()):
-        os.environ[_KERNELS] = folder
+    unset = [name for name in _KERNELS if name not in os.environ]
+    if unset and any(gpu_signs()) and (folder := _own_folder()):
+        os.environ |= {name: os.path.join(folder, _KERNELS[name]) for name in unset}
 
 
 def _own_folder() -> str | None:

@@ -157,27 +157,29 @@ def test_kernels_are_compiled_on_the_own_machine(
     bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("TRITON_CACHE_DIR", "PYTORCH_ALLOC_CONF"):
+
+    def prepared() -> list[str | None]:
+        prepare_device()
+        return [os.environ.pop(name, None) for name in names]
+
+    names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    for name in (*names, "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # restored at the end
         del os.environ[name]
-    prepare_device()
-    assert "TRITON_CACHE_DIR" not in os.environ, "a machine without a GPU"
+    assert prepared() == [None, None], "a machine without a GPU"
     (bare_machine / "dev/nvidia0").touch()
-    prepare_device()
-    folder = Path(os.environ.pop("TRITON_CACHE_DIR"))
+    [folder] = {Path(str(path)).parent for path in prepared()}
     assert folder.parent == tmp_path
     assert socket.gethostname() in folder.name  # TMPDIR may be on a file system of all nodes
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    prepare_device()
-    assert "TRITON_CACHE_DIR" not in os.environ, "others may write there, and ranks would load it"
-    folder.rename(folder.with_name("elsewhere"))
-    folder.symlink_to(folder.with_name("elsewhere"))
-    prepare_device()
-    assert "TRITON_CACHE_DIR" not in os.environ
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch")
-    prepare_device()
-    assert os.environ["TRITON_CACHE_DIR"] == "/scratch"
+    assert prepared() == [None, None], "others may write there, and ranks would load it"
+    elsewhere = folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(elsewhere)
+    assert prepared() == [None, None]
+    folder.unlink()
+    os.environ["TRITON_CACHE_DIR"] = "/scratch"
+    assert prepared() == ["/scratch", str(folder / "inductor")]
 
 
 @pytest.mark.parametrize("command", ["train", "verify-parallel", "rollout-server", "eval"])

@@ -116,7 +116,7 @@ def prepare_device() -> None:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
         os.environ.setdefault(ALLOCATOR_VARIABLE, GROWING_SEGMENTS)
     unset = [name for name in _KERNELS if name not in os.environ]
-    if unset and any(gpu_signs()) and (folder := _own_folder()):
+    if unset and any(gpu_signs(asks_driver=False)) and (folder := _own_folder()):
         os.environ |= {name: os.path.join(folder, _KERNELS[name]) for name in unset}
 
 
@@ -135,11 +135,11 @@ def _own_folder() -> str | None:
     return str(path) if is_own and not runs_nothing else None
 
 
-def gpu_signs() -> Iterator[str]:
+def gpu_signs(asks_driver: bool = True) -> Iterator[str]:
     """Evidence, in words, that this machine has a GPU or that this job asked for one.
 
     An empty CUDA_VISIBLE_DEVICES, or -1, hides the machine's GPUs on purpose. The Slurm variables of a job
-    that asked for GPUs count all the same.
+    that asked for GPUs count all the same. ``asks_driver``: by nvidia-smi, too, which may take seconds.
     """
     yield from _signs_of_job(os.environ)
     visible = os.environ.get(_VISIBLE)
@@ -150,7 +150,7 @@ def gpu_signs() -> Iterator[str]:
     for folder, pattern in (_DEVICE_FILES, _DRIVER_FILES):
         if found := sorted(folder.glob(pattern)):
             yield f"{found[0]} exists"
-    if gpus := driver_gpus():
+    if asks_driver and (gpus := driver_gpus()):
         yield f"nvidia-smi lists {len(gpus)}, the first an {gpus[0]}"
 
 

@@ -166,7 +166,9 @@ def test_kernels_are_compiled_on_the_own_machine(
     for name in (*names, "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # restored at the end
         del os.environ[name]
+    fake_driver(bare_machine, f"touch {tmp_path}/asked; echo NVIDIA H100")
     assert prepared() == [None, None], "a machine without a GPU"
+    assert not (tmp_path / "asked").exists()  # every command would wait for it
     (bare_machine / "dev/nvidia0").touch()
     [folder] = {Path(str(path)).parent for path in prepared()}
     assert folder.parent == tmp_path

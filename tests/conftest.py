@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.coroutines import run_coroutine
 from tests.support.guardian import guard_session
 from tests.support.scheduling import make_scheduler, place_of, workers
 from tests.support.second_try import forget_exit_code, keep_exit_code
 from tests.support.tiers import check_slow_files, is_passed_over
 
+gc.disable()  # until the tests are imported
 settings.register_profile("suite", deadline=None)  # machines are as slow as they are
 settings.load_profile("suite")
 
@@ -57,3 +60,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups come first. It sees all tests: those of the other tier are deselected later."""
     check_slow_files(items)
     items.sort(key=lambda item: place_of(item.nodeid))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A coroutine needs a loop; None: as pytest calls a function."""
+    return run_coroutine(pyfuncitem) or None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: to look for garbage in it took 3 s of a core, most of it at the end."""
+    gc.freeze()
+    gc.enable()

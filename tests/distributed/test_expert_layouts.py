@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bapo_megatron.data.samples import Sample
-from tests.distributed.test_layouts import Answer, answers, check_agreement, layout
+from tests.distributed.test_layouts import UPDATES, Answer, answers, check_agreement, layout
 from tests.support.models import EXPERTS, random_samples, save_tiny_model, tiny_model
 from tests.support.tiers import slow_but
 
@@ -74,7 +74,7 @@ def test_load_and_router_entropy_are_those_of_transformers(samples: list[Sample]
             load[layer] += logits.topk(2, 1).indices.flatten().bincount(minlength=8)
             entropy[layer] += torch.distributions.Categorical(logits=logits).entropy().double().sum()
     sums = reference.experts[0]
-    assert len(reference.experts) == 3
+    assert len(reference.experts) == UPDATES
     assert sums[:, :8].tolist() == load.tolist()
     assert sums[:, 8].tolist() == [tokens] * 4
     torch.testing.assert_close(sums[:, 9], entropy, rtol=1e-5, atol=0)

@@ -39,6 +39,8 @@ GROUPED = dataclasses.replace(BOUNDS, scope="micro_batch", bounds_tokens=100)
 # An eps above every gradient makes Adam's steps proportional to them, so that weights can be compared: with
 # a small one the sign of a gradient that is nearly zero decides.
 OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, warmup_updates=2)
+UPDATES = 2
+"""The second has another learning rate, and begins with the weights and moments that the first has made."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def samples() -> list[Sample]:
 def answers(text: str, folder: Path, samples: list[Sample]) -> list[Answer]:
     """What every rank of a layout says."""
     where = layout(text)
-    return run_layout(answer, where.parallel, folder, samples, where, 3)
+    return run_layout(answer, where.parallel, folder, samples, where, UPDATES)
 
 
 @pytest.fixture(scope="module")

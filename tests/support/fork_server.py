@@ -114,9 +114,11 @@ class ForkServer:
 def import_all() -> None:
     """What commands import, before they are asked for."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
+    gc.disable()
     for module in _IMPORTED:
         importlib.import_module(module)
     fork_first_sampler()
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -149,7 +149,8 @@ def problem_of(
     ``own_reward``: a user's reward function, which takes any ground truth.
     """
     named = {name.lower(): value for name, value in row.items()}
-    if "reward_model" in named and ("prompt" in named or isinstance(named["reward_model"], dict)):
+    truth = named.get("reward_model")  # None, in rows beside others that have it
+    if truth is not None and ("prompt" in named or isinstance(truth, dict)):
         messages, known = _chat_messages(named), _OF_THE_FORMAT
         ground_truth = ground_truth_of(named, own_reward)
     elif any(name in named for name in _QUESTION):

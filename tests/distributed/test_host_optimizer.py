@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_updates_are_those_of_the_models_device(
 EXPERT_LAYOUTS = ["one", "dp2-ep2", "tp2-sp", "tp2-sp-etp2", "dp2-tp2-sp-ep4", "dp2-pp2-ep2", "dp4-ep2"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("text", slow_but(EXPERT_LAYOUTS, "dp4-ep2"))
 def test_updates_of_experts_are_those_of_the_models_device(
     text: str, dtype: str, experts: Path, samples: list[Sample]
@@ -262,8 +263,10 @@ def test_checkpoints_of_experts_move_between_host_and_device(
     assert saved[0]["step"] == ["2"]
 
 
-@pytest.mark.parametrize("reads", ["cpu", "model"])
-@pytest.mark.parametrize("wrote", ["cpu", "model"])
+@pytest.mark.parametrize(
+    ("wrote", "reads"),
+    slow_but([*product(("cpu", "model"), repeat=2)], ("cpu", "model"), ("model", "cpu")),
+)
 def test_steps_are_counted_with_transformer_engine_too(
     wrote: str, reads: str, qwen2: Path, samples: list[Sample], tmp_path: Path
 ) -> None:

@@ -1,6 +1,6 @@
 """Benchmark of the exact bounds search against a loop that recomputes both sums each round.
 
-    python benchmarks/bounds_search.py
+    python -m benchmarks.bounds_search
 
 Both search the same bounds for the same tokens (surrogate, P / (P + N), uniform weights, c_high first, the
 paper's ranges). The loop does what the authors' published code does in every round: clip all ratios with
@@ -171,7 +171,7 @@ def table(rows: list[Row]) -> str:
 def report(rows: list[Row]) -> str:
     return f"""# Bounds search: exact search against a loop over the tokens
 
-Command: `python benchmarks/bounds_search.py`
+Command: `python -m benchmarks.bounds_search`
 
 {platform.machine()} with {os.cpu_count()} cores, torch {torch.__version__}, gloo, one thread for
 each process; the tokens are split over the processes. Median of {REPEATS} repeats, loop and exact search

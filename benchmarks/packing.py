@@ -1,6 +1,6 @@
 """Benchmark of sequence packing against first fit and largest differencing: padding, balance, time.
 
-    python benchmarks/packing.py
+    python -m benchmarks.packing
 
 Response lengths are drawn from an assumed distribution (``response_lengths``), because the paper gives only
 averages, as curves (Fig. 6). Four planners get the same samples:
@@ -273,7 +273,7 @@ def report() -> str:
     cut = statistics.fmean(length == 65536 for lengths in drawn for length in lengths)
     return f"""# Packing: padding, balance, planning time
 
-Command: `python benchmarks/packing.py`
+Command: `python -m benchmarks.packing`
 
 {platform.machine()} with {os.cpu_count()} cores, numpy {np.__version__}. Means over {len(SEEDS)} seeds, the
 worst seed in brackets; planning time is a median and depends on what else the machine does.

@@ -2,8 +2,8 @@
 
 The settings from the paper (arXiv 2510.18927, section 5.1) and from the model's card are in qwen3_32b.py.
 Chosen here: TP 8 on one node, the optimizer's state in host memory, which saves 49 GB of a GPU, and
-recomputation of attention and MLP. The node that trains needs 1.0 TB of host memory: 393 GB for the state, as
-much again while a checkpoint is written, and buffers.
+recomputation of the MLPs. The node that trains needs 1.0 TB of host memory: 393 GB for the state, as much
+again while a checkpoint is written, and buffers.
 
     bapo plan recipes/qwen3_32b_two_nodes.py --engine-gpus 8
     BAPO_SERVERS_PER_NODE=2 BAPO_SERVER_GPUS=4 sbatch --nodes=1 : --nodes=1 slurm/train.sbatch \\

@@ -1,9 +1,9 @@
 """Recipe R1-Distill-Qwen-32B, 32k responses, on two nodes of eight 80 GB GPUs: one trains, one samples.
 
 The settings from the paper (arXiv 2510.18927) are in r1_distill_qwen_32b.py. Chosen here: TP 8 on one
-node, the optimizer's state in host memory, which saves 49 GB of a GPU, and recomputation of attention and
-MLP. The node that trains needs 1.0 TB of host memory: 393 GB for the state, as much again while a checkpoint
-is written, and buffers.
+node, the optimizer's state in host memory, which saves 49 GB of a GPU, and recomputation of the MLPs.
+The node that trains needs 1.0 TB of host memory: 393 GB for the state, as much again while a checkpoint is
+written, and buffers.
 
     bapo plan recipes/r1_distill_qwen_32b_two_nodes.py --engine-gpus 8
     BAPO_SERVERS_PER_NODE=2 BAPO_SERVER_GPUS=4 sbatch --nodes=1 : --nodes=1 slurm/train.sbatch \\

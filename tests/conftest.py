@@ -16,6 +16,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.coroutines import run_coroutine
 from tests.support.guardian import guard_session
 from tests.support.scheduling import make_scheduler, place_of, workers
 from tests.support.second_try import forget_exit_code, keep_exit_code
@@ -65,3 +66,9 @@ def pytest_collection_finish() -> None:
     """What was imported stays: to look for garbage in it took 3 s of a core, most of it at the end."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A coroutine needs a loop; None: as pytest calls a function."""
+    return run_coroutine(pyfuncitem) or None

@@ -12,8 +12,8 @@ the update count it. With ``algorithm.importance_cap`` the weights (TIS) multipl
 loss.
 
 Pure functions on numpy arrays and numbers. Commands read the settings, so numpy is imported late. Legend:
-``_R`` tokens of a response, ``_N`` those that are trained on. Used by ``config/sections.py`` and
-``trainer/corrections.py``.
+``_R`` tokens of a response, ``_N`` those that are trained on. Used in ``config/`` and
+``trainer/``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ and rules), and so does ``SftConfig.check``.
 """
 
 from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.config.engines import EngineConfig, SglangConfig
@@ -29,6 +30,7 @@ __all__ = [
     "BatchConfig",
     "BoundsConfig",
     "CheckpointConfig",
+    "CorrectionsConfig",
     "DataConfig",
     "DistillationConfig",
     "EngineConfig",

@@ -45,7 +45,7 @@ class EngineConfig:
     over NCCL between GPUs, gloo on a CPU. `ipc`, for colocated servers: they read them from the trainer's
     memory (CUDA IPC; shared memory on a CPU). If `broadcast` or `ipc` fails: from disk."""
     bucket_mb: Annotated[float, Gt(0)] = 512.0
-    """Megabytes (2^20 bytes) of each of the two buffers of a broadcast, and of the one of `ipc`."""
+    """Megabytes (2^20 bytes) of each of the two buffers of a broadcast, or of `ipc`."""
     address: str | None = None
     """Address of rank 0's machine, as servers reach it, for a broadcast. None: its host name, or 127.0.0.1 if
     the servers are on it."""

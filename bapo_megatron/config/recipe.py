@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.errors import ConfigError
 
@@ -69,14 +70,15 @@ def _place(error: BaseException, recipe: str | None) -> str:
 
 
 def _serve_former_paths() -> None:
-    """Backward compatibility: the import paths of version 0.1, for recipes (tests/fixtures has one)."""
+    """Backward compatibility: import paths of earlier commits, for recipes (tests/fixtures has one)."""
     former_modules: dict[str, dict[str, Any]] = {
         "bapo_megatron.recipe": {"load_recipe": load_recipe},
         "bapo_megatron.algo.polarity_control": {"PolarityConfig": PapoConfig},
+        "bapo_megatron.algo.corrections.rejection": {"CorrectionsConfig": CorrectionsConfig},
     }
     for former, names in former_modules.items():
         if former not in sys.modules:
-            module = ModuleType(former, "A module of version 0.1, for recipes that import it.")
+            module = ModuleType(former, "A module of an earlier commit, for recipes that import it.")
             vars(module).update(names)
             sys.modules[former] = module
             package, _, name = former.rpartition(".")

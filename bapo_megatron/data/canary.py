@@ -40,6 +40,7 @@ class CanarySpec:
     tokens: int
     """Tokens of all sequences together, up to a remainder below two tokens."""
     longest: int
+    """Tokens of the longest sequence."""
     vocab: int
 
 

@@ -17,6 +17,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -290,12 +291,23 @@ def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prom
 
 
 def difficulty_of(info: Any, path: str) -> float | None:
-    """Difficulty at the dotted ``path``; keys may have dots themselves, as names of models do."""
+    """Difficulty at the dotted ``path``; keys may have dots themselves, as names of models do.
+
+    A number, or a text with one: ``0.96875``, as OpenMathReasoning has it, or ``7/8``.
+    """
     if isinstance(info, dict):
         for key, value in info.items():
             if key == path:
-                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                return float(value) if is_number else None
+                return _number(value)
             if path.startswith(f"{key}."):
                 return difficulty_of(value, path[len(key) + 1 :])
     return None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(Fraction(value.strip()) if isinstance(value, str) else value)
+    except (ValueError, ZeroDivisionError, OverflowError):  # "n/a"
+        return None

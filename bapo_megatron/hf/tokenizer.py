@@ -8,7 +8,9 @@ Used throughout the package.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,19 @@ def load_tokenizer(folder: Path) -> Any:
         raise ConfigError(f"model.hf_path={folder}: the tokenizer has no eos token, so no response would end")
     if not tokenizer.chat_template:
         raise ConfigError(f"model.hf_path={folder}: the tokenizer has no chat template")
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = _CLOCK.sub(_date, tokenizer.chat_template)
     return tokenizer
+
+
+_CLOCK = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1)[^\\\n])*)\1\s*\)""")
+"""A chat template's question for today's date. A run that goes on after midnight would continue its responses
+behind other prompts."""
+
+
+def _date(call: re.Match[str]) -> str:
+    """The date that a template gets: Llama 3.1's, which is what Llama 3.2's writes without a clock."""
+    return repr(datetime(2024, 7, 26).strftime(call[2]))
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:

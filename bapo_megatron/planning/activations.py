@@ -80,9 +80,9 @@ class _Layer:
     core: float
     """Core attention: the softmax of queries and keys, times the values."""
     core_arguments: float
-    """Arguments of the core attention, kept instead of it if it is recomputed."""
+    """Arguments of the core attention, kept instead of it if "selective" recomputes it; else all it keeps."""
     core_recomputed: float
-    """Bytes that the recomputation of the core attention adds."""
+    """Bytes that the recomputation of the core attention adds; 0 if "selective" leaves it out."""
     mlp: float
     """The MLP and its norm."""
     mlp_arguments: float
@@ -103,16 +103,13 @@ class _Widths:
     heads: float
     kv_heads: float
     qk_norm: bool
-    ring: bool
-    """Context parallelism: attention keeps a message of its ring."""
 
     @classmethod
     def of(cls, shape: ModelShape, parallel: ParallelConfig, element: int) -> _Widths:
         t = parallel.tensor
         heads, kv_heads, d = shape.heads / t, shape.kv_heads / t, shape.head_dim
         h = shape.hidden / (t if parallel.sequence else 1)
-        ring = parallel.context > 1
-        return cls(element, h, heads * d, kv_heads * d, shape.ffn / t, heads, kv_heads, shape.qk_norm, ring)
+        return cls(element, h, heads * d, kv_heads * d, shape.ffn / t, heads, kv_heads, shape.qk_norm)
 
     @property
     def fused(self) -> float:
@@ -157,21 +154,20 @@ def _te_layer(w: _Widths) -> _Layer:
     """Norms are fused into the matrix that follows and keep their input as it came; flash attention.
 
     Norms of queries and keys keep contiguous copies of their inputs, the attention queries, keys and values
-    of its own (in a ring, in the last message that came). Only what recomputes the attention keeps the fused
-    projection's output, in which the values lie.
+    of its own (in a ring, in the last message that came). Nothing recomputes the attention alone: that would
+    keep more, the fused projection's output too, in which the values lie.
     """
     norm = w.b * w.h + _FP32
     gated = 3 * w.b * w.f  # gate and up (2f), product
     qk_norm = w.b * (w.q + w.kv) + _FP32 * (w.heads + w.kv_heads) if w.qk_norm else 0.0
-    statistics = _FP32 * w.heads
-    core = w.b * (w.q + 2 * w.kv) + statistics
+    core = w.b * (w.q + 2 * w.kv) + _FP32 * w.heads  # queries, keys, values, log-sum-exp
     return _Layer(
         input=w.b * w.h,
         norm=norm,
         always=norm + w.b * w.h + qk_norm + w.b * w.q,  # the last is also attention's output
         core=core,
-        core_arguments=w.b * (w.q + w.kv) + w.fused,
-        core_recomputed=statistics + w.b * (w.q + (2 if w.ring else 1) * w.kv),
+        core_arguments=core,
+        core_recomputed=0.0,
         mlp=norm + w.b * w.h + gated,
         mlp_arguments=w.b * w.h,
         mlp_recomputed=_FP32 + w.b * w.h + gated,

@@ -188,8 +188,9 @@ def _with(job: Job, layout: ParallelConfig, shortest: bool, **batch: Any) -> Job
 
 
 def _difference(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    # No value for True, nor for a list without numbers.
     return [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        f"--{name.replace('_', '-')}" + ("" if value is True or value == () else f" {value}")
         for name, value in after.items()
         if value != before[name]
     ]

@@ -132,8 +132,8 @@ def _forward(job: Job) -> _Work:
 
 
 def _training(job: Job) -> _Work:
-    """Training FLOPs: forward, backward and recomputation ("selective": attention and the MLP), and a second
-    forward pass of the output layer if the bounds are searched before its gradient.
+    """Training FLOPs: forward, backward and recomputation ("selective": of the MLP), and a second forward
+    pass of the output layer if the bounds are searched before its gradient.
 
     Flash attention's backward pass makes five products where the forward pass makes two (FlashAttention-2,
     arXiv 2307.08691, section 3.1), so half a forward pass more than the four of one that has the scores.
@@ -145,7 +145,7 @@ def _training(job: Job) -> _Work:
     return _Work(
         matrices=3 * forward.matrices + matrices,
         experts=forward.experts * (3 + (mode != "none")),
-        attention=forward.attention * (3.5 + (mode != "none")),
+        attention=forward.attention * (3.5 + (mode == "full")),
         head=forward.head * (3 + twice),
     )
 

@@ -316,6 +316,10 @@ def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec,
             raise ConfigError(f"Transformer Engine has no attention for packs on this GPU, and {problem}")
         _announce_torch_attention()
         attention = DocumentAttention
+    if attention is not DocumentAttention or config.context_parallel_size == 1:
+        # These kernels keep no scores, and no other rank's keys: recomputed, a layer would keep more, and run
+        # them once more.
+        config.recompute_modules = [name for name in config.recompute_modules if name != "core_attn"]
     spec.submodules.self_attention.submodules.core_attention = attention
     return spec, TENorm
 

@@ -85,9 +85,9 @@ def _job_end() -> float | None:
 class Watchdog:
     """Watchdog timer: unless it is reset in time, it prints the stacks of all threads and exits with code 1.
 
-    Each rank has one, which starts when it is made. It is a thread of C (faulthandler), so it works also
-    where C code that hangs holds the interpreter. The loop resets it before each update, and whenever it
-    checks for preemption: within a step with the trainer's pi_old it does not check.
+    Each rank has one, which starts when it is made; a process can have no second. It is a thread of C
+    (faulthandler), so it works also where C code that hangs holds the interpreter. The loop resets it before
+    each update, and whenever it checks for preemption: within a step with the trainer's pi_old it does not.
     """
 
     def __init__(self, minutes: float) -> None:

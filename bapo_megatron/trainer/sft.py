@@ -24,6 +24,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.runtime.distributed import is_main
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Prompt
@@ -92,6 +93,9 @@ def _samples(
         solution = prompt.extra_info.get("solution")
         if not isinstance(solution, str) or not solution:
             raise ConfigError(f"data.path={path}, row {prompt.prompt_id}: extra_info.solution is missing")
+        if prompt.opens_thinking:  # by the chat template, and a solution may begin with the tag, too
+            opened = tokenizer.decode(prompt.token_ids_P[-1:]).endswith("\n")
+            solution = solution.removeprefix(THINKING).removeprefix("\n" if opened else "")
         ids = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
         return Sample(
             token_ids=np.concatenate([prompt.token_ids_P, np.array(ids, dtype=np.int32)]),

@@ -106,18 +106,19 @@ def fork_first_sampler() -> None:
         importlib.import_module(module)
     if not hasattr(train.train_process, "__wrapped__"):
         train.train_process = _with_standby(train.train_process)
+        train.rollout_only_process = _with_standby(train.rollout_only_process)
 
 
-def _with_standby(train_process: Callable[..., None]) -> Callable[..., None]:
-    """``train_process``, whose first sampler is forked."""
+def _with_standby(process: Callable[..., None]) -> Callable[..., None]:
+    """``process``, whose first sampler is forked."""
 
-    @functools.wraps(train_process)
-    def process(config: RunConfig, fork: ForkSource | None = None) -> None:
+    @functools.wraps(process)
+    def run(config: RunConfig, **more: ForkSource | None) -> None:
         if os.environ["RANK"] == "0":
             _use(Standby())
-        train_process(config, fork)
+        process(config, **more)
 
-    return process
+    return run
 
 
 def _use(standby: Standby) -> None:

@@ -50,6 +50,8 @@ class Arm:
 
     evaluates: bool = False
     """Whether the weights of its last step are evaluated on held-out problems."""
+    memory: str = ""
+    """What it needs, in words, if that is much: told where it was killed."""
 
     def is_done(self) -> bool:
         """Whether the weights of its last step are exported and, if they are to be, evaluated."""

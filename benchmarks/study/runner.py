@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Protocol
 
 from bapo_megatron.errors import Preempted
+from bapo_megatron.runtime.child_process import exit_text
 from benchmarks.study.plan import Arm
 
 _POLL_S = 0.2
@@ -89,13 +90,13 @@ class _Bench:
 
     def collect(self) -> None:
         """Take note of those that have ended."""
-        ended = [arm for arm, (process, _) in self.at_work.items() if process.code() is not None]
-        for arm in ended:
-            process, began = self.at_work.pop(arm)
+        codes = {arm: process.code() for arm, (process, _) in self.at_work.items()}
+        for arm, code in [(arm, code) for arm, code in codes.items() if code is not None]:
+            _, began = self.at_work.pop(arm)
             seconds = time.monotonic() - began
             self._clock.ended(arm.work, seconds)
             outcome = f"done in {_span(seconds)}"
-            if failure := _failure(arm, process.code()):
+            if failure := _failure(arm, code):
                 self.failures.append(failure)
                 outcome = f"failed, {failure.reason}"
             left = len(self.waiting) + len(self.at_work)
@@ -121,10 +122,21 @@ class Clock:
         return self._left * self._spent_s / self._spent / self._parallel
 
 
-def _failure(arm: Arm, code: int | None) -> Failure | None:
+def _failure(arm: Arm, code: int) -> Failure | None:
     if code == 0 and arm.is_done():
         return None
-    return Failure(arm, f"exit code {code}{_last_log_line(arm)}")
+    return Failure(arm, f"{_end_of(arm, code)}{_last_log_line(arm)}")
+
+
+def _end_of(arm: Arm, code: int) -> str:
+    """How the arm's process ended, in words."""
+    if code != -signal.SIGKILL:
+        return exit_text(code)
+    needs = f"it needs {arm.memory}: " if arm.memory else ""
+    return (
+        "killed by signal 9, which is most often the kernel's out-of-memory killer "
+        f"({needs}fewer arms at a time, --parallel, need less)"
+    )
 
 
 def log_of(arm: Arm) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_flags,
     sglang_python,
 )
+from bapo_megatron.runtime.child_process import AnsweringChild
 from tests.support.cluster_recipes import CLUSTER_RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -56,29 +58,26 @@ def flags_of(config: RunConfig, model: Path, number: int = 0) -> list[str]:
     return command[2:]
 
 
-def resolved(
-    lines: list[list[str]], colocated: bool = False, platform: dict[str, bool] | None = None
-) -> list[dict[str, Any]]:
-    """SGLang's settings for each command line, in one process with the environment of such servers.
+Reader = Callable[..., list[dict[str, Any]]]
 
-    ``platform``: what differs from an H100.
-    """
+
+@pytest.fixture(scope="module")
+def resolved() -> Iterator[Reader]:
+    """SGLang's settings for each command line, by one process that has imported it."""
     try:
         python = sglang_python()
     except ConfigError as error:
         pytest.skip(str(error))
-    environment = server_environment(cuda=True, colocated=colocated)
-    ended = subprocess.run(
-        [str(python), str(READER)],
-        input=json.dumps({"lines": lines, "fields": FIELDS, "platform": platform or {}}),
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    environment = server_environment(cuda=True) | {"CUDA_VISIBLE_DEVICES": ""}
+    with closing(AnsweringChild([str(python), str(READER)], environment)) as child:
+
+        def read(lines: list[list[str]], colocated: bool = False, **platform: bool) -> list[dict[str, Any]]:
+            """In the environment of such servers. ``platform``: what differs from an H100."""
+            own = server_environment(cuda=True, colocated=colocated) | {"CUDA_VISIBLE_DEVICES": ""}
+            asked = {"lines": lines, "fields": FIELDS, "platform": platform, "environment": own}
+            return child.ask(asked, 300)  # type: ignore[no-any-return]
+
+        yield read
 
 
 def variants(folder: Path) -> list[tuple[str, RunConfig, list[str]]]:
@@ -103,7 +102,9 @@ def without(flags: list[str], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_sglang_accepts_the_server_flags_of_every_recipe(colocated: bool, tmp_path: Path) -> None:
+def test_sglang_accepts_the_server_flags_of_every_recipe(
+    resolved: Reader, colocated: bool, tmp_path: Path
+) -> None:
     wanted = [one for one in variants(tmp_path) if one[1].rollout.sglang.colocated is colocated]
     assert wanted
     flags = wanted[0][2]
@@ -147,13 +148,13 @@ def test_sglang_accepts_the_server_flags_of_every_recipe(colocated: bool, tmp_pa
 
 @pytest.mark.parametrize(("blackwell", "default"), [(True, "flashinfer_trtllm"), (False, "auto")])
 def test_servers_that_return_routes_are_told_the_experts_on_every_gpu(
-    blackwell: bool, default: str, tmp_path: Path
+    resolved: Reader, blackwell: bool, default: str, tmp_path: Path
 ) -> None:
     """Where SGLang would take a kernel that chooses experts itself, whose routes are zeros."""
     recipe = ROOT / "recipes/qwen3_30b_a3b.py"
     config = load_recipe(recipe, RunConfig)
     flags = flags_of(config, model_of(recipe, config, tmp_path))
     lines = [flags, without(flags, ROUTED_KERNEL[0])]
-    ours, theirs = resolved(lines, platform={"is_sm100": blackwell})
+    ours, theirs = resolved(lines, is_sm100=blackwell)
     assert (ours["enable_return_routed_experts"], ours["moe_runner_backend"]) == (True, "triton")
     assert theirs["moe_runner_backend"] == default

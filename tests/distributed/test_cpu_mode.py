@@ -67,7 +67,8 @@ def on_cuda() -> dict[str, tuple[str, bool]]:
 def names_of_types() -> tuple[object, ...]:
     device.cpu_mode()  # again: it changes nothing twice
     half = LIKE.to(torch.bfloat16)
-    return LIKE.type(), half.type(), LIKE.type(torch.float64).dtype, LIKE.to(half).dtype
+    stays = LIKE.cuda() is LIKE and LIKE.to("cuda") is LIKE
+    return LIKE.type(), half.type(), LIKE.type(torch.float64).dtype, LIKE.to(half).dtype, stays
 
 
 @WITHOUT_GPU
@@ -78,9 +79,9 @@ def test_a_cuda_device_is_the_cpu() -> None:
 
 @WITHOUT_GPU
 def test_types_go_by_the_names_of_a_gpu() -> None:
-    """The distributed optimizer tells dtypes apart by them; conversions stay what they are."""
+    """The distributed optimizer tells dtypes apart by them; conversions stay, and moves copy nothing."""
     [found] = run_layout(names_of_types, ParallelConfig())
-    expected = ("torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", torch.float64, torch.bfloat16)
+    expected = ("torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", torch.float64, torch.bfloat16, True)
     assert found == expected
 
 

@@ -1,12 +1,13 @@
 """SGLang's own reading of server flags on a machine that plays an H100. Run in SGLang's environment.
 
-Reads ``{"lines": [[flag, ...], ...], "fields": [...], "platform": {...}}`` from standard input: the flags of
-servers after ``sglang.launch_server``, settings by name, and what SGLang's platform says other than of an
-H100 where it chooses kernels (``{"is_sm100": true}``: Blackwell). Each line is parsed by the real
+Reads requests from standard input, one a line: ``{"lines": [[flag, ...], ...], "fields": [...], "platform":
+{...}, "environment": {...}}``, the flags of servers after ``sglang.launch_server``, settings by name, what
+SGLang's platform says other than of an H100 where it chooses kernels (``{"is_sm100": true}``: Blackwell), and
+the servers' environment. A process that is forked for the request answers it. Each line is parsed by the real
 ``ServerArgs``, resolved with all the checks that a server makes before it starts a process (flags that
 exclude each other, the context against the model's, the backends of the platform), and published; then SGLang
-makes the backends of the CUDA graphs that its server would capture. Prints a JSON list: of each line the
-settings with ``graphs``, the class of each phase's backend, or ``{"error": ...}``.
+makes the backends of the CUDA graphs that its server would capture. Answers with a JSON list on one line: of
+each line the settings with ``graphs``, the class of each phase's backend, or ``{"error": ...}``.
 
 The H100 is played in torch, which every probe of SGLang asks in the end; answers that they remember from the
 import are forgotten. Which graphs are the default is asked of ``utils.is_cuda``, what attention does of names
@@ -14,14 +15,18 @@ that modules have imported: one machine must answer all of them.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bapo_megatron/rollout/engines/sglang_cpu"))
 
 import stand_ins
 
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # SGLang prints
 stand_ins.install()
 
 import sglang.srt.model_loader  # noqa: E402, F401 - with the layers, which import CUDA packages on an H100
@@ -142,15 +147,28 @@ def graphs() -> dict[str, str]:
         }
 
 
-def main() -> None:
-    """Read, resolve, print."""
-    wanted = json.load(sys.stdin)
+def answer(wanted: dict[str, Any]) -> int:
+    """Resolve, print; the exit code: 1 if something would still see another machine."""
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
     play_h100()
     with runtime_context.override_platform(**wanted["platform"]):
         found = [resolved(argv) for argv in wanted["lines"]]
     if doubting := doubters():  # after it, for modules that were imported on the way
-        sys.exit("not everything sees an H100: " + ", ".join(doubting))
-    print(json.dumps([{k: v for k, v in one.items() if k in wanted["fields"]} for one in found]))
+        print("not everything sees an H100: " + ", ".join(doubting), file=sys.stderr, flush=True)
+        return 1
+    answers = [{name: one[name] for name in wanted["fields"] if name in one} for one in found]
+    print(json.dumps(answers), file=ANSWERS, flush=True)
+    return 0
+
+
+def main() -> None:
+    """A fork for each request, which ends without SGLang's clean-up; SystemExit with the first that fails."""
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            os._exit(answer(json.loads(line)))
+        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,9 @@ def test_a_layout_agrees_with_torch(
     check_agreement(answers(te, text, qwen2, samples), reference, samples)
     assert te.calls.keys() >= {"generic_gemm", "rmsnorm_fwd", "fused_rope_forward", "fused_attn_bwd"}
     assert te.calls["multi_tensor_adam"]
+    # Three passes without gradients and an update. "selective" recomputes no attention: it keeps no scores.
+    passes = 5 if layout(text).recompute == "full" else 4
+    assert te.calls["fused_attn_fwd"] == passes * te.calls["fused_attn_bwd"]
     assert ("thd_out_correction" in te.calls) == (layout(text).parallel.context > 1)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
-from bapo_megatron.runtime.child_process import run_module
+from bapo_megatron.runtime.child_process import CommandResult, run_command, run_module
 from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, has_apex, wants_cpu
 
 SECTION = "training"
@@ -36,6 +36,17 @@ IMPORT_DEADLINE_S = 120.0
 """Seconds for all imports together, on a busy machine with a slow disk."""
 _LEAST_S = 5.0
 """Least seconds for the remaining imports, after one has used up the time."""
+COMPILE_DEADLINE_S = 180.0
+"""Seconds to compile one small kernel: torch imports its compiler, and starts a worker for each core."""
+_COMPILE = """
+import sys, torch
+try:
+    found = torch.compile(lambda x: 2 * x)(torch.ones(64, device="cuda"))
+    assert found.sum().item() == 128
+except Exception as error:
+    sys.exit((str(error).strip() or repr(error)).splitlines()[0])
+"""
+"""A kernel that is compiled as that of SwiGLU is, in the first update."""
 OLDEST_PYTHON = (3, 11)
 _NOT_APEX = "{}, and it is not NVIDIA's: PyPI has another package of that name"
 
@@ -93,6 +104,8 @@ def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
         yield row
         if package.name == "torch" and row.state == "ok":
             yield gpu_row(result.facts)
+            if gpus:
+                yield compiler_row(run_command([sys.executable, "-c", _COMPILE], COMPILE_DEADLINE_S))
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,16 @@ def gpu_row(facts: Mapping[str, Any]) -> DoctorRow:
         found, _, fix = problem.rpartition(". ")
         return DoctorRow(SECTION, name, "problem", f"{build}: {found}", "GPUs that torch can use", fix)
     return DoctorRow(SECTION, name, "ok", f"{build}, no GPU here: runs train on the CPU")
+
+
+def compiler_row(child: CommandResult) -> DoctorRow:
+    """Row of torch's compiler, by what came of ``_COMPILE``: a policy's first update needs it on a GPU."""
+    name, needed = "torch.compile", "the MLP's kernel, compiled in the first update"
+    if not child.ended:
+        return DoctorRow(SECTION, name, "ok", "compiles a kernel, which runs", needed)
+    version = ".".join(map(str, sys.version_info[:2]))
+    fix = f"install gcc and the headers of this Python (python{version}-dev) on this node; TMPDIR needs room"
+    return DoctorRow(SECTION, name, "problem", one_line(child.reason()), needed, fix)
 
 
 def _needed(package: Package, allowed: str | None, tested: str | None) -> str:

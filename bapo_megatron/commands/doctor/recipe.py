@@ -135,6 +135,7 @@ def main(arguments: Sequence[str]) -> None:
         passed: list[object] = []
         problems += problems_of(config, passed)
         facts = facts_of(config)
+        trials += _turn_end(config)
         tell("reward")
         # The sandbox's problem is reported once.
         trials += [row for row in _try_rewards(config, passed) if row.found not in problems]
@@ -143,6 +144,28 @@ def main(arguments: Sequence[str]) -> None:
     except ConfigError as error:
         problems.append(str(error))
     tell("")
+
+
+def _turn_end(config: RunConfig) -> list[DoctorRow]:
+    """The row of a chat template that ends turns with a token at which no response stops; else none."""
+    from bapo_megatron.hf.tokenizer import load_tokenizer
+    from bapo_megatron.rollout.engines.requests import stop_token_ids, unstopped_end
+
+    folder = config.model.hf_path
+    try:
+        tokenizer = load_tokenizer(folder)
+        end = unstopped_end(tokenizer, stop_token_ids(folder, tokenizer))
+    except ConfigError:  # it is among the problems
+        return []
+    if end is None:
+        return []
+    number = tokenizer.convert_tokens_to_ids(end)
+    found = f"its chat template ends turns with {end}, and no response stops there"
+    fix = (
+        f"a base model may write another question behind it, whose box would count: add {number} to the list "
+        f"eos_token_id of {folder / 'generation_config.json'}"
+    )
+    return [DoctorRow(SECTION, "stop tokens", "optional", found, "the template's own end", fix)]
 
 
 def _try_environments(config: RunConfig, passed: Sequence[object], latest: float) -> list[DoctorRow]:

@@ -25,6 +25,8 @@ FORMAT = 1
 EXAMPLES = 3
 """Number of examples of left-out rows for each reason."""
 
+_LONG_CHARACTERS = 4000
+"""Characters a row from which a column of ``extra_info`` is told of."""
 _SHOWN_CHARACTERS = 300
 _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 
@@ -64,6 +66,8 @@ class Card:
     """Kept rows with tests that a program can forge (`reward.code_tests.forgeable_tests`)."""
     operations: int = 0
     """Kept rows whose ground truth is an unevaluated operation, so that such an answer is right."""
+    texts: Counter[str] = field(default_factory=Counter)
+    """Characters of ``extra_info``, by column."""
     too_long: Counter[int] = field(default_factory=Counter)
     """Histogram of the lengths of prompts that were too long, in tokens."""
     lengths: Counter[int] = field(default_factory=Counter)
@@ -75,6 +79,8 @@ class Card:
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
         self.by_ability[problem.ability] += 1
         self.operations += problem.ability == "math" and is_operation(problem.ground_truth)
+        for name, value in problem.extra_info.items():
+            self.texts[name] += len(value if isinstance(value, str) else json.dumps(value))
 
     def drop(self, row: Dropped) -> None:
         """Count a dropped row; the first of each reason are the examples."""
@@ -161,7 +167,11 @@ def summary(card: Card) -> str:
 def _card_lines(card: Card) -> list[str]:
     forgeable = f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}"
     operations = f"rows whose answer is an operation (docs/rewards.md#mathematics): {card.operations}"
-    return [forgeable] * bool(card.forgeable) + [operations] * bool(card.operations)
+    lengths = {name: total // card.kept for name, total in card.texts.most_common()}
+    long = [f"{name} ({n:,} characters a row)" for name, n in lengths.items() if n >= _LONG_CHARACTERS]
+    columns = f"long columns, which a run holds in memory: {', '.join(long)}: --drop-columns leaves them out"
+    told = ((forgeable, card.forgeable), (operations, card.operations), (columns, long))
+    return [line for line, is_told in told if is_told]
 
 
 def _source(source: dict[str, Any]) -> tuple[str, int, str]:

@@ -28,7 +28,13 @@ from bapo_megatron.data.prepare.filters import (
     scorable,
 )
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
-from bapo_megatron.data.prepare.problems import Problem, problem_of, with_columns, with_source
+from bapo_megatron.data.prepare.problems import (
+    Problem,
+    problem_of,
+    with_columns,
+    with_source,
+    without_columns,
+)
 from bapo_megatron.data.prepare.sources import Source, open_source
 from bapo_megatron.data.prompts import check_template
 from bapo_megatron.data.rows import RowError
@@ -100,9 +106,10 @@ def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> 
     """Rows of a source, each a problem or its error. ``renamed``: with the columns that the options name."""
     own, column = options.own_reward, options.source_column if renamed else None
     names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
+    dropped = options.drop_columns if renamed else ()
     for number, row in enumerate(source.rows()):
         try:
-            row = with_columns(with_source(row, column), names)
+            row = without_columns(with_columns(with_source(row, column), names), dropped)
             problem = problem_of(row, source.name, number, options.instruct, own)
             yield problem.with_system(options.system_prompt if renamed else None)
         except RowError as error:

@@ -78,6 +78,9 @@ class PrepareOptions:
     source_column: str | None = None
     """Column of the source, by which a mixture is told apart: `data_source` in what is written. None: the
     column `data_source`, or the name of the file."""
+    drop_columns: tuple[str, ...] = ()
+    """Columns that are left out. All others go into `extra_info`, which a run holds in memory and writes into
+    its journal: leave out long texts, such as the solutions of other models."""
     instruct: bool = True
     """Prompts that do not ask for a box, or a fenced block, get a sentence that does. Off, they stay as they
     are: for a base model."""

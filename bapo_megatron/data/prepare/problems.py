@@ -1,9 +1,10 @@
 r"""Schema adapters: convert a row of any known dataset schema into a problem of the one format.
 
 Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt``, as messages or as text,
-and ``reward_model.ground_truth``. Plain rows (DeepScaleR, MATH-500, AIME) have ``problem`` or ``question``
-and ``answer`` (GSM8K's ends with ``#### 72``), or a ``solution`` that ends with a box. Names may be
-capitalised.
+and ``reward_model.ground_truth``. Plain rows have a question, as messages or as text, and an answer, in
+columns of their own: ``prompt`` without ``reward_model`` (slime, TRL, verifiers), ``problem`` or
+``question`` (DeepScaleR, MATH-500, AIME); ``answer`` (GSM8K's ends with ``#### 72``), a ``solution`` with a
+box, ``final_answer``, ``expected_answer`` or ``label``. Names may be capitalised.
 
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
 ask for that form gets an instruction, unless the reward reads neither (the user's own, an endpoint's, a
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +27,12 @@ from bapo_megatron.reward.code_tests import is_tests
 MATH_INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block at the end of your answer."
 
-_QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
+_PLAIN_QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
+_OTHER_ANSWERS = ("final_answer", "expected_answer", "label")
+"""Columns of the answer in rows without the two above: of DeepMath, OpenMathReasoning, and slime."""
 _OF_CHATS = ("prompt", "reward_model")
 """Columns that identify a chat row."""
+_QUESTION = ("prompt", *_PLAIN_QUESTION)
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns of a prepared row; all other columns go into ``extra_info``."""
 _GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
@@ -96,19 +100,34 @@ class Problem:
 def with_columns(row: Row, names: Mapping[str | None, str]) -> Row:
     """The row as a plain row: the user's columns, the keys of ``names``, get the names of a plain row.
 
-    A None among the keys is skipped. RowError for a missing column.
+    A None among the keys is skipped: then ``prompt`` is the question of a row without another. RowError for a
+    missing column.
     """
     if not any(names):
         return row
-    row = {name: value for name, value in row.items() if name in names or name.lower() not in _OF_CHATS}
+    others = {*(name.lower() for name in row), *(name for column, name in names.items() if column)}
+    dropped = _OF_CHATS if others & {*_PLAIN_QUESTION} else _OF_CHATS[1:]
+    row = {name: value for name, value in row.items() if name in names or name.lower() not in dropped}
     for column, name in names.items():
         if column is None:
             continue
         if column not in row:
-            raise RowError(f"it has no column {column}; its columns are {', '.join(sorted(row))}")
+            raise _no_column(column, row)
         row = {other: value for other, value in row.items() if other.lower() != name or other == column}
         row[name] = row.pop(column)
     return row
+
+
+def without_columns(row: Row, columns: Sequence[str]) -> Row:
+    """The row without the user's ``columns``; RowError for a missing one."""
+    for column in columns:
+        if column not in row:
+            raise _no_column(column, row)
+    return {name: value for name, value in row.items() if name not in columns}
+
+
+def _no_column(column: str, row: Row) -> RowError:
+    return RowError(f"it has no column {column}; its columns are {', '.join(sorted(row))}")
 
 
 def with_source(row: Row, column: str | None) -> Row:
@@ -130,16 +149,17 @@ def problem_of(
     ``own_reward``: a user's reward function, which takes any ground truth.
     """
     named = {name.lower(): value for name, value in row.items()}
-    if isinstance(named.get("reward_model"), dict) or "prompt" in named:
+    if "reward_model" in named and ("prompt" in named or isinstance(named["reward_model"], dict)):
         messages, known = _chat_messages(named), _OF_THE_FORMAT
         ground_truth = ground_truth_of(named, own_reward)
     elif any(name in named for name in _QUESTION):
-        messages, known = _plain_messages(named), _OF_THE_FORMAT.union(_QUESTION, (_ANSWER, _SOLUTION))
-        ground_truth = _answer(named, own_reward)
+        column = _answer_column(named)
+        messages, known = _plain_messages(named), _OF_THE_FORMAT.union(_QUESTION, (column, _SOLUTION))
+        ground_truth = _answer(named, column, own_reward)
     else:
         raise RowError(
             f"its columns are {', '.join(sorted(row))}; a row has prompt and reward_model, or problem "
-            f"(question) and answer (solution): name yours by --question-column and --answer-column"
+            f"(question, prompt) and answer (solution): name yours by --question-column and --answer-column"
         )
     content, question = _asked(messages[-1]["content"], is_tests(ground_truth), instruct and not own_reward)
     return Problem(
@@ -165,9 +185,11 @@ def _chat_messages(row: Row) -> list[dict[str, str]]:
 
 def _plain_messages(row: Row) -> list[dict[str, str]]:
     question = next(row[name] for name in _QUESTION if name in row)
-    if not isinstance(question, str) or not question.strip():
-        raise RowError(f"the problem is {question!r}; it must be text, not empty")
-    return [{"role": "user", "content": question.strip()}]
+    if isinstance(question, str) and question.strip():
+        question = question.strip()
+    elif not isinstance(question, list):
+        raise RowError(f"the problem is {question!r}; it must be text, not empty, or chat messages")
+    return _chat_messages({**row, "prompt": question})
 
 
 def _source_of(row: Row, source: str) -> str:
@@ -189,13 +211,22 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _answer(row: Mapping[str, Any], several: bool) -> str:
-    """Answer of a plain row: ``answer``, a text or a whole number; else the last box in ``solution``."""
-    answer = row.get(_ANSWER)
-    if answer is None and row.get(_SOLUTION) is None:
-        raise RowError("it has neither an answer nor a solution")
-    if answer is None and isinstance(row.get(_SOLUTION), str):
-        answer = last_boxed(row[_SOLUTION])
+def _answer_column(row: Row) -> str:
+    """The column of a plain row's answer: the first of the known ones that has a value."""
+    found = [name for name in (_ANSWER, _SOLUTION, *_OTHER_ANSWERS) if row.get(name) is not None]
+    if not found:
+        raise RowError(
+            f"it has neither an answer nor a solution; its columns are {', '.join(sorted(row))}: name that "
+            f"of the answer by --answer-column"
+        )
+    return found[0]
+
+
+def _answer(row: Row, column: str, several: bool) -> str:
+    """Answer of a plain row: a text or a whole number; of a ``solution`` its last box."""
+    answer = row[column]
+    if column == _SOLUTION and isinstance(answer, str):
+        answer = last_boxed(answer)
         if answer is None:
             raise RowError("it has no answer, and its solution has no \\boxed{}")
     if isinstance(answer, str) and (final := _GSM8K.search(f"\n{answer}")):

@@ -47,8 +47,9 @@ class Call:
 
 
 def answer_part(turn: str) -> str:
-    """The turn without its thinking part: a call that is only thought of is none."""
-    return turn.rpartition("</think>")[2]
+    """The turn without its thinking part: a call that is only thought of is none, also where the thought that
+    the turn began has no end."""
+    return turn.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def tool_calls(turn: str, tools: Tools | None = None) -> list[Call]:

@@ -91,7 +91,11 @@ class RewardModel:
         return settings.scale * number
 
     def _sglang(self, question: Question) -> dict[str, Any]:
-        return {**self._named(), "text": self._text(question)}
+        text, tokenizer = self._text(question), self._tokenizer
+        # The server puts another begin token before a text, where the tokenizer does so (Llama's).
+        if tokenizer and tokenizer.bos_token and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]:
+            text = text.removeprefix(tokenizer.bos_token)
+        return {**self._named(), "text": text}
 
     def _vllm(self, question: Question) -> dict[str, Any]:
         asked = {"input": self._text(question)} if self._tokenizer else {"messages": _dialogue(question)}

@@ -6,6 +6,7 @@ in ``evaluation/``, ``rollout/engines/local/``, ``rollout/engines/sglang/`` and 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -161,8 +162,29 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(stops - {None}))
 
 
+def unstopped_end(tokenizer: Any, stops: Sequence[int]) -> str | None:
+    """The added token with which the chat template ends a turn of the model, if it is none of ``stops``.
+
+    None otherwise, and for a template that ends turns with no such token, or refuses one. A base model of
+    Qwen stops at ``<|endoftext|>`` alone, and its template writes ``<|im_end|>``.
+    """
+    mark = "Aturn7f3aEnd"
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": mark}]
+    try:
+        tail: str = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(mark)[2]
+    except Exception:  # a template raises whatever its author chose
+        return None
+    first = tokenizer.encode(tail, add_special_tokens=False)[:1]
+    added = {number: text for text, number in tokenizer.get_added_vocab().items()}
+    return next((added[one] for one in first if one in added and one not in stops), None)
+
+
 ENVIRONMENT = "environment.function"
 """Key of a journal's identity: the environment of all its prompts, or that of each source, by name."""
+
+
+PROMPTS = "model.prompts_sha256"
+"""Key of a journal's identity: digest of all prompts' tokens. Journals of earlier versions lack it."""
 
 
 def _environment(config: RunConfig) -> str | dict[str, str | None] | None:
@@ -191,4 +213,12 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "rollout.group_size": size,
         "rollout.temperature": rollout.temperature,
         "rollout.max_response_tokens": rollout.max_response_tokens,
+        PROMPTS: _digest(dataset.prompts),
     }
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    found = hashlib.sha256()
+    for prompt in prompts:
+        found.update(len(prompt.token_ids_P).to_bytes(8, "little") + prompt.token_ids_P.tobytes())
+    return found.hexdigest()

@@ -36,6 +36,8 @@ CELLS = (
     *((name, STALE) for name in ("grpo", "grpo_sequence", "fixed_0.9_1.2", START, "paper", "gspo")),
 )
 """Methods and staleness of the arms: on-policy no method clips anything, so GRPO alone runs there."""
+_MEMORY = "4.5 GB in each of two processes"
+"""Memory of an arm: trainer and sampler."""
 _QUICK = (("grpo", 1), ("paper", STALE))
 _TASKS = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -94,7 +96,8 @@ def make_plan(options: RealModelOptions) -> StudyPlan:
     """The plan, seed by seed: if it is cut, all arms have the same seeds."""
     base = base_of(options)
     cells = _QUICK if options.quick else CELLS
-    arms = [arm_of(options, base, *cell, seed) for seed in range(options.seeds) for cell in cells]
+    made = (arm_of(options, base, *cell, seed) for seed in range(options.seeds) for cell in cells)
+    arms = [replace(arm, memory=_MEMORY) for arm in made]
     return StudyPlan(options, base, tuple(arms), DESIGN)
 
 

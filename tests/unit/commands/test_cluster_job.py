@@ -114,7 +114,10 @@ def test_named_servers_and_rollout_nodes_exclude_each_other() -> None:
 
 
 def test_servers_without_nodes_are_refused() -> None:
-    """Servers of the 32B recipe find no GPU beside ranks on all eight of a node; a split node has room."""
+    """Servers of the 32B recipe find no GPU beside ranks on all eight of a node; a split node has room.
+
+    A job of stored rollouts needs none.
+    """
     alone = job(replace(pyxis(), rollout_nodes=0))
     with pytest.raises(ConfigError, match=r"rollout_nodes = 0.*set rollout_nodes .*--rollout.sglang.urls"):
         check_job(alone, force=True)
@@ -127,6 +130,8 @@ def test_servers_without_nodes_are_refused() -> None:
     assert not list(replace(alone, config=given(urls=("http://a:1",))).problems())
     outside = replace(alone, cluster=replace(alone.cluster, environment={"BAPO_ENGINES": "4"}))
     assert not list(outside.problems())
+    replays = replace(alone.config, rollout=replace(alone.config.rollout, replay=Path("/shared/run")))
+    assert not list(replace(alone, config=replays).problems())
     parallel = replace(alone.config.parallel, tensor=4, context=1, data=1)
     split = replace(given(first_gpu=4, servers=1), parallel=parallel)
     half = replace(alone.cluster, tasks_per_node=4)

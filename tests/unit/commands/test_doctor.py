@@ -26,6 +26,7 @@ from bapo_megatron.commands.doctor.packages import (
     installed_version,
     is_permitted,
     package_row,
+    package_rows,
     permitted,
     pins,
     python_row,
@@ -219,6 +220,18 @@ def test_gpus_of_the_servers() -> None:
     row = sglang_gpu_row(broken, required=True)
     assert (row.state, row.found) == ("problem", "exit code 1: RuntimeError: the driver is too old")
     assert sglang_gpu_row(broken, required=False).state == "optional"
+
+
+def test_a_kernel_is_compiled_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Import(facts={"cuda": "13.0", "gpus": [["H100", 85]], "nccl": "2.30"})
+    failed = CommandResult("", "gcc ...\nRuntimeError: Failed to find C compiler\n", "exit code 1", 1)
+    monkeypatch.setattr(packages, "try_imports", lambda modules: dict.fromkeys(modules, found))
+    for child, state in ((failed, "problem"), (CommandResult("", "", "", 0), "ok")):
+        monkeypatch.setattr(packages, "run_command", lambda *_, child=child: child)
+        [row] = [row for row in package_rows(PACKAGES[:1]) if row.name == "torch.compile"]
+        assert row.state == state
+    monkeypatch.setattr(packages, "try_imports", lambda modules: dict.fromkeys(modules, Import()))
+    assert "torch.compile" not in {row.name for row in package_rows(PACKAGES[:1])}
 
 
 def test_what_torch_reports_about_gpus() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +43,19 @@ def test_a_reward_is_tried_on_a_row(function: str, works: bool, says: str) -> No
 def test_the_doctor_calls_the_reward_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_rewards.py").write_text("def score(prompt, response):\n    return prompt.truth\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    rows, _ = check_recipe(
-        RECIPE, [f"--run-dir={tmp_path / 'run'}", "--reward.function=broken_rewards:score"]
-    )
-    [row] = [row for row in rows if row.name == "reward"]
-    assert row.state == "problem"
+    base = shutil.copytree(RECIPE.parent / "demo/policy", tmp_path / "base")
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+    ):  # as a base model has them
+        written = (base / name).read_text().replace("<|im_end|>", "<|endoftext|>")
+        (base / name).write_text(written.replace('"eos_token_id": 258', '"eos_token_id": 256'))
+    flags = [f"--run-dir={tmp_path / 'run'}", f"--model.hf-path={base}"]
+    rows, _ = check_recipe(RECIPE, [*flags, "--reward.function=broken_rewards:score"])
+    [stops, row] = [row for row in rows if row.name in ("stop tokens", "reward")]
+    assert (stops.state, row.state) == ("optional", "problem")
+    assert "ends turns with <|im_end|>, and no response stops there" in stops.found
     assert "AttributeError: 'Prompt' object has no attribute 'truth'" in row.found
 
 

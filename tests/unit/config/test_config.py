@@ -8,12 +8,14 @@ import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
+from bapo_megatron import config
 from bapo_megatron.algo.bapo import paper
+from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.checkpoint.run_directory import (
     changed_settings,
@@ -458,6 +460,16 @@ def test_a_range_stands_at_the_field() -> None:
     ]
 
 
+def test_a_recipe_finds_every_section_in_one_place() -> None:
+    def sections(kind: type) -> set[type]:
+        found = [one for hint in get_type_hints(kind).values() for one in (hint, *get_args(hint))]
+        own = {one for one in found if dataclasses.is_dataclass(one)}
+        return own.union(*(sections(one) for one in own))
+
+    names = {"PolarityConfig" if one is PapoConfig else one.__name__ for one in sections(RunConfig)}
+    assert names <= set(config.__all__)
+
+
 def test_flat_names_are_dotted() -> None:
     leaves = flat(GOOD)
     assert leaves["parallel.tensor"] == 1
@@ -589,8 +601,14 @@ def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         check_writable(tmp_path / "file")
 
 
-def test_names_and_positions_that_recipes_of_version_0_1_use() -> None:
-    from bapo_megatron.config import AlgorithmConfig, BoundsConfig, PolarityConfig
+def test_names_and_positions_that_recipes_of_version_0_1_use(tmp_path: Path) -> None:
+    from bapo_megatron.config import AlgorithmConfig, BoundsConfig, CorrectionsConfig, PolarityConfig
 
+    path = tmp_path / "recipe.py"
+    path.write_text(
+        "from bapo_megatron.algo.corrections.rejection import CorrectionsConfig\n"
+        "def recipe(): return CorrectionsConfig(off_policy_delta=1.0)\n"
+    )
+    assert load_recipe(path, CorrectionsConfig).off_policy_delta == 1.0
     config = AlgorithmConfig(BoundsConfig(), "dr_grpo", PolarityConfig(enabled=True))
     assert (config.advantage, config.polarity.enabled, config.loss) == ("dr_grpo", True, "clip")

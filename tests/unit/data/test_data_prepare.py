@@ -17,7 +17,7 @@ import pytest
 
 from bapo_megatron.cli import run
 from bapo_megatron.data.prepare import sources
-from bapo_megatron.data.prepare.card import Card
+from bapo_megatron.data.prepare.card import Card, summary
 from bapo_megatron.data.prepare.command import prepare
 from bapo_megatron.data.prepare.filters import COMMON, Contamination, EvaluationProblem
 from bapo_megatron.data.prepare.normal_form import key, ngrams, tokens, words
@@ -84,6 +84,11 @@ def questions(tmp_path: Path) -> list[str]:
         ({"ID": "2024-I-1", "Problem": GOATS, "Solution": "so", "Answer": 19}, "19"),
         ({"id": 60, "problem": GOATS, "solution": "12+7 is \\boxed{19}", "url": "none"}, "19"),
         ({"question": GOATS, "answer": "019"}, "019"),
+        ({"question": GOATS, "final_answer": "19", "r1_solution_1": "so"}, "19"),  # DeepMath
+        ({"problem": GOATS, "generated_solution": "so", "expected_answer": "19"}, "19"),  # OpenMathReasoning
+        ({"prompt": [{"role": "user", "content": GOATS}], "label": "19"}, "19"),  # slime
+        ({"prompt": [{"role": "user", "content": GOATS}], "question": "", "answer": 19}, "19"),  # verifiers
+        ({"prompt": [{"role": "user", "content": GOATS}], "solution": "$\\boxed{19}$"}, "19"),  # TRL
         ({"prompt": GOATS, "reward_model": {"ground_truth": "19"}, "data_source": "math_dapo"}, "19"),
     ],
 )
@@ -174,7 +179,7 @@ def test_programs_are_asked_for_as_a_block() -> None:
             {"prompt": [{"role": "assistant", "content": "x"}], "reward_model": {"ground_truth": "1"}},
             "user's",
         ),
-        ({"prompt": GOATS}, "reward_model is missing"),
+        ({"prompt": GOATS}, "its columns are prompt: name that of the answer"),
     ],
 )
 def test_what_is_wrong_with_a_row(row: dict[str, Any], why: str) -> None:
@@ -250,15 +255,29 @@ def test_columns_of_ones_own_beside_those_of_a_chat_row(tmp_path: Path) -> None:
     [made] = [json.loads(line) for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()]
     assert made["prompt"][0]["content"].startswith(GOATS)
     assert made["reward_model"]["ground_truth"] == "19"
-    text = {"prompt": GOATS, "solution": "so \\boxed{19}", "reward_model": {"ground_truth": "5"}}
-    card = prepared(tmp_path, [text], question_column="prompt", overwrite=True)
-    [made] = [json.loads(line) for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()]
-    assert made["reward_model"]["ground_truth"] == "19"
+    text = {"prompt": GOATS, "solution": "so \\boxed{19}", "gold": 20, "reward_model": {"ground_truth": "5"}}
+    for names, answer in (({"question_column": "prompt"}, "19"), ({"answer_column": "gold"}, "20")):
+        prepared(tmp_path, [text], overwrite=True, **names)
+        [made] = kept(tmp_path)
+        assert made["reward_model"]["ground_truth"] == answer
 
 
 def test_a_column_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="row 0: it has no column body; its columns are answer, question"):
-        prepared(tmp_path, [{"question": GOATS, "answer": "19"}], question_column="body")
+    for names in ({"question_column": "body"}, {"drop_columns": ("body",)}):
+        with pytest.raises(
+            ConfigError, match="row 0: it has no column body; its columns are answer, question"
+        ):
+            prepared(tmp_path, [{"question": GOATS, "answer": "19"}], **names)
+
+
+def test_long_columns_are_told_and_can_be_left_out(tmp_path: Path) -> None:
+    """DeepMath has three solutions of a model in each row: five gigabytes, that a run would hold."""
+    row = {"question": GOATS, "final_answer": "19", "r1_solution_1": "so " * 4000, "topic": "goats"}
+    card = prepared(tmp_path, [row])
+    assert "r1_solution_1 (12,000 characters a row): --drop-columns" in summary(card)
+    card = prepared(tmp_path, [row], drop_columns=("r1_solution_1",), overwrite=True)
+    assert "--drop-columns" not in summary(card)
+    assert kept(tmp_path)[0]["extra_info"] == {"row": 0, "topic": "goats"}
 
 
 def test_a_run_says_how_raw_rows_are_prepared(tmp_path: Path) -> None:
@@ -576,8 +595,10 @@ def test_an_empty_source_is_named(tmp_path: Path) -> None:
 def test_prompts_about_images_are_invalid() -> None:
     """Else a policy would be trained on questions about what it cannot see."""
     row = {"images": [b"\x00"], "reward_model": {"ground_truth": "7"}, "data_source": "geo"}
-    with pytest.raises(RowError, match=r"its prompt is about its images, and models here read text alone"):
-        problem_of({**row, "prompt": [{"role": "user", "content": "<image>How many?"}]}, "a_set", 0)
+    chat = {**row, "prompt": [{"role": "user", "content": "<image>How many?"}]}
+    for one in (chat, {"images": [b"\x00"], "problem": "<image>How many?", "answer": "7"}):
+        with pytest.raises(RowError, match="its prompt is about its images, and models here read text alone"):
+            problem_of(one, "a_set", 0)
     found = problem_of({**row, "prompt": [{"role": "user", "content": "3 + 4 = ?"}]}, "a_set", 0)
     assert found.question == "3 + 4 = ?"
 

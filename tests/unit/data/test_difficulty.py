@@ -21,8 +21,8 @@ def prompt(number: int, value: Any) -> Prompt:
     return Prompt(number, np.array([1]), "", "", info)
 
 
-PROMPTS = [prompt(n, value) for n, value in enumerate([0, 1, 8, 15, 16, None, True, "8"])]
-PROMPTS.append(Prompt(8, np.array([1]), "", "", {}))
+PROMPTS = [prompt(n, value) for n, value in enumerate([0, 1, 8, 15, 16, None, True, "n/a", "7/2"])]
+PROMPTS.append(Prompt(9, np.array([1]), "", "", {}))
 
 
 def kept(**settings: Any) -> list[int]:
@@ -30,13 +30,13 @@ def kept(**settings: Any) -> list[int]:
 
 
 def test_both_bounds_are_included_and_prompts_without_a_number_are_left_out() -> None:
-    assert kept(difficulty=PATH, min_difficulty=1, max_difficulty=15) == [1, 2, 3]
-    assert kept(difficulty=PATH) == [0, 1, 2, 3, 4]
+    assert kept(difficulty=PATH, min_difficulty=1, max_difficulty=15) == [1, 2, 3, 8]
+    assert kept(difficulty=PATH) == [0, 1, 2, 3, 4, 8]
 
 
 def test_without_a_difficulty_all_stay() -> None:
-    assert kept() == list(range(9))
-    assert kept(min_difficulty=3) == list(range(9))
+    assert kept() == list(range(10))
+    assert kept(min_difficulty=3) == list(range(10))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config.sections import RewardConfig
+from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, SftConfig
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.worker import _score_function
-from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids
+from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids, unstopped_end
+from bapo_megatron.trainer.sft import load_solutions
 from bapo_megatron.types import Prompt
 from tests.support.pages import ROOT, blocks
 
@@ -93,8 +94,11 @@ def test_a_prompt_of_the_template(model: Path) -> None:
 def test_responses_stop_at_both_ends(model: Path) -> None:
     tokenizer = load_tokenizer(model)
     assert stop_token_ids(model, tokenizer) == (151643, 151645)
+    assert unstopped_end(tokenizer, (151643, 151645)) is None
     (model / "generation_config.json").unlink()
     assert stop_token_ids(model, tokenizer) == (151645,)
+    # A base model's files name <|endoftext|> alone, and its template is the same.
+    assert unstopped_end(tokenizer, (151643,)) == "<|im_end|>"
 
 
 def test_a_box_counts_behind_the_thinking_that_the_response_opens(model: Path) -> None:
@@ -138,3 +142,11 @@ def test_a_template_that_opens_the_thinking_part(model: Path) -> None:
     assert reward(tokenizer, prompt, r"\boxed{2}", 151668, r"\boxed{1}", 151645) == 0
     assert reward(tokenizer, prompt, r"\boxed{1}", 151668, r"\boxed{2}", 151645) == 1
     assert reward(tokenizer, prompt, r"\boxed{2} and on") == 0
+    # A solution that begins with the tag, as those of R1 do, must not make it two.
+    row = json.loads(Path("data.jsonl").read_text())
+    row["extra_info"] = {"solution": "<think>\n1\n</think>2"}
+    Path("data.jsonl").write_text(json.dumps(row))
+    [sample], _ = load_solutions(
+        SftConfig(ModelConfig(model), DataConfig(Path("data.jsonl")), model), tokenizer
+    )
+    assert sample.token_ids.tolist() == [*QUESTION, 151667, 198, 16, 198, 151668, 17, 151645]

@@ -245,19 +245,16 @@ async def steps_of(one: World, first: int, last: int) -> list[StepBatch]:
         return [await one.train(step) for step in range(first, last + 1)]
 
 
-def test_a_sampler_mixes_and_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    async def check() -> None:
-        batches = await steps_of(world(tmp_path), 1, 2)
-        batches += await steps_of(world(tmp_path), 3, 4)
-        assert [number for batch in batches for number in prompt_ids(batch)] == ORDER
-        metrics = batches[0].metrics
-        assert metrics["source/a/rollout/groups"] == 2
-        assert metrics["source/b/rollout/groups_sampled"] == 1
-        assert metrics["source/a/reward/mean"] == metrics["source/b/reward/mean"] == 0.5
-        assert metrics["source/a/rollout/length_mean"] == metrics["rollout/length_mean"]
-        assert batches[0].groups[1].prompt.source == "b"
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+async def test_a_sampler_mixes_and_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    batches = await steps_of(world(tmp_path), 1, 2)
+    batches += await steps_of(world(tmp_path), 3, 4)
+    assert [number for batch in batches for number in prompt_ids(batch)] == ORDER
+    metrics = batches[0].metrics
+    assert metrics["source/a/rollout/groups"] == 2
+    assert metrics["source/b/rollout/groups_sampled"] == 1
+    assert metrics["source/a/reward/mean"] == metrics["source/b/reward/mean"] == 0.5
+    assert metrics["source/a/rollout/length_mean"] == metrics["rollout/length_mean"]
+    assert batches[0].groups[1].prompt.source == "b"
 
 
 @pytest.mark.parametrize(
@@ -270,19 +267,18 @@ def test_a_sampler_mixes_and_goes_on_where_it_was_killed(tmp_path: Path) -> None
         ),
     ],
 )
-def test_another_weight_or_file_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    async def check() -> None:
-        await steps_of(world(tmp_path), 1, 1)
-        with pytest.raises(ConfigError, match=message):
-            await steps_of(world(tmp_path, **changed), 2, 2)
-        other = world(tmp_path)
-        other.config = dataclasses.replace(other.config, data=DataConfig(Path("a"), shuffle=False))
-        other.dataset = dataclasses.replace(other.dataset, sources=())
-        with pytest.raises(ConfigError, match=r"data\.sources=\['a', 'b'\], now it is None"):
-            await steps_of(other, 2, 2)
-        await steps_of(world(tmp_path), 2, 2)
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+async def test_another_weight_or_file_is_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    await steps_of(world(tmp_path), 1, 1)
+    with pytest.raises(ConfigError, match=message):
+        await steps_of(world(tmp_path, **changed), 2, 2)
+    other = world(tmp_path)
+    other.config = dataclasses.replace(other.config, data=DataConfig(Path("a"), shuffle=False))
+    other.dataset = dataclasses.replace(other.dataset, sources=())
+    with pytest.raises(ConfigError, match=r"data\.sources=\['a', 'b'\], now it is None"):
+        await steps_of(other, 2, 2)
+    await steps_of(world(tmp_path), 2, 2)
 
 
 def test_summaries_of_earlier_versions_are_of_no_source() -> None:

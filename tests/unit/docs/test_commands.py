@@ -156,6 +156,7 @@ def check(words: list[str]) -> None:
             assert rest[1].startswith("sglang") or find_spec(rest[1]) is not None, rest[1]
         else:
             assert (ROOT / rest[0]).is_file() or (ROOT / "docs" / rest[0]).is_file(), rest[0]
+            assert not rest[0].startswith("benchmarks/"), "it imports its package: python -m"
 
 
 def check_make(words: Sequence[str]) -> None:
@@ -181,6 +182,8 @@ def check_sbatch(words: Sequence[str]) -> None:
 
 def is_whole(words: Sequence[str]) -> bool:
     """Whether words in running text are a command, and not its name alone, as in `bapo plan`."""
+    if words[0] == "python":
+        return True
     place = 3 if words[1:3] in (["data", "prepare"], ["eval", "compare"]) else 2
     return len(words) > place and not words[place].startswith("-")
 

@@ -17,6 +17,7 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>'
         (f"text {ADD} more {ADD}", [Call("add", {"a": "1"})] * 2),
         ('<tool_call>{"name": "add"}', [Call("add", {})]),
         (f"<think>{ADD}</think>done", []),
+        (f"<think>I could {ADD}", []),
         ("<tool_call>[1]</tool_call>", [Call(problem='the tool call is no object with a "name"')]),
         ('<tool_call>{"name": 1}</tool_call>', [Call(problem='the tool call is no object with a "name"')]),
         (

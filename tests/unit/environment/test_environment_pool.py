@@ -247,21 +247,17 @@ def test_own_random_makes_a_replay_draw_what_was_drawn() -> None:
     assert "diverged" in played(config("SharedDice"), act)
 
 
-def test_the_random_states_of_finished_episodes_are_forgotten() -> None:
+async def test_the_random_states_of_finished_episodes_are_forgotten() -> None:
     """25 kB each, of as many episodes as a run has."""
-
-    async def act() -> list[set[str]]:
-        episodes, kept = Episodes(Dice, {}), []
-        assert episodes._random is not None
-        for name, turn in (("over", "end"), ("failed", "fail"), ("open", "roll")):
-            task = {"messages": [], "episode": name}
-            with suppress(ValueError):
-                await episodes.resume({"task": task, "turns": [["sampled", turn]], "note": None})
-        kept.append(set(episodes._random._states))
-        await episodes.step({"episode": "open", "replies": 1, "turn": "end"})
-        return [*kept, set(episodes._random._states)]
-
-    assert asyncio.run(act()) == [{"open"}, set()]
+    episodes, kept = Episodes(Dice, {}), []
+    assert episodes._random is not None
+    for name, turn in (("over", "end"), ("failed", "fail"), ("open", "roll")):
+        task = {"messages": [], "episode": name}
+        with suppress(ValueError):
+            await episodes.resume({"task": task, "turns": [["sampled", turn]], "note": None})
+    kept.append(set(episodes._random._states))
+    await episodes.step({"episode": "open", "replies": 1, "turn": "end"})
+    assert [*kept, set(episodes._random._states)] == [{"open"}, set()]
 
 
 def test_the_clock_of_an_episode_is_hard() -> None:

@@ -390,7 +390,7 @@ async def two_turns(agent: Patient) -> list[Reply]:
     return [*replies, await agent.step("6")]
 
 
-def test_a_question_whose_client_has_gone_may_be_asked_again() -> None:
+async def test_a_question_whose_client_has_gone_may_be_asked_again() -> None:
     """Clients have limits of time, and ask again; the model's turn may take longer."""
 
     class Impatient(Patient):
@@ -407,30 +407,24 @@ def test_a_question_whose_client_has_gone_may_be_asked_again() -> None:
             self.go_on.set()
             await again
 
-    async def played() -> list[Any]:
-        agent = Impatient(TASK, {})
-        assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-        return agent.found
-
-    found = asyncio.run(asyncio.wait_for(played(), 60))
+    agent = Impatient(TASK, {})
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    found = agent.found
     assert [status for status, _, _ in found] == [200, 200]
     assert json.loads(found[1][1])["choices"][0]["message"]["content"] == "6"
 
 
-def test_another_api_is_named() -> None:
+async def test_another_api_is_named() -> None:
     class Responses(Patient):
         async def second(self) -> None:
             async with self.session.post("responses", json={"input": "higher"}) as answer:
                 self.found.append((answer.status, await answer.json()))
             await super().second()
 
-    async def played() -> list[Any]:
-        agent = Responses(TASK, {})
-        agent.go_on.set()
-        assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-        return agent.found
-
-    _, (status, answer), _ = asyncio.run(asyncio.wait_for(played(), 60))
+    agent = Responses(TASK, {})
+    agent.go_on.set()
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    (_, (status, answer), _) = agent.found
     assert status == 404
     assert answer["error"]["message"] == (
         "POST /v1/responses is not there; POST /v1/chat/completions alone is offered here: set the client to "
@@ -454,7 +448,7 @@ def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
         asyncio.run(asyncio.wait_for(played(), 60))
 
 
-def test_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same one, too: who asks twice at a time wants two answers. OpenAI's client is told not to ask
     again, which it does after 409."""
     monkeypatch.setattr(conversation, "TAKE_OVER_S", 0.01)
@@ -469,12 +463,9 @@ def test_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             self.go_on.set()
             await first
 
-    async def played() -> list[Any]:
-        agent = Twice(TASK, {})
-        assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-        return agent.found
-
-    found = asyncio.run(asyncio.wait_for(played(), 60))
+    agent = Twice(TASK, {})
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    found = agent.found
     assert [(status, again) for status, _, again in found] == [
         (200, None),
         (409, "false"),
@@ -484,7 +475,7 @@ def test_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one conversation: ask one question at a time" in found[1][1]
 
 
-def test_blanks_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blanks_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client's limit is on silence; JSON may begin with white space."""
     monkeypatch.setattr(agent_program, "KEEP_ALIVE_S", 0.01)
 
@@ -496,11 +487,8 @@ def test_blanks_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None
                 self.go_on.set()
                 self.found.append(json.loads(await answer.text()))
 
-    async def played() -> list[Any]:
-        agent = Slow(TASK, {})
-        assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-        return agent.found
-
-    _, blanks, answer = asyncio.run(asyncio.wait_for(played(), 60))
+    agent = Slow(TASK, {})
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    (_, blanks, answer) = agent.found
     assert blanks == b"  "
     assert answer["choices"][0]["message"]["content"] == "6"

@@ -68,3 +68,12 @@ def test_a_tokenizer_that_cannot_be_loaded_as_its_file_says_is_refused(
     monkeypatch.setattr(hf_tokenizer, "_splits_as_its_file", lambda *_: False)
     with pytest.raises(ConfigError, match="splits texts otherwise than its tokenizer.json says"):
         load_tokenizer(tmp_path)
+
+
+def test_a_template_that_writes_the_date_writes_the_same_every_day(tmp_path: Path) -> None:
+    """Llama 3.2's does: a run continued on another day would have other prompts before its responses."""
+    file = save_tokenizer(tmp_path, THREE_DIGITS, None, "llama")
+    dated = "{{ strftime_now('%d %b %Y') + messages[0].content }}"
+    (tmp_path / "chat_template.jinja").write_text(dated)
+    ids = load_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": TEXT}], return_dict=False)
+    assert file.decode(ids) == f"26 Jul 2024{TEXT}"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.cli import run as bapo
+from bapo_megatron.commands.recipe_flags import parse_flags
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -244,11 +245,11 @@ def test_peaks_by_hand() -> None:
 def test_activations_by_hand() -> None:
     """Transformer Engine, bytes for each token: h 8, q 8, kv 4, f 16, d 2, 4 heads."""
     attention = (16 + 4) + 16 + 16  # norm, its output, the projection's input; RoPE is fused
-    core, arguments = 2 * (8 + 2 * 4), 2 * (8 + 4) + 2 * (8 + 2 * 4)
+    core = 2 * (8 + 2 * 4)
     mlp = (16 + 4) + 16 + 3 * 2 * 16  # norm, its output; gate, up and their product: SwiGLU is fused
     none = activation_bytes_per_token(SMALL, ONE, 2, "none", "te")
     assert none.layer == attention + core + 16 + mlp
-    assert activation_bytes_per_token(SMALL, ONE, 2, "selective", "te").layer == attention + arguments + 16
+    assert activation_bytes_per_token(SMALL, ONE, 2, "selective", "te").layer == attention + core + 16 + 16
     full = activation_bytes_per_token(SMALL, ONE, 2, "full", "te")
     assert (full.layer, full.transient) == (16, none.layer - 16)
     # Sequence parallelism cuts the norms as well; a norm's number a row stays.
@@ -301,8 +302,8 @@ def test_speed_adds_up() -> None:
     """No pipeline: time is executed FLOPs over the stated rates, and full recompute adds the layers once."""
     attention = attention_flops(SMALL, 16) / 16  # every response has 14 tokens, a prompt 2
     body, head = 2 * 4 * 576, 512
-    # "selective" recomputes the MLP, 2 x 4 x 3 x 8 x 16, and the attention.
-    for mode, again, scores in (("none", 0, 0), ("selective", 3072, 1), ("full", body, 1)):
+    # "selective" recomputes the MLP, 2 x 4 x 3 x 8 x 16.
+    for mode, again, scores in (("none", 0, 0), ("selective", 3072, 0), ("full", body, 1)):
         found = speed(job(recompute=mode))
         # The search's pass comes on top. Flash attention makes seven products, of which a forward pass has
         # two, so 3.5 forward passes, not 3.
@@ -573,7 +574,7 @@ def test_advice_fits_and_is_small() -> None:
     plan = make_plan(planned("context=1", "data=8"))
     assert plan.verdict.memory
     [change] = smallest_changes(plan)
-    assert change.flags == ["--batch.recompute full"]
+    assert change.flags == ["--batch.recompute selective"]
     assert change.gpus == 64
     plan = make_plan(planned("tensor=4", "context=4"))
     bigger, same = smallest_changes(plan)
@@ -583,13 +584,26 @@ def test_advice_fits_and_is_small() -> None:
 
 
 def test_the_optimizer_on_the_host_is_advised() -> None:
-    """Two nodes at CP 2, recomputed: 74 GB of 72, with the optimizer's state on the host 50."""
-    plan = planned("context=2")
-    run = replace(plan.run, batch=replace(plan.run.batch, recompute="selective"))
+    """One node, all recomputed: 88 GB of 72, with the optimizer's state on the host 38."""
+    plan = planned("context=1")
+    run = replace(plan.run, batch=replace(plan.run.batch, recompute="full"))
     over = make_plan(replace(plan, run=run))
     assert over.verdict.memory
     [change] = smallest_changes(over)
-    assert (change.flags, change.gpus) == (["--optimizer.device cpu"], 16)
+    assert (change.flags, change.gpus) == (["--optimizer.device cpu"], 8)
+
+
+def test_stages_of_listed_layers_are_advised_without_the_list() -> None:
+    """448 layers at TP 8, with all else that saves: more stages are left, which the list does not fit."""
+    deep = replace(planned("tensor=8", "context=1", "data=1", "pipeline=2"), shape=replace(BIG, layers=448))
+    parallel = replace(deep.run.parallel, pipeline_layers=(220, 228))
+    optimizer = replace(deep.run.optimizer, device="cpu")
+    batch = replace(deep.run.batch, recompute="full")
+    run = replace(deep.run, parallel=parallel, optimizer=optimizer, batch=batch)
+    [change] = smallest_changes(make_plan(replace(deep, run=run)))
+    assert change.flags == ["--parallel.pipeline 8", "--parallel.pipeline-layers"]
+    words = " ".join(change.flags).split()
+    assert parse_flags("plan", RECIPE, run, ["recipe", *words]).parallel.pipeline_layers == ()
 
 
 def test_comparison_keeps_experts_within_a_node() -> None:

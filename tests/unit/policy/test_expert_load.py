@@ -74,17 +74,21 @@ def test_a_pass_without_gradients_counts_nothing(tally: UpdateTally) -> None:
 
 @pytest.mark.parametrize("replays", [False, True])
 def test_replayed_routes_are_the_load(tally: UpdateTally, replays: bool) -> None:
-    """All three tokens to experts 2 and 3, the third one's route unknown; the entropy is the router's."""
+    """All three tokens to experts 2 and 3, the third one's route unknown; the entropy is the router's.
+
+    The layer is the third of the model, the second of a chunk whose first sends its tokens elsewhere.
+    """
     choice = RouterChoice(False)
+    choice.layer, load_LC = 3, torch.zeros(3, 6, dtype=torch.float64)
     known_T = torch.tensor([True, True, False, True])
-    expert_TLK = torch.tensor([[[2, 3]]] * 4, dtype=torch.uint8)
-    choice.routes = PackRoutes(expert_TLK, known_T, known_T, 1, replays, tally.counts)
-    choice.load = PackLoad(REAL_T, tally.load_LC)
+    expert_TLK = torch.tensor([[[0, 1], [2, 3]]] * 4, dtype=torch.uint8)
+    choice.routes = PackRoutes(expert_TLK, known_T, known_T, 2, replays, tally.counts)
+    choice.load = PackLoad(REAL_T, load_LC)
     chosen_TE = routed(choice)
     load = [1, 0, 3, 2] if replays else [2, 1, 2, 1]
     assert chosen_TE[:3].sum(0).tolist() == load
-    assert tally.load_LC[0, :5].tolist() == [*load, 3]
-    assert float(tally.load_LC[0, 5]) == pytest.approx(3 * ENTROPY, rel=1e-6)
+    assert load_LC[2, :5].tolist() == [*load, 3]
+    assert float(load_LC[2, 5]) == pytest.approx(3 * ENTROPY, rel=1e-6)
     assert tally.counts.tolist() == [3, 2, 3, 2]  # the padding here has a route, which no pack's has
 
 

@@ -19,6 +19,7 @@ from bapo_megatron.reward.endpoints import client
 from bapo_megatron.reward.endpoints.settings import read_settings
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.types import Prompt
+from tests.support.chat_templates import FOLDERS, family_tokenizer
 from tests.support.judge_server import (
     Answer,
     JudgeServer,
@@ -354,6 +355,18 @@ def test_sglang_is_sent_one_text_and_gives_an_embedding_of_one_number() -> None:
         assert found.reward == -5.0
         assert server.headers[0]["path"] == "/v1/score"
         assert server.bodies == [{"text": templated(False, "1+1=", "two")}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama 3.1", "Qwen3"])
+def test_sglang_reads_the_tokens_of_the_template(family: str) -> None:
+    """Its server tokenizes a text as transformers does: for a Llama with a begin token of its own."""
+    tokenizer = family_tokenizer(family)
+    with judge_server(says({"embedding": [1.0]})) as server:
+        modelled(server, "sglang", tokenizer=str(FOLDERS[family]))
+    asked = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}]
+    ids = tokenizer.apply_chat_template(asked, return_dict=False)
+    assert tokenizer(server.bodies[0]["text"])["input_ids"] == ids
 
 
 def test_vllm_is_sent_messages_and_gives_the_raw_number() -> None:

@@ -271,30 +271,26 @@ def test_a_cancelled_call_leaves_its_worker_to_the_next() -> None:
     assert pooled(act, time_limit_s=20.0) == RewardResult(0.5)
 
 
-def test_closing_ends_all_that_runs_or_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_ends_all_that_runs_or_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
-    async def main() -> None:
-        pool = RewardPool(RewardConfig(function=SCORE, workers=1), 100)
-        with pytest.raises(RuntimeError, match=r"start\(\) it before score"):
-            await pool.score(prompt(), "1", 1)
-        await pool.start()
-        tasks = [
-            asyncio.create_task(pool.score(prompt(), text, 1))
-            for text in (f"child {tmp_path / 'pids'}", "0.5")
-        ]
-        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
-            await asyncio.sleep(0.05)
-        started = time.monotonic()
-        await pool.close()
-        assert time.monotonic() - started < 10
-        for task in tasks:
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        with pytest.raises(RuntimeError, match="not after close"):
-            await pool.score(prompt(), "1", 1)
-
-    asyncio.run(main())
+    pool = RewardPool(RewardConfig(function=SCORE, workers=1), 100)
+    with pytest.raises(RuntimeError, match=r"start\(\) it before score"):
+        await pool.score(prompt(), "1", 1)
+    await pool.start()
+    tasks = [
+        asyncio.create_task(pool.score(prompt(), text, 1)) for text in (f"child {tmp_path / 'pids'}", "0.5")
+    ]
+    while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+        await asyncio.sleep(0.05)
+    started = time.monotonic()
+    await pool.close()
+    assert time.monotonic() - started < 10
+    for task in tasks:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    with pytest.raises(RuntimeError, match="not after close"):
+        await pool.score(prompt(), "1", 1)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert wait_until(lambda: not any(map(alive, pids)))
     assert [path.name for path in tmp_path.iterdir()] == ["pids"]  # no directory of a worker
@@ -374,10 +370,10 @@ def test_a_format_may_begin_with_the_tag_that_the_prompt_has_opened() -> None:
 
 def test_a_format_is_that_of_the_whole_response_with_its_lines() -> None:
     async def act(pool: RewardPool) -> list[RewardResult]:
-        return [await pool.score(prompt(), text, 1) for text in ("0.9", "\n0.9", "0.9\n")]
+        return [await pool.score(prompt(), text, 1) for text in ("0.9", "\n0.9", "0.9\n", "")]
 
     results = pooled(act, function="math", format_pattern=r"0|.0\.9", format_penalty=0.3)
-    assert [j.reward for j in results] == [-0.3, 0.0, -0.3]
+    assert [j.reward for j in results] == [-0.3, 0.0, -0.3, -0.3]
 
 
 def test_a_hanging_format_pattern_loses_one_response() -> None:

@@ -210,30 +210,27 @@ def test_require_api_key_refuses_a_server_without_authentication(
     check_keys_asked(SglangConfig(urls=(closed.url,), require_api_key=True))
 
 
-def test_the_proof_is_repeated_after_a_failed_connection(serve: Callable[..., Server]) -> None:
+async def test_the_proof_is_repeated_after_a_failed_connection(serve: Callable[..., Server]) -> None:
     server = serve(KEY)
 
     def proofs() -> int:
         return sum(path == api_key.PROOF_PATH for path, _ in server.seen)
 
-    async def run() -> None:
-        sessions = HttpSessions()
-        authorization = Authorization(server.url, known)
-        client = SglangServer(server.url, sessions, 20.0, authorization)
-        assert await client.is_alive()
-        assert await client.is_alive()
-        assert proofs() == 1
-        server.hangs_up = 2  # aiohttp reads once more by itself
-        assert not await client.is_alive()
-        server.proves = server.asks = False  # another program has its address now, and answers everybody
-        assert not await client.is_alive()
-        with pytest.raises(ServerError, match="asks for no API key, and the server that was there does"):
-            await client.weight_version()
-        server.proves = server.asks = True
-        assert await client.is_alive()
-        await sessions.close()
-
-    asyncio.run(run())
+    sessions = HttpSessions()
+    authorization = Authorization(server.url, known)
+    client = SglangServer(server.url, sessions, 20.0, authorization)
+    assert await client.is_alive()
+    assert await client.is_alive()
+    assert proofs() == 1
+    server.hangs_up = 2  # aiohttp reads once more by itself
+    assert not await client.is_alive()
+    server.proves = server.asks = False  # another program has its address now, and answers everybody
+    assert not await client.is_alive()
+    with pytest.raises(ServerError, match="asks for no API key, and the server that was there does"):
+        await client.weight_version()
+    server.proves = server.asks = True
+    assert await client.is_alive()
+    await sessions.close()
 
 
 def test_a_server_of_the_run_cannot_be_replaced_by_one_without_a_key(serve: Callable[..., Server]) -> None:
@@ -257,39 +254,33 @@ def test_a_server_of_the_run_cannot_be_replaced_by_one_without_a_key(serve: Call
     assert thief.keys_seen == collector.keys_seen == {None}
 
 
-def test_a_key_made_after_the_client_is_found(serve: Callable[..., Server], tmp_path: Path) -> None:
+async def test_a_key_made_after_the_client_is_found(serve: Callable[..., Server], tmp_path: Path) -> None:
     """A trainer with `urls` may start before the first `bapo rollout-server`, which makes the run's key."""
     server = serve(KEY)
     path = tmp_path / "api_key"
 
-    async def run() -> None:
-        sessions = HttpSessions()
-        look = functools.partial(known_key, SglangConfig(), tmp_path)
-        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, look))
-        with pytest.raises(ServerError, match="asks for an API key"):
-            await client.weight_version()
-        path.write_text("short")
-        path.chmod(0o600)
-        with pytest.raises(ServerError, match="must hold one line"):
-            await client.weight_version()
-        path.write_text(KEY)
-        assert await client.weight_version() == 0
-        await sessions.close()
-
-    asyncio.run(run())
+    sessions = HttpSessions()
+    look = functools.partial(known_key, SglangConfig(), tmp_path)
+    client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, look))
+    with pytest.raises(ServerError, match="asks for an API key"):
+        await client.weight_version()
+    path.write_text("short")
+    path.chmod(0o600)
+    with pytest.raises(ServerError, match="must hold one line"):
+        await client.weight_version()
+    path.write_text(KEY)
+    assert await client.weight_version() == 0
+    await sessions.close()
 
 
-def test_a_redirect_is_not_followed(serve: Callable[..., Server]) -> None:
+async def test_a_redirect_is_not_followed(serve: Callable[..., Server]) -> None:
     server = serve(KEY)
 
-    async def run() -> None:
-        sessions = HttpSessions()
-        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known))
-        with pytest.raises(ServerError, match="status 307"):
-            await client._control("/moved")
-        await sessions.close()
-
-    asyncio.run(run())
+    sessions = HttpSessions()
+    client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known))
+    with pytest.raises(ServerError, match="status 307"):
+        await client._control("/moved")
+    await sessions.close()
     assert server.seen[-1][0] == "/moved"
 
 

@@ -28,91 +28,77 @@ def refuse(_request: GenerateRequest) -> None:
     raise ConnectionRefusedError("refused")
 
 
-def test_a_run_continues_without_a_failed_engine(tmp_path: Path) -> None:
-    async def check() -> None:
-        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-        bad.trouble, bad.ready = refuse, True
-        world = World(tmp_path, [bad, good])
-        async with world.sampling():
-            batch = await world.batch(1)
-            assert prompt_ids(batch) == [0, 1, 2, 3]
-            lost = [event for event in world.events if event["kind"] == "engine_lost"]
-            assert lost[0]["engine"] == "bad"
-            assert "refused" in lost[0]["reason"]
-            assert lost[0]["engines"] == 1
-            bad.trouble = None
-            await until(lambda: world.pool.up == 2)  # and comes back by itself
-
-    run(check())
+async def test_a_run_continues_without_a_failed_engine(tmp_path: Path) -> None:
+    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+    bad.trouble, bad.ready = refuse, True
+    world = World(tmp_path, [bad, good])
+    async with world.sampling():
+        batch = await world.batch(1)
+        assert prompt_ids(batch) == [0, 1, 2, 3]
+        lost = [event for event in world.events if event["kind"] == "engine_lost"]
+        assert lost[0]["engine"] == "bad"
+        assert "refused" in lost[0]["reason"]
+        assert lost[0]["engines"] == 1
+        bad.trouble = None
+        await until(lambda: world.pool.up == 2)  # and comes back by itself
 
 
-def test_requests_of_a_lost_engine_are_resent_at_once(tmp_path: Path) -> None:
+async def test_requests_of_a_lost_engine_are_resent_at_once(tmp_path: Path) -> None:
     """The engine hangs, then one request fails: its other requests do not wait for their deadlines."""
+    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+    bad.gate.clear()
 
-    async def check() -> None:
-        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-        bad.gate.clear()
+    def fail_once(request: GenerateRequest) -> None:
+        if len(bad.asked) == 6:
+            bad.ready = False  # or it would come back at once, and hang with what it is given then
+            raise OSError("reset by peer")
 
-        def fail_once(request: GenerateRequest) -> None:
-            if len(bad.asked) == 6:
-                bad.ready = False  # or it would come back at once, and hang with what it is given then
-                raise OSError("reset by peer")
-
-        bad.trouble = fail_once
-        world = World(tmp_path, [bad, good])
-        async with world.sampling(most=6):
-            batch = await world.batch(1, wait_s=20.0)
-        assert len(batch.groups) == 4
-        assert len(bad.asked) >= 6
-
-    run(check())
+    bad.trouble = fail_once
+    world = World(tmp_path, [bad, good])
+    async with world.sampling(most=6):
+        batch = await world.batch(1, wait_s=20.0)
+    assert len(batch.groups) == 4
+    assert len(bad.asked) >= 6
 
 
-def test_a_silent_engine_goes_into_quarantine(tmp_path: Path) -> None:
+async def test_a_silent_engine_goes_into_quarantine(tmp_path: Path) -> None:
     """As with SIGSTOP: connections open, nothing is answered."""
+    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+    world = World(tmp_path, [bad, good])
+    async with world.sampling(most=6):
+        await world.batch(1)
+        bad.gate.clear()
+        bad.ready = False
+        await world.weights(1)
+        batch = await world.batch(2)
+        assert len(batch.groups) == 4
+        assert "engine_lost" in world.event_kinds()
+        await world.weights(2)
+        assert bad.version < 2
+        bad.ready = True
+        bad.gate.set()
+        await until(lambda: world.pool.up == 2)
+        assert bad.version == 2, "it came back with old weights"
 
-    async def check() -> None:
-        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-        world = World(tmp_path, [bad, good])
-        async with world.sampling(most=6):
-            await world.batch(1)
-            bad.gate.clear()
+
+async def test_a_hanging_weight_load_does_not_block_other_engines(tmp_path: Path) -> None:
+    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+    world = World(tmp_path, [bad, good])
+    async with world.sampling():
+        await world.batch(1)
+        load = bad.load
+
+        async def hang(folder: Path, version: int, confirm: Confirm) -> None:
             bad.ready = False
-            await world.weights(1)
-            batch = await world.batch(2)
-            assert len(batch.groups) == 4
-            assert "engine_lost" in world.event_kinds()
-            await world.weights(2)
-            assert bad.version < 2
-            bad.ready = True
-            bad.gate.set()
-            await until(lambda: world.pool.up == 2)
-            assert bad.version == 2, "it came back with old weights"
+            await asyncio.sleep(1000)
 
-    run(check())
-
-
-def test_a_hanging_weight_load_does_not_block_other_engines(tmp_path: Path) -> None:
-    async def check() -> None:
-        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-        world = World(tmp_path, [bad, good])
-        async with world.sampling():
-            await world.batch(1)
-            load = bad.load
-
-            async def hang(folder: Path, version: int, confirm: Confirm) -> None:
-                bad.ready = False
-                await asyncio.sleep(1000)
-
-            bad.load = hang  # type: ignore[method-assign]
-            await asyncio.wait_for(world.weights(1), 20.0)
-            assert world.pool.up == 1
-            assert len((await world.batch(2)).groups) == 4
-            bad.load, bad.ready = load, True  # type: ignore[method-assign]
-            await until(lambda: world.pool.up == 2)
-            assert bad.version == 1
-
-    run(check())
+        bad.load = hang  # type: ignore[method-assign]
+        await asyncio.wait_for(world.weights(1), 20.0)
+        assert world.pool.up == 1
+        assert len((await world.batch(2)).groups) == 4
+        bad.load, bad.ready = load, True  # type: ignore[method-assign]
+        await until(lambda: world.pool.up == 2)
+        assert bad.version == 1
 
 
 def test_the_deadline_of_a_load_grows_with_its_bytes(tmp_path: Path) -> None:
@@ -123,149 +109,127 @@ def test_the_deadline_of_a_load_grows_with_its_bytes(tmp_path: Path) -> None:
     assert load_seconds(tmp_path / "none", 600) == 600
 
 
-def test_a_slow_disk_does_not_count_as_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_disk_does_not_count_as_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load of 1.5 s, where 1 s is allowed and a minute for 6 GB; a busy machine may answer late."""
     monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=60.0))
 
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-        world = World(tmp_path / "run", [engine])
-        weights = tmp_path / "v1"
-        weights.mkdir()
-        with (weights / "model-00000.safetensors").open("wb") as file:
-            file.truncate(6_000_000_000)
-        async with world.sampling():
-            load = engine.load
+    engine = ScriptedEngine(mixed)
+    world = World(tmp_path / "run", [engine])
+    weights = tmp_path / "v1"
+    weights.mkdir()
+    with (weights / "model-00000.safetensors").open("wb") as file:
+        file.truncate(6_000_000_000)
+    async with world.sampling():
+        load = engine.load
 
-            async def slowly(folder: Path, version: int, confirm: Confirm) -> None:
-                await asyncio.sleep(1.5)
-                await load(folder, version, confirm)
+        async def slowly(folder: Path, version: int, confirm: Confirm) -> None:
+            await asyncio.sleep(1.5)
+            await load(folder, version, confirm)
 
-            engine.load = slowly  # type: ignore[method-assign]
-            await world.sampler.load_weights(weights, 1, 1)
-            await until(lambda: world.pool.up == 1 and engine.version == 1)  # the monitor may load it
-        assert not {"engine_hangs", "engine_lost"} & set(world.event_kinds())
-
-    run(check())
+        engine.load = slowly  # type: ignore[method-assign]
+        await world.sampler.load_weights(weights, 1, 1)
+        await until(lambda: world.pool.up == 1 and engine.version == 1)  # the monitor may load it
+    assert not {"engine_hangs", "engine_lost"} & set(world.event_kinds())
 
 
 @pytest.mark.parametrize("lie", ["after the update", "in its tokens"])
-def test_an_engine_with_a_wrong_weight_version_goes_into_quarantine(tmp_path: Path, lie: str) -> None:
-    async def check() -> None:
-        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-        world = World(tmp_path, [bad, good])
-        async with world.sampling():
-            await world.batch(1)
-            if lie == "after the update":
-                bad.told_version = 7
-                await world.weights(1)
-            else:
-                await world.weights(1)
-                bad.version, bad.told_version = 7, 1
-                bad.ready = False
-            batch = await world.batch(2)
-        versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
-        assert versions == {1}
-        lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
-        said = {
-            "after the update": "reports weight version 7",
-            "in its tokens": "tokens of unknown weights 7",
-        }
-        assert said[lie] in lost[0]
-
-    run(check())
-
-
-def test_a_server_that_was_restarted_unnoticed_is_lost_at_its_first_tokens(tmp_path: Path) -> None:
-    """It answers health checks and has weights that the run knows: those that it started with."""
-
-    async def check() -> None:
-        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-        world = World(tmp_path, [bad, good], on_stale="train")
-        async with world.sampling():
-            for step in (1, 2):
-                await world.batch(step)
-                await world.weights(step)
-            assert (bad.version, good.version) == (2, 2)
-            bad.version = bad.told_version = 0
-            batch = await world.batch(3)
-            assert {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R} == {2}
-            (lost,) = [event for event in world.events if event["kind"] == "engine_lost"]
-            assert lost["engine"] == "bad"
-            assert "tokens of weights 0 after a load of 2: its server was restarted" in lost["reason"]
-            bad.told_version = None
-            await until(lambda: world.pool.up == 2)
-            assert bad.version == 2
-
-    run(check())
-
-
-def test_without_engines_the_run_waits_then_fails(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            await world.batch(1)
+async def test_an_engine_with_a_wrong_weight_version_goes_into_quarantine(tmp_path: Path, lie: str) -> None:
+    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+    world = World(tmp_path, [bad, good])
+    async with world.sampling():
+        await world.batch(1)
+        if lie == "after the update":
+            bad.told_version = 7
             await world.weights(1)
-            engine.trouble = refuse
-            engine.ready = False
-            assert await world.sampler.next_batch(2, 0.2) is None
-            world.pool.down_since = (world.pool.down_since or 0) - 31 * 60
-            with pytest.raises(EnginesGone, match=r"30 minutes: scripted: refused"):
-                await world.sampler.next_batch(2, 0.1)
-            engine.trouble, engine.ready = None, True
-            assert len((await world.batch(2)).groups) == 4
+        else:
+            await world.weights(1)
+            bad.version, bad.told_version = 7, 1
+            bad.ready = False
+        batch = await world.batch(2)
+    versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
+    assert versions == {1}
+    lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
+    said = {
+        "after the update": "reports weight version 7",
+        "in its tokens": "tokens of unknown weights 7",
+    }
+    assert said[lie] in lost[0]
 
-    run(check())
+
+async def test_a_server_that_was_restarted_unnoticed_is_lost_at_its_first_tokens(tmp_path: Path) -> None:
+    """It answers health checks and has weights that the run knows: those that it started with."""
+    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+    world = World(tmp_path, [bad, good], on_stale="train")
+    async with world.sampling():
+        for step in (1, 2):
+            await world.batch(step)
+            await world.weights(step)
+        assert (bad.version, good.version) == (2, 2)
+        bad.version = bad.told_version = 0
+        batch = await world.batch(3)
+        assert {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R} == {2}
+        (lost,) = [event for event in world.events if event["kind"] == "engine_lost"]
+        assert lost["engine"] == "bad"
+        assert "tokens of weights 0 after a load of 2: its server was restarted" in lost["reason"]
+        bad.told_version = None
+        await until(lambda: world.pool.up == 2)
+        assert bad.version == 2
 
 
-def test_an_engine_may_become_ready_later(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
+async def test_without_engines_the_run_waits_then_fails(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        await world.batch(1)
+        await world.weights(1)
+        engine.trouble = refuse
         engine.ready = False
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            assert await world.sampler.next_batch(1, 0.1) is None
-            engine.ready = True
-            assert len((await world.batch(1)).groups) == 4
-            assert [path.name for path in engine.folders] == ["v0"]
-
-    run(check())
+        assert await world.sampler.next_batch(2, 0.2) is None
+        world.pool.down_since = (world.pool.down_since or 0) - 31 * 60
+        with pytest.raises(EnginesGone, match=r"30 minutes: scripted: refused"):
+            await world.sampler.next_batch(2, 0.1)
+        engine.trouble, engine.ready = None, True
+        assert len((await world.batch(2)).groups) == 4
 
 
-def test_a_refused_request_drops_its_group(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-
-        def malformed(request: GenerateRequest) -> None:
-            if request.input_ids[0] == 2:
-                raise ValueError("request '2-0-0': too long")
-
-        engine.trouble = malformed
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            batch = await world.batch(1)
-        assert prompt_ids(batch) == [0, 1, 3, 4]
-        assert "too long" in next(e for e in world.events if e["kind"] == "request_refused")["detail"]
-
-    run(check())
+async def test_an_engine_may_become_ready_later(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+    engine.ready = False
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        assert await world.sampler.next_batch(1, 0.1) is None
+        engine.ready = True
+        assert len((await world.batch(1)).groups) == 4
+        assert [path.name for path in engine.folders] == ["v0"]
 
 
-def test_requests_go_to_the_least_loaded_engine_within_its_limit(tmp_path: Path) -> None:
-    async def check() -> None:
-        engines = [ScriptedEngine(mixed, name) for name in "abc"]
+async def test_a_refused_request_drops_its_group(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+
+    def malformed(request: GenerateRequest) -> None:
+        if request.input_ids[0] == 2:
+            raise ValueError("request '2-0-0': too long")
+
+    engine.trouble = malformed
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        batch = await world.batch(1)
+    assert prompt_ids(batch) == [0, 1, 3, 4]
+    assert "too long" in next(e for e in world.events if e["kind"] == "request_refused")["detail"]
+
+
+async def test_requests_go_to_the_least_loaded_engine_within_its_limit(tmp_path: Path) -> None:
+    engines = [ScriptedEngine(mixed, name) for name in "abc"]
+    for engine in engines:
+        engine.gate.clear()
+    world = World(tmp_path, engines)
+    async with world.sampling(most=3):
+        asked = asyncio.create_task(world.batch(1))
+        await asyncio.sleep(0.1)
+        assert [len(engine.asked) for engine in engines] == [3, 3, 3]
         for engine in engines:
-            engine.gate.clear()
-        world = World(tmp_path, engines)
-        async with world.sampling(most=3):
-            asked = asyncio.create_task(world.batch(1))
-            await asyncio.sleep(0.1)
-            assert [len(engine.asked) for engine in engines] == [3, 3, 3]
-            for engine in engines:
-                engine.gate.set()
-            assert len((await asked).groups) == 4
-
-    run(check())
+            engine.gate.set()
+        assert len((await asked).groups) == 4
 
 
 def hanging(world: World) -> list[str]:
@@ -274,152 +238,134 @@ def hanging(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["for ever", "to its own deadline"])
-def test_a_weight_load_past_its_deadline_is_reported_as_a_hang(tmp_path: Path, how: str) -> None:
+async def test_a_weight_load_past_its_deadline_is_reported_as_a_hang(tmp_path: Path, how: str) -> None:
     """The engine answers health checks, like a server whose ranks hang in a collective."""
+    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+    world = World(tmp_path, [bad, good])
+    async with world.sampling():
+        await world.batch(1)
 
-    async def check() -> None:
-        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-        world = World(tmp_path, [bad, good])
-        async with world.sampling():
-            await world.batch(1)
+        async def hang(folder: Path, version: int, confirm: Confirm) -> None:
+            if how == "for ever":
+                await asyncio.sleep(1000)
+            try:
+                await asyncio.wait_for(asyncio.sleep(1000), 0.1)
+            except TimeoutError as error:
+                raise RuntimeError("no answer within 60 s") from error
 
-            async def hang(folder: Path, version: int, confirm: Confirm) -> None:
-                if how == "for ever":
-                    await asyncio.sleep(1000)
-                try:
-                    await asyncio.wait_for(asyncio.sleep(1000), 0.1)
-                except TimeoutError as error:
-                    raise RuntimeError("no answer within 60 s") from error
-
-            bad.load = hang  # type: ignore[method-assign]
-            await world.weights(1)
-            why = "not done in 1 s" if how == "for ever" else "no answer within 60 s"
-            assert hanging(world) == [f"bad: {why}"]
-            await asyncio.sleep(0.5)  # it is tried again, and not told again so soon
-            assert len(hanging(world)) == 1
-            assert world.pool.up == 1
-
-    run(check())
+        bad.load = hang  # type: ignore[method-assign]
+        await world.weights(1)
+        why = "not done in 1 s" if how == "for ever" else "no answer within 60 s"
+        assert hanging(world) == [f"bad: {why}"]
+        await asyncio.sleep(0.5)  # it is tried again, and not told again so soon
+        assert len(hanging(world)) == 1
+        assert world.pool.up == 1
 
 
-def test_a_refused_weight_load_is_no_hang(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            await world.batch(1)
+async def test_a_refused_weight_load_is_no_hang(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        await world.batch(1)
 
-            async def refuse(folder: Path, version: int, confirm: Confirm) -> None:
-                raise RuntimeError("these are of another model")
+        async def refuse(folder: Path, version: int, confirm: Confirm) -> None:
+            raise RuntimeError("these are of another model")
 
-            engine.load = refuse  # type: ignore[method-assign]
-            await world.weights(1)
-            await asyncio.sleep(0.2)
-            assert world.pool.up == 0
-            assert hanging(world) == []
-
-    run(check())
+        engine.load = refuse  # type: ignore[method-assign]
+        await world.weights(1)
+        await asyncio.sleep(0.2)
+        assert world.pool.up == 0
+        assert hanging(world) == []
 
 
-def test_a_silent_engine_is_reported_as_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_engine_is_reported_as_hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, hang_s=0.4))
 
-    async def check() -> None:
-        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-        world = World(tmp_path, [bad, good])
-        async with world.sampling():
-            await world.batch(1)
-            bad.ready = False
-            await until(lambda: world.pool.up == 1)
-            assert hanging(world) == []  # it may come back by itself
-            await until(lambda: len(hanging(world)) == 2)  # ever later: now and 0.4 s later
-            assert hanging(world)[0].startswith("bad: no answer for ")
-            bad.ready = True
-            await until(lambda: world.pool.up == 2)
-            told = len(hanging(world))
-            await asyncio.sleep(1.0)
-            assert len(hanging(world)) == told
-
-    run(check())
+    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+    world = World(tmp_path, [bad, good])
+    async with world.sampling():
+        await world.batch(1)
+        bad.ready = False
+        await until(lambda: world.pool.up == 1)
+        assert hanging(world) == []  # it may come back by itself
+        await until(lambda: len(hanging(world)) == 2)  # ever later: now and 0.4 s later
+        assert hanging(world)[0].startswith("bad: no answer for ")
+        bad.ready = True
+        await until(lambda: world.pool.up == 2)
+        told = len(hanging(world))
+        await asyncio.sleep(1.0)
+        assert len(hanging(world)) == told
 
 
-def test_an_engine_outside_the_digest_quorum_samples_nothing(tmp_path: Path) -> None:
-    async def check() -> None:
-        bad, *good = [ScriptedEngine(mixed, name) for name in ("bad", "one", "other")]
-        world = World(tmp_path, [bad, *good])
-        async with world.sampling():
-            await world.batch(1)
-            bad.digest = "of a broken file"
-            asked = len(bad.asked)
-            await world.weights(1)
-            assert world.pool.up == 2
-            assert len((await world.batch(2)).groups) == 4
-            assert len(bad.asked) == asked
-            lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
-            assert len(lost) == 1
-            assert "different weights" in lost[0]
-            assert "bad: of a broken" in lost[0]
-            bad.digest = None
-            await until(lambda: world.pool.up == 3)
-
-    run(check())
+async def test_an_engine_outside_the_digest_quorum_samples_nothing(tmp_path: Path) -> None:
+    bad, *good = [ScriptedEngine(mixed, name) for name in ("bad", "one", "other")]
+    world = World(tmp_path, [bad, *good])
+    async with world.sampling():
+        await world.batch(1)
+        bad.digest = "of a broken file"
+        asked = len(bad.asked)
+        await world.weights(1)
+        assert world.pool.up == 2
+        assert len((await world.batch(2)).groups) == 4
+        assert len(bad.asked) == asked
+        lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
+        assert len(lost) == 1
+        assert "different weights" in lost[0]
+        assert "bad: of a broken" in lost[0]
+        bad.digest = None
+        await until(lambda: world.pool.up == 3)
 
 
-def test_without_a_digest_quorum_all_engines_load_again(tmp_path: Path) -> None:
-    async def check() -> None:
-        engines = [ScriptedEngine(mixed, name) for name in ("one", "other")]
-        world = World(tmp_path, engines)
-        async with world.sampling():
-            await world.batch(1)
-            engines[0].digest = "of a broken file"
-            await world.weights(1)
-            assert world.pool.up == 0
-            engines[0].digest = None
-            await until(lambda: world.pool.up == 2)
-            assert len((await world.batch(2)).groups) == 4
-
-    run(check())
+async def test_without_a_digest_quorum_all_engines_load_again(tmp_path: Path) -> None:
+    engines = [ScriptedEngine(mixed, name) for name in ("one", "other")]
+    world = World(tmp_path, engines)
+    async with world.sampling():
+        await world.batch(1)
+        engines[0].digest = "of a broken file"
+        await world.weights(1)
+        assert world.pool.up == 0
+        engines[0].digest = None
+        await until(lambda: world.pool.up == 2)
+        assert len((await world.batch(2)).groups) == 4
 
 
-def test_event_loop_lag_loses_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_lag_loses_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler was stopped, or ten thousand answers came at once: silence is not the engines' fault."""
     monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=1.5))
 
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            await world.batch(1)
-            for _ in range(2):
-                engine.ready = False  # its answers come too late for their limit
-                time.sleep(4.0)
-                await asyncio.sleep(0.3)
-                engine.ready = True
-                await asyncio.sleep(0.1)
-            assert "engine_lost" not in world.event_kinds()
-
-    run(check())
+    engine = ScriptedEngine(mixed)
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        await world.batch(1)
+        for _ in range(2):
+            engine.ready = False  # its answers come too late for their limit
+            time.sleep(4.0)
+            await asyncio.sleep(0.3)
+            engine.ready = True
+            await asyncio.sleep(0.1)
+        assert "engine_lost" not in world.event_kinds()
 
 
-def test_answers_to_requests_count_as_health_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_to_requests_count_as_health_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A busy engine may not answer health checks."""
     monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=0.8))
 
-    async def check() -> None:
-        busy = ScriptedEngine(mixed, "busy")
-        world = World(tmp_path, [busy], max_staleness=8)
-        async with world.sampling():
-            await world.batch(1)
-            busy.ready = False
-            slot = world.pool.reserve()
-            assert slot is not None
-            for _ in range(12):
-                await asyncio.sleep(sampling.PATIENCE.silent_s / 8)
-                await world.pool.generate(slot, busy.asked[0])
-            assert world.pool.up == 1
-            await until(lambda: world.pool.up == 0)  # nobody asks any more
-
-    run(check())
+    busy = ScriptedEngine(mixed, "busy")
+    world = World(tmp_path, [busy], max_staleness=8)
+    async with world.sampling():
+        await world.batch(1)
+        busy.ready = False
+        slot = world.pool.reserve()
+        assert slot is not None
+        for _ in range(12):
+            await asyncio.sleep(sampling.PATIENCE.silent_s / 8)
+            await world.pool.generate(slot, busy.asked[0])
+        assert world.pool.up == 1
+        await until(lambda: world.pool.up == 0)  # nobody asks any more
 
 
 def test_requests_are_sent_in_bursts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +398,7 @@ def test_requests_are_sent_in_bursts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("before_s", "late_s", "after_s", "excused"),
     [(0, 3.0, 0, True), (0, 0, 0, False), (1.0, 3.0, 0, True), (0, 3.0, 1.0, False)],
 )
-def test_a_deadline_missed_by_event_loop_lag_is_no_hang(
+async def test_a_deadline_missed_by_event_loop_lag_is_no_hang(
     tmp_path: Path,
     before_s: float,
     late_s: float,
@@ -467,24 +413,21 @@ def test_a_deadline_missed_by_event_loop_lag_is_no_hang(
     """
     monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, update_s=30.0))
 
-    async def check() -> None:
-        slow, good = ScriptedEngine(mixed, "slow"), ScriptedEngine(mixed, "good")
-        world = World(tmp_path, [slow, good])
-        async with world.sampling():
-            await world.batch(1)
+    slow, good = ScriptedEngine(mixed, "slow"), ScriptedEngine(mixed, "good")
+    world = World(tmp_path, [slow, good])
+    async with world.sampling():
+        await world.batch(1)
 
-            async def load(folder: Path, version: int, confirm: Confirm) -> None:
-                await asyncio.sleep(before_s)
-                time.sleep(late_s)
-                await asyncio.sleep(after_s)
-                raise TimeoutError("no answer within 60 s")
+        async def load(folder: Path, version: int, confirm: Confirm) -> None:
+            await asyncio.sleep(before_s)
+            time.sleep(late_s)
+            await asyncio.sleep(after_s)
+            raise TimeoutError("no answer within 60 s")
 
-            slow.load = load  # type: ignore[method-assign]
-            await world.weights(1)
-            assert any(e["kind"] == "engine_lost" and e["engine"] == "slow" for e in world.events)
-            assert bool(hanging(world)) is not excused
-
-    run(check())
+        slow.load = load  # type: ignore[method-assign]
+        await world.weights(1)
+        assert any(e["kind"] == "engine_lost" and e["engine"] == "slow" for e in world.events)
+        assert bool(hanging(world)) is not excused
 
 
 class LateOnce:
@@ -504,29 +447,26 @@ class LateOnce:
 
 
 @pytest.mark.parametrize(("heartbeats", "excused"), [(0, True), (1, True), (2, False)])
-def test_a_deadline_missed_one_check_after_the_lag_is_no_hang(heartbeats: int, excused: bool) -> None:
+async def test_a_deadline_missed_one_check_after_the_lag_is_no_hang(heartbeats: int, excused: bool) -> None:
     """A heartbeat reads the clock twice: in the health check, and before the next wait."""
     told: list[str] = []
 
-    async def check() -> None:
-        timeouts = EngineTimeouts(heartbeat_s=0.01, silent_s=1000.0)
-        pool = EnginePool([ScriptedEngine(mixed)], 1, lambda kind, **_fields: told.append(kind), timeouts)
-        for monitor in pool._monitors:
-            monitor.cancel()
-        pool._clock.close()
-        clock = LateOnce()
-        pool._clock = clock  # type: ignore[assignment]
+    timeouts = EngineTimeouts(heartbeat_s=0.01, silent_s=1000.0)
+    pool = EnginePool([ScriptedEngine(mixed)], 1, lambda kind, **_fields: told.append(kind), timeouts)
+    for monitor in pool._monitors:
+        monitor.cancel()
+    pool._clock.close()
+    clock = LateOnce()
+    pool._clock = clock  # type: ignore[assignment]
 
-        async def call() -> None:
-            await asyncio.sleep(0.05)
-            clock.late, seen = 3.0, clock.looks
-            while clock.looks < seen + 2 * heartbeats:
-                await asyncio.sleep(0)
-            raise TimeoutError("no answer within 60 s")
+    async def call() -> None:
+        await asyncio.sleep(0.05)
+        clock.late, seen = 3.0, clock.looks
+        while clock.looks < seen + 2 * heartbeats:
+            await asyncio.sleep(0)
+        raise TimeoutError("no answer within 60 s")
 
-        [slot] = pool._slots
-        assert not await pool.or_quarantine(slot, call(), 1000.0)
-        assert slot.reason == "no answer within 60 s"
-
-    run(check())
+    [slot] = pool._slots
+    assert not await pool.or_quarantine(slot, call(), 1000.0)
+    assert slot.reason == "no answer within 60 s"
     assert ("engine_hangs" in told) is not excused

@@ -145,24 +145,19 @@ def test_the_journal_of_a_mixture_may_be_cut_anywhere(
         accounts.check_accounts(world.journal, world.journal, world.config.rollout, prompts)
 
 
-def test_a_kill_between_turns_asks_each_environment_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.virtual_time
+async def test_a_kill_between_turns_asks_each_environment_again(tmp_path: Path) -> None:
     """The environment of `short` never answers before the kill, that of `long` has."""
-
-    async def check() -> None:
-        world = MixedWorld(tmp_path)
-        world.others.gate.clear()
-        async with world.sampling(rounds=False):
-            await until(lambda: ("0-0-0", "end") in world.steps.asked and len(world.others.asked) == 4)
-            world.kill()
-        again = MixedWorld(tmp_path)
-        batch = await step_of(again)
-        assert [row[1] for source, rows in texts(batch) for row in rows if source == "short"] == ["turns"] * 4
-        assert {name for name, _ in again.others.asked} == {name for name, _ in world.others.asked}
-        assert not {name for name, _ in again.others.asked} & {name for name, _ in again.steps.asked}
-
-    run(check(), monkeypatch)
+    world = MixedWorld(tmp_path)
+    world.others.gate.clear()
+    async with world.sampling(rounds=False):
+        await until(lambda: ("0-0-0", "end") in world.steps.asked and len(world.others.asked) == 4)
+        world.kill()
+    again = MixedWorld(tmp_path)
+    batch = await step_of(again)
+    assert [row[1] for source, rows in texts(batch) for row in rows if source == "short"] == ["turns"] * 4
+    assert {name for name, _ in again.others.asked} == {name for name, _ in world.others.asked}
+    assert not {name for name, _ in again.others.asked} & {name for name, _ in again.steps.asked}
 
 
 @pytest.mark.parametrize("source", ["long", "plain"])
@@ -229,21 +224,18 @@ def config_of(**own: EnvironmentConfig | None) -> Any:
     return dataclasses.replace(world.config, data=DataConfig(sources=named), model=model, environment=plain)
 
 
-def test_equal_environments_share_their_workers() -> None:
+async def test_equal_environments_share_their_workers() -> None:
     plain = EnvironmentConfig("tests.support.environments:Plain", workers=1)
     twice = dataclasses.replace(plain, max_turns=2)
     config = config_of(one=None, two=plain, three=EnvironmentConfig(), four=twice)
 
-    async def main() -> None:
-        async with AsyncExitStack() as opened:
-            found = await open_environments(config, demo_tokenizer(), print, opened)
-            assert list(found) == ["one", "two", "four"]
-            assert found["one"] is found["two"]
-            assert found["one"].steps is not found["four"].steps
-            assert (found["one"].max_turns, found["four"].max_turns) == (8, 2)
-            assert found["one"].tokenizing is found["four"].tokenizing, "a tokenizer is asked by one thread"
-
-    asyncio.run(main())
+    async with AsyncExitStack() as opened:
+        found = await open_environments(config, demo_tokenizer(), print, opened)
+        assert list(found) == ["one", "two", "four"]
+        assert found["one"] is found["two"]
+        assert found["one"].steps is not found["four"].steps
+        assert (found["one"].max_turns, found["four"].max_turns) == (8, 2)
+        assert found["one"].tokenizing is found["four"].tokenizing, "a tokenizer is asked by one thread"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ from tests.support.sampling import until
 from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
 
+pytestmark = pytest.mark.virtual_time
+
 STOP = 9
 SAMPLING = Sampling(0.5, 12, 7, (STOP,), segment_tokens=4, in_environment=True)
 
@@ -233,9 +235,9 @@ async def step_of(world: EpisodeWorld, **sampling: Any) -> StepBatch:
         return await world.batch(1)
 
 
-def test_episodes_become_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_episodes_become_responses(tmp_path: Path) -> None:
     world = EpisodeWorld(tmp_path, counting)
-    batch = run(step_of(world), monkeypatch)
+    batch = await step_of(world)
     for group in plain(batch):
         text, versions, mask, _, end = group[0]
         assert text == "turn0\x03[1:turn0]turn1\x03[2:turn1]end\x03"
@@ -276,21 +278,16 @@ def test_the_journal_may_be_cut_anywhere(tmp_path: Path, monkeypatch: pytest.Mon
         accounts.state_of(world.journal, PROMPTS * 3, 2)
 
 
-def test_no_journalled_turn_is_sampled_or_stepped_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def check() -> None:
-        world = EpisodeWorld(tmp_path, counting)
-        world.steps.gate.clear()
-        async with world.sampling(rounds=False):
-            await until(lambda: len(world.steps.asked) == 6)
-            world.kill()
-        again = EpisodeWorld(tmp_path, counting)
-        await step_of(again)
-        assert not [one for one in again.engines[0].asked if one.prefix_tokens == 0]
-        assert sorted(again.steps.asked)[:2] == [("0-0-0", "end"), ("0-0-0", "turn0")]
-
-    run(check(), monkeypatch)
+async def test_no_journalled_turn_is_sampled_or_stepped_again(tmp_path: Path) -> None:
+    world = EpisodeWorld(tmp_path, counting)
+    world.steps.gate.clear()
+    async with world.sampling(rounds=False):
+        await until(lambda: len(world.steps.asked) == 6)
+        world.kill()
+    again = EpisodeWorld(tmp_path, counting)
+    await step_of(again)
+    assert not [one for one in again.engines[0].asked if one.prefix_tokens == 0]
+    assert sorted(again.steps.asked)[:2] == [("0-0-0", "end"), ("0-0-0", "turn0")]
 
 
 def told(state: SamplerState) -> Any:
@@ -303,54 +300,46 @@ def told(state: SamplerState) -> Any:
 
 
 @pytest.mark.parametrize("other", ["segments", "dropped", "weights", "restarted"])
-def test_an_answer_that_shares_a_commit_is_in_the_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
-) -> None:
+async def test_an_answer_that_shares_a_commit_is_in_the_journal(tmp_path: Path, other: str) -> None:
     """What is applied and not written would be made again after a kill: a step that costs, or acts."""
-
-    async def check() -> None:
-        world = EpisodeWorld(tmp_path, counting)
-        [engine] = world.engines
-        world.steps.gate.clear()
-        engine.gate.clear()
-        engine.holds = lambda request: request.request_id.split("-")[1] == "1"
-        async with world.sampling(rounds=False):
-            loop, state, journal = world.sampler._loop, world.sampler._state, world.sampler._journal
-            assert loop._stepper is not None
-            commits: list[set[str]] = []
-            commit = journal.commit
-            journal.commit = lambda events: (commits.append({one.kind for one in events}), commit(events))[1]  # type: ignore[func-returns-value, method-assign, misc]
-            await until(lambda: len(world.steps.asked) == 3)
-            async with loop.between_commits():
-                world.steps.gate.set()
-                await until(lambda: len(loop._stepper._answers) == 3)
-                if other == "segments":
-                    engine.gate.set()
-                    await until(lambda: len(loop._dispatcher._segments) == 3)
-                elif other == "dropped":
-                    assert loop._drop(state.open[2], "refused")
-                elif other == "weights":
-                    loop.post(weights_loaded(0, 0))
-                else:
-                    loop._stepper._restarts.append(Restart(state.open[1], 1, "it is gone"))
-                world.steps.gate.clear()
-            assert any({"given", other} <= kinds for kinds in commits), f"not written together: {commits}"
-            async with loop.between_commits():
-                replayed = accounts.state_of(world.journal, world.dataset.prompts, 2)
-                assert told(replayed) == told(state)
-                kept = (0, 1) if other == "dropped" else (0, 1, 2)
-                assert [replayed.open[one].responses[0].episode.rewards for one in kept] == [(0.5,)] * len(
-                    kept
-                )
-                before = list(world.steps.asked)
-                world.kill()
-        again = EpisodeWorld(tmp_path, counting)
-        await step_of(again)
-        answered = {(f"{number}-0-0", "turn0") for number in kept}
-        assert answered <= {*before}
-        assert not answered & {*again.steps.asked}, "a step that was answered is taken again"
-
-    run(check(), monkeypatch)
+    world = EpisodeWorld(tmp_path, counting)
+    [engine] = world.engines
+    world.steps.gate.clear()
+    engine.gate.clear()
+    engine.holds = lambda request: request.request_id.split("-")[1] == "1"
+    async with world.sampling(rounds=False):
+        loop, state, journal = world.sampler._loop, world.sampler._state, world.sampler._journal
+        assert loop._stepper is not None
+        commits: list[set[str]] = []
+        commit = journal.commit
+        journal.commit = lambda events: (commits.append({one.kind for one in events}), commit(events))[1]  # type: ignore[func-returns-value, method-assign, misc]
+        await until(lambda: len(world.steps.asked) == 3)
+        async with loop.between_commits():
+            world.steps.gate.set()
+            await until(lambda: len(loop._stepper._answers) == 3)
+            if other == "segments":
+                engine.gate.set()
+                await until(lambda: len(loop._dispatcher._segments) == 3)
+            elif other == "dropped":
+                assert loop._drop(state.open[2], "refused")
+            elif other == "weights":
+                loop.post(weights_loaded(0, 0))
+            else:
+                loop._stepper._restarts.append(Restart(state.open[1], 1, "it is gone"))
+            world.steps.gate.clear()
+        assert any({"given", other} <= kinds for kinds in commits), f"not written together: {commits}"
+        async with loop.between_commits():
+            replayed = accounts.state_of(world.journal, world.dataset.prompts, 2)
+            assert told(replayed) == told(state)
+            kept = (0, 1) if other == "dropped" else (0, 1, 2)
+            assert [replayed.open[one].responses[0].episode.rewards for one in kept] == [(0.5,)] * len(kept)
+            before = list(world.steps.asked)
+            world.kill()
+    again = EpisodeWorld(tmp_path, counting)
+    await step_of(again)
+    answered = {(f"{number}-0-0", "turn0") for number in kept}
+    assert answered <= {*before}
+    assert not answered & {*again.steps.asked}, "a step that was answered is taken again"
 
 
 class Forgetful(Async):
@@ -364,31 +353,28 @@ class Forgetful(Async):
         return Reply(None, reward=1.0) if turn == "end" else Reply(f"life {Forgetful.lives}")
 
 
-def test_a_replay_that_differs_restarts_its_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check() -> None:
-        world = EpisodeWorld(tmp_path, counting, HereSteps(Forgetful))
-        engine = world.engines[0]
-        engine.holds = lambda request: request.prefix_tokens > 8
-        engine.gate.clear()
-        async with world.sampling(rounds=False):
-            await until(lambda: sum(request.prefix_tokens > 8 for request in engine.asked) == 6)
-            world.kill()
-        Forgetful.lives += 1
-        again = EpisodeWorld(tmp_path, counting, HereSteps(Forgetful))
-        batch = await step_of(again)
-        texts = [row[0] for group in plain(batch) for row in group]
-        assert texts == ["turn0\x03[life 1]turn1\x03[life 1]end\x03", "turn0\x03[life 1]end\x03"] * 3
-        assert batch.metrics["environment/restarts"] == 6.0
-        (event,) = [event for event in again.events if event["kind"] == "episode_restarted"]
-        assert "with 'life 0', and after a replay with 'life 1'" in event["detail"]
-        assert {name for name, _ in again.steps.asked} == {
-            f"{group}-{sample}-{attempt}" for group in range(3) for sample in range(2) for attempt in range(2)
-        }
-        ours = accounts.state_of(again.journal, again.dataset.prompts, 2).tokens
-        assert ours["sampled"] == ours["trained"] + ours["dropped_restarted"]
-        assert ours["dropped_restarted"] > 0
-
-    run(check(), monkeypatch)
+async def test_a_replay_that_differs_restarts_its_response(tmp_path: Path) -> None:
+    world = EpisodeWorld(tmp_path, counting, HereSteps(Forgetful))
+    engine = world.engines[0]
+    engine.holds = lambda request: request.prefix_tokens > 8
+    engine.gate.clear()
+    async with world.sampling(rounds=False):
+        await until(lambda: sum(request.prefix_tokens > 8 for request in engine.asked) == 6)
+        world.kill()
+    Forgetful.lives += 1
+    again = EpisodeWorld(tmp_path, counting, HereSteps(Forgetful))
+    batch = await step_of(again)
+    texts = [row[0] for group in plain(batch) for row in group]
+    assert texts == ["turn0\x03[life 1]turn1\x03[life 1]end\x03", "turn0\x03[life 1]end\x03"] * 3
+    assert batch.metrics["environment/restarts"] == 6.0
+    (event,) = [event for event in again.events if event["kind"] == "episode_restarted"]
+    assert "with 'life 0', and after a replay with 'life 1'" in event["detail"]
+    assert {name for name, _ in again.steps.asked} == {
+        f"{group}-{sample}-{attempt}" for group in range(3) for sample in range(2) for attempt in range(2)
+    }
+    ours = accounts.state_of(again.journal, again.dataset.prompts, 2).tokens
+    assert ours["sampled"] == ours["trained"] + ours["dropped_restarted"]
+    assert ours["dropped_restarted"] > 0
 
 
 @pytest.mark.parametrize(
@@ -401,27 +387,24 @@ def test_a_replay_that_differs_restarts_its_response(tmp_path: Path, monkeypatch
         ({}, ["a", "end"], "stop", "a\x03[1:a]end\x03"),
     ],
 )
-def test_how_a_response_ends(
+async def test_how_a_response_ends(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, int],
     turns: list[str],
     reason: str,
     text: str,
 ) -> None:
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: turns[turn], **settings)
-    batch = run(step_of(world), monkeypatch)
+    batch = await step_of(world)
     assert {(row[0], row[4][0]) for group in plain(batch) for row in group} == {(text, reason)}
     assert batch.metrics[f"environment/finish_{reason}"] == 1.0
     assert batch.metrics["rollout/truncated_fraction"] == float(reason == "length")
 
 
-def test_a_failed_environment_has_the_reward_failed_and_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_environment_has_the_reward_failed_and_is_reported(tmp_path: Path) -> None:
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "end" if sample else "raise")
     world.config = dataclasses.replace(world.config, reward=RewardConfig(failed=-2.0))
-    batch = run(step_of(world), monkeypatch)
+    batch = await step_of(world)
     ends = [[row[4] for row in group] for group in plain(batch)]
     assert ends == [[("failed", -2.0), ("stop", 1.0)]] * 3
     assert batch.metrics["environment/finish_failed"] == 0.5
@@ -447,40 +430,32 @@ class Mute(Async):
         return Reply(None if turn.startswith("y") else turn.upper())
 
 
-def test_without_rewards_of_its_own_the_last_turn_is_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_rewards_of_its_own_the_last_turn_is_judged(tmp_path: Path) -> None:
     """The tests' reward function likes responses that begin with a y: the last turns do."""
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "yes" if turn else "no", HereSteps(Mute))
-    batch = run(step_of(world), monkeypatch)
+    batch = await step_of(world)
     assert {row[4] for group in plain(batch) for row in group} == {("stop", 1.0)}
 
 
-def test_an_answer_does_not_open_a_dropped_group_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_does_not_open_a_dropped_group_again(tmp_path: Path) -> None:
     """The drop and the answer are in one commit."""
-
-    async def check() -> None:
-        world = EpisodeWorld(tmp_path, counting)
-        world.steps.gate.clear()
-        async with world.sampling(rounds=False):
-            await until(lambda: len(world.steps.asked) == 6)
-            loop, group = world.sampler._loop, world.sampler._state.open[1]
-            assert loop._stepper is not None
-            loop._stepper._answers.append(Given(group, 0, 6, 0, answer(91, 93, text="")))
-            assert loop._drop(group, "refused")
-            await until(lambda: 1 not in world.sampler._state.open)
-            assert "1-0-0" in world.steps.forgotten
-            assert not [key for key in loop._stepper._running if key[0] == 1]
-            world.steps.gate.set()
-            await world.batch(1)
-            assert 1 not in world.sampler._state.open
-        state = accounts.state_of(world.journal, world.dataset.prompts, 2)
-        assert 1 not in state.open
-        assert 1 not in state.finished
-
-    run(check(), monkeypatch)
+    world = EpisodeWorld(tmp_path, counting)
+    world.steps.gate.clear()
+    async with world.sampling(rounds=False):
+        await until(lambda: len(world.steps.asked) == 6)
+        loop, group = world.sampler._loop, world.sampler._state.open[1]
+        assert loop._stepper is not None
+        loop._stepper._answers.append(Given(group, 0, 6, 0, answer(91, 93, text="")))
+        assert loop._drop(group, "refused")
+        await until(lambda: 1 not in world.sampler._state.open)
+        assert "1-0-0" in world.steps.forgotten
+        assert not [key for key in loop._stepper._running if key[0] == 1]
+        world.steps.gate.set()
+        await world.batch(1)
+        assert 1 not in world.sampler._state.open
+    state = accounts.state_of(world.journal, world.dataset.prompts, 2)
+    assert 1 not in state.open
+    assert 1 not in state.finished
 
 
 def test_metrics_without_episodes_are_as_before() -> None:
@@ -559,9 +534,7 @@ def test_a_journal_belongs_to_its_environment(
         run(step_of(worlds[1]), monkeypatch)
 
 
-def test_an_observation_that_cannot_be_rendered_fails_its_response(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_observation_that_cannot_be_rendered_fails_its_response(tmp_path: Path) -> None:
     class Picky(Brackets):
         """A chat template that refuses a text."""
 
@@ -573,7 +546,7 @@ def test_an_observation_that_cannot_be_rendered_fails_its_response(
 
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "end" if turn or sample else "odd")
     world.environments = {"": dataclasses.replace(world.stepping, template=Picky())}
-    batch = run(step_of(world), monkeypatch)
+    batch = await step_of(world)
     ends = [[(row[0], row[4][0]) for row in group] for group in plain(batch)]
     assert ends == [[("odd\x03", "failed"), ("end\x03", "stop")]] * 3
     (event,) = [event for event in world.events if event["kind"] == "environment_failed"]
@@ -602,21 +575,17 @@ def test_a_response_that_begins_again_and_again_fails(
     }
 
 
-def test_in_rounds_the_next_turns_go_out_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_in_rounds_the_next_turns_go_out_together(tmp_path: Path) -> None:
     """An engine whose last bits depend on its batch gets the same batches, however long each step takes."""
-
-    async def check() -> None:
-        waits = iter([7.0, 3.0, 1.0, 0.0, 5.0, 2.0] * 10)
-        world = EpisodeWorld(tmp_path, counting, segment_tokens=None)
-        world.steps.wait_s = lambda: next(waits)
-        asked: list[tuple[float, int]] = []
-        clock = asyncio.get_running_loop().time
-        world.engines[0].trouble = lambda request: asked.append((clock(), request.prefix_tokens))
-        async with world.sampling(rounds=True):
-            await world.batch(1)
-        turns_of = [[time for time, start in asked if start == place] for place in (0, 15, 30)]
-        assert [len(times) for times in turns_of] == [6, 6, 3]
-        assert [len(set(times)) for times in turns_of] == [1, 1, 1]
-        assert turns_of[1][0] - turns_of[0][0] >= 7.0, "the slowest step"
-
-    run(check(), monkeypatch)
+    waits = iter([7.0, 3.0, 1.0, 0.0, 5.0, 2.0] * 10)
+    world = EpisodeWorld(tmp_path, counting, segment_tokens=None)
+    world.steps.wait_s = lambda: next(waits)
+    asked: list[tuple[float, int]] = []
+    clock = asyncio.get_running_loop().time
+    world.engines[0].trouble = lambda request: asked.append((clock(), request.prefix_tokens))
+    async with world.sampling(rounds=True):
+        await world.batch(1)
+    turns_of = [[time for time, start in asked if start == place] for place in (0, 15, 30)]
+    assert [len(times) for times in turns_of] == [6, 6, 3]
+    assert [len(set(times)) for times in turns_of] == [1, 1, 1]
+    assert turns_of[1][0] - turns_of[0][0] >= 7.0, "the slowest step"

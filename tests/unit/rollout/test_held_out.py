@@ -49,16 +49,13 @@ async def evaluated(asked: HeldOut, step: int) -> Path | None:
     return await asked.responses(step, 5.0)
 
 
-def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> None:
+async def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> None:
     made = world(tmp_path, temperature=0.25, max_response_tokens=3)
 
-    async def main() -> Path:
-        async with made.sampling():
-            path = await evaluated(held_out(made), 2)
-            assert path is not None
-            return path
-
-    path = asyncio.run(main())
+    async with made.sampling():
+        path = await evaluated(held_out(made), 2)
+        assert path is not None
+        path = path
     assert path == tmp_path / "evaluation/step_000002.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["suite"], row["problem"], row["sample"]) for row in rows] == [
@@ -77,15 +74,12 @@ def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> None:
     assert len({one.params.seed for one in asked}) == 2 * 2 + 2 - 2  # problem 0 of both suites has the same
 
 
-def test_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
+async def test_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
     """By hand: easy has avg@2 of 1/2 on both problems, hard 0, so the mean of the suites is 1/4."""
     made = world(tmp_path)
 
-    async def main() -> Path | None:
-        async with made.sampling():
-            return await evaluated(held_out(made), 2)
-
-    path = asyncio.run(main())
+    async with made.sampling():
+        path = await evaluated(held_out(made), 2)
     assert path is not None
     metrics = evaluation_metrics(path)
     assert metrics["eval/mean"] == 0.25
@@ -104,18 +98,15 @@ class Boxes:
         return "\\boxed{5}"
 
 
-def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Path) -> None:
+async def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Path) -> None:
     """A row says what the response answered, as its reward read it; rows of earlier versions do not."""
     made = world(tmp_path)
     thinking = [dataclasses.replace(one, opens_thinking=True) for one in SUITES[1].prompts]
     suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(thinking)))
     boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
 
-    async def main() -> Path | None:
-        async with made.sampling():
-            return await evaluated(HeldOut(made.config, suites, boxes, made.pool, made.score), 2)
-
-    path = asyncio.run(main())
+    async with made.sampling():
+        path = await evaluated(HeldOut(made.config, suites, boxes, made.pool, made.score), 2)
     assert path is not None
     metrics = evaluation_metrics(path)
     assert (metrics["eval/easy/unanswered"], metrics["eval/hard/unanswered"]) == (0.0, 1.0)
@@ -126,7 +117,7 @@ def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("function", "share"), [("math_or_code", None), ("math", 0.0)])
-def test_programs_are_not_unanswered(tmp_path: Path, function: str, share: float | None) -> None:
+async def test_programs_are_not_unanswered(tmp_path: Path, function: str, share: float | None) -> None:
     """They are in code blocks: without a box all of them would count, and a box in one is no answer."""
     made = world(tmp_path)
     boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
@@ -135,11 +126,8 @@ def test_programs_are_not_unanswered(tmp_path: Path, function: str, share: float
     reward = dataclasses.replace(made.config.reward, function=function)
     config = dataclasses.replace(made.config, reward=reward)
 
-    async def main() -> Path | None:
-        async with made.sampling():
-            return await evaluated(HeldOut(config, suites, boxes, made.pool, made.score), 2)
-
-    path = asyncio.run(main())
+    async with made.sampling():
+        path = await evaluated(HeldOut(config, suites, boxes, made.pool, made.score), 2)
     assert path is not None
     metrics = evaluation_metrics(path)
     assert (metrics["eval/easy/unanswered"], metrics["eval/hard/unanswered"]) == (0.0, share)
@@ -148,38 +136,32 @@ def test_programs_are_not_unanswered(tmp_path: Path, function: str, share: float
     assert evaluation_metrics(path, boxed=False)["eval/easy/unanswered"] is None
 
 
-def test_only_due_and_missing_evaluations_run(tmp_path: Path) -> None:
+async def test_only_due_and_missing_evaluations_run(tmp_path: Path) -> None:
     made = world(tmp_path)
 
-    async def main() -> int:
-        async with made.sampling():
-            asked = held_out(made)
-            assert await evaluated(asked, 1) is None
-            assert not asked.is_busy
-            assert await evaluated(asked, 2) is not None
-            before = len(made.engines[0].asked)
-            assert await evaluated(asked, 2) is not None
-            return len(made.engines[0].asked) - before
-
-    assert asyncio.run(main()) == 0
+    async with made.sampling():
+        asked = held_out(made)
+        assert await evaluated(asked, 1) is None
+        assert not asked.is_busy
+        assert await evaluated(asked, 2) is not None
+        before = len(made.engines[0].asked)
+        assert await evaluated(asked, 2) is not None
+        assert len(made.engines[0].asked) - before == 0
 
 
-def test_results_after_the_resumed_step_are_deleted(tmp_path: Path) -> None:
+async def test_results_after_the_resumed_step_are_deleted(tmp_path: Path) -> None:
     """The run continues before step 3: step 2 made the weights it starts from, step 4 is yet to come."""
     made = world(tmp_path)
     (tmp_path / "evaluation").mkdir()
     for step in (2, 4):
         (tmp_path / f"evaluation/step_{step:06d}.jsonl").write_text("")
 
-    async def main() -> None:
-        async with made.sampling():
-            held_out(made).start(3)
-
-    asyncio.run(main())
+    async with made.sampling():
+        held_out(made).start(3)
     assert [path.name for path in (tmp_path / "evaluation").iterdir()] == ["step_000002.jsonl"]
 
 
-def test_training_requests_are_held_during_an_evaluation_in_rounds(tmp_path: Path) -> None:
+async def test_training_requests_are_held_during_an_evaluation_in_rounds(tmp_path: Path) -> None:
     """No training request is sent to an engine during an evaluation."""
     made = world(tmp_path, every=1)
     engine = made.engines[0]
@@ -188,50 +170,44 @@ def test_training_requests_are_held_during_an_evaluation_in_rounds(tmp_path: Pat
 
     evaluations: list[HeldOut] = []
 
-    async def main() -> None:
-        async with made.sampling(is_held=lambda: any(one.is_busy for one in evaluations)) as sampler:
-            await made.batch(1)
-            asked = held_out(made)
-            evaluations.append(asked)
-            asked.expect(1, 1)
-            await made.weights(1)
-            asked.begin()
-            sent = training_requests(engine)
-            assert await sampler.next_batch(2, 0.2) is None
-            assert training_requests(engine) == sent
-            assert await asked.responses(1, 0.1) is None
-            engine.gate.set()
-            assert await asked.responses(1, 5.0) is not None
-            assert not asked.is_busy
-            assert len((await made.batch(2)).groups) == 4
-
-    asyncio.run(main())
+    async with made.sampling(is_held=lambda: any(one.is_busy for one in evaluations)) as sampler:
+        await made.batch(1)
+        asked = held_out(made)
+        evaluations.append(asked)
+        asked.expect(1, 1)
+        await made.weights(1)
+        asked.begin()
+        sent = training_requests(engine)
+        assert await sampler.next_batch(2, 0.2) is None
+        assert training_requests(engine) == sent
+        assert await asked.responses(1, 0.1) is None
+        engine.gate.set()
+        assert await asked.responses(1, 5.0) is not None
+        assert not asked.is_busy
+        assert len((await made.batch(2)).groups) == 4
 
 
 def training_requests(engine: ScriptedEngine) -> int:
     return sum(not one.request_id.startswith("evaluation.") for one in engine.asked)
 
 
-def test_newer_weights_cancel_an_evaluation(tmp_path: Path) -> None:
+async def test_newer_weights_cancel_an_evaluation(tmp_path: Path) -> None:
     made = world(tmp_path)
     engine = made.engines[0]
     engine.holds = lambda request: request.request_id.startswith("evaluation.")
     engine.gate.clear()
 
-    async def main() -> None:
-        async with made.sampling():
-            asked = held_out(made)
-            asked.expect(2, 0)
-            asked.begin()
-            await asyncio.sleep(0.05)
-            asked.expect(3, 0)
-            asked.begin()
-            assert not asked.is_busy
-            engine.gate.set()
-            await asyncio.sleep(0.05)
-            assert not (tmp_path / "evaluation").exists()
-
-    asyncio.run(main())
+    async with made.sampling():
+        asked = held_out(made)
+        asked.expect(2, 0)
+        asked.begin()
+        await asyncio.sleep(0.05)
+        asked.expect(3, 0)
+        asked.begin()
+        assert not asked.is_busy
+        engine.gate.set()
+        await asyncio.sleep(0.05)
+        assert not (tmp_path / "evaluation").exists()
 
 
 @pytest.mark.parametrize("failures", [2, 3])
@@ -310,24 +286,21 @@ def test_tokens_of_other_weights_are_not_evaluated(
     assert reason == "answers with tokens of unknown weights 4, where an evaluation samples from 0"
 
 
-def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
+async def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
     made = world(tmp_path)
     [engine] = made.engines
 
-    async def main() -> int:
-        async with made.sampling(most=4):
-            await made.batch(1)
-            engine.gate.clear()
-            asked = held_out(made)
-            asked.expect(2, 0)
-            asked.begin()
-            await asyncio.sleep(0.3)
-            at_once = sum(one.request_id.startswith("evaluation.") for one in engine.asked)
-            engine.gate.set()
-            assert await asked.responses(2, 5.0) is not None
-            return at_once
-
-    assert asyncio.run(main()) == 2
+    async with made.sampling(most=4):
+        await made.batch(1)
+        engine.gate.clear()
+        asked = held_out(made)
+        asked.expect(2, 0)
+        asked.begin()
+        await asyncio.sleep(0.3)
+        at_once = sum(one.request_id.startswith("evaluation.") for one in engine.asked)
+        engine.gate.set()
+        assert await asked.responses(2, 5.0) is not None
+        assert at_once == 2
 
 
 def test_in_rounds_the_turns_of_an_evaluation_are_always_the_same_batches(

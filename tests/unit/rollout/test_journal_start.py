@@ -10,7 +10,8 @@ import pytest
 
 from bapo_megatron.rollout.sampler.event_log.events import FORKED, OUTSTANDING, journal_start
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
-from tests.support.virtual_time import run_virtually
+
+pytestmark = pytest.mark.virtual_time
 
 OURS = {"prompts": 12, "seed": 1, "data.shuffle": False, "model.hf_path": "m", "rollout.temperature": 1.0}
 STATE: dict[str, Any] = {
@@ -35,11 +36,6 @@ def state_of(world: World) -> dict[str, Any]:
     return found
 
 
-def check(coroutine: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        run_virtually(coroutine, None, patch)
-
-
 async def parent_of(folder: Path, **rollout: Any) -> dict[str, Any]:
     """The state after step 1 of a run that samples a step ahead: it trained on 0 to 3, others wait."""
     world = World(folder, [ScriptedEngine(mixed)], max_staleness=1, **rollout)
@@ -52,69 +48,55 @@ async def parent_of(folder: Path, **rollout: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_unfinished_prompts_are_resampled_first(forked: bool, tmp_path: Path) -> None:
+async def test_unfinished_prompts_are_resampled_first(forked: bool, tmp_path: Path) -> None:
     """In a fork, and after a lost journal: no prompt is skipped, and none comes twice."""
-
-    async def run() -> None:
-        state = await parent_of(tmp_path / "a")
-        if forked:
-            state[FORKED] = None
-        engine = ScriptedEngine(mixed)
-        world = World(tmp_path / "b", [engine], max_staleness=1)
-        async with world.sampling(first_step=2, state=state, rounds=False):
-            taken = [*prompt_ids(await world.train(2)), *prompt_ids(await world.train(3))]
-        assert sorted(taken) == [4, 5, 6, 7, 8, 9, 10, 11]
-        [event] = [one for one in world.events if one["kind"] in ("fork_position", "journal_missing")]
-        assert event["kind"] == ("fork_position" if forked else "journal_missing")
-        count = len(state[OUTSTANDING])
-        assert f"the prompts of {count} unfinished groups are sampled again, first" in event["detail"]
-
-    check(run())
+    state = await parent_of(tmp_path / "a")
+    if forked:
+        state[FORKED] = None
+    engine = ScriptedEngine(mixed)
+    world = World(tmp_path / "b", [engine], max_staleness=1)
+    async with world.sampling(first_step=2, state=state, rounds=False):
+        taken = [*prompt_ids(await world.train(2)), *prompt_ids(await world.train(3))]
+    assert sorted(taken) == [4, 5, 6, 7, 8, 9, 10, 11]
+    [event] = [one for one in world.events if one["kind"] in ("fork_position", "journal_missing")]
+    assert event["kind"] == ("fork_position" if forked else "journal_missing")
+    count = len(state[OUTSTANDING])
+    assert f"the prompts of {count} unfinished groups are sampled again, first" in event["detail"]
 
 
-def test_a_kill_before_the_resampling_loses_no_prompt(tmp_path: Path) -> None:
+async def test_a_kill_before_the_resampling_loses_no_prompt(tmp_path: Path) -> None:
     """State and reopened groups are one commit: a second process finds both."""
-
-    async def run() -> None:
-        state = {**await parent_of(tmp_path / "a"), FORKED: None}
-        world = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1)
-        with pytest.raises(RuntimeError, match="killed"):
-            async with world.sampling(first_step=2, state=state, rounds=False):
-                raise RuntimeError("killed")
-        again = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1)
-        async with again.sampling(first_step=2, state=state, rounds=False):
-            assert sorted(prompt_ids(await again.train(2))) == [4, 5, 6, 7]
-        assert "fork_position" not in again.event_kinds()  # it goes on with its own journal
-
-    check(run())
-
-
-def test_a_fork_may_change_sampling_settings(tmp_path: Path) -> None:
-    async def run() -> None:
-        state = {**await parent_of(tmp_path / "a"), FORKED: None}
-        world = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1, temperature=0.5, group_size=2)
+    state = {**await parent_of(tmp_path / "a"), FORKED: None}
+    world = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1)
+    with pytest.raises(RuntimeError, match="killed"):
         async with world.sampling(first_step=2, state=state, rounds=False):
-            batch = await world.train(2)
-        assert sorted(prompt_ids(batch)) == [4, 5, 6, 7]
-        assert {len(group.rollouts) for group in batch.groups} == {2}
+            raise RuntimeError("killed")
+    again = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1)
+    async with again.sampling(first_step=2, state=state, rounds=False):
+        assert sorted(prompt_ids(await again.train(2))) == [4, 5, 6, 7]
+    assert "fork_position" not in again.event_kinds()  # it goes on with its own journal
 
-    check(run())
+
+async def test_a_fork_may_change_sampling_settings(tmp_path: Path) -> None:
+    state = {**await parent_of(tmp_path / "a"), FORKED: None}
+    world = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1, temperature=0.5, group_size=2)
+    async with world.sampling(first_step=2, state=state, rounds=False):
+        batch = await world.train(2)
+    assert sorted(prompt_ids(batch)) == [4, 5, 6, 7]
+    assert {len(group.rollouts) for group in batch.groups} == {2}
 
 
 @pytest.mark.parametrize("why", ["another file", "another size"])
-def test_a_fork_with_other_prompts_starts_the_dataset_anew(why: str, tmp_path: Path) -> None:
-    async def run() -> None:
-        state = await parent_of(tmp_path / "a")
-        state[FORKED] = "data.path is b, and was a" if why == "another file" else None
-        prompts = 12 if why == "another file" else 10
-        world = World(tmp_path / "b", [ScriptedEngine(mixed)], prompts=prompts, max_staleness=1)
-        async with world.sampling(first_step=2, state=state, rounds=False):
-            assert sorted(prompt_ids(await world.train(2))) == [0, 1, 2, 3]
-        [event] = [one for one in world.events if one["kind"] == "fork_position"]
-        told = "data.path is b, and was a" if why == "another file" else "prompts is 10, and was 12"
-        assert event["detail"] == f"the dataset begins at its start: {told}"
-
-    check(run())
+async def test_a_fork_with_other_prompts_starts_the_dataset_anew(why: str, tmp_path: Path) -> None:
+    state = await parent_of(tmp_path / "a")
+    state[FORKED] = "data.path is b, and was a" if why == "another file" else None
+    prompts = 12 if why == "another file" else 10
+    world = World(tmp_path / "b", [ScriptedEngine(mixed)], prompts=prompts, max_staleness=1)
+    async with world.sampling(first_step=2, state=state, rounds=False):
+        assert sorted(prompt_ids(await world.train(2))) == [0, 1, 2, 3]
+    [event] = [one for one in world.events if one["kind"] == "fork_position"]
+    told = "data.path is b, and was a" if why == "another file" else "prompts is 10, and was 12"
+    assert event["detail"] == f"the dataset begins at its start: {told}"
 
 
 def test_the_records_by_hand() -> None:

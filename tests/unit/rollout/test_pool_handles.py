@@ -90,244 +90,206 @@ def test_receives_handles_is_a_runtime_checkable_protocol() -> None:
     assert not isinstance(ScriptedEngine(mixed), ReceivesHandles)
 
 
-def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:
+async def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:
     """The third step's come by a folder; then handles again."""
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            for step in range(1, 5):
-                assert versions(await world.batch(step)) == {step - 1}
-                released = await world.call("release")
-                assert sorted(released) == ["one", "two"]
-                if step == 3:
-                    await world.in_folder(step)
-                    woken = await world.call("wake", released)
-                else:
-                    await world.weights(step)
-                    await hand_over(world, released, step)
-                    assert pool.up == 0, "an engine samples before it has all its memory"
-                    assert await world.sampler.next_batch(step + 1, 0.05) is None
-                    woken = await world.call("resume")
-                assert sorted(woken) == ["one", "two"]
-                assert pool.up == 2
-                await world.call("admit")
-            assert versions(await world.batch(5)) == {4}
-        assert [one.wrongs for one in both] == [[], []]
-        assert [one.folders for one in both] == [[Path("v0"), Path("v3")]] * 2
-        by_handles = ["begin", "receive", "receive", "confirm", "finish"]
-        one_turn, by_folder = ["release", *by_handles], ["release", "wake"]
-        memory = [call for call in both[0].calls if call not in ("abort", "resume")]
-        assert memory == [*one_turn, *one_turn, *by_folder, *one_turn]
-        assert world.event_kinds().count("engine_ready") == 2, "a wake is no come-back"
-        assert "engine_refused" not in world.event_kinds()
-
-    run(check())
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        for step in range(1, 5):
+            assert versions(await world.batch(step)) == {step - 1}
+            released = await world.call("release")
+            assert sorted(released) == ["one", "two"]
+            if step == 3:
+                await world.in_folder(step)
+                woken = await world.call("wake", released)
+            else:
+                await world.weights(step)
+                await hand_over(world, released, step)
+                assert pool.up == 0, "an engine samples before it has all its memory"
+                assert await world.sampler.next_batch(step + 1, 0.05) is None
+                woken = await world.call("resume")
+            assert sorted(woken) == ["one", "two"]
+            assert pool.up == 2
+            await world.call("admit")
+        assert versions(await world.batch(5)) == {4}
+    assert [one.wrongs for one in both] == [[], []]
+    assert [one.folders for one in both] == [[Path("v0"), Path("v3")]] * 2
+    by_handles = ["begin", "receive", "receive", "confirm", "finish"]
+    one_turn, by_folder = ["release", *by_handles], ["release", "wake"]
+    memory = [call for call in both[0].calls if call not in ("abort", "resume")]
+    assert memory == [*one_turn, *one_turn, *by_folder, *one_turn]
+    assert world.event_kinds().count("engine_ready") == 2, "a wake is no come-back"
+    assert "engine_refused" not in world.event_kinds()
 
 
-def test_a_wake_ends_prefix_affinity(tmp_path: Path) -> None:
-    async def check() -> None:
-        (engine,) = named("one")
-        world = HandleWorld(tmp_path, [engine])
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            pool._prefix_cache = True
-            cached = pool.cached_at(pool._slots[0])
-            assert cached is not None
-            assert cached.is_warm
-            await world.call("release")
-            await world.weights(1)
-            await handed_over(world, ["one"], 1)
-            assert not cached.is_warm
-
-    run(check())
+async def test_a_wake_ends_prefix_affinity(tmp_path: Path) -> None:
+    (engine,) = named("one")
+    world = HandleWorld(tmp_path, [engine])
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        pool._prefix_cache = True
+        cached = pool.cached_at(pool._slots[0])
+        assert cached is not None
+        assert cached.is_warm
+        await world.call("release")
+        await world.weights(1)
+        await handed_over(world, ["one"], 1)
+        assert not cached.is_warm
 
 
 @pytest.mark.parametrize("fails", CALLS)
-def test_a_failed_engine_is_left_out(tmp_path: Path, fails: str) -> None:
+async def test_a_failed_engine_is_left_out(tmp_path: Path, fails: str) -> None:
     """The other engine goes on; a restarted server loads the same weights by disk."""
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            await world.batch(1)
-            released = await world.call("release")
-            await world.weights(1)
-            both[0].fails = fails
-            confirmed = await hand_over(world, released, 1)
-            assert sorted(confirmed) == (["one", "two"] if fails == "finish" else ["two"])
-            await world.in_folder(1)
-            assert await world.call("resume") == ["two"]
-            assert pool.up == 1
-            assert both[0].calls[-1] == fails, "it was asked for more"
-            assert f"the {fails} failed" in world.refusals()
-            asked = len(both[0].asked)
-            assert versions(await world.batch(2)) == {1}
-            assert (len(both[0].asked), both[0].folders) == (asked, [Path("v0")])
-            both[0].restart()
-            await world.call("admit")
-            await until(lambda: pool.up == 2)
-            assert both[0].folders == [Path("v0"), Path("v1")]
-        assert [one.wrongs for one in both] == [[], []]
-
-    run(check())
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        await world.batch(1)
+        released = await world.call("release")
+        await world.weights(1)
+        both[0].fails = fails
+        confirmed = await hand_over(world, released, 1)
+        assert sorted(confirmed) == (["one", "two"] if fails == "finish" else ["two"])
+        await world.in_folder(1)
+        assert await world.call("resume") == ["two"]
+        assert pool.up == 1
+        assert both[0].calls[-1] == fails, "it was asked for more"
+        assert f"the {fails} failed" in world.refusals()
+        asked = len(both[0].asked)
+        assert versions(await world.batch(2)) == {1}
+        assert (len(both[0].asked), both[0].folders) == (asked, [Path("v0")])
+        both[0].restart()
+        await world.call("admit")
+        await until(lambda: pool.up == 2)
+        assert both[0].folders == [Path("v0"), Path("v1")]
+    assert [one.wrongs for one in both] == [[], []]
 
 
 @pytest.mark.parametrize("hangs", CALLS)
-def test_a_hanging_engine_is_left_out(tmp_path: Path, hangs: str) -> None:
+async def test_a_hanging_engine_is_left_out(tmp_path: Path, hangs: str) -> None:
     """The engine answers health checks; the other two form a quorum without it."""
-
-    async def check() -> None:
-        three = named("one", "two", "three")
-        world = HandleWorld(tmp_path, three)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            pool._timeouts = replace(PATIENCE, update_s=0.2)
-            await world.begin(pool)
-            released = await world.call("release")
-            await world.weights(1)
-            three[2].hangs = hangs
-            woken = await handed_over(world, released, 1)
-            assert sorted(woken) == ["one", "two"]
-            assert pool.up == 2
-        (event,) = [event for event in world.events if event["kind"] == "engine_hangs"]
-        assert event["engine"] == "three"
-        assert "not done in 0.2 s" in event["reason"]
-
-    run(check())
+    three = named("one", "two", "three")
+    world = HandleWorld(tmp_path, three)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        pool._timeouts = replace(PATIENCE, update_s=0.2)
+        await world.begin(pool)
+        released = await world.call("release")
+        await world.weights(1)
+        three[2].hangs = hangs
+        woken = await handed_over(world, released, 1)
+        assert sorted(woken) == ["one", "two"]
+        assert pool.up == 2
+    (event,) = [event for event in world.events if event["kind"] == "engine_hangs"]
+    assert event["engine"] == "three"
+    assert "not done in 0.2 s" in event["reason"]
 
 
 @pytest.mark.parametrize("silent", CALLS)
-def test_a_silent_engine_is_left_out_early(tmp_path: Path, silent: str) -> None:
+async def test_a_silent_engine_is_left_out_early(tmp_path: Path, silent: str) -> None:
     """A dead process fails before the load's deadline."""
-
-    async def check() -> None:
-        three = named("one", "two", "three")
-        world = HandleWorld(tmp_path, three)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            pool._timeouts = replace(PATIENCE, update_s=3600.0)
-            await world.begin(pool)
-            released = await world.call("release")
-            await world.weights(1)
-            three[2].hangs, three[2].ready = silent, False
-            woken = await handed_over(world, released, 1)
-            assert sorted(woken) == ["one", "two"]
-        assert "no answer for" in world.refusals()
-        assert "engine_hangs" not in world.event_kinds()
-
-    run(check())
+    three = named("one", "two", "three")
+    world = HandleWorld(tmp_path, three)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        pool._timeouts = replace(PATIENCE, update_s=3600.0)
+        await world.begin(pool)
+        released = await world.call("release")
+        await world.weights(1)
+        three[2].hangs, three[2].ready = silent, False
+        woken = await handed_over(world, released, 1)
+        assert sorted(woken) == ["one", "two"]
+    assert "no answer for" in world.refusals()
+    assert "engine_hangs" not in world.event_kinds()
 
 
-def test_a_hand_over_that_the_trainer_gives_up_does_not_block_later_loads(tmp_path: Path) -> None:
+async def test_a_hand_over_that_the_trainer_gives_up_does_not_block_later_loads(tmp_path: Path) -> None:
     """A rank failed after the first bucket: all servers are ended, and load the weights by disk."""
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            released = await world.call("release")
-            await world.weights(1)
-            await world.call("begin", 1, released)
-            await world.call("receive", {name: [b"v"] for name in released})
-            await world.in_folder(1)
-            for engine in both:
-                engine.restart()
-            await world.call("admit")
-            await until(lambda: pool.up == 2)
-            assert [engine.version for engine in both] == [1, 1]
-
-    run(check())
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        released = await world.call("release")
+        await world.weights(1)
+        await world.call("begin", 1, released)
+        await world.call("receive", {name: [b"v"] for name in released})
+        await world.in_folder(1)
+        for engine in both:
+            engine.restart()
+        await world.call("admit")
+        await until(lambda: pool.up == 2)
+        assert [engine.version for engine in both] == [1, 1]
 
 
-def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
-    async def check() -> None:
-        three = named("one", "two", "three")
-        world = HandleWorld(tmp_path, three)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            await world.batch(1)
-            released = await world.call("release")
-            await world.weights(1)
-            three[1].digest = "garbage"
-            confirmed = await hand_over(world, released, 1)
-            assert sorted(confirmed) == ["one", "three"]
-            asked = len(three[1].asked)
-            await world.call("resume")
-            three[1].restart()  # the trainer ends what has not woken: its version alone would let it in
-            await world.call("admit")
-            assert versions(await world.batch(2)) == {1}
-            assert (len(three[1].asked), pool.up) == (asked, 2)
-            assert "different weights" in world.refusals()
-
-    run(check())
+async def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
+    three = named("one", "two", "three")
+    world = HandleWorld(tmp_path, three)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        await world.batch(1)
+        released = await world.call("release")
+        await world.weights(1)
+        three[1].digest = "garbage"
+        confirmed = await hand_over(world, released, 1)
+        assert sorted(confirmed) == ["one", "three"]
+        asked = len(three[1].asked)
+        await world.call("resume")
+        three[1].restart()  # the trainer ends what has not woken: its version alone would let it in
+        await world.call("admit")
+        assert versions(await world.batch(2)) == {1}
+        assert (len(three[1].asked), pool.up) == (asked, 2)
+        assert "different weights" in world.refusals()
 
 
-def test_an_engine_that_is_found_wrong_holds_no_other_back(tmp_path: Path) -> None:
+async def test_an_engine_that_is_found_wrong_holds_no_other_back(tmp_path: Path) -> None:
     """The other's digest says nothing of tensors, so it is compared with those of engines that still load."""
-
-    async def check() -> None:
-        wrong, other = named("wrong", "other")
-        world = HandleWorld(tmp_path, [wrong, other])
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            pool._timeouts = replace(PATIENCE, silent_s=3600.0, update_s=3600.0)
-            released = await world.call("release")
-            await world.weights(1)
-            wrong.digest, other.digest = TensorDigests("wrong", [{"a": "1", "norm": "0"}]), "other"
-            assert await hand_over(world, released, 1, SentDigests(({"a": "1", "norm": "2"},))) == ["other"]
-            assert "other values in norm on rank 0" in world.refusals()
-
-    run(check())
+    wrong, other = named("wrong", "other")
+    world = HandleWorld(tmp_path, [wrong, other])
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        pool._timeouts = replace(PATIENCE, silent_s=3600.0, update_s=3600.0)
+        released = await world.call("release")
+        await world.weights(1)
+        wrong.digest, other.digest = TensorDigests("wrong", [{"a": "1", "norm": "0"}]), "other"
+        assert await hand_over(world, released, 1, SentDigests(({"a": "1", "norm": "2"},))) == ["other"]
+        assert "other values in norm on rank 0" in world.refusals()
 
 
-def test_two_engines_with_different_digests_both_fail(tmp_path: Path) -> None:
+async def test_two_engines_with_different_digests_both_fail(tmp_path: Path) -> None:
     """Neither digest is known to be right: both engines load by disk then."""
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            await world.batch(1)
-            released = await world.call("release")
-            await world.weights(1)
-            both[1].digest = "garbage"
-            assert await hand_over(world, released, 1) == []
-            await world.in_folder(1)
-            for engine in both:
-                engine.restart()
-            both[1].digest = None
-            await world.call("admit")
-            await until(lambda: pool.up == 2)
-            assert versions(await world.batch(2)) == {1}
-
-    run(check())
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        await world.batch(1)
+        released = await world.call("release")
+        await world.weights(1)
+        both[1].digest = "garbage"
+        assert await hand_over(world, released, 1) == []
+        await world.in_folder(1)
+        for engine in both:
+            engine.restart()
+        both[1].digest = None
+        await world.call("admit")
+        await until(lambda: pool.up == 2)
+        assert versions(await world.batch(2)) == {1}
 
 
-def test_after_a_mismatch_one_engine_recovers_alone(tmp_path: Path) -> None:
+async def test_after_a_mismatch_one_engine_recovers_alone(tmp_path: Path) -> None:
     """The digest of a failed engine must not block the other one for ever."""
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            released = await world.call("release")
-            await world.weights(1)
-            both[1].digest = "garbage"
-            assert await hand_over(world, released, 1) == []
-            await world.in_folder(1)
-            both[0].restart()
-            both[1].ready = False  # its server does not come again
-            await world.call("admit")
-            await until(lambda: pool.up == 1)
-            assert both[0].version == 1
-
-    run(check())
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        released = await world.call("release")
+        await world.weights(1)
+        both[1].digest = "garbage"
+        assert await hand_over(world, released, 1) == []
+        await world.in_folder(1)
+        both[0].restart()
+        both[1].ready = False  # its server does not come again
+        await world.call("admit")
+        await until(lambda: pool.up == 1)
+        assert both[0].version == 1
 
 
 def engine_that_was_left_out(tmp_path: Path, digest: str | None) -> list[str]:
@@ -370,60 +332,52 @@ def test_a_folder_with_other_weights_than_the_handles_is_refused(tmp_path: Path)
     assert engine_that_was_left_out(tmp_path, "garbage") == ["two"]
 
 
-def test_a_lost_engine_recovers_with_its_current_weights(tmp_path: Path) -> None:
+async def test_a_lost_engine_recovers_with_its_current_weights(tmp_path: Path) -> None:
     """One failed request is no reason to start a server again, nor to change the GPUs' turn."""
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            await world.batch(1)
-            released = await world.call("release")
-            await world.weights(1)
-            await handed_over(world, released, 1)
-            await world.call("admit")
-            for slot in pool._slots:
-                pool.quarantine(slot, "a request failed")
-            assert pool.up == 0
-            assert not pool.needs_weights, "they may have the weights still"
-            await until(lambda: pool.up == 2)
-            assert versions(await world.batch(2)) == {1}
-        assert [engine.folders for engine in both] == [[Path("v0")]] * 2
-        assert both[0].calls[-2:] == ["abort", "resume"], "it may have had requests, or been paused"
-
-    run(check())
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        await world.batch(1)
+        released = await world.call("release")
+        await world.weights(1)
+        await handed_over(world, released, 1)
+        await world.call("admit")
+        for slot in pool._slots:
+            pool.quarantine(slot, "a request failed")
+        assert pool.up == 0
+        assert not pool.needs_weights, "they may have the weights still"
+        await until(lambda: pool.up == 2)
+        assert versions(await world.batch(2)) == {1}
+    assert [engine.folders for engine in both] == [[Path("v0")]] * 2
+    assert both[0].calls[-2:] == ["abort", "resume"], "it may have had requests, or been paused"
 
 
-def test_the_trainer_is_asked_for_weights_when_no_engine_has_them(tmp_path: Path) -> None:
+async def test_the_trainer_is_asked_for_weights_when_no_engine_has_them(tmp_path: Path) -> None:
     """Weights in no folder come from the trainer alone."""
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            await world.batch(1)
-            released = await world.call("release")
-            assert not pool.needs_weights, "those of the folder"
-            await world.weights(1)
-            await handed_over(world, released, 1)
-            await world.call("admit")
-            both[0].restart()
-            pool.quarantine(pool._slots[0], "its server has ended")
-            await until(lambda: "one: has weight version 0, and 1 is in no folder" in world.refusals())
-            assert not pool.needs_weights, "the other works"
-            both[1].restart()
-            pool.quarantine(pool._slots[1], "its server has ended")
-            await until(lambda: pool.needs_weights)
-            assert world.sampler.needs_weights
-            assert [engine.folders for engine in both] == [[Path("v0")]] * 2
-            await world.in_folder(1)
-            assert not pool.needs_weights
-            await until(lambda: pool.up == 2)
-            assert versions(await world.batch(2)) == {1}
-
-    run(check())
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        await world.batch(1)
+        released = await world.call("release")
+        assert not pool.needs_weights, "those of the folder"
+        await world.weights(1)
+        await handed_over(world, released, 1)
+        await world.call("admit")
+        both[0].restart()
+        pool.quarantine(pool._slots[0], "its server has ended")
+        await until(lambda: "one: has weight version 0, and 1 is in no folder" in world.refusals())
+        assert not pool.needs_weights, "the other works"
+        both[1].restart()
+        pool.quarantine(pool._slots[1], "its server has ended")
+        await until(lambda: pool.needs_weights)
+        assert world.sampler.needs_weights
+        assert [engine.folders for engine in both] == [[Path("v0")]] * 2
+        await world.in_folder(1)
+        assert not pool.needs_weights
+        await until(lambda: pool.up == 2)
+        assert versions(await world.batch(2)) == {1}
 
 
 async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) -> list[str]:
@@ -456,67 +410,53 @@ async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) 
         return [slot.engine.name for slot in pool._slots if slot.is_up]
 
 
-def test_a_restarted_sampler_uses_engines_with_the_current_weights(tmp_path: Path) -> None:
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        assert sorted(await taken_over(world, [])) == ["one", "two"]
-        assert [engine.folders for engine in both] == [[Path("v0")]] * 2
-        assert both[0].calls[:2] == ["abort", "resume"], "the dead one may have left requests, or a pause"
-
-    run(check())
+async def test_a_restarted_sampler_uses_engines_with_the_current_weights(tmp_path: Path) -> None:
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    assert sorted(await taken_over(world, [])) == ["one", "two"]
+    assert [engine.folders for engine in both] == [[Path("v0")]] * 2
+    assert both[0].calls[:2] == ["abort", "resume"], "the dead one may have left requests, or a pause"
 
 
-def test_a_restarted_sampler_does_not_use_a_restarted_engine(tmp_path: Path) -> None:
+async def test_a_restarted_sampler_does_not_use_a_restarted_engine(tmp_path: Path) -> None:
     """A restarted server has version 0, and answers requests all the same."""
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        assert await taken_over(world, both[:1]) == ["two"]
-        assert both[0].asked == []
-        assert "resume" not in both[0].calls
-        assert both[0].folders == [Path("v0")]
-        assert "one: has weight version 0, and 1 is in no folder" in world.refusals()
-
-    run(check())
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    assert await taken_over(world, both[:1]) == ["two"]
+    assert both[0].asked == []
+    assert "resume" not in both[0].calls
+    assert both[0].folders == [Path("v0")]
+    assert "one: has weight version 0, and 1 is in no folder" in world.refusals()
 
 
-def test_a_restarted_sampler_asks_for_weights_if_no_engine_has_them(tmp_path: Path) -> None:
-    async def check() -> None:
-        both = named("one", "two")
-        assert await taken_over(HandleWorld(tmp_path, both), both) == []
-
-    run(check())
+async def test_a_restarted_sampler_asks_for_weights_if_no_engine_has_them(tmp_path: Path) -> None:
+    both = named("one", "two")
+    assert await taken_over(HandleWorld(tmp_path, both), both) == []
 
 
-def test_engines_that_all_lack_the_same_tensor_are_refused(tmp_path: Path) -> None:
+async def test_engines_that_all_lack_the_same_tensor_are_refused(tmp_path: Path) -> None:
     """They agree with each other. The weights of the next hand-over are whole."""
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            whole, lacking = {"a": "1", "norm": "2"}, {"a": "1", "norm": "0"}
-            sent = SentDigests((whole,))
-            for step, found in ((1, whole), (2, lacking), (3, whole)):
-                for one in both:
-                    one.digest = TensorDigests(str(found), [found])
-                released = await world.call("release")
-                await world.weights(step)
-                confirmed = await hand_over(world, released, step, sent)
-                if found is lacking:
-                    assert confirmed == []
-                    assert "other values in norm on rank 0" in world.refusals()
-                    for one in both:  # they are ended, started again, and load the same version from a folder
-                        one.restart()
-                        one.digest = TensorDigests(str(whole), [whole])
-                    await world.in_folder(step)
-                else:
-                    assert sorted(confirmed) == ["one", "two"]
-                    await world.call("resume")
-                await world.call("admit")
-                await until(lambda: pool.up == 2)
-
-    run(check())
+    both = named("one", "two")
+    world = HandleWorld(tmp_path, both)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        whole, lacking = {"a": "1", "norm": "2"}, {"a": "1", "norm": "0"}
+        sent = SentDigests((whole,))
+        for step, found in ((1, whole), (2, lacking), (3, whole)):
+            for one in both:
+                one.digest = TensorDigests(str(found), [found])
+            released = await world.call("release")
+            await world.weights(step)
+            confirmed = await hand_over(world, released, step, sent)
+            if found is lacking:
+                assert confirmed == []
+                assert "other values in norm on rank 0" in world.refusals()
+                for one in both:  # they are ended, started again, and load the same version from a folder
+                    one.restart()
+                    one.digest = TensorDigests(str(whole), [whole])
+                await world.in_folder(step)
+            else:
+                assert sorted(confirmed) == ["one", "two"]
+                await world.call("resume")
+            await world.call("admit")
+            await until(lambda: pool.up == 2)

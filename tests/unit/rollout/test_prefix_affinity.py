@@ -100,37 +100,30 @@ def test_no_affinity_to_a_lost_engine_or_after_a_weight_load() -> None:
     assert choose([first, last], PLACES, None) is first
 
 
-def test_new_weights_end_prefix_affinity(tmp_path: Path) -> None:
+async def test_new_weights_end_prefix_affinity(tmp_path: Path) -> None:
     """A response that continues under new weights goes to the least loaded engine."""
-
-    async def check() -> None:
-        engines = [CachingEngine(name) for name in "ab"]
-        world = World(tmp_path, engines)
-        async with world.sampling(prefix_cache=True):
-            pool = world.pool
-            slot = pool.reserve(over_capacity=True)
-            assert slot is not None
-            cached = pool.cached_at(slot)
-            assert cached is not None
-            assert cached.is_warm
-            assert pool.reserve(over_capacity=True, cached=cached) is slot
-            await world.weights(1)
-            assert not cached.is_warm
-            slot.load = 1 + max(one.load for one in pool._slots)  # the sampler has reserved others meanwhile
-            assert pool.reserve(over_capacity=True, cached=cached) is not slot
-
-    run(check())
+    engines = [CachingEngine(name) for name in "ab"]
+    world = World(tmp_path, engines)
+    async with world.sampling(prefix_cache=True):
+        pool = world.pool
+        slot = pool.reserve(over_capacity=True)
+        assert slot is not None
+        cached = pool.cached_at(slot)
+        assert cached is not None
+        assert cached.is_warm
+        assert pool.reserve(over_capacity=True, cached=cached) is slot
+        await world.weights(1)
+        assert not cached.is_warm
+        slot.load = 1 + max(one.load for one in pool._slots)  # the sampler has reserved others meanwhile
+        assert pool.reserve(over_capacity=True, cached=cached) is not slot
 
 
-def test_without_a_prefix_cache_there_is_no_affinity(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [CachingEngine("a")])
-        async with world.sampling(prefix_cache=False):
-            while (slot := world.pool.reserve(over_capacity=True)) is None:  # on a busy machine
-                await asyncio.sleep(0.01)
-            assert world.pool.cached_at(slot) is None
-
-    run(check())
+async def test_without_a_prefix_cache_there_is_no_affinity(tmp_path: Path) -> None:
+    world = World(tmp_path, [CachingEngine("a")])
+    async with world.sampling(prefix_cache=False):
+        while (slot := world.pool.reserve(over_capacity=True)) is None:  # on a busy machine
+            await asyncio.sleep(0.01)
+        assert world.pool.cached_at(slot) is None
 
 
 def test_which_backends_have_a_prefix_cache() -> None:
@@ -144,14 +137,11 @@ def test_which_backends_have_a_prefix_cache() -> None:
     assert EngineBackend.has_prefix_cache is type(engine_backend("local")).has_prefix_cache
 
 
-def test_affinity_of_finished_and_dropped_responses_is_forgotten(tmp_path: Path) -> None:
-    async def check() -> None:
-        engines = [CachingEngine(name) for name in "ab"]
-        world = World(tmp_path, engines, max_response_tokens=24, segment_tokens=SEGMENT)
-        async with world.sampling(rounds=False, prefix_cache=True) as sampler:
-            await world.train(1)
-            await world.batch(2)
-            held = {number for number, _ in sampler._dispatcher._cached}
-            assert held <= set(sampler._state.open)
-
-    run(check())
+async def test_affinity_of_finished_and_dropped_responses_is_forgotten(tmp_path: Path) -> None:
+    engines = [CachingEngine(name) for name in "ab"]
+    world = World(tmp_path, engines, max_response_tokens=24, segment_tokens=SEGMENT)
+    async with world.sampling(rounds=False, prefix_cache=True) as sampler:
+        await world.train(1)
+        await world.batch(2)
+        held = {number for number, _ in sampler._dispatcher._cached}
+        assert held <= set(sampler._state.open)

@@ -366,18 +366,15 @@ def test_damaged_and_missing_routes_are_seen(tmp_path: Path) -> None:
         read_routes(where[0], 0.1)
 
 
-def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    async def check() -> None:
-        routes = routes_of(0, 0, range(3))
-        [crc] = write_routes(tmp_path / "late.npy", [routes])
-        where = StoredRoutes(tmp_path / "shown.npy", 0, 3, LAYERS, 2, "|u1", crc)
-        reading = asyncio.create_task(asyncio.to_thread(read_routes, where, 60))
-        await asyncio.sleep(0.1)
-        assert not reading.done()
-        (tmp_path / "late.npy").rename(tmp_path / "shown.npy")
-        assert (await reading).tolist() == routes.tolist()
-
-    asyncio.run(check())
+async def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    routes = routes_of(0, 0, range(3))
+    [crc] = write_routes(tmp_path / "late.npy", [routes])
+    where = StoredRoutes(tmp_path / "shown.npy", 0, 3, LAYERS, 2, "|u1", crc)
+    reading = asyncio.create_task(asyncio.to_thread(read_routes, where, 60))
+    await asyncio.sleep(0.1)
+    assert not reading.done()
+    (tmp_path / "late.npy").rename(tmp_path / "shown.npy")
+    assert (await reading).tolist() == routes.tolist()
 
 
 def test_a_step_without_its_routes_is_put_aside_and_deleted_with_its_file(tmp_path: Path) -> None:
@@ -432,50 +429,40 @@ def world(tmp_path: Path, model: Path, engine: ScriptedEngine) -> World:
     return made
 
 
-def test_routes_of_every_segment_survive_kills(tmp_path: Path, folder: Path) -> None:
+async def test_routes_of_every_segment_survive_kills(tmp_path: Path, folder: Path) -> None:
     """Killed with half of each response in the log: the step's file has the routes of all places."""
-
-    async def check() -> None:
-        engine = RoutedEngine(lambda prompt, sample: "yabcdef"[: 5 + sample])
-        engine.holds = lambda request: request.prefix_tokens >= 4
-        engine.gate.clear()
-        made = world(tmp_path, folder, engine)
-        async with made.sampling(rounds=False):
-            await until(lambda: made.sampler.state()["tokens"].get("sampled") == 2 * 2 * 4)
-            made.kill()
-        engine.gate.set()
-        engine.asked.clear()
-        async with made.sampling():
-            found = await made.batch(1)
-        assert {request.prefix_tokens for request in engine.asked} == {4, 6}
-        for group in found.groups:
-            for sample, one in enumerate(group.rollouts):
-                assert one.stored_routes is not None
-                wanted = routes_of(int(group.prompt.token_ids_P[0]), sample, range(len(one.token_ids_R)))
-                assert read_routes(one.stored_routes, 0).tolist() == wanted.tolist()
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+    engine = RoutedEngine(lambda prompt, sample: "yabcdef"[: 5 + sample])
+    engine.holds = lambda request: request.prefix_tokens >= 4
+    engine.gate.clear()
+    made = world(tmp_path, folder, engine)
+    async with made.sampling(rounds=False):
+        await until(lambda: made.sampler.state()["tokens"].get("sampled") == 2 * 2 * 4)
+        made.kill()
+    engine.gate.set()
+    engine.asked.clear()
+    async with made.sampling():
+        found = await made.batch(1)
+    assert {request.prefix_tokens for request in engine.asked} == {4, 6}
+    for group in found.groups:
+        for sample, one in enumerate(group.rollouts):
+            assert one.stored_routes is not None
+            wanted = routes_of(int(group.prompt.token_ids_P[0]), sample, range(len(one.token_ids_R)))
+            assert read_routes(one.stored_routes, 0).tolist() == wanted.tolist()
 
 
-def test_an_engine_without_routes_stops_the_first_step(tmp_path: Path, folder: Path) -> None:
-    async def check() -> None:
-        made = world(tmp_path, folder, ScriptedEngine(lambda *_: "yab"))
-        async with made.sampling():
-            with pytest.raises(ConfigError, match="scripted: answers without routes, which rollout"):
-                await made.batch(1)
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+async def test_an_engine_without_routes_stops_the_first_step(tmp_path: Path, folder: Path) -> None:
+    made = world(tmp_path, folder, ScriptedEngine(lambda *_: "yab"))
+    async with made.sampling():
+        with pytest.raises(ConfigError, match="scripted: answers without routes, which rollout"):
+            await made.batch(1)
 
 
-def test_keep_steps_removes_the_routes_with_the_step(tmp_path: Path, folder: Path) -> None:
-    async def check() -> None:
-        made = world(tmp_path, folder, RoutedEngine(lambda *_: "yab"))
-        made.config = replace(made.config, rollout=replace(made.config.rollout, keep_steps=1))
-        async with made.sampling():
-            for step in (1, 2, 3):
-                await made.train(step)
-            await made.sampler.checkpointed(3)
-        names = {path.name for path in made.journal.glob("step_*")}
-        assert names == {"step_000003.npz", "step_000003.routes.npy"}
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+async def test_keep_steps_removes_the_routes_with_the_step(tmp_path: Path, folder: Path) -> None:
+    made = world(tmp_path, folder, RoutedEngine(lambda *_: "yab"))
+    made.config = replace(made.config, rollout=replace(made.config.rollout, keep_steps=1))
+    async with made.sampling():
+        for step in (1, 2, 3):
+            await made.train(step)
+        await made.sampler.checkpointed(3)
+    names = {path.name for path in made.journal.glob("step_*")}
+    assert names == {"step_000003.npz", "step_000003.routes.npy"}

@@ -14,7 +14,8 @@ import pytest
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
-from bapo_megatron.rollout.engines.requests import request_seed, stop_token_ids
+from bapo_megatron.rollout.engines.requests import PROMPTS, identity, request_seed, stop_token_ids
+from bapo_megatron.rollout.sampler import group_sampler
 from bapo_megatron.rollout.sampler.event_log.events import FORKED, OUTSTANDING
 from bapo_megatron.types import Prompt
 from tests.support.accounts import check_accounts
@@ -31,6 +32,8 @@ from tests.support.sampling import (
 )
 from tests.support.virtual_time import run_virtually
 
+pytestmark = pytest.mark.virtual_time
+
 T = TypeVar("T")
 
 
@@ -39,108 +42,90 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return run_virtually(coroutine, None, patch)
 
 
-def test_groups_hold_the_engines_tokens_and_log_probs(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-        engine.version = 4
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            batch = await world.batch(1)
-            assert world.sampler.state()["served"] == 1  # its record is committed before its file is served
-        assert prompt_ids(batch) == [0, 1, 2, 3]
-        for group in batch.groups:
-            assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0]
-            first = group.rollouts[0]
-            assert first.token_ids_R.tolist() == [ord("y"), EOS]
-            assert first.log_probs_R.tolist() == pytest.approx([-0.01, -0.02])
-            assert first.versions_R.tolist() == [0, 0]
-            assert first.finish_reason == "stop"
-        assert len(engine.asked) == 12
-        assert {request.params.stop_token_ids for request in engine.asked} == {(EOS,)}
-        assert {request.params.max_new_tokens for request in engine.asked} == {6}
-
-    run(check())
+async def test_groups_hold_the_engines_tokens_and_log_probs(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+    engine.version = 4
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        batch = await world.batch(1)
+        assert world.sampler.state()["served"] == 1  # its record is committed before its file is served
+    assert prompt_ids(batch) == [0, 1, 2, 3]
+    for group in batch.groups:
+        assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0]
+        first = group.rollouts[0]
+        assert first.token_ids_R.tolist() == [ord("y"), EOS]
+        assert first.log_probs_R.tolist() == pytest.approx([-0.01, -0.02])
+        assert first.versions_R.tolist() == [0, 0]
+        assert first.finish_reason == "stop"
+    assert len(engine.asked) == 12
+    assert {request.params.stop_token_ids for request in engine.asked} == {(EOS,)}
+    assert {request.params.max_new_tokens for request in engine.asked} == {6}
 
 
-def test_steps_take_the_data_in_order(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(mixed)], prompts=6)
-        async with world.sampling():
-            found = [prompt_ids(await world.train(step)) for step in (1, 2, 3)]
-        assert found == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
-
-    run(check())
+async def test_steps_take_the_data_in_order(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(mixed)], prompts=6)
+    async with world.sampling():
+        found = [prompt_ids(await world.train(step)) for step in (1, 2, 3)]
+    assert found == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
 
 
-def test_uniform_groups_are_replaced(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(uniform_on(1, 2, 4))
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            batch = await world.batch(1)
-        assert prompt_ids(batch) == [0, 3, 5, 6]
-        assert len(engine.asked) == 7 * 3
-        assert batch.metrics["rollout/groups_sampled"] == 7
-        assert batch.metrics["rollout/groups_dropped"] == 3
-        assert batch.metrics["rollout/groups"] == 4
-
-    run(check())
+async def test_uniform_groups_are_replaced(tmp_path: Path) -> None:
+    engine = ScriptedEngine(uniform_on(1, 2, 4))
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        batch = await world.batch(1)
+    assert prompt_ids(batch) == [0, 3, 5, 6]
+    assert len(engine.asked) == 7 * 3
+    assert batch.metrics["rollout/groups_sampled"] == 7
+    assert batch.metrics["rollout/groups_dropped"] == 3
+    assert batch.metrics["rollout/groups"] == 4
 
 
-def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(uniform_on(*range(11)))
-        world = World(tmp_path, [engine], max_oversampling=2.0)
-        async with world.sampling():
-            batch = await world.train(1)
-            assert batch.groups == ()
-            assert batch.metrics["rollout/groups_sampled"] == 8
-            assert batch.metrics["reward/solved_none"] == 1.0
-            assert batch.metrics["rollout/length_positive_mean"] is None
-            # Prompts 8 to 10 are uniform and replaced, in a new step's limit.
-            assert prompt_ids(await world.batch(2)) == [11]
-
-    run(check())
+async def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path) -> None:
+    engine = ScriptedEngine(uniform_on(*range(11)))
+    world = World(tmp_path, [engine], max_oversampling=2.0)
+    async with world.sampling():
+        batch = await world.train(1)
+        assert batch.groups == ()
+        assert batch.metrics["rollout/groups_sampled"] == 8
+        assert batch.metrics["reward/solved_none"] == 1.0
+        assert batch.metrics["rollout/length_positive_mean"] is None
+        # Prompts 8 to 10 are uniform and replaced, in a new step's limit.
+        assert prompt_ids(await world.batch(2)) == [11]
 
 
-def test_uniform_groups_stay_if_they_are_not_to_be_dropped(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(uniform_on(1, 2))], drop_uniform_groups=False)
-        async with world.sampling():
-            batch = await world.batch(1)
-        assert prompt_ids(batch) == [0, 1, 2, 3]
-        assert batch.metrics["rollout/groups_dropped"] == 0
-
-    run(check())
+async def test_uniform_groups_stay_if_they_are_not_to_be_dropped(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(uniform_on(1, 2))], drop_uniform_groups=False)
+    async with world.sampling():
+        batch = await world.batch(1)
+    assert prompt_ids(batch) == [0, 1, 2, 3]
+    assert batch.metrics["rollout/groups_dropped"] == 0
 
 
-def test_metrics_are_over_all_that_was_sampled(tmp_path: Path) -> None:
+async def test_metrics_are_over_all_that_was_sampled(tmp_path: Path) -> None:
     def answer(prompt: int, sample: int) -> str:
         return {0: "yy", 1: "nothing at all"}.get(prompt) or mixed(prompt, sample)
 
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(answer)])
-        async with world.sampling():
-            metrics = (await world.batch(1)).metrics
-        # Of 6 groups one is all right (3 tokens each), one all wrong (cut at 6), four have a right (2) and
-        # two wrong ones (3).
-        assert metrics["reward/mean"] == pytest.approx(7 / 18)
-        assert metrics["reward/correct_fraction"] == pytest.approx(7 / 18)
-        assert metrics["reward/solved_all"] == pytest.approx(1 / 6)
-        assert metrics["reward/solved_none"] == pytest.approx(1 / 6)
-        assert metrics["rollout/tokens"] == 9 + 18 + 4 * (2 + 3 + 3)
-        assert metrics["rollout/length_mean"] == pytest.approx(59 / 18)
-        assert metrics["rollout/length_max"] == 6
-        assert metrics["rollout/length_positive_mean"] == pytest.approx((9 + 8) / 7)
-        assert metrics["rollout/length_negative_mean"] == pytest.approx((18 + 24) / 11)
-        assert metrics["rollout/truncated_fraction"] == pytest.approx(3 / 18)
-        assert metrics["sampler/tokens_sampled"] == 59
-        assert metrics["sampler/tokens_trained"] == 4 * 8
-        assert metrics["sampler/tokens_dropped"] == 9 + 18
-        assert metrics["sampler/tokens_kept"] == 0
-        assert json.loads(json.dumps(metrics)) == metrics
-
-    run(check())
+    world = World(tmp_path, [ScriptedEngine(answer)])
+    async with world.sampling():
+        metrics = (await world.batch(1)).metrics
+    # Of 6 groups one is all right (3 tokens each), one all wrong (cut at 6), four have a right (2) and
+    # two wrong ones (3).
+    assert metrics["reward/mean"] == pytest.approx(7 / 18)
+    assert metrics["reward/correct_fraction"] == pytest.approx(7 / 18)
+    assert metrics["reward/solved_all"] == pytest.approx(1 / 6)
+    assert metrics["reward/solved_none"] == pytest.approx(1 / 6)
+    assert metrics["rollout/tokens"] == 9 + 18 + 4 * (2 + 3 + 3)
+    assert metrics["rollout/length_mean"] == pytest.approx(59 / 18)
+    assert metrics["rollout/length_max"] == 6
+    assert metrics["rollout/length_positive_mean"] == pytest.approx((9 + 8) / 7)
+    assert metrics["rollout/length_negative_mean"] == pytest.approx((18 + 24) / 11)
+    assert metrics["rollout/truncated_fraction"] == pytest.approx(3 / 18)
+    assert metrics["sampler/tokens_sampled"] == 59
+    assert metrics["sampler/tokens_trained"] == 4 * 8
+    assert metrics["sampler/tokens_dropped"] == 9 + 18
+    assert metrics["sampler/tokens_kept"] == 0
+    assert json.loads(json.dumps(metrics)) == metrics
 
 
 def test_request_seeds_are_unique_and_reproducible(tmp_path: Path) -> None:
@@ -159,103 +144,85 @@ def test_request_seeds_are_unique_and_reproducible(tmp_path: Path) -> None:
     assert all(0 <= request_seed(-5, 0, n, 0) < 2**63 for n in range(100))
 
 
-def test_segments_equal_the_uncut_response(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(lambda prompt, sample: "yes" if sample else "never mind")
-        world = World(tmp_path, [engine], segment_tokens=2, max_response_tokens=9)
-        async with world.sampling():
-            batch = await world.batch(1)
-        long, short, _ = batch.groups[0].rollouts
-        assert long.token_ids_R.tolist() == [*map(ord, "never min")]
-        assert long.finish_reason == "length"
-        assert short.token_ids_R.tolist() == [*map(ord, "yes"), EOS]
-        assert short.finish_reason == "stop"
-        assert long.log_probs_R.tolist() == pytest.approx([-(n + 1) / 100 for n in range(9)])
-        sizes = [r.params.max_new_tokens for r in engine.asked if r.request_id.startswith("0-0-")]
-        assert sizes == [2, 2, 2, 2, 1]
-        assert len({r.params.seed for r in engine.asked if r.request_id.startswith("0-0-")}) == 1
-
-    run(check())
+async def test_segments_equal_the_uncut_response(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda prompt, sample: "yes" if sample else "never mind")
+    world = World(tmp_path, [engine], segment_tokens=2, max_response_tokens=9)
+    async with world.sampling():
+        batch = await world.batch(1)
+    long, short, _ = batch.groups[0].rollouts
+    assert long.token_ids_R.tolist() == [*map(ord, "never min")]
+    assert long.finish_reason == "length"
+    assert short.token_ids_R.tolist() == [*map(ord, "yes"), EOS]
+    assert short.finish_reason == "stop"
+    assert long.log_probs_R.tolist() == pytest.approx([-(n + 1) / 100 for n in range(9)])
+    sizes = [r.params.max_new_tokens for r in engine.asked if r.request_id.startswith("0-0-")]
+    assert sizes == [2, 2, 2, 2, 1]
+    assert len({r.params.seed for r in engine.asked if r.request_id.startswith("0-0-")}) == 1
 
 
-def test_partial_rollout_continues_under_newer_weights(tmp_path: Path) -> None:
+async def test_partial_rollout_continues_under_newer_weights(tmp_path: Path) -> None:
     """Two tokens for each response under each version: a response of five takes three steps."""
 
     def answer(prompt: int, sample: int) -> str:
         return "y" if sample == 0 else ("long" if prompt % 2 else "n")
 
-    async def check() -> None:
-        engine = ScriptedEngine(answer)
-        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
-        async with world.sampling(rounds=False):
-            batches = [await world.train(step) for step in range(1, 7)]
-        odd = [group for batch in batches for group in batch.groups if group.prompt.prompt_id % 2]
-        assert len(odd) >= 4
-        for group in odd:
-            versions = group.rollouts[1].versions_R.tolist()
-            first = versions[0]
-            assert versions == [first, first, first + 1, first + 1, first + 2]
-            assert group.rollouts[1].token_ids_R.tolist() == [*map(ord, "long"), EOS]
-        for step, batch in enumerate(batches, 1):
-            metrics = batch.metrics
-            assert metrics["sampler/tokens_sampled"] == (
-                metrics["sampler/tokens_trained"]
-                + metrics["sampler/tokens_dropped"]
-                + metrics["sampler/tokens_kept"]
-            )
-            oldest = [int(r.versions_R.min()) for group in batch.groups for r in group.rollouts]
-            assert all(step - 1 - version <= 2 for version in oldest)
-
-    run(check())
-
-
-def test_a_step_whose_responses_all_wait_for_weights_is_empty(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(lambda prompt, sample: "y" if sample else "n")
-        world = World(
-            tmp_path, [engine], budget_tokens=1, max_staleness=1, prompts=100, max_response_tokens=2
+    engine = ScriptedEngine(answer)
+    world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
+    async with world.sampling(rounds=False):
+        batches = [await world.train(step) for step in range(1, 7)]
+    odd = [group for batch in batches for group in batch.groups if group.prompt.prompt_id % 2]
+    assert len(odd) >= 4
+    for group in odd:
+        versions = group.rollouts[1].versions_R.tolist()
+        first = versions[0]
+        assert versions == [first, first, first + 1, first + 1, first + 2]
+        assert group.rollouts[1].token_ids_R.tolist() == [*map(ord, "long"), EOS]
+    for step, batch in enumerate(batches, 1):
+        metrics = batch.metrics
+        assert metrics["sampler/tokens_sampled"] == (
+            metrics["sampler/tokens_trained"]
+            + metrics["sampler/tokens_dropped"]
+            + metrics["sampler/tokens_kept"]
         )
-        async with world.sampling(rounds=False):
-            assert (await world.train(1)).groups == ()
-            assert prompt_ids(await world.train(2)) == [0, 1, 2, 3]
-
-    run(check())
+        oldest = [int(r.versions_R.min()) for group in batch.groups for r in group.rollouts]
+        assert all(step - 1 - version <= 2 for version in oldest)
 
 
-def test_steps_without_groups_bring_no_new_weights_but_new_budgets(tmp_path: Path) -> None:
+async def test_a_step_whose_responses_all_wait_for_weights_is_empty(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda prompt, sample: "y" if sample else "n")
+    world = World(tmp_path, [engine], budget_tokens=1, max_staleness=1, prompts=100, max_response_tokens=2)
+    async with world.sampling(rounds=False):
+        assert (await world.train(1)).groups == ()
+        assert prompt_ids(await world.train(2)) == [0, 1, 2, 3]
+
+
+async def test_steps_without_groups_bring_no_new_weights_but_new_budgets(tmp_path: Path) -> None:
     """A step that trains on nothing makes no version: budgets must not wait for one."""
-
-    async def check() -> None:
-        engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
-        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
-        world.version_of = lambda step: max(0, step - 1)
-        async with world.sampling(rounds=False):
-            assert (await world.train(1)).groups == ()
-            assert (await world.batch(2)).groups == ()
-            world.kill()
-        async with world.sampling(first_step=3, rounds=False):
-            batch = await world.batch(3)
-        assert prompt_ids(batch) == [0, 1, 2, 3]
-        assert batch.groups[0].rollouts[0].versions_R.tolist() == [0, 0, 0, 0, 1]
-
-    run(check())
+    engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
+    world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
+    world.version_of = lambda step: max(0, step - 1)
+    async with world.sampling(rounds=False):
+        assert (await world.train(1)).groups == ()
+        assert (await world.batch(2)).groups == ()
+        world.kill()
+    async with world.sampling(first_step=3, rounds=False):
+        batch = await world.batch(3)
+    assert prompt_ids(batch) == [0, 1, 2, 3]
+    assert batch.groups[0].rollouts[0].versions_R.tolist() == [0, 0, 0, 0, 1]
 
 
-def test_many_steps_without_new_weights_do_not_end_the_run(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
-        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
-        world.version_of = lambda _step: 0
-        async with world.sampling():
-            for step in (1, 2):
-                assert (await world.train(step)).groups == ()
-            first = await world.batch(3)
-        assert first.groups[0].rollouts[0].versions_R.tolist() == [0] * 5
-
-    run(check())
+async def test_many_steps_without_new_weights_do_not_end_the_run(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
+    world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
+    world.version_of = lambda _step: 0
+    async with world.sampling():
+        for step in (1, 2):
+            assert (await world.train(step)).groups == ()
+        first = await world.batch(3)
+    assert first.groups[0].rollouts[0].versions_R.tolist() == [0] * 5
 
 
-def test_budgets_count_the_steps_since_a_group_was_opened(tmp_path: Path) -> None:
+async def test_budgets_count_the_steps_since_a_group_was_opened(tmp_path: Path) -> None:
     """Groups 0 to 3 wait through step 1, which trains on nothing; 12 to 15 begin in step 2 with one budget.
 
     New weights come while their first request is at the engine: they get no more tokens of these, either.
@@ -266,28 +233,25 @@ def test_budgets_count_the_steps_since_a_group_was_opened(tmp_path: Path) -> Non
             return "y" if sample else "lon"
         return "n" if prompt < 12 else ("yonge" if sample else "longe")
 
-    async def check() -> None:
-        engine = ScriptedEngine(answer)
-        engine.holds = lambda request: request.request_id.startswith("12-")
-        engine.gate.clear()
-        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100, max_oversampling=1)
-        world.version_of = lambda step: (0, 0, 8)[step]
-        async with world.sampling(rounds=False):
-            assert (await world.train(1)).groups == ()
-            assert prompt_ids(await world.batch(2)) == [0, 1, 2, 3]
-            await until(lambda: any(request.request_id == "12-2-0" for request in engine.asked))
-            await world.weights(2)
-            engine.gate.set()
-            await until(lambda: len(world.sampler._state.open[12].responses[2].so_far.token_ids_R) > 0)
-            await asyncio.sleep(0.05)
-            world.kill()
-        asked = {r.request_id: r.params.max_new_tokens for r in engine.asked}
-        assert asked["0-0-2"] == 2  # the second budget of the first weights
-        assert {asked[f"12-{sample}-0"] for sample in range(3)} == {2}
-        assert "12-2-2" not in asked
-        check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
-
-    run(check())
+    engine = ScriptedEngine(answer)
+    engine.holds = lambda request: request.request_id.startswith("12-")
+    engine.gate.clear()
+    world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100, max_oversampling=1)
+    world.version_of = lambda step: (0, 0, 8)[step]
+    async with world.sampling(rounds=False):
+        assert (await world.train(1)).groups == ()
+        assert prompt_ids(await world.batch(2)) == [0, 1, 2, 3]
+        await until(lambda: any(request.request_id == "12-2-0" for request in engine.asked))
+        await world.weights(2)
+        engine.gate.set()
+        await until(lambda: len(world.sampler._state.open[12].responses[2].so_far.token_ids_R) > 0)
+        await asyncio.sleep(0.05)
+        world.kill()
+    asked = {r.request_id: r.params.max_new_tokens for r in engine.asked}
+    assert asked["0-0-2"] == 2  # the second budget of the first weights
+    assert {asked[f"12-{sample}-0"] for sample in range(3)} == {2}
+    assert "12-2-2" not in asked
+    check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
 
 
 def test_rounds_give_the_same_groups_however_long_scoring_takes(tmp_path: Path) -> None:
@@ -313,85 +277,71 @@ def test_rounds_give_the_same_groups_however_long_scoring_takes(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_admission_bounds_the_staleness_of_new_groups(tmp_path: Path, staleness: int) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-        world = World(tmp_path, [engine], max_staleness=staleness, prompts=100)
-        async with world.sampling(rounds=False):
-            for step in range(1, 6):
-                batch = await world.batch(step)
-                expected = (step + staleness) * 4 * 3
-                await until(lambda expected=expected: len(engine.asked) >= expected)
-                await asyncio.sleep(0.02)
-                assert len(engine.asked) == expected
-                lags = {step - 1 - int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
-                assert max(lags) <= staleness
-                await world.weights(step)
-                await asyncio.sleep(0.02)
-            assert staleness == 0 or max(lags) > 0
-
-    run(check())
+async def test_admission_bounds_the_staleness_of_new_groups(tmp_path: Path, staleness: int) -> None:
+    engine = ScriptedEngine(mixed)
+    world = World(tmp_path, [engine], max_staleness=staleness, prompts=100)
+    async with world.sampling(rounds=False):
+        for step in range(1, 6):
+            batch = await world.batch(step)
+            expected = (step + staleness) * 4 * 3
+            await until(lambda expected=expected: len(engine.asked) >= expected)
+            await asyncio.sleep(0.02)
+            assert len(engine.asked) == expected
+            lags = {step - 1 - int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
+            assert max(lags) <= staleness
+            await world.weights(step)
+            await asyncio.sleep(0.02)
+        assert staleness == 0 or max(lags) > 0
 
 
-def test_no_round_starts_during_training(tmp_path: Path) -> None:
+async def test_no_round_starts_during_training(tmp_path: Path) -> None:
     """New weights would come at an undefined token of the round, although admission has room."""
-
-    async def check() -> None:
-        engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
-        world = World(tmp_path, [engine], max_staleness=1, prompts=100, max_oversampling=1)
-        async with world.sampling(rounds=True):
-            await world.batch(1)
-            before = len(engine.asked)
-            await asyncio.sleep(0.1)
-            assert len(engine.asked) == before
-            await world.weights(1)
-            await world.batch(2)
-            assert len(engine.asked) > before
-
-    run(check())
+    engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
+    world = World(tmp_path, [engine], max_staleness=1, prompts=100, max_oversampling=1)
+    async with world.sampling(rounds=True):
+        await world.batch(1)
+        before = len(engine.asked)
+        await asyncio.sleep(0.1)
+        assert len(engine.asked) == before
+        await world.weights(1)
+        await world.batch(2)
+        assert len(engine.asked) > before
 
 
-def test_a_round_starts_when_the_trainer_asks(tmp_path: Path) -> None:
+async def test_a_round_starts_when_the_trainer_asks(tmp_path: Path) -> None:
     """Not when the weights are new: a checkpoint comes between them, and its fork samples whole rounds."""
-
-    async def check() -> None:
-        engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
-        world = World(tmp_path / "run", [engine], prompts=100)
-        async with world.sampling(rounds=True) as sampler:
-            await world.train(1)
-            before = len(engine.asked)
-            await asyncio.sleep(0.1)
-            assert len(engine.asked) == before
-            state = sampler.state()
-            assert state[OUTSTANDING] == []
-            await world.batch(2)
-            rest = [int(request.input_ids[0]) for request in engine.asked[before:]]
-        fork = ScriptedEngine(engine.answer)
-        forked = World(tmp_path / "fork", [fork], prompts=100)
-        async with forked.sampling(2, {**state, FORKED: None}, rounds=True):
-            await forked.batch(2)
-        assert [int(request.input_ids[0]) for request in fork.asked] == rest
-
-    run(check())
+    engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
+    world = World(tmp_path / "run", [engine], prompts=100)
+    async with world.sampling(rounds=True) as sampler:
+        await world.train(1)
+        before = len(engine.asked)
+        await asyncio.sleep(0.1)
+        assert len(engine.asked) == before
+        state = sampler.state()
+        assert state[OUTSTANDING] == []
+        await world.batch(2)
+        rest = [int(request.input_ids[0]) for request in engine.asked[before:]]
+    fork = ScriptedEngine(engine.answer)
+    forked = World(tmp_path / "fork", [fork], prompts=100)
+    async with forked.sampling(2, {**state, FORKED: None}, rounds=True):
+        await forked.batch(2)
+    assert [int(request.input_ids[0]) for request in fork.asked] == rest
 
 
-def test_without_overlap_nothing_is_sampled_during_training(tmp_path: Path) -> None:
-    async def check() -> None:
-        slow, quick = ScriptedEngine(mixed), ScriptedEngine(mixed)
-        world = World(tmp_path, [slow, quick], max_staleness=2, overlap=False, prompts=100)
-        async with world.sampling(rounds=False, most=20):
-            await asyncio.sleep(0.1)
-            slow.gate.clear()
-            await world.batch(1)
-            before = len(quick.asked) + len(slow.asked)
-            await asyncio.sleep(0.1)
-            assert len(quick.asked) + len(slow.asked) == before
-            slow.gate.set()
-            await world.weights(1)
-            batch = await world.batch(2)
-        assert len(batch.groups) == 4
-
-    run(check())
+async def test_without_overlap_nothing_is_sampled_during_training(tmp_path: Path) -> None:
+    slow, quick = ScriptedEngine(mixed), ScriptedEngine(mixed)
+    world = World(tmp_path, [slow, quick], max_staleness=2, overlap=False, prompts=100)
+    async with world.sampling(rounds=False, most=20):
+        await asyncio.sleep(0.1)
+        slow.gate.clear()
+        await world.batch(1)
+        before = len(quick.asked) + len(slow.asked)
+        await asyncio.sleep(0.1)
+        assert len(quick.asked) + len(slow.asked) == before
+        slow.gate.set()
+        await world.weights(1)
+        batch = await world.batch(2)
+    assert len(batch.groups) == 4
 
 
 @pytest.mark.parametrize("policy", ["drop", "resample", "train"])
@@ -424,73 +374,69 @@ def test_stale_groups_are_dropped_resampled_or_trained(tmp_path: Path, policy: s
     run(check())
 
 
-def test_next_batch_is_idempotent(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(mixed)])
-        async with world.sampling():
-            first = await world.train(1)
-            assert prompt_ids(await world.batch(1)) == prompt_ids(first)
-            second = await world.train(2)
-        async with world.sampling(first_step=2):  # continued from a checkpoint after step 1
-            assert prompt_ids(await world.train(2)) == prompt_ids(second)
-            assert prompt_ids(await world.train(3)) == [8, 9, 10, 11]
-
-    run(check())
+async def test_next_batch_is_idempotent(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(mixed)])
+    async with world.sampling():
+        first = await world.train(1)
+        assert prompt_ids(await world.batch(1)) == prompt_ids(first)
+        second = await world.train(2)
+    async with world.sampling(first_step=2):  # continued from a checkpoint after step 1
+        assert prompt_ids(await world.train(2)) == prompt_ids(second)
+        assert prompt_ids(await world.train(3)) == [8, 9, 10, 11]
 
 
-def test_a_lost_journal_costs_only_unfinished_groups(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path / "a", [ScriptedEngine(mixed)])
-        async with world.sampling():
-            await world.train(1)
-            state = json.loads(json.dumps(world.sampler.state()))
-        other = World(tmp_path / "b", [ScriptedEngine(mixed)])
-        async with other.sampling(first_step=2, state=state):
-            assert prompt_ids(await other.batch(2)) == [4, 5, 6, 7]
-        assert "journal_missing" in other.event_kinds()
-
-    run(check())
+async def test_a_lost_journal_costs_only_unfinished_groups(tmp_path: Path) -> None:
+    world = World(tmp_path / "a", [ScriptedEngine(mixed)])
+    async with world.sampling():
+        await world.train(1)
+        state = json.loads(json.dumps(world.sampler.state()))
+    other = World(tmp_path / "b", [ScriptedEngine(mixed)])
+    async with other.sampling(first_step=2, state=state):
+        assert prompt_ids(await other.batch(2)) == [4, 5, 6, 7]
+    assert "journal_missing" in other.event_kinds()
 
 
-def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(mixed)])
-        async with world.sampling():
-            await world.train(1)
-        with pytest.raises(ConfigError, match=r"rollout.temperature=1.0, now it is 0.5"):
-            async with World(tmp_path, [ScriptedEngine(mixed)], temperature=0.5).sampling():
-                pass
-        with pytest.raises(ConfigError, match="prompts=12, now it is 5"):
-            async with World(tmp_path, [ScriptedEngine(mixed)], prompts=5).sampling():
-                pass
+async def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(mixed)])
+    async with world.sampling():
+        await world.train(1)
+    with pytest.raises(ConfigError, match=r"rollout.temperature=1.0, now it is 0.5"):
+        async with World(tmp_path, [ScriptedEngine(mixed)], temperature=0.5).sampling():
+            pass
+    with pytest.raises(ConfigError, match="prompts=12, now it is 5"):
+        async with World(tmp_path, [ScriptedEngine(mixed)], prompts=5).sampling():
+            pass
+    other = World(tmp_path, [ScriptedEngine(mixed)])
+    other.dataset.prompts[3].token_ids_P[:] = 7  # by another chat template
+    with pytest.raises(ConfigError, match=r"prompts_sha256=.* \(the data, or the model's tokenizer"):
+        async with other.sampling():
+            pass
+    with pytest.MonkeyPatch.context() as patch:  # an earlier version's journal, which lacks the digest
+        patch.setattr(group_sampler, "identity", lambda *about: {**identity(*about), PROMPTS: None})
+        async with World(tmp_path / "old", [ScriptedEngine(mixed)]).sampling():
+            pass
+    async with World(tmp_path / "old", [ScriptedEngine(mixed)]).sampling():
+        pass
 
-    run(check())
 
-
-def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bapo_megatron.rollout.sampler.event_log.write_ahead_log._LOCK_WAIT_S", 0.2)
 
-    async def check() -> None:
-        async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
-            with pytest.raises(ConfigError, match="another process writes to the journal"):
-                async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
-                    pass
-
-    run(check())
+    async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
+        with pytest.raises(ConfigError, match="another process writes to the journal"):
+            async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
+                pass
 
 
-def test_a_damaged_step_is_sampled_anew(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(mixed)])
-        async with world.sampling():
-            await world.train(1)
-            await world.train(2)
-        (world.journal / "step_000002.npz").write_bytes(b"PK")
-        async with world.sampling(first_step=2):
-            assert prompt_ids(await world.train(2)) == [8, 9, 10, 11]
-        assert "step_lost" in world.event_kinds()
-
-    run(check())
+async def test_a_damaged_step_is_sampled_anew(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(mixed)])
+    async with world.sampling():
+        await world.train(1)
+        await world.train(2)
+    (world.journal / "step_000002.npz").write_bytes(b"PK")
+    async with world.sampling(first_step=2):
+        assert prompt_ids(await world.train(2)) == [8, 9, 10, 11]
+    assert "step_lost" in world.event_kinds()
 
 
 def test_stop_tokens_come_from_all_files(tmp_path: Path) -> None:

@@ -92,183 +92,158 @@ def tear(path: Path, random: np.random.Generator) -> None:
         file.write(b"BPR1segments" + random.bytes(int(random.integers(0, 40))))
 
 
-def test_finished_segments_survive_and_responses_continue_from_them(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
-        engine.holds = lambda request: request.prefix_tokens >= 4
-        engine.gate.clear()
-        world = World(tmp_path, [engine], **SETTINGS)
-        async with world.sampling(rounds=False):
-            await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 4)
-            world.kill()
-        assert state_of(world).tokens["sampled"] == 3 * 2 * 4
-        engine.gate.set()
-        engine.asked.clear()
-        async with world.sampling():
-            batch = await world.batch(1)
-        assert {request.prefix_tokens for request in engine.asked} == {4, 6}
-        assert prompt_ids(batch) == [0, 1, 2]
-        assert batch.groups[0].rollouts[0].log_probs_R.tolist() == pytest.approx(
-            [-(n + 1) / 100 for n in range(7)]
-        )
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+async def test_finished_segments_survive_and_responses_continue_from_them(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
+    engine.holds = lambda request: request.prefix_tokens >= 4
+    engine.gate.clear()
+    world = World(tmp_path, [engine], **SETTINGS)
+    async with world.sampling(rounds=False):
+        await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 4)
+        world.kill()
+    assert state_of(world).tokens["sampled"] == 3 * 2 * 4
+    engine.gate.set()
+    engine.asked.clear()
+    async with world.sampling():
+        batch = await world.batch(1)
+    assert {request.prefix_tokens for request in engine.asked} == {4, 6}
+    assert prompt_ids(batch) == [0, 1, 2]
+    assert batch.groups[0].rollouts[0].log_probs_R.tolist() == pytest.approx(
+        [-(n + 1) / 100 for n in range(7)]
+    )
 
 
-def test_damage_is_reported_with_its_offset_and_costs_only_its_record(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
-        engine.holds = lambda request: request.prefix_tokens >= 6
-        engine.gate.clear()
-        world = World(tmp_path, [engine], **SETTINGS)
-        async with world.sampling(rounds=False):
-            await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 6)
-            world.kill()
-        (path,) = world.journal.glob("segments-*.log")
-        found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "segments"]
-        second = next(r for r in found if any(part[4] == 2 for part in r.fields["parts"]))
-        content = bytearray(path.read_bytes())
-        content[second.offset + 200] ^= 1
-        path.write_bytes(content)
-        engine.gate.set()
-        engine.asked.clear()
-        async with world.sampling():
-            batch = await world.batch(1)
-        (event,) = [event for event in world.events if event["kind"] == "journal_damaged"]
-        assert f"at offset {second.offset} are damaged" in event["detail"]
-        assert 2 in {request.prefix_tokens for request in engine.asked}  # from before the hole
-        assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+async def test_damage_is_reported_with_its_offset_and_costs_only_its_record(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
+    engine.holds = lambda request: request.prefix_tokens >= 6
+    engine.gate.clear()
+    world = World(tmp_path, [engine], **SETTINGS)
+    async with world.sampling(rounds=False):
+        await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 6)
+        world.kill()
+    (path,) = world.journal.glob("segments-*.log")
+    found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "segments"]
+    second = next(r for r in found if any(part[4] == 2 for part in r.fields["parts"]))
+    content = bytearray(path.read_bytes())
+    content[second.offset + 200] ^= 1
+    path.write_bytes(content)
+    engine.gate.set()
+    engine.asked.clear()
+    async with world.sampling():
+        batch = await world.batch(1)
+    (event,) = [event for event in world.events if event["kind"] == "journal_damaged"]
+    assert f"at offset {second.offset} are damaged" in event["detail"]
+    assert 2 in {request.prefix_tokens for request in engine.asked}  # from before the hole
+    assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6
 
 
 @pytest.mark.parametrize("record", ["in the journal", "lost with a kill"])
-def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path: Path, record: str) -> None:
+async def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path: Path, record: str) -> None:
     """The header is readable, so the step counts as served until its batch is read."""
-
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
-        async with world.sampling():
-            for step in (1, 2, 3):
-                await world.train(step)
-            world.kill()
-        if record == "lost with a kill":
-            (log,) = world.journal.glob("segments-*.log")
-            found = [r for r in read_records(log) if isinstance(r, Record) and r.kind == "batch"]
-            os.truncate(log, next(r.offset for r in found if r.fields["step"] == 2))
-        path = world.journal / "step_000002.npz"
-        content = bytearray(path.read_bytes())
-        content[content.index(b"token_ids.npy") + 150] ^= 1
-        path.write_bytes(content)
-        async with world.sampling(first_step=2):
-            for step in (2, 3):
-                metrics = (await world.train(step)).metrics
-        assert sorted(path.name for path in world.journal.glob("*.lost"))[0] == "step_000002.lost"
-        sampler_state = accounts.state_of(
-            world.journal, world.dataset.prompts, world.config.rollout.group_size
-        )
-        dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
-        assert (
-            sampler_state.tokens["sampled"]
-            == sampler_state.tokens["trained"] + dropped + sampler_state.outstanding_tokens
-        )
-        assert sampler_state.tokens["dropped_lost"] > 0
-        assert metrics["sampler/tokens_trained"] == sampler_state.tokens["trained"]
-        assert metrics["sampler/tokens_dropped"] == dropped
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
+    async with world.sampling():
+        for step in (1, 2, 3):
+            await world.train(step)
+        world.kill()
+    if record == "lost with a kill":
+        (log,) = world.journal.glob("segments-*.log")
+        found = [r for r in read_records(log) if isinstance(r, Record) and r.kind == "batch"]
+        os.truncate(log, next(r.offset for r in found if r.fields["step"] == 2))
+    path = world.journal / "step_000002.npz"
+    content = bytearray(path.read_bytes())
+    content[content.index(b"token_ids.npy") + 150] ^= 1
+    path.write_bytes(content)
+    async with world.sampling(first_step=2):
+        for step in (2, 3):
+            metrics = (await world.train(step)).metrics
+    assert sorted(path.name for path in world.journal.glob("*.lost"))[0] == "step_000002.lost"
+    sampler_state = accounts.state_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
+    dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
+    assert (
+        sampler_state.tokens["sampled"]
+        == sampler_state.tokens["trained"] + dropped + sampler_state.outstanding_tokens
+    )
+    assert sampler_state.tokens["dropped_lost"] > 0
+    assert metrics["sampler/tokens_trained"] == sampler_state.tokens["trained"]
+    assert metrics["sampler/tokens_dropped"] == dropped
 
 
-def test_old_logs_are_deleted_when_not_needed(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
-        async with world.sampling(rounds=False):
-            for step in range(1, 13):
-                await world.train(step)
-                keep_logs(world.journal, tmp_path / "kept")
-                await world.sampler.checkpointed(step)
-                assert len(list(world.journal.glob("segments-*.log"))) <= 4
-        keep_logs(world.journal, tmp_path / "kept")
-        check_accounts(world, tmp_path / "kept")
-        assert len(steps_in(world.journal)) == 12
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+async def test_old_logs_are_deleted_when_not_needed(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
+    async with world.sampling(rounds=False):
+        for step in range(1, 13):
+            await world.train(step)
+            keep_logs(world.journal, tmp_path / "kept")
+            await world.sampler.checkpointed(step)
+            assert len(list(world.journal.glob("segments-*.log"))) <= 4
+    keep_logs(world.journal, tmp_path / "kept")
+    check_accounts(world, tmp_path / "kept")
+    assert len(steps_in(world.journal)) == 12
 
 
-def test_old_step_files_are_deleted_unless_a_resume_needs_them(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
-        async with world.sampling():
-            for step in range(1, 9):
-                await world.train(step)
-                if step == 2:
-                    (world.journal / "step_000001.npz").rename(world.journal / "step_000001.lost")
-                if step == 6:
-                    await world.sampler.checkpointed(2)
-                    assert steps_in(world.journal) == [3, 4, 5, 6]
-                    assert not list(world.journal.glob("*.lost"))
-            await world.sampler.checkpointed(8)
-            assert steps_in(world.journal) == [6, 7, 8]
-        engine = world.engines[0]
-        engine.asked.clear()
-        async with world.sampling(first_step=7):
-            for step in (7, 8):
-                await world.train(step)
-        assert engine.asked == []  # they were given what they had
-        assert "step_lost" not in world.event_kinds()
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+async def test_old_step_files_are_deleted_unless_a_resume_needs_them(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
+    async with world.sampling():
+        for step in range(1, 9):
+            await world.train(step)
+            if step == 2:
+                (world.journal / "step_000001.npz").rename(world.journal / "step_000001.lost")
+            if step == 6:
+                await world.sampler.checkpointed(2)
+                assert steps_in(world.journal) == [3, 4, 5, 6]
+                assert not list(world.journal.glob("*.lost"))
+        await world.sampler.checkpointed(8)
+        assert steps_in(world.journal) == [6, 7, 8]
+    engine = world.engines[0]
+    engine.asked.clear()
+    async with world.sampling(first_step=7):
+        for step in (7, 8):
+            await world.train(step)
+    assert engine.asked == []  # they were given what they had
+    assert "step_lost" not in world.event_kinds()
 
 
-def test_a_full_disk_is_reported_and_the_journal_stays_whole(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
-        async with world.sampling():
-            await world.train(1)
-            log = world.sampler._journal._log
-            assert log is not None
+async def test_a_full_disk_is_reported_and_the_journal_stays_whole(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
+    async with world.sampling():
+        await world.train(1)
+        log = world.sampler._journal._log
+        assert log is not None
 
-            full = log._file.fileno()
-            writev = os.writev
+        full = log._file.fileno()
+        writev = os.writev
 
-            def few_bytes(descriptor: int, parts: list[memoryview]) -> int:
-                """The disk is full: it takes a few bytes more."""
-                if descriptor != full:
-                    return writev(descriptor, parts)
-                if len(content := b"".join(parts)) > 10:
-                    return os.write(descriptor, content[:10])
-                raise OSError(28, "No space left on device")
+        def few_bytes(descriptor: int, parts: list[memoryview]) -> int:
+            """The disk is full: it takes a few bytes more."""
+            if descriptor != full:
+                return writev(descriptor, parts)
+            if len(content := b"".join(parts)) > 10:
+                return os.write(descriptor, content[:10])
+            raise OSError(28, "No space left on device")
 
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(os, "writev", few_bytes)
-                with pytest.raises(RunStopped, match=r"journal/segments-.*: No space left"):
-                    await world.batch(2)
-        async with world.sampling(first_step=2):
-            assert len((await world.batch(2)).groups) == 3
-        assert "journal_damaged" not in world.event_kinds()
-        check_accounts(world)
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "writev", few_bytes)
+            with pytest.raises(RunStopped, match=r"journal/segments-.*: No space left"):
+                await world.batch(2)
+    async with world.sampling(first_step=2):
+        assert len((await world.batch(2)).groups) == 3
+    assert "journal_damaged" not in world.event_kinds()
+    check_accounts(world)
 
 
 @pytest.mark.parametrize("rounds", [True, False])
-def test_a_closed_sampler_keeps_the_tokens_of_requests_in_flight(tmp_path: Path, rounds: bool) -> None:
+async def test_a_closed_sampler_keeps_the_tokens_of_requests_in_flight(tmp_path: Path, rounds: bool) -> None:
     """In rounds they are not kept: a continued round would differ in its last bits."""
-
-    async def check() -> None:
-        engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
-        engine.gate.clear()
-        world = World(tmp_path, [engine], **{**SETTINGS, "segment_tokens": None})
-        async with world.sampling(rounds=rounds):
-            asked = asyncio.create_task(world.batch(1))
-            await until(lambda: len(engine.asked) == 3 * 2)
-            asked.cancel()
-        assert state_of(world).tokens["sampled"] == (0 if rounds else 3 * 2)  # one token each
-        engine.gate.set()
-        engine.asked.clear()
-        async with world.sampling(rounds=rounds):
-            batch = await world.batch(1)
-        assert {request.prefix_tokens for request in engine.asked} == {0 if rounds else 1}
-        assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+    engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
+    engine.gate.clear()
+    world = World(tmp_path, [engine], **{**SETTINGS, "segment_tokens": None})
+    async with world.sampling(rounds=rounds):
+        asked = asyncio.create_task(world.batch(1))
+        await until(lambda: len(engine.asked) == 3 * 2)
+        asked.cancel()
+    assert state_of(world).tokens["sampled"] == (0 if rounds else 3 * 2)  # one token each
+    engine.gate.set()
+    engine.asked.clear()
+    async with world.sampling(rounds=rounds):
+        batch = await world.batch(1)
+    assert {request.prefix_tokens for request in engine.asked} == {0 if rounds else 1}
+    assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6

@@ -210,55 +210,49 @@ def test_segments_that_come_at_once_are_cut_into_records(
     assert (cut, sum(found), max(found)) == (whole, sum(sizes), 2)
 
 
-def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) -> None:
+async def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) -> None:
     """Else a step would take what there is while the drop of a refused group is queued."""
 
     def refuse(request: GenerateRequest) -> None:
         if request.input_ids[0] == 1:
             raise ValueError("too long for the model")
 
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-        engine.trouble = refuse
-        world = World(tmp_path, [engine])
-        pool = EnginePool([engine], 4, lambda *_, **__: None, PATIENCE)
-        await pool.update(Path("v2"), 2)
-        state = state_of()
-        state.apply(groups_opened([(0, 0, 0), (1, 0, 1)], 2))
-        admission = AdmissionController(world.config.rollout, state)
-        admission.open()
-        admission.trainer_has(2)
-        dispatcher = Dispatcher(world.config, world.dataset, state, admission, pool, {})
-        for number in (0, 1):
-            dispatcher.add(state.open[number], 0)
-            assert dispatcher.is_busy
-            await dispatcher.send(at_once=True)
-            await until(lambda: dispatcher.has_results and not dispatcher._running)
-            assert dispatcher.is_busy
-            segments, refusals = dispatcher.take_results()
-            assert not dispatcher.is_busy
-            assert [one.generation.token_ids_R.tolist() for one in segments] == [[ord("y"), EOS]][number:]
-            assert [why for _, why in refusals] == ["too long for the model"][:number]
-        await pool.close()
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+    engine = ScriptedEngine(mixed)
+    engine.trouble = refuse
+    world = World(tmp_path, [engine])
+    pool = EnginePool([engine], 4, lambda *_, **__: None, PATIENCE)
+    await pool.update(Path("v2"), 2)
+    state = state_of()
+    state.apply(groups_opened([(0, 0, 0), (1, 0, 1)], 2))
+    admission = AdmissionController(world.config.rollout, state)
+    admission.open()
+    admission.trainer_has(2)
+    dispatcher = Dispatcher(world.config, world.dataset, state, admission, pool, {})
+    for number in (0, 1):
+        dispatcher.add(state.open[number], 0)
+        assert dispatcher.is_busy
+        await dispatcher.send(at_once=True)
+        await until(lambda: dispatcher.has_results and not dispatcher._running)
+        assert dispatcher.is_busy
+        segments, refusals = dispatcher.take_results()
+        assert not dispatcher.is_busy
+        assert [one.generation.token_ids_R.tolist() for one in segments] == [[ord("y"), EOS]][number:]
+        assert [why for _, why in refusals] == ["too long for the model"][:number]
+    await pool.close()
 
 
-def test_a_group_that_every_engine_refuses_is_dropped_once(tmp_path: Path) -> None:
+async def test_a_group_that_every_engine_refuses_is_dropped_once(tmp_path: Path) -> None:
     """All three of its requests are refused; the next prompt takes its place."""
 
     def refuse(request: GenerateRequest) -> None:
         if request.input_ids[0] == 1:
             raise ValueError("too long for the model")
 
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-        engine.trouble = refuse
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            assert prompt_ids(await world.batch(1)) == [0, 2, 3, 4]
-        assert world.event_kinds().count("request_refused") == 1
-        found = check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
-        assert [group.end for group in found.groups[:5]] == ["trained", "refused", *["trained"] * 3]
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+    engine = ScriptedEngine(mixed)
+    engine.trouble = refuse
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        assert prompt_ids(await world.batch(1)) == [0, 2, 3, 4]
+    assert world.event_kinds().count("request_refused") == 1
+    found = check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
+    assert [group.end for group in found.groups[:5]] == ["trained", "refused", *["trained"] * 3]

@@ -26,56 +26,47 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
-def test_nothing_is_requested_for_a_group_that_is_being_dropped(tmp_path: Path) -> None:
+async def test_nothing_is_requested_for_a_group_that_is_being_dropped(tmp_path: Path) -> None:
     """Weights come while the journal is written: nothing may be sent for a group that is to be dropped."""
+    chance = np.random.default_rng(0)
+    engine = ScriptedEngine(lambda p, s: ("y" if s == 0 else "n") + "a" * (13 if p % 4 == 0 else 2))
+    answer = engine.generate
 
-    async def check() -> None:
-        chance = np.random.default_rng(0)
-        engine = ScriptedEngine(lambda p, s: ("y" if s == 0 else "n") + "a" * (13 if p % 4 == 0 else 2))
-        answer = engine.generate
+    async def slowly(request: GenerateRequest) -> Generation:
+        await asyncio.sleep(chance.random() * 0.03)
+        return await answer(request)
 
-        async def slowly(request: GenerateRequest) -> Generation:
-            await asyncio.sleep(chance.random() * 0.03)
-            return await answer(request)
+    engine.generate = slowly  # type: ignore[method-assign]
+    settings = {"segment_tokens": 1, "max_response_tokens": 16, "on_stale": "drop"}
+    world = World(tmp_path, [engine], max_staleness=1, prompts=1000, **settings)
+    async with world.sampling(rounds=False, most=1000) as sampler:
+        commit = sampler._journal.commit
 
-        engine.generate = slowly  # type: ignore[method-assign]
-        settings = {"segment_tokens": 1, "max_response_tokens": 16, "on_stale": "drop"}
-        world = World(tmp_path, [engine], max_staleness=1, prompts=1000, **settings)
-        async with world.sampling(rounds=False, most=1000) as sampler:
-            commit = sampler._journal.commit
+        def slow_commit(records: Sequence[Record]) -> None:
+            time.sleep(0.004)
+            commit(records)
 
-            def slow_commit(records: Sequence[Record]) -> None:
-                time.sleep(0.004)
-                commit(records)
-
-            sampler._journal.commit = slow_commit  # type: ignore[method-assign]
-            for step in range(1, 21):
-                await world.batch(step)
-                await asyncio.sleep(0.02)
-                await world.weights(step)
-            assert world.sampler.state()["tokens"]["dropped_stale"] > 0
-            async with asyncio.timeout(30):  # nothing is left behind that nobody samples
-                while sampler._state.open:
-                    await asyncio.sleep(0.05)
-
-    run(check())
+        sampler._journal.commit = slow_commit  # type: ignore[method-assign]
+        for step in range(1, 21):
+            await world.batch(step)
+            await asyncio.sleep(0.02)
+            await world.weights(step)
+        assert world.sampler.state()["tokens"]["dropped_stale"] > 0
+        async with asyncio.timeout(30):  # nothing is left behind that nobody samples
+            while sampler._state.open:
+                await asyncio.sleep(0.05)
 
 
-def test_an_always_stale_prompt_is_dropped_after_retries(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
-        engine.holds = lambda request: request.input_ids[0] == 0 and request.prefix_tokens > 0
-        engine.gate.clear()
-        world = World(tmp_path, [engine], max_staleness=1, prompts=1000, segment_tokens=1)
-        async with world.sampling(rounds=False):
-            for step in range(1, 16):
-                assert len((await world.train(step)).groups) == 4
-            begun = {
-                request.request_id.split("-")[0] for request in engine.asked if request.input_ids[0] == 0
-            }
-            assert len(begun) == 1 + 3
-
-    run(check())
+async def test_an_always_stale_prompt_is_dropped_after_retries(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+    engine.holds = lambda request: request.input_ids[0] == 0 and request.prefix_tokens > 0
+    engine.gate.clear()
+    world = World(tmp_path, [engine], max_staleness=1, prompts=1000, segment_tokens=1)
+    async with world.sampling(rounds=False):
+        for step in range(1, 16):
+            assert len((await world.train(step)).groups) == 4
+        begun = {request.request_id.split("-")[0] for request in engine.asked if request.input_ids[0] == 0}
+        assert len(begun) == 1 + 3
 
 
 def test_a_token_budget_too_small_for_a_long_response_is_refused() -> None:
@@ -110,110 +101,93 @@ def test_a_scorer_that_raises_is_reported(tmp_path: Path, error: Exception, outc
     run(check())
 
 
-def test_a_request_that_crashes_engines_is_dropped(tmp_path: Path) -> None:
-    async def check() -> None:
-        engine = ScriptedEngine(mixed)
+async def test_a_request_that_crashes_engines_is_dropped(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
 
-        def poison(request: GenerateRequest) -> None:
-            if request.input_ids[0] == 1:
-                raise RuntimeError("the server has died")
+    def poison(request: GenerateRequest) -> None:
+        if request.input_ids[0] == 1:
+            raise RuntimeError("the server has died")
 
-        engine.trouble = poison
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            batch = await world.batch(1, wait_s=60)
-        assert prompt_ids(batch) == [0, 2, 3, 4]
-        refused = next(event for event in world.events if event["kind"] == "request_refused")
-        assert "20 engines were lost with request" in refused["detail"]
-
-    run(check())
+    engine.trouble = poison
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        batch = await world.batch(1, wait_s=60)
+    assert prompt_ids(batch) == [0, 2, 3, 4]
+    refused = next(event for event in world.events if event["kind"] == "request_refused")
+    assert "20 engines were lost with request" in refused["detail"]
 
 
 @pytest.mark.parametrize("text", ["y", "yaaaa"])
-def test_an_abort_at_the_stop_token_completes_the_response(tmp_path: Path, text: str) -> None:
+async def test_an_abort_at_the_stop_token_completes_the_response(tmp_path: Path, text: str) -> None:
     """The end of sequence, or the limit of six, with finish reason abort: the response is whole."""
+    engine = ScriptedEngine(lambda prompt, sample: text if sample == 0 else "naaaaaaaa")
+    answer = engine._answer
 
-    async def check() -> None:
-        engine = ScriptedEngine(lambda prompt, sample: text if sample == 0 else "naaaaaaaa")
-        answer = engine._answer
+    def aborted(request: GenerateRequest, _aborted: bool) -> Generation:
+        return dataclasses.replace(answer(request, aborted=False), finish_reason="abort")
 
-        def aborted(request: GenerateRequest, _aborted: bool) -> Generation:
-            return dataclasses.replace(answer(request, aborted=False), finish_reason="abort")
-
-        engine._answer = aborted  # type: ignore[method-assign]
-        world = World(tmp_path, [engine])
-        async with world.sampling():
-            batch = await world.batch(1)
-        first, second, _ = batch.groups[0].rollouts
-        assert first.token_ids_R.tolist() == [*map(ord, text), EOS]
-        assert (first.finish_reason, second.finish_reason) == ("stop", "length")
-        assert len(second.token_ids_R) == 6
-
-    run(check())
+    engine._answer = aborted  # type: ignore[method-assign]
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        batch = await world.batch(1)
+    first, second, _ = batch.groups[0].rollouts
+    assert first.token_ids_R.tolist() == [*map(ord, text), EOS]
+    assert (first.finish_reason, second.finish_reason) == ("stop", "length")
+    assert len(second.token_ids_R) == 6
 
 
-def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path: Path) -> None:
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(mixed)], max_staleness=3, prompts=1000)
-        async with world.sampling(rounds=False):
-            for step in (1, 2, 3):
-                await world.train(step)
-            world.kill()
-        (path,) = world.journal.glob("segments-*.log")
-        found = [record for record in read_records(path) if isinstance(record, Record)]
-        second = next(r for r in found if r.kind == "batch" and r.fields["step"] == 2)
-        content = bytearray(path.read_bytes())
-        content[second.offset + 40] ^= 1
-        path.write_bytes(content)
-        async with world.sampling(first_step=4, rounds=False):
-            await world.train(4)
-            await world.train(5)
-        numbers = [number for step in steps_in(world.journal) for number in step_groups(world.journal, step)]
-        assert sorted(numbers) == list(range(20))
-
-    run(check())
+async def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(mixed)], max_staleness=3, prompts=1000)
+    async with world.sampling(rounds=False):
+        for step in (1, 2, 3):
+            await world.train(step)
+        world.kill()
+    (path,) = world.journal.glob("segments-*.log")
+    found = [record for record in read_records(path) if isinstance(record, Record)]
+    second = next(r for r in found if r.kind == "batch" and r.fields["step"] == 2)
+    content = bytearray(path.read_bytes())
+    content[second.offset + 40] ^= 1
+    path.write_bytes(content)
+    async with world.sampling(first_step=4, rounds=False):
+        await world.train(4)
+        await world.train(5)
+    numbers = [number for step in steps_in(world.journal) for number in step_groups(world.journal, step)]
+    assert sorted(numbers) == list(range(20))
 
 
-def test_an_engine_that_misses_a_broadcast_goes_into_quarantine(tmp_path: Path) -> None:
-    async def check() -> None:
-        here, away = ReceivingEngine("here"), ReceivingEngine("away")
-        world = World(tmp_path, [here, away])
-        async with world.sampling() as sampler:
-            await world.batch(1)
-            away.ready = False
-            slots = await world.pool.gather()
-            assert [slot.engine for slot in slots] == [here]
-            sampler.expect_weights(1)
-            here.version = 1
-            world.pool.resumed(1, slots)
-            sampler.record_weights(1, 1)
-            away.ready = True
-            assert world.pool.up == 1
-            batch = await world.batch(2)
-            versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
-            assert versions == {1}
-            assert len(batch.groups) == 4
-
-    run(check())
+async def test_an_engine_that_misses_a_broadcast_goes_into_quarantine(tmp_path: Path) -> None:
+    here, away = ReceivingEngine("here"), ReceivingEngine("away")
+    world = World(tmp_path, [here, away])
+    async with world.sampling() as sampler:
+        await world.batch(1)
+        away.ready = False
+        slots = await world.pool.gather()
+        assert [slot.engine for slot in slots] == [here]
+        sampler.expect_weights(1)
+        here.version = 1
+        world.pool.resumed(1, slots)
+        sampler.record_weights(1, 1)
+        away.ready = True
+        assert world.pool.up == 1
+        batch = await world.batch(2)
+        versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
+        assert versions == {1}
+        assert len(batch.groups) == 4
 
 
-def test_a_hanging_engine_delays_only_one_push(tmp_path: Path) -> None:
+async def test_a_hanging_engine_delays_only_one_push(tmp_path: Path) -> None:
     """It answers, so it is not silent; only the deadline of the first update shows it."""
+    hanging, well = ScriptedEngine(mixed, "hanging"), ScriptedEngine(mixed, "well")
+    world = World(tmp_path, [hanging, well])
+    async with world.sampling():
+        await world.batch(1)
 
-    async def check() -> None:
-        hanging, well = ScriptedEngine(mixed, "hanging"), ScriptedEngine(mixed, "well")
-        world = World(tmp_path, [hanging, well])
-        async with world.sampling():
-            await world.batch(1)
+        async def hang(folder: Path, version: int) -> None:
+            await asyncio.sleep(1000)
 
-            async def hang(folder: Path, version: int) -> None:
-                await asyncio.sleep(1000)
-
-            hanging.load = hang  # type: ignore[method-assign]
-            await world.weights(1)
-            for step in (2, 3, 4):
-                assert len((await world.batch(step)).groups) == 4
-                await asyncio.sleep(0.1)  # the watcher tries to bring it back meanwhile
-                await asyncio.wait_for(world.weights(step), 0.9)  # an update may take 1 s
-
-    run(check())
+        hanging.load = hang  # type: ignore[method-assign]
+        await world.weights(1)
+        for step in (2, 3, 4):
+            assert len((await world.batch(step)).groups) == 4
+            await asyncio.sleep(0.1)  # the watcher tries to bring it back meanwhile
+            await asyncio.wait_for(world.weights(step), 0.9)  # an update may take 1 s

@@ -227,30 +227,24 @@ def test_an_engines_earlier_digest_does_not_count_with_its_new_one() -> None:
     assert all(outcomes([("a", "x"), ("b", "y")], [("a", "x")])[1])  # b's y still stands
 
 
-def test_an_engine_without_a_match_waits_for_loading_engines() -> None:
-    async def check() -> None:
-        quorum = DigestQuorum(60.0)
-        quorum.expect("a")
-        quorum.expect("b")
-        first = asyncio.create_task(quorum.confirm("a", "x"))
-        await asyncio.sleep(0.05)
-        assert not first.done()
-        await quorum.release("b")  # it was lost
-        await asyncio.wait_for(first, 10)
-
-    asyncio.run(check())
+async def test_an_engine_without_a_match_waits_for_loading_engines() -> None:
+    quorum = DigestQuorum(60.0)
+    quorum.expect("a")
+    quorum.expect("b")
+    first = asyncio.create_task(quorum.confirm("a", "x"))
+    await asyncio.sleep(0.05)
+    assert not first.done()
+    await quorum.release("b")  # it was lost
+    await asyncio.wait_for(first, 10)
 
 
-def test_the_wait_for_loading_engines_has_a_limit() -> None:
-    async def check() -> None:
-        quorum = DigestQuorum(0.05)
-        quorum.expect("a")
-        quorum.expect("hangs")
-        await asyncio.wait_for(quorum.confirm("a", "x"), 10)
-        with pytest.raises(DigestMismatch, match="the engines have different weights: a: x, hangs: y"):
-            await quorum.confirm("hangs", "y")
-
-    asyncio.run(check())
+async def test_the_wait_for_loading_engines_has_a_limit() -> None:
+    quorum = DigestQuorum(0.05)
+    quorum.expect("a")
+    quorum.expect("hangs")
+    await asyncio.wait_for(quorum.confirm("a", "x"), 10)
+    with pytest.raises(DigestMismatch, match="the engines have different weights: a: x, hangs: y"):
+        await quorum.confirm("hangs", "y")
 
 
 # --- each way: all engines lack the same tensor --------------------------------------------------
@@ -271,58 +265,50 @@ def test_a_quorum_does_not_overrule_the_sent_digests() -> None:
     assert isinstance(alone, DigestMismatch)
 
 
-def test_digests_are_verified_after_a_load_by_disk(tmp_path: Path) -> None:
+async def test_digests_are_verified_after_a_load_by_disk(tmp_path: Path) -> None:
     """Both engines of a pool are put in quarantine, and come back with the weights that were sent."""
-
-    async def go() -> None:
-        events = Events()
-        engines = [ScriptedEngine(mixed, name) for name in ("a", "b")]
-        pool = EnginePool(engines, 4, events.report)
-        pool.sent_check = events.check
-        SentDigests((SENT,)).write(tmp_path)
-        for engine in engines:
-            engine.digest = told(LACKING)
-        await pool.update(tmp_path, 1)
-        assert pool.up == 0
-        reasons = [event["reason"] for event in events.all if event["kind"] == "engine_refused"]
-        assert reasons == [f"{NOT_SENT}: other values in norm on rank 0"] * 2
-        for engine in engines:
-            engine.digest = told(SENT)
-        await pool.update(tmp_path, 2)
-        assert pool.up == 2
-        await pool.close()
-
-    asyncio.run(asyncio.wait_for(go(), 60))
+    events = Events()
+    engines = [ScriptedEngine(mixed, name) for name in ("a", "b")]
+    pool = EnginePool(engines, 4, events.report)
+    pool.sent_check = events.check
+    SentDigests((SENT,)).write(tmp_path)
+    for engine in engines:
+        engine.digest = told(LACKING)
+    await pool.update(tmp_path, 1)
+    assert pool.up == 0
+    reasons = [event["reason"] for event in events.all if event["kind"] == "engine_refused"]
+    assert reasons == [f"{NOT_SENT}: other values in norm on rank 0"] * 2
+    for engine in engines:
+        engine.digest = told(SENT)
+    await pool.update(tmp_path, 2)
+    assert pool.up == 2
+    await pool.close()
 
 
-def test_a_broadcast_is_verified_against_the_sent_digests() -> None:
+async def test_a_broadcast_is_verified_against_the_sent_digests() -> None:
     """Both engines lack the same tensor, and so agree with each other."""
+    events, both = Events(), [ReceivingEngine("a"), ReceivingEngine("b")]
+    pool = EnginePool(both, 4, events.report)
+    pool.sent_check = events.check
+    updates = BroadcastUpdates(pool)
 
-    async def go() -> None:
-        events, both = Events(), [ReceivingEngine("a"), ReceivingEngine("b")]
-        pool = EnginePool(both, 4, events.report)
-        pool.sent_check = events.check
-        updates = BroadcastUpdates(pool)
+    async def broadcast(version: int, digest: str) -> None:
+        for engine in both:
+            engine.digest = digest
+        await updates.gather()
+        await updates.begin(version)
+        await updates.receive(BUCKET)
+        await updates.confirm(SentDigests((SENT,)))
+        await updates.resume()
 
-        async def broadcast(version: int, digest: str) -> None:
-            for engine in both:
-                engine.digest = digest
-            await updates.gather()
-            await updates.begin(version)
-            await updates.receive(BUCKET)
-            await updates.confirm(SentDigests((SENT,)))
-            await updates.resume()
-
-        await broadcast(1, told(SENT))
-        assert pool.up == 2
-        with pytest.raises(EngineError, match=f"a: {NOT_SENT}: other values in norm on rank 0"):
-            await broadcast(2, told(LACKING))
-        await updates.fail("other weights")
-        assert pool.up == 0
-        assert [engine.version for engine in both] == [1, 1]
-        assert "a version 2" not in both[0].calls
-        await broadcast(3, told(SENT))
-        assert pool.up == 2
-        await pool.close()
-
-    asyncio.run(asyncio.wait_for(go(), 60))
+    await broadcast(1, told(SENT))
+    assert pool.up == 2
+    with pytest.raises(EngineError, match=f"a: {NOT_SENT}: other values in norm on rank 0"):
+        await broadcast(2, told(LACKING))
+    await updates.fail("other weights")
+    assert pool.up == 0
+    assert [engine.version for engine in both] == [1, 1]
+    assert "a version 2" not in both[0].calls
+    await broadcast(3, told(SENT))
+    assert pool.up == 2
+    await pool.close()

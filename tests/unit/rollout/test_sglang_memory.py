@@ -135,17 +135,14 @@ def engine_on(server: SleepingServer, model: Path) -> SglangEngine:
 async def agreed(_digest: str) -> None: ...
 
 
-def test_the_order_of_calls_in_a_release_and_wake(
+async def test_the_order_of_calls_in_a_release_and_wake(
     servers: list[SleepingServer], model: Path, folder: Path
 ) -> None:
-    async def check() -> None:
-        engine = engine_on(servers[0], model)
-        await engine.release_memory()
-        assert servers[0].tags == set()
-        assert await engine.is_alive()
-        await engine.wake(folder, 7, agreed)
-
-    asyncio.run(check())
+    engine = engine_on(servers[0], model)
+    await engine.release_memory()
+    assert servers[0].tags == set()
+    assert await engine.is_alive()
+    await engine.wake(folder, 7, agreed)
     assert servers[0].dead is None
     assert servers[0].tags == ALL
     assert servers[0].calls == [
@@ -236,41 +233,35 @@ def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], model:
         ("other version", "reports weight version 3 after a load of 7"),
     ],
 )
-def test_a_server_that_refuses_handles_is_named(
+async def test_a_server_that_refuses_handles_is_named(
     servers: list[SleepingServer], model: Path, way: str, says: str
 ) -> None:
-    async def check() -> None:
-        engine = engine_on(servers[0], model)
-        await engine.release_memory()
-        if way == "refuses":
+    engine = engine_on(servers[0], model)
+    await engine.release_memory()
+    if way == "refuses":
 
-            async def parts() -> AsyncIterator[WeightPart]:
-                servers[0].updates = False
-                yield [b"7"]
+        async def parts() -> AsyncIterator[WeightPart]:
+            servers[0].updates = False
+            yield [b"7"]
 
-            with pytest.raises(ServerError, match=f"{servers[0].url}/{says}"):
-                await engine.wake(parts(), 7, agreed)
-        else:
-            servers[0].answers["model_info"] = (200, {"weight_version": "3"})
-            with pytest.raises(ServerError, match=f"{servers[0].url}: {says}"):
-                await wake_by_handles(engine)
-        assert "continue_generation" not in servers[0].calls
-
-    asyncio.run(check())
+        with pytest.raises(ServerError, match=f"{servers[0].url}/{says}"):
+            await engine.wake(parts(), 7, agreed)
+    else:
+        servers[0].answers["model_info"] = (200, {"weight_version": "3"})
+        with pytest.raises(ServerError, match=f"{servers[0].url}: {says}"):
+            await wake_by_handles(engine)
+    assert "continue_generation" not in servers[0].calls
 
 
 @pytest.mark.parametrize("path", sorted({call.split()[0] for call in HANDED}))
-def test_a_server_crash_in_a_wake_by_handles_raises(
+async def test_a_server_crash_in_a_wake_by_handles_raises(
     servers: list[SleepingServer], model: Path, path: str
 ) -> None:
-    async def check() -> None:
-        engine = engine_on(servers[0], model)
-        await engine.release_memory()
-        servers[0].dies_at = path
-        with pytest.raises(ServerError, match=servers[0].url):
-            await wake_by_handles(engine)
-
-    asyncio.run(check())
+    engine = engine_on(servers[0], model)
+    await engine.release_memory()
+    servers[0].dies_at = path
+    with pytest.raises(ServerError, match=servers[0].url):
+        await wake_by_handles(engine)
 
 
 def test_a_server_that_has_not_read_the_handles_has_another_digest(
@@ -325,66 +316,53 @@ def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
         *("update_weights_from_disk", "weights_checker", "continue_generation"),
     ],
 )
-def test_a_server_crash_in_a_hand_over_loses_that_server_alone(
+async def test_a_server_crash_in_a_hand_over_loses_that_server_alone(
     servers: list[SleepingServer], model: Path, folder: Path, dies_at: str
 ) -> None:
     """In a pool of two: the other goes on; a new process at the address of the dead one comes by itself."""
-
-    async def check() -> None:
-        pool = ColocatedPool(
-            [engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS
-        )
-        await pool.update(folder, 7)
-        await pool.admit()
-        await until(lambda: pool.up == 2)
-        servers[0].dies_at = dies_at
-        one, two = (server.url for server in servers)
-        released = await pool.release()
-        assert released == ([two] if dies_at in RELEASING else [one, two])
-        assert pool.up == 0
-        assert await pool.wake(released) == [two]
-        assert pool.up == 1
-        servers[0].dies_at = servers[0].dead = None  # started again
-        servers[0].tags, servers[0].version, servers[0].weights = set(ALL), "0", "0"
-        await pool.admit()
-        await until(lambda: pool.up == 2)
-        assert servers[0].weights == "7"
-        await pool.close()
-
-    asyncio.run(check())
+    pool = ColocatedPool([engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS)
+    await pool.update(folder, 7)
+    await pool.admit()
+    await until(lambda: pool.up == 2)
+    servers[0].dies_at = dies_at
+    one, two = (server.url for server in servers)
+    released = await pool.release()
+    assert released == ([two] if dies_at in RELEASING else [one, two])
+    assert pool.up == 0
+    assert await pool.wake(released) == [two]
+    assert pool.up == 1
+    servers[0].dies_at = servers[0].dead = None  # started again
+    servers[0].tags, servers[0].version, servers[0].weights = set(ALL), "0", "0"
+    await pool.admit()
+    await until(lambda: pool.up == 2)
+    assert servers[0].weights == "7"
+    await pool.close()
     assert [server.dead for server in servers] == [None, None]
 
 
-def test_garbage_weights_after_a_wake_are_detected(
+async def test_garbage_weights_after_a_wake_are_detected(
     servers: list[SleepingServer], model: Path, folder: Path
 ) -> None:
     """A server says that it has loaded the weights, and computes with what its memory happened to hold."""
-
-    async def check() -> None:
-        pool = ColocatedPool(
-            [engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS
-        )
-        await pool.update(folder, 7)
-        await pool.admit()
-        await until(lambda: pool.up == 2)
-        released = await pool.release()
-        servers[1].loads_nothing = True
-        await pool.update(folder, 8)
-        # Two differ, and nobody knows which is right: neither samples.
-        assert await pool.wake(released) == []
-        assert all("continue_generation" not in server.calls[-2:] for server in servers)
-        await pool.close()
-
-    asyncio.run(check())
+    pool = ColocatedPool([engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS)
+    await pool.update(folder, 7)
+    await pool.admit()
+    await until(lambda: pool.up == 2)
+    released = await pool.release()
+    servers[1].loads_nothing = True
+    await pool.update(folder, 8)
+    # Two differ, and nobody knows which is right: neither samples.
+    assert await pool.wake(released) == []
+    assert all("continue_generation" not in server.calls[-2:] for server in servers)
+    await pool.close()
 
 
-def test_waking_a_server_twice_crashes_it(servers: list[SleepingServer], model: Path, folder: Path) -> None:
-    async def check() -> None:
-        engine = engine_on(servers[0], model)
-        with pytest.raises(ServerError, match="/resume_memory_occupation: "):
-            await engine.wake(folder, 7, agreed)
-
-    asyncio.run(check())
+async def test_waking_a_server_twice_crashes_it(
+    servers: list[SleepingServer], model: Path, folder: Path
+) -> None:
+    engine = engine_on(servers[0], model)
+    with pytest.raises(ServerError, match="/resume_memory_occupation: "):
+        await engine.wake(folder, 7, agreed)
     assert servers[0].dead == "resumed ['cuda_graph', 'weights'], which was there"
 
 

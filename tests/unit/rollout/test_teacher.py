@@ -121,22 +121,18 @@ def test_a_dead_server_holds_no_response_up(how: str) -> None:
         assert len(busy.bodies) == (how == "answers 503")
 
 
-def test_groups_of_before_the_teacher_are_dropped(tmp_path: Path) -> None:
+async def test_groups_of_before_the_teacher_are_dropped(tmp_path: Path) -> None:
     """Scored and waiting when the run got a teacher: no step could train on them."""
-
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=40, max_staleness=1)
-        async with world.sampling(rounds=False):
-            await until(lambda: len(world.sampler._state.finished) >= 4)
-            world.kill()
-        async with world.sampling(rounds=False, teacher=Halves()):
-            batch = await world.batch(1)
-        taught = [one.teacher_log_probs_R for group in batch.groups for one in group.rollouts]
-        assert len(taught) == 12
-        assert all(column_R is not None for column_R in taught)
-        assert world.sampler._state.tokens["dropped_untaught"] > 0
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+    world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=40, max_staleness=1)
+    async with world.sampling(rounds=False):
+        await until(lambda: len(world.sampler._state.finished) >= 4)
+        world.kill()
+    async with world.sampling(rounds=False, teacher=Halves()):
+        batch = await world.batch(1)
+    taught = [one.teacher_log_probs_R for group in batch.groups for one in group.rollouts]
+    assert len(taught) == 12
+    assert all(column_R is not None for column_R in taught)
+    assert world.sampler._state.tokens["dropped_untaught"] > 0
 
 
 def test_a_long_answer_has_room() -> None:
@@ -213,41 +209,35 @@ class Halves:
         return np.full(len(response), -1 / len(response), np.float32)
 
 
-def test_the_log_probs_of_groups_that_count_are_in_the_journal(tmp_path: Path) -> None:
+async def test_the_log_probs_of_groups_that_count_are_in_the_journal(tmp_path: Path) -> None:
     """Uniform groups are dropped and not asked for; after a kill no finished group is asked for again."""
     teacher = Halves()
 
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=30)
-        async with world.sampling(teacher=teacher):
-            batch = await world.batch(1)
-            for group in batch.groups:
-                for one in group.rollouts:
-                    assert one.teacher_log_probs_R is not None
-                    assert one.teacher_log_probs_R.tolist() == pytest.approx(
-                        [-1 / len(one.token_ids_R)] * len(one.token_ids_R)
-                    )
-            assert teacher.asked == 4 * 3
-            world.kill()
-        async with world.sampling(teacher=teacher):
-            assert len((await world.batch(1)).groups) == 4
-            assert teacher.asked == 4 * 3
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+    world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=30)
+    async with world.sampling(teacher=teacher):
+        batch = await world.batch(1)
+        for group in batch.groups:
+            for one in group.rollouts:
+                assert one.teacher_log_probs_R is not None
+                assert one.teacher_log_probs_R.tolist() == pytest.approx(
+                    [-1 / len(one.token_ids_R)] * len(one.token_ids_R)
+                )
+        assert teacher.asked == 4 * 3
+        world.kill()
+    async with world.sampling(teacher=teacher):
+        assert len((await world.batch(1)).groups) == 4
+        assert teacher.asked == 4 * 3
 
 
-def test_a_teacher_that_is_gone_ends_the_sampling(tmp_path: Path) -> None:
+async def test_a_teacher_that_is_gone_ends_the_sampling(tmp_path: Path) -> None:
     class Gone:
         async def log_probs(self, _prompt: np.ndarray, _response: np.ndarray) -> np.ndarray:
             raise RunStopped("no server")
 
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=30)
-        async with world.sampling(teacher=Gone()):
-            with pytest.raises(RunStopped, match="no server"):
-                await world.batch(1)
-
-    asyncio.run(asyncio.wait_for(check(), 90))
+    world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=30)
+    async with world.sampling(teacher=Gone()):
+        with pytest.raises(RunStopped, match="no server"):
+            await world.batch(1)
 
 
 def config(temperature: float = 1.0, **settings: Any) -> RunConfig:

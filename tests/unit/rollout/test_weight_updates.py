@@ -59,22 +59,19 @@ def test_which_engines_receive_broadcasts() -> None:
     assert isinstance(SglangEngine(server, limits), ReceivesBroadcast)
 
 
-def test_all_engines_finish_a_call_before_the_next_begins() -> None:
+async def test_all_engines_finish_a_call_before_the_next_begins() -> None:
     calls: list[str] = []
 
-    async def go() -> None:
-        engines = ReceivingEngine("a", 2, calls), ReceivingEngine("b", 3, calls)
-        async with updating(*engines) as (pool, updates, events):
-            assert await updates.gather() == (5, False)
-            await updates.join(GROUP)
-            assert calls[:2] == ["a leave weights", "b leave weights"]
-            assert calls[2:] == ["a join weights at 1", "b join weights at 3"]  # rank 0 sends, a has two
-            calls.clear()
-            await one_update(updates)
-            assert [one.version for one in engines] == [5, 5]
-            assert (pool.up, events) == (2, [])
-
-    run(go())
+    engines = ReceivingEngine("a", 2, calls), ReceivingEngine("b", 3, calls)
+    async with updating(*engines) as (pool, updates, events):
+        assert await updates.gather() == (5, False)
+        await updates.join(GROUP)
+        assert calls[:2] == ["a leave weights", "b leave weights"]
+        assert calls[2:] == ["a join weights at 1", "b join weights at 3"]  # rank 0 sends, a has two
+        calls.clear()
+        await one_update(updates)
+        assert [one.version for one in engines] == [5, 5]
+        assert (pool.up, events) == (2, [])
     for number, step in enumerate(["begin", "receive w", "end", "version 5", "resume"]):
         assert calls[2 * number : 2 * number + 2] == [f"a {step}", f"b {step}"]
     assert len(calls) == 10
@@ -95,52 +92,41 @@ def test_no_engine_samples_from_weights_with_a_wrong_digest() -> None:
     assert not [call for call in calls if "version" in call or "resume" in call]
 
 
-def test_no_engine_resumes_before_its_digest_was_compared() -> None:
-    async def go() -> None:
-        engine = ReceivingEngine("a")
-        async with updating(engine) as (_, updates, _):
-            await updates.gather()
-            await updates.begin(5)
-            await updates.receive(BUCKET)
-            with pytest.raises(EngineError, match="a: the digest of its weights was not compared"):
-                await updates.resume()
-            assert "a resume" not in engine.calls
-
-    run(go())
+async def test_no_engine_resumes_before_its_digest_was_compared() -> None:
+    engine = ReceivingEngine("a")
+    async with updating(engine) as (_, updates, _):
+        await updates.gather()
+        await updates.begin(5)
+        await updates.receive(BUCKET)
+        with pytest.raises(EngineError, match="a: the digest of its weights was not compared"):
+            await updates.resume()
+        assert "a resume" not in engine.calls
 
 
-def test_an_engine_that_did_not_begin_receives_nothing() -> None:
+async def test_an_engine_that_did_not_begin_receives_nothing() -> None:
     """It was away when the others began; it may not sample until it has loaded the next weights."""
-
-    async def go() -> None:
-        here, away = ReceivingEngine("here"), ReceivingEngine("away")
-        async with updating(here, away) as (pool, updates, events):
-            away.ready = False
-            await updates.gather()
-            await updates.begin(5)
-            away.ready = True
-            assert await updates.receive(BUCKET) == ["here"]
-            assert await updates.confirm() == ["here"]
-            assert await updates.resume() == ["here"]
-            assert (away.calls, away.version) == ([], 1)
-            assert (pool.up, events) == (1, ["engine_lost away"])
-
-    run(go())
+    here, away = ReceivingEngine("here"), ReceivingEngine("away")
+    async with updating(here, away) as (pool, updates, events):
+        away.ready = False
+        await updates.gather()
+        await updates.begin(5)
+        away.ready = True
+        assert await updates.receive(BUCKET) == ["here"]
+        assert await updates.confirm() == ["here"]
+        assert await updates.resume() == ["here"]
+        assert (away.calls, away.version) == ([], 1)
+        assert (pool.up, events) == (1, ["engine_lost away"])
 
 
-def test_no_engine_joins_a_group_if_one_cannot_leave_the_last() -> None:
+async def test_no_engine_joins_a_group_if_one_cannot_leave_the_last() -> None:
     """It would wait in the join for the engine that is lost, and answer nothing meanwhile."""
-
-    async def go() -> None:
-        kept, lost = ReceivingEngine("kept"), ReceivingEngine("lost")
-        lost.fails_at = "leave weights"
-        async with updating(kept, lost) as (_, updates, _):
-            await updates.gather()
-            with pytest.raises(EngineError, match="lost does not leave"):
-                await updates.join(GROUP)
-            assert kept.calls == ["kept leave weights"]
-
-    run(go())
+    kept, lost = ReceivingEngine("kept"), ReceivingEngine("lost")
+    lost.fails_at = "leave weights"
+    async with updating(kept, lost) as (_, updates, _):
+        await updates.gather()
+        with pytest.raises(EngineError, match="lost does not leave"):
+            await updates.join(GROUP)
+        assert kept.calls == ["kept leave weights"]
 
 
 def test_a_load_that_ends_without_confirmation_is_an_error() -> None:
@@ -275,7 +261,7 @@ def test_any_exception_of_an_engine_becomes_an_engine_error(step: str) -> None:
         run(go())
 
 
-def test_a_failed_broadcast_ends_the_loads_of_all_engines() -> None:
+async def test_a_failed_broadcast_ends_the_loads_of_all_engines() -> None:
     """Else the pool's load from disk would wait for them: an engine takes one at a time."""
     left: list[str] = []
 
@@ -287,35 +273,29 @@ def test_a_failed_broadcast_ends_the_loads_of_all_engines() -> None:
                 left.append(self.name)
                 raise
 
-    async def go() -> None:
-        good, bad = Busy("good"), Busy("bad")
-        bad.fails_at = "receive w"
-        async with updating(good, bad) as (pool, updates, _):
-            await updates.gather()
-            with pytest.raises(EngineError, match="bad does not receive"):
-                await one_update(updates)
-            await updates.fail("the broadcast failed")
-            assert pool.up == 0
-            await pool.update(Path("v5"), 5)
-            assert (left, pool.up) == (["good"], 2)
-
-    run(go())
+    good, bad = Busy("good"), Busy("bad")
+    bad.fails_at = "receive w"
+    async with updating(good, bad) as (pool, updates, _):
+        await updates.gather()
+        with pytest.raises(EngineError, match="bad does not receive"):
+            await one_update(updates)
+        await updates.fail("the broadcast failed")
+        assert pool.up == 0
+        await pool.update(Path("v5"), 5)
+        assert (left, pool.up) == (["good"], 2)
 
 
-def test_engines_that_cannot_receive_go_into_quarantine() -> None:
-    async def go() -> None:
-        can = ReceivingEngine("can")
-        async with updating(can, ScriptedEngine(mixed, "cannot")) as (pool, updates, events):
-            assert pool.up == 2
-            assert await updates.gather() == (1, False)
-            await updates.join(GROUP)
-            await one_update(updates, 2)
-            assert events == ["engine_lost cannot"]
-            assert pool.up == 1
-            assert can.version == 2
-            assert await updates.gather() == (1, True)  # it is in the group still
-            await updates.fail("the sender died")
-            assert pool.up == 0
-            assert await updates.gather() == (1, False)
-
-    run(go())
+async def test_engines_that_cannot_receive_go_into_quarantine() -> None:
+    can = ReceivingEngine("can")
+    async with updating(can, ScriptedEngine(mixed, "cannot")) as (pool, updates, events):
+        assert pool.up == 2
+        assert await updates.gather() == (1, False)
+        await updates.join(GROUP)
+        await one_update(updates, 2)
+        assert events == ["engine_lost cannot"]
+        assert pool.up == 1
+        assert can.version == 2
+        assert await updates.gather() == (1, True)  # it is in the group still
+        await updates.fail("the sender died")
+        assert pool.up == 0
+        assert await updates.gather() == (1, False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bapo_megatron.commands.cluster.submit import nemo_run_python
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.child_process import AnsweringChild
 
 pytestmark = pytest.mark.integration
 
@@ -26,18 +28,29 @@ RECIPE = ROOT / "recipes/bp_math_32b_64k.py"
 PYXIS = load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml")
 
 
-def script_of(cluster: ClusterFile, templates: Path = ROOT / "slurm") -> str:
-    """What `bapo submit --dry-run` prints."""
+LAUNCHER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import launch
+for line in sys.stdin:
+    print(json.dumps(launch.script_of(json.loads(line))), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def script_of() -> Iterator[Callable[..., str]]:
+    """What `bapo submit --dry-run` prints; tests/slurm runs the command."""
     try:
         python = nemo_run_python()
     except ConfigError as error:
         pytest.skip(str(error))
-    job = ClusterJob(load_recipe(RECIPE, RunConfig), cluster, RECIPE, (), ROOT, templates)
-    command = [python, str(ROOT / "slurm/launch.py"), "--dry-run"]
-    found = subprocess.run(
-        command, input=json.dumps(job.specification()), capture_output=True, text=True, check=True
-    )
-    return found.stdout
+    with closing(AnsweringChild([python, "-c", LAUNCHER, str(ROOT / "slurm")], os.environ)) as child:
+
+        def script(cluster: ClusterFile, templates: Path = ROOT / "slurm") -> str:
+            job = ClusterJob(load_recipe(RECIPE, RunConfig), cluster, RECIPE, (), ROOT, templates)
+            return str(child.ask(job.specification(), 300))
+
+        yield script
 
 
 def header(script: str, flag: str) -> list[str]:
@@ -50,7 +63,7 @@ def sruns(script: str) -> list[list[str]]:
     return [shlex.split(line) for line in script.splitlines() if line.startswith("srun --het-group")]
 
 
-def test_pyxis_gets_each_option_once() -> None:
+def test_pyxis_gets_each_option_once(script_of: Callable[..., str]) -> None:
     """It refuses a second --container-workdir, and with it the step: no container could start."""
     steps = sruns(script_of(replace(PYXIS, mounts=("/shared:/shared", f"{ROOT}:{ROOT}"))))
     assert ["--distribution=block" in words for words in steps] == [True, False]
@@ -64,7 +77,7 @@ def test_pyxis_gets_each_option_once() -> None:
         ]
 
 
-def test_a_token_of_the_cluster_file_gets_into_no_log(tmp_path: Path) -> None:
+def test_a_token_of_the_cluster_file_gets_into_no_log(script_of: Callable[..., str], tmp_path: Path) -> None:
     """NeMo-Run's script traces itself into a file that others may read, until the settings are exported."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/job.sh").write_text('bapo_begin() { echo "$HF_TOKEN"; exit; }\n')
@@ -78,14 +91,14 @@ def test_a_token_of_the_cluster_file_gets_into_no_log(tmp_path: Path) -> None:
     assert "hf_secret" not in found.stderr
 
 
-def test_the_servers_of_a_node_get_its_cores() -> None:
+def test_the_servers_of_a_node_get_its_cores(script_of: Callable[..., str]) -> None:
     """One task has them all, where eight ranks have twelve cores each."""
     script = script_of(PYXIS)
     assert (header(script, "ntasks-per-node"), header(script, "cpus-per-task")) == (["8", "1"], ["12", "96"])
     assert not header(script_of(replace(PYXIS, cpus_per_task=None)), "cpus-per-task")
 
 
-def test_gpus_as_a_site_wants_them_asked_for() -> None:
+def test_gpus_as_a_site_wants_them_asked_for(script_of: Callable[..., str]) -> None:
     for sbatch, per_node, gres in (
         ({}, ["8", "8"], []),
         ({"gpus-per-node": "h100:8"}, ["h100:8", "h100:8"], []),
@@ -97,7 +110,7 @@ def test_gpus_as_a_site_wants_them_asked_for() -> None:
         assert (header(script, "gpus-per-node"), header(script, "gres")) == (per_node, gres)
 
 
-def test_a_flag_without_a_value_is_a_switch() -> None:
+def test_a_flag_without_a_value_is_a_switch(script_of: Callable[..., str]) -> None:
     assert header(script_of(replace(PYXIS, sbatch={"spread-job": ""})), "spread-job") == ["", ""]
 
 

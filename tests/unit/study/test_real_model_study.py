@@ -51,6 +51,7 @@ def test_the_arms() -> None:
     assert [(arm.method, arm.passes, arm.seed) for arm in plan.arms] == [
         (*cell, seed) for seed in range(4) for cell in CELLS
     ]
+    assert {arm.memory for arm in plan.arms} == {"4.5 GB in each of two processes"}
     runs = {arm.method: configured(arm) for arm in plan.arms if arm.passes == 8}
     for run in runs.values():
         run.check()

@@ -537,33 +537,33 @@ def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others(
     pooled(act, workers=2, starts=str(starts))
 
 
-def test_closing_ends_what_runs_hangs_or_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_ends_what_runs_hangs_or_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     starts, file = tmp_path / "starts", tmp_path / "notes"
 
-    async def main() -> None:
-        program = WorkerProgram(COMMAND, {"kind": "async", "starts": str(starts), "start_s": 1000})
-        pool = WorkerPool(program, 1)
-        await pool.start()
-        question = {"file": str(file), "first_s": 1000}
-        calls = [
-            asyncio.create_task(pool.call(kind("act"), {"name": name, **question}))
-            for name in ("a", "blocker")
-        ]
-        await noted(file, 2)
-        os.kill(pids_of(pool)[0], signal.SIGKILL)
-        await noted(starts, 2)  # the second process begins a start that does not end
-        await pool.close()
-        assert all(isinstance(one, asyncio.CancelledError) for one in await together(calls))
-        with pytest.raises(RuntimeError, match="not after close"):
-            await pool.call(kind("wait"), 0)
-
-    asyncio.run(main())
+    program = WorkerProgram(COMMAND, {"kind": "async", "starts": str(starts), "start_s": 1000})
+    pool = WorkerPool(program, 1)
+    await pool.start()
+    question = {"file": str(file), "first_s": 1000}
+    calls = [
+        asyncio.create_task(pool.call(kind("act"), {"name": name, **question})) for name in ("a", "blocker")
+    ]
+    await noted(file, 2)
+    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    await noted(starts, 2)  # the second process begins a start that does not end
+    await pool.close()
+    assert all(isinstance(one, asyncio.CancelledError) for one in await together(calls))
+    with pytest.raises(RuntimeError, match="not after close"):
+        await pool.call(kind("wait"), 0)
     assert not any(exists(int(pid)) for pid in starts.read_text().split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "starts"], "no directory of a worker"
 
 
-def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_is_cancelled_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cancelled while the process is being made in a thread, which nothing can stop."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pids: list[int] = []
@@ -578,16 +578,13 @@ def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(process, "_make", slow)
 
-    async def main() -> None:
-        starting = asyncio.create_task(
-            process.WorkerProcess.start(WorkerProgram(COMMAND, {"kind": "async"}), lambda _: None)
-        )
-        await asyncio.to_thread(is_making.wait)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-
-    asyncio.run(main())
+    starting = asyncio.create_task(
+        process.WorkerProcess.start(WorkerProgram(COMMAND, {"kind": "async"}), lambda _: None)
+    )
+    await asyncio.to_thread(is_making.wait)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
     assert len(pids) == 1
     assert not exists(pids[0])
     assert not [*tmp_path.iterdir()]

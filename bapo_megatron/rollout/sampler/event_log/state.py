@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.requests import ENVIRONMENT
+from bapo_megatron.rollout.engines.requests import ENVIRONMENT, PROMPTS
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.response import Answer, Response, continued, given, restarted, summary
 from bapo_megatron.types import Group, Prompt, ResponseTokens
@@ -226,10 +226,12 @@ class SamplerState:
                 f"up to {FORMAT}: continue it with the version that wrote it, or name another --run-dir"
             )
         for name, ours in self._identity.items():
-            if (theirs := fields["identity"].get(name)) != ours:
+            theirs = fields["identity"].get(name)
+            if theirs != ours and not (name == PROMPTS and theirs is None):
+                what = " (the data, or the model's tokenizer or chat template)" if name == PROMPTS else ""
                 raise ConfigError(
-                    f"the run's journal was written with {name}={theirs}, now it is {ours}: continue with "
-                    "the same settings and files, or name another --run-dir"
+                    f"the run's journal was written with {name}={theirs}, now it is {ours}{what}: continue "
+                    "with the same settings and files, or name another --run-dir"
                 )
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]

@@ -62,13 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place_of(item.nodeid))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: to look for garbage in it took 3 s of a core, most of it at the end."""
-    gc.freeze()
-    gc.enable()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A coroutine needs a loop; None: as pytest calls a function."""
     return run_coroutine(pyfuncitem) or None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: to look for garbage in it took 3 s of a core, most of it at the end."""
+    gc.freeze()
+    gc.enable()

@@ -335,8 +335,8 @@ class BatchConfig:
     """Length of a micro-batch, in tokens: sequences are packed into it end to end. It must hold the longest
     prompt and response together."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation in the backward pass: `selective` of the MLPs, or the experts, on a CPU also of
-    the attention; `full` of whole layers."""
+    """Activation recomputation in the backward pass: `selective` of the MLPs, or the experts, on a CPU also
+    of the attention; `full` of whole layers."""
     hold_forwards: bool = False
     """Run all forward passes of an update before its first backward pass, so that the exact search for the
     bounds needs no forward pass of its own. Keeps the activations of all packs in memory, so use it with

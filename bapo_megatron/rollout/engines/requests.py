@@ -1,7 +1,8 @@
 """Generation requests to inference engines: their dataset, seeds, stop tokens, and validation.
 
 Both engines validate a request before they send it, because an invalid token id can crash an engine. Used
-in ``evaluation/``, ``rollout/engines/local/``, ``rollout/engines/sglang/`` and ``rollout/sampler/``.
+in ``commands/doctor/``, ``evaluation/``, ``rollout/engines/local/``, ``rollout/engines/sglang/`` and
+``rollout/sampler/``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def recipe() -> RunConfig:
         steps=20,
         model=replace(run.model, hf_path=RECIPES / "demo/policy_study_long"),
         rollout=replace(run.rollout, prompts_per_step=8, max_response_tokens=128),
-        # The limit is today's no longer: a study goes on with the settings that it began with. No experts here.
+        # A study goes on with the settings that it began with, and 0.1 is the default no longer.
         algorithm=replace(run.algorithm, bounds=BoundsConfig(), route_mismatch_limit=0.1),
         optimizer=replace(run.optimizer, lr=1.7e-4, warmup_updates=0),
     )

@@ -26,7 +26,7 @@ LAYOUTS = [
     *("pp3", "dp2-pp3-ep2", "dp2-pp2-ep2 layers3+1", "tp2-sp-pp3-ep2 full"),
     *("tp2-sp-pp2-ep2", "tp2-sp-pp2-vpp2-ep2", "tp2-sp-cp2-ep2", "tp2-sp-cp2-ep4"),
 ]
-QUICK = ("dp2-etp2", "tp2-sp", "dp2-ep2 selective", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2", "dp2-pp3-ep2")
+QUICK = ("dp2-ep2 selective", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2", "dp2-pp3-ep2")
 
 
 @pytest.fixture(scope="module")

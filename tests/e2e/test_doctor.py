@@ -66,15 +66,6 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert all(row["needed"] and row["fix"] for row in problems)
 
 
-def test_a_recipe_that_ends_the_process_is_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "crash.py"
-    path.write_text("import os, signal\nprint('noise')\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    done = doctor(str(path), "--json")
-    assert done.returncode == 1
-    (row,) = (row for row in rows_of(done) if row["section"] == "recipe")
-    assert row["found"].startswith("ended by SIGKILL")
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

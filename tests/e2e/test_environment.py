@@ -23,6 +23,7 @@ from tests.support.short_runs import LIMIT_S, audited, exported, finish, output_
 
 pytestmark = pytest.mark.e2e
 
+SHORTER = "tests.support.reward_functions:shorter"
 FLAGS = (
     "--steps=3",
     "--rollout.max-response-tokens=160",
@@ -42,65 +43,63 @@ def answered(run_dir: Path, from_group: int) -> int:
     return len({(part[0], part[3]) for part in parts if part[0] >= from_group})
 
 
-def test_a_kill_in_the_middle_of_episodes_changes_no_bit(tmp_path: Path) -> None:
-    """Some episodes of the second round have their answer on disk, and the environments of others work."""
-    hold = tmp_path / "hold"
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    flags = (*FLAGS, "--environment.settings=" + json.dumps({"hold": str(hold)}))
-    finish(start(whole, *flags))
+def killed_in_its_second_round(run_dir: Path, flags: tuple[str, ...], hold: Path, answers: int) -> int:
+    """A run that is killed when so many answers of the second round are on disk, and continued.
+
+    The environments of others work then: they wait for the file ``hold`` to go. Returns how many answers
+    there were in all.
+    """
     hold.touch()
-    with audited(killed):
-        process = start(killed, *flags)
+    with audited(run_dir):
+        process = start(run_dir, *flags)
         deadline = time.monotonic() + LIMIT_S
-        while answered(killed, 6) < 4:
+        while answered(run_dir, 6) < answers:
             assert process.poll() is None, process.communicate()[0].decode()[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        before = answered(run_dir, 0)
         hold.unlink()
-        finish(start(killed, *flags))
+        finish(start(run_dir, *flags))
+    return before
+
+
+def assert_same_bits(ours: Path, theirs: Path) -> None:
     for step in (1, 2, 3):
-        ours, theirs = (np.load(run / f"journal/step_{step:06d}.npz") for run in (killed, whole))
-        assert sorted(ours.files) == sorted(theirs.files)
-        names = [name for name in ours.files if name != "header"]
-        assert "loss_masks" in names
-        assert all(np.array_equal(ours[name], theirs[name]) for name in names)
-        assert 0.1 < (~ours["loss_masks"]).mean() < 0.9
-    assert results(killed) == results(whole)
-    assert results(killed, "updates.jsonl") == results(whole, "updates.jsonl")
-    assert all(torch.equal(tensor, exported(whole)[name]) for name, tensor in exported(killed).items())
-    rows = read_jsonl(whole / "metrics.jsonl")
-    assert {row["environment/turns_mean"] for row in rows} == {2.0}
-    assert all(row["rollout/engine_gap_max"] < 1e-3 for row in rows), "given tokens have no log-prob"
+        one, other = (np.load(run / f"journal/step_{step:06d}.npz") for run in (ours, theirs))
+        assert sorted(one.files) == sorted(other.files)
+        assert all(np.array_equal(one[name], other[name]) for name in one.files if name != "header")
+        assert 0.1 < (~one["loss_masks"]).mean() < 0.9
+    assert results(ours) == results(theirs)
+    assert results(ours, "updates.jsonl") == results(theirs, "updates.jsonl")
+    assert all(torch.equal(tensor, exported(theirs)[name]) for name, tensor in exported(ours).items())
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_middle_of_episodes_changes_no_bit(tmp_path: Path) -> None:
+    hold, whole, killed = tmp_path / "hold", tmp_path / "whole", tmp_path / "killed"
+    flags = (*FLAGS, "--environment.settings=" + json.dumps({"hold": str(hold)}))
+    finish(start(whole, *flags))
+    killed_in_its_second_round(killed, flags, hold, 4)
+    assert_same_bits(killed, whole)
+    assert {row["environment/turns_mean"] for row in read_jsonl(whole / "metrics.jsonl")} == {2.0}
 
 
 def test_a_kill_with_two_sources_of_which_one_has_an_environment(tmp_path: Path) -> None:
-    """Killed while episodes of one source wait, beside complete responses of the other."""
+    """Killed while episodes of one source wait, beside complete responses of the other, which has a reward
+    of its own."""
     lines = (ROOT / "recipes/demo/train.jsonl").read_text().splitlines(keepends=True)
     hold, whole, killed = tmp_path / "hold", tmp_path / "whole", tmp_path / "killed"
     twice = {"function": "tests.support.environments:Twice", "settings": {"hold": str(hold)}, "max_turns": 3}
     sources = []
-    for name, own in (("asked", {"environment": twice}), ("plain", {})):
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:60] if own else lines[60:120]))
+    for name, own in (("asked", {"environment": twice}), ("plain", {"reward": SHORTER})):
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:60] if name == "asked" else lines[60:120]))
         sources.append({"path": str(tmp_path / f"{name}.jsonl"), "reward": "math", **own})
-    flags = ("--steps=3", "--rollout.max-response-tokens=160", f"--data.sources={json.dumps(sources)}")
+    flags = (*FLAGS[:2], f"--data.sources={json.dumps(sources)}")
     finish(start(whole, *flags))
-    hold.touch()
-    with audited(killed):
-        process = start(killed, *flags)
-        deadline = time.monotonic() + LIMIT_S
-        while answered(killed, 6) < 2:
-            assert process.poll() is None, process.communicate()[0].decode()[-3000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        hold.unlink()
-        finish(start(killed, *flags))
-    assert results(killed) == results(whole)
-    assert results(killed, "updates.jsonl") == results(whole, "updates.jsonl")
-    assert all(torch.equal(tensor, exported(whole)[name]) for name, tensor in exported(killed).items())
+    killed_in_its_second_round(killed, flags, hold, 2)
+    assert_same_bits(killed, whole)
     for row in read_jsonl(whole / "metrics.jsonl"):
         assert row["environment/turns_mean"] == row["source/asked/environment/turns_mean"] == 2.0
         assert "source/plain/environment/turns_mean" not in row
@@ -145,20 +144,8 @@ def test_real_servers_and_a_kill_in_the_middle_of_episodes(tmp_path: Path) -> No
     hold, run_dir = tmp_path / "hold", tmp_path / "run"
     servers = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", "--rollout.segment-tokens=16")
     flags = (*FLAGS, *servers, "--environment.settings=" + json.dumps({"hold": str(hold)}))
-    hold.touch()
-    with audited(run_dir):
-        process = start(run_dir, *flags)
-        deadline = time.monotonic() + LIMIT_S
-        while answered(run_dir, 6) < 4:
-            assert process.poll() is None, process.communicate()[0].decode()[-3000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        before = answered(run_dir, 0)
-        hold.unlink()
-        finish(start(run_dir, *flags))
-        assert answered(run_dir, 0) > before
+    before = killed_in_its_second_round(run_dir, flags, hold, 4)
+    assert answered(run_dir, 0) > before
     rows = read_jsonl(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(1.5 < row["environment/turns_mean"] <= 2.0 for row in rows)

@@ -18,6 +18,7 @@ from tests.support.short_runs import check_like, exported, finish, output_of, st
 
 pytestmark = pytest.mark.e2e
 
+FLAGS = ("--steps=3", "--checkpoint.every=1")
 OWN = "tests.support.reward_functions:shorter"
 
 
@@ -42,17 +43,18 @@ def named(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def mixed(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("mixed") / "run"
-    finish(start(run_dir, named(files)))
+    finish(start(run_dir, named(files), *FLAGS))
     return run_dir
 
 
+@pytest.mark.slow
 def test_kill_9_and_restart_end_in_the_same_bits(mixed: Path, files: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
-    process = start(run_dir, named(files))
-    wait_for_steps(process, run_dir, 3)
+    process = start(run_dir, named(files), *FLAGS)
+    wait_for_steps(process, run_dir, 2)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    finish(start(run_dir, named(files)))
+    finish(start(run_dir, named(files), *FLAGS))
     assert results(run_dir) == results(mixed)
     assert results(run_dir, "updates.jsonl") == results(mixed, "updates.jsonl")
     assert all(torch.equal(tensor, exported(mixed)[name]) for name, tensor in exported(run_dir).items())
@@ -83,7 +85,7 @@ def test_an_exchanged_file_is_refused(mixed: Path, files: Path, tmp_path: Path) 
     shutil.copytree(files, changed)
     lines = (changed / "short.jsonl").read_text().splitlines(keepends=True)
     (changed / "short.jsonl").write_text("".join(reversed(lines)))
-    refused = start(run_dir, named(changed), "--steps=6", "--allow-change=data.sources")
+    refused = start(run_dir, named(changed), "--steps=4", "--allow-change=data.sources")
     assert "data.sources[short].sha256=" in output_of(refused)
     assert refused.returncode == 2
 
@@ -94,7 +96,9 @@ def test_layouts_agree_about_every_source(mixed: Path, files: Path, tmp_path: Pa
     whole = results(mixed, "updates.jsonl")
     for layout in ("data", "context", "tensor"):
         run_dir = tmp_path / layout
-        finish(start(run_dir, named(files), f"--parallel.{layout}=2", f"--rollout.replay={mixed}"))
+        finish(
+            start(run_dir, named(files), "--steps=3", f"--parallel.{layout}=2", f"--rollout.replay={mixed}")
+        )
         check_like(run_dir, mixed)
         for ours, theirs in zip(results(run_dir, "updates.jsonl"), whole, strict=True):
             by_source = {name for name in theirs if name.startswith("source/")}

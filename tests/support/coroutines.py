@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.virtual_time import run_virtually
 
-LIMIT_S, VIRTUAL_LIMIT_S = 120, 1000
+LIMIT_S, VIRTUAL_LIMIT_S = 300, 1000
 """Seconds, and seconds of virtual time, after which such a test has failed."""
 
 

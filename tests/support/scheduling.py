@@ -42,7 +42,8 @@ FIRST = (
     "tests/slurm/",
     *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "study", "interrupts")),
     *("tests/te/", "tests/contract/", "tests/distributed/test_rehearsal"),
-    *("tests/distributed/test_layouts.py", "tests/distributed/test_expert_layouts.py"),
+    *(f"tests/distributed/test_{name}.py" for name in ("layouts", "expert_layouts", "host_optimizer")),
+    *(f"tests/distributed/test_{name}.py" for name in ("reference", "weight_broadcast", "route_replay")),
     *(f"tests/e2e/test_{name}.py" for name in ("real_model", "gpu_study", "gpu_check", "verify")),
     *("tests/e2e/", "tests/distributed/"),
 )

@@ -99,6 +99,7 @@ def draw_panel(panel: Panel, runs: Sequence[RunRecord], folder: Path) -> Layers:
         if len(runs) == 1:
             _draw(axes, panel, runs[0])
             write_png(figure, folder / f"{panel.file}.png", 200)
+            figure.set_layout_engine("none")  # all has its place; to find it again takes long
             return _svg(figure), []
         _draw_compared(axes, panel, runs)
         _add_legend(figure, [*_run_handles(runs), *_line_handles(panel, runs)])

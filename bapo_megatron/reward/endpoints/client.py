@@ -15,13 +15,14 @@ import os
 import random
 import re
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
-import aiohttp
-
 from bapo_megatron.errors import printable
+
+if TYPE_CHECKING:
+    import aiohttp
 
 MAX_ANSWER_BYTES = 4 << 20
 """Limit of a reply; a longer one is refused. A score, or a program's output, is shorter."""
@@ -217,6 +218,8 @@ class JsonClient:
             _LOG.warning("endpoint: %s; asked again (%d times after this problem)", error, count)
 
     async def _once(self, body: bytes, limit_s: float) -> Any:
+        import aiohttp  # not at the top: every worker of a reward imports this file, and few ask an endpoint
+
         if self._session is None:
             headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
             if self._key:
@@ -272,6 +275,8 @@ def _now() -> float:
 
 
 def _words(error: BaseException) -> str:
+    import aiohttp
+
     if isinstance(error, aiohttp.ClientResponseError):  # as text it has the address with its query
         return without_key(error.message, "")
     if isinstance(error, aiohttp.InvalidURL):  # as text it is the address

@@ -40,6 +40,14 @@ def test_a_reward_is_tried_on_a_row(function: str, works: bool, says: str) -> No
         assert "return ACTIONS[word](prompt, rest)" in row.found
 
 
+def test_a_recipe_that_ends_the_process_is_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "crash.py"
+    path.write_text("import os, signal\nprint('noise')\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    [row], facts = check_recipe(path, [])
+    assert (row.section, row.state, facts) == ("recipe", "problem", None)
+    assert row.found.startswith("ended by SIGKILL")
+
+
 def test_the_doctor_calls_the_reward_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_rewards.py").write_text("def score(prompt, response):\n    return prompt.truth\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

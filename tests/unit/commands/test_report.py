@@ -285,6 +285,7 @@ def test_a_file_that_is_no_report_is_not_overwritten(tmp_path: Path, kind: str, 
     assert kind != "page" or (site / "index.html").read_text() == "<title>My training report</title>"
 
 
+@pytest.mark.usefixtures("few_pictures")
 def test_same_run_gives_the_same_page(tmp_path: Path) -> None:
     made_up_run(tmp_path, steps=5)
     first = write_report([tmp_path]).read_bytes()

@@ -8,8 +8,8 @@ import re
 import signal
 import sys
 import sysconfig
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,15 @@ class Player:
         return [slot._process.pid for slot in slots if slot._process]
 
 
-def played(settings: EnvironmentConfig, act: Callable[[Player], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        pool = EnvironmentPool(settings, read_traits(settings))
-        await pool.start()
-        try:
-            return await asyncio.wait_for(act(Player(pool)), LONG_S)
-        finally:
-            await pool.close()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def playing(settings: EnvironmentConfig) -> AsyncIterator[Player]:
+    pool = EnvironmentPool(settings, read_traits(settings))
+    await pool.start()
+    await asyncio.sleep(0)  # each place takes its process
+    try:
+        yield Player(pool)
+    finally:
+        await pool.close()
 
 
 def lines(log: Path) -> list[str]:
@@ -87,10 +86,10 @@ def lines(log: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["Plain", "Async"])
-def test_an_episode_stays_in_its_worker_to_its_end(tmp_path: Path, name: str) -> None:
+async def test_an_episode_stays_in_its_worker_to_its_end(tmp_path: Path, name: str) -> None:
     log = tmp_path / "log"
 
-    async def act(player: Player) -> None:
+    async with playing(config(name, workers=2, settings={"log": str(log)})) as player:
         assert await player.say("e", "a") == replace(
             StepResult("1:a", 0.5, {"steps": 1.0}, {"turns": 1}), seconds=player.seconds["e"]
         )
@@ -98,30 +97,24 @@ def test_an_episode_stays_in_its_worker_to_its_end(tmp_path: Path, name: str) ->
         end = await player.say("e", "end")
         assert (end.observation, end.reward, end.metrics, end.failure) == (None, 1.0, {"turns": 3.0}, None)
         assert player.history_asked == 1, "a held object needs no history"
-
-    played(config(name, workers=2, settings={"log": str(log)}), act)
     assert lines(log) == ["e made", "e step a", "e step b", "e step end", "e closed"]
     assert len({line.split()[0] for line in log.read_text().splitlines()}) == 1
 
 
-def test_a_thousand_async_steps_wait_in_one_worker() -> None:
-    async def act(player: Player) -> None:
+async def test_a_thousand_async_steps_wait_in_one_worker() -> None:
+    async with playing(config("Async")) as player:
         found = await asyncio.gather(*(player.say(str(n), "meet 1000") for n in range(1000)))
         assert {one.observation for one in found} == {"1:meet 1000"}
 
-    played(config("Async"), act)
 
-
-def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
+async def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
     file = tmp_path / "file"
 
-    async def act(player: Player) -> None:
+    async with playing(config("Plain")) as player:
         waiting = [asyncio.create_task(player.say(str(n), f"wait for {file}")) for n in range(31)]
         assert (await player.say("free", "a")).observation == "1:a"
         file.touch()
         assert {one.failure for one in await asyncio.gather(*waiting)} == {None}
-
-    played(config("Plain"), act)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +134,11 @@ def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["Plain", "Async"])
-def test_a_fault_is_data_and_costs_its_own_episode(
+async def test_a_fault_is_data_and_costs_its_own_episode(
     name: str, turn: str, failure: str, text: str, tmp_path: Path
 ) -> None:
-    async def act(player: Player) -> None:
+    limits = {"step_limit_s": 1.0} if turn == "hang" else {}
+    async with playing(config(name, **limits)) as player:
         assert (await player.say("other", "a")).observation == "1:a"
         found = await player.say("faulty", turn)
         assert found.failure == failure
@@ -156,27 +150,23 @@ def test_a_fault_is_data_and_costs_its_own_episode(
             assert "serving.py" not in found.traceback
             assert found.place.startswith("ValueError at ")
 
-    limits = {"step_limit_s": 1.0} if turn == "hang" else {}
-    played(config(name, **limits), act)
 
-
-def test_megabytes_of_prints_are_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    async def act(player: Player) -> None:
+async def test_megabytes_of_prints_are_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    async with playing(config("Async")) as player:
         assert (await player.say("e", "print")).observation == "1:print"
-
-    played(config("Async"), act)
     assert capfd.readouterr().err.count("x") >= 1 << 20
 
 
 @pytest.mark.parametrize(("name", "turn"), [("Plain", "spin"), ("Async", "block")])
-def test_a_step_that_cannot_be_interrupted_costs_its_worker_and_no_other_episode(
+async def test_a_step_that_cannot_be_interrupted_costs_its_worker_and_no_other_episode(
     name: str, turn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pools, "_PLAIN_GRACE_S", 0.2)
     monkeypatch.setattr(pools, "_ASYNC_GRACE_S", 0.2)
     file = tmp_path / "file"
 
-    async def act(player: Player) -> None:
+    settings = replace(config(name), step_limit_s=1.5)
+    async with playing(settings) as player:
         assert (await player.say("idle", "a")).observation == "1:a"
         beside = asyncio.create_task(player.say("beside", f"hang once {file}"))
         stuck = asyncio.create_task(player.say("stuck", turn))
@@ -187,34 +177,26 @@ def test_a_step_that_cannot_be_interrupted_costs_its_worker_and_no_other_episode
             assert (await beside).failure in (None, "time")
         assert (await player.say("idle", "b")).observation == "2:b", "it was replayed"
 
-    settings = replace(config(name), step_limit_s=3.0)
-    played(settings, act)
 
-
-def test_who_ends_workers_ends_up_alone() -> None:
+async def test_who_ends_workers_ends_up_alone() -> None:
     """Ten episodes in a worker, one of which ends it at each try: nine go on."""
-
-    async def act(player: Player) -> None:
+    async with playing(config("Async")) as player:
         for n in range(10):
             await player.say(str(n), "a")
         found = await asyncio.gather(*(player.say(str(n), "die" if n == 4 else "b") for n in range(10)))
         assert [one.failure for one in found] == [None] * 4 + ["died"] + [None] * 5
         assert {one.observation for one in found} == {"2:b", None}
 
-    played(config("Async"), act)
-
 
 @pytest.mark.parametrize("name", ["Plain", "Async", "Restored"])
-def test_a_lost_object_is_brought_back(tmp_path: Path, name: str) -> None:
+async def test_a_lost_object_is_brought_back(tmp_path: Path, name: str) -> None:
     log = tmp_path / "log"
 
-    async def act(player: Player) -> None:
+    async with playing(config(name, settings={"log": str(log)})) as player:
         await player.say("e", "a")
         await player.say("e", "b")
         os.kill(player.processes()[0], signal.SIGKILL)
         assert (await player.say("e", "c")).observation == "3:c"
-
-    played(config(name, settings={"log": str(log)}), act)
     before = ["e made", "e step a", "e step b"]
     again = ["e restored ['a', '1:a', 'b', '2:b']"] if name == "Restored" else ["e step a", "e step b"]
     assert lines(log) == [*before, "e made", *again, "e step c"]
@@ -223,28 +205,24 @@ def test_a_lost_object_is_brought_back(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"), [("Clock", "and after a replay with"), ("Never", "cannot be resumed")]
 )
-def test_an_episode_that_cannot_be_brought_back_says_so(name: str, why: str) -> None:
-    async def act(player: Player) -> None:
+async def test_an_episode_that_cannot_be_brought_back_says_so(name: str, why: str) -> None:
+    async with playing(config(name)) as player:
         await player.say("e", "a")
         os.kill(player.processes()[0], signal.SIGKILL)
         found = await player.say("e", "b")
         assert (found.failure, found.observation) == ("diverged", None)
         assert why in found.detail
 
-    played(config(name), act)
 
-
-def test_own_random_makes_a_replay_draw_what_was_drawn() -> None:
+@pytest.mark.parametrize("dice", ["Dice", "SharedDice"])
+async def test_own_random_makes_a_replay_draw_what_was_drawn(dice: str) -> None:
     """Two episodes take turns in one worker; without states of their own the replay differs."""
-
-    async def act(player: Player) -> list[str | None]:
+    async with playing(config(dice)) as player:
         said = [(await player.say(name, "roll")).observation for name in "abab"]
         assert len(set(said)) == 4
         os.kill(player.processes()[0], signal.SIGKILL)
-        return [(await player.say(name, "roll")).failure for name in "ba"]
-
-    assert played(config("Dice"), act) == [None, None]
-    assert "diverged" in played(config("SharedDice"), act)
+        failures = [(await player.say(name, "roll")).failure for name in "ba"]
+    assert failures == [None, None] if dice == "Dice" else "diverged" in failures
 
 
 async def test_the_random_states_of_finished_episodes_are_forgotten() -> None:
@@ -260,8 +238,8 @@ async def test_the_random_states_of_finished_episodes_are_forgotten() -> None:
     assert [*kept, set(episodes._random._states)] == [{"open"}, set()]
 
 
-def test_the_clock_of_an_episode_is_hard() -> None:
-    async def act(player: Player) -> None:
+async def test_the_clock_of_an_episode_is_hard() -> None:
+    async with playing(config("Async", episode_limit_s=5.0)) as player:
         await player.say("e", "a")
         player.seconds["e"] = 5.0
         found = await player.say("e", "b")
@@ -269,13 +247,11 @@ def test_the_clock_of_an_episode_is_hard() -> None:
         player.seconds["f"] = 4.5
         assert (await player.say("f", "hang")).failure == "time"
 
-    played(config("Async", episode_limit_s=5.0), act)
 
-
-def test_a_forgotten_or_cancelled_episode_is_closed(tmp_path: Path) -> None:
+async def test_a_forgotten_or_cancelled_episode_is_closed(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
-    async def act(player: Player) -> None:
+    async with playing(config("Async", settings={"log": str(log)})) as player:
         await player.say("e", "a")
         player.pool.forget("e")
         waiting = asyncio.create_task(player.say("f", "hang"))
@@ -286,38 +262,28 @@ def test_a_forgotten_or_cancelled_episode_is_closed(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         assert not player.pool._workers._holders
 
-    played(config("Async", settings={"log": str(log)}), act)
 
-
-def test_who_answers_after_the_limit_has_failed_and_is_closed(tmp_path: Path) -> None:
+async def test_who_answers_after_the_limit_has_failed_and_is_closed(tmp_path: Path) -> None:
     """A step that heeds no cancel: its answer does not count, and its object is held by nobody."""
     log = tmp_path / "log"
 
-    async def act(player: Player) -> None:
+    async with playing(config("Async", step_limit_s=1.0, settings={"log": str(log)})) as player:
         await player.say("e", "a")
         assert (await player.say("e", "late")).failure == "time"
         assert lines(log)[-1] == "e closed", "an object that nobody will ask again is held"
-
-    played(config("Async", step_limit_s=1.0, settings={"log": str(log)}), act)
     assert lines(log) == ["e made", "e step a", "e step late", "e closed"]
 
 
-def test_a_step_may_catch_the_error_of_its_task_group() -> None:
+async def test_a_step_may_catch_the_error_of_its_task_group() -> None:
     """Before Python 3.13 such a group leaves its task as if somebody had cancelled it."""
-
-    async def act(player: Player) -> None:
+    async with playing(config("Async", step_limit_s=5.0)) as player:
         assert (await player.say("e", "group")).observation == "caught"
 
-    played(config("Async", step_limit_s=5.0), act)
 
-
-def test_a_step_that_cancels_itself_has_failed() -> None:
+async def test_a_step_that_cancels_itself_has_failed() -> None:
     """Its caller waits for an answer, and no limit is left that would end it."""
-
-    async def act(player: Player) -> None:
+    async with playing(config("Async", step_limit_s=5.0)) as player:
         assert (await player.say("e", "cancel")).failure == "raised"
-
-    played(config("Async", step_limit_s=5.0), act)
 
 
 # --- the class, before a run ---------------------------------------------------------------------
@@ -328,7 +294,7 @@ def test_the_traits_of_a_class() -> None:
     assert read_traits(config("Restored")).resume == "restore"
 
 
-def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
+async def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "beside_it.py").write_text("WORD = 'hello'\n")
     (tmp_path / "my_tool.py").write_text(
         "import beside_it\nfrom bapo_megatron.environment import Environment, Reply\n"
@@ -336,10 +302,8 @@ def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
     )
     settings = replace(config(""), function=f"{tmp_path}/my_tool.py:Tool")
 
-    async def act(player: Player) -> None:
+    async with playing(settings) as player:
         assert (await player.say("e", "a")).observation == "hello"
-
-    played(settings, act)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +338,7 @@ def test_a_wrong_name_is_answered_with_the_names_that_there_are(tmp_path: Path) 
         read_traits(EnvironmentConfig(f"{file}:Twentey"))
 
 
-def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp_path: Path) -> None:
+async def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text(
         f"import sys\nassert {sysconfig.get_path('purelib')!r} not in sys.path\n"
         "from bapo_megatron.environment import Environment, Reply\n"
@@ -385,10 +349,8 @@ def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp_path:
     with pytest.raises(ConfigError, match="elsewhere failed with AssertionError"):
         read_traits(settings)
 
-    async def act(player: Player) -> None:
+    async with playing(replace(settings, python=base)) as player:
         assert Path(str((await player.say("e", "a")).observation)).resolve() == base.resolve()
-
-    played(replace(settings, python=base), act)
 
 
 def test_an_interpreter_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,16 @@ def prompt(ground_truth: str = "12345") -> Prompt:
     return Prompt(7, np.array([3, 4], np.int32), ground_truth, "test", {"level": {"deep": [1, None]}})
 
 
-def pooled(act: Callable[[RewardPool], Awaitable[Any]], max_response_tokens: int = 100, **config: Any) -> Any:
-    """What ``act`` returns, given a running pool of one worker with these settings."""
-
-    async def main() -> Any:
-        pool = RewardPool(RewardConfig(**{"workers": 1, "function": SCORE, **config}), max_response_tokens)
-        await pool.start()
-        try:
-            return await asyncio.wait_for(act(pool), 120)
-        finally:
-            await pool.close()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def pooling(max_response_tokens: int = 100, **config: Any) -> AsyncIterator[RewardPool]:
+    """A running pool of one worker with these settings."""
+    pool = RewardPool(RewardConfig(**{"workers": 1, "function": SCORE, **config}), max_response_tokens)
+    await pool.start()
+    await asyncio.sleep(0)  # each place takes its process
+    try:
+        yield pool
+    finally:
+        await pool.close()
 
 
 def alive(pid: int) -> bool:
@@ -62,7 +61,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return condition()
 
 
-def test_a_failure_loses_one_response_and_is_reported() -> None:
+async def test_a_failure_loses_one_response_and_is_reported() -> None:
     kinds = {
         "raise": "raised",
         "exit": "raised",
@@ -84,18 +83,15 @@ def test_a_failure_loses_one_response_and_is_reported() -> None:
     }
     responses = [line for word in kinds for line in (word, "0.5")]
 
-    async def act(pool: RewardPool) -> list[RewardResult]:
-        return await asyncio.gather(*(pool.score(prompt(), text, 100) for text in responses))
-
-    results = pooled(
-        act,
+    async with pooling(
         workers=2,
         time_limit_s=2.0,
         memory_limit_mb=512,
         failed=-3.0,
         overlong_tokens=10,
         overlong_penalty=0.1,
-    )
+    ) as pool:
+        results = await asyncio.gather(*(pool.score(prompt(), text, 100) for text in responses))
     for text, result in zip(responses, results, strict=True):
         if text in kinds:
             assert (result.reward, result.failure) == (-3.0, kinds[text]), text
@@ -105,27 +101,23 @@ def test_a_failure_loses_one_response_and_is_reported() -> None:
             assert result == RewardResult(0.4), text
 
 
-def test_what_a_reward_prints_is_no_answer() -> None:
-    async def act(pool: RewardPool) -> list[float]:
-        return [(await pool.score(prompt(), text, 1)).reward for text in ("talk", "0.5", "talk", "true")]
+async def test_what_a_reward_prints_is_no_answer() -> None:
+    async with pooling() as pool:
+        found = [(await pool.score(prompt(), text, 1)).reward for text in ("talk", "0.5", "talk", "true")]
+    assert found == [0.25, 0.5, 0.25, 1.0]
 
-    assert pooled(act) == [0.25, 0.5, 0.25, 1.0]
 
-
-def test_no_other_process_may_look_into_a_worker() -> None:
+async def test_no_other_process_may_look_into_a_worker() -> None:
     """PR_SET_DUMPABLE is 0: it holds the answers, and the environment's keys."""
-
-    async def act(pool: RewardPool) -> float:
-        return (await pool.score(prompt(), "dumpable", 1)).reward
-
-    assert pooled(act) == 0.0
+    async with pooling() as pool:
+        found = (await pool.score(prompt(), "dumpable", 1)).reward
+    assert found == 0.0
 
 
-def test_a_users_function_sees_the_whole_prompt() -> None:
-    async def act(pool: RewardPool) -> RewardResult:
-        return await pool.score(prompt(), "prompt", 1)
-
-    assert pooled(act) == RewardResult(3 + 4 + 7 + 5.0)
+async def test_a_users_function_sees_the_whole_prompt() -> None:
+    async with pooling() as pool:
+        found = await pool.score(prompt(), "prompt", 1)
+    assert found == RewardResult(3 + 4 + 7 + 5.0)
 
 
 def killed(pool: RewardPool) -> bool:
@@ -138,10 +130,9 @@ def killed(pool: RewardPool) -> bool:
     return worker is not None
 
 
-def test_a_worker_that_is_killed_costs_no_response() -> None:
+async def test_a_worker_that_is_killed_costs_no_response() -> None:
     """While it waits for work, or has some: what a response is worth does not hang on who was killed."""
-
-    async def act(pool: RewardPool) -> list[RewardResult]:
+    async with pooling() as pool:
         found = [await pool.score(prompt(), "0.5", 1)]
         for text, wait_s in (("0.25", 0.0), ("wait 1", 0.5)):
             asking = asyncio.create_task(pool.score(prompt(), text, 1))
@@ -149,33 +140,26 @@ def test_a_worker_that_is_killed_costs_no_response() -> None:
             while not killed(pool):
                 await asyncio.sleep(0.02)
             found.append(await asking)
-        return found
-
-    assert pooled(act) == [RewardResult(0.5), RewardResult(0.25), RewardResult(1.0)]
+    assert found == [RewardResult(0.5), RewardResult(0.25), RewardResult(1.0)]
 
 
-def test_a_worker_that_was_paused_past_its_time_costs_no_response(tmp_path: Path) -> None:
+async def test_a_worker_that_was_paused_past_its_time_costs_no_response(tmp_path: Path) -> None:
     """As by SIGSTOP, a suspended machine, a file system that stalls: the next worker scores it."""
-
-    async def act(pool: RewardPool) -> RewardResult:
+    async with pooling(time_limit_s=5.0) as pool:
         worker = pool._workers._workers[0]._process
         assert worker is not None
         os.kill(worker.pid, signal.SIGSTOP)
-        return await pool.score(prompt(), "0.5", 1)
+        found = await pool.score(prompt(), "0.5", 1)
+    assert found == RewardResult(0.5)
 
-    assert pooled(act, time_limit_s=5.0) == RewardResult(0.5)
 
-
-def test_a_failure_has_its_traceback_and_its_place() -> None:
+async def test_a_failure_has_its_traceback_and_its_place() -> None:
     """From the user's function on; the place tells its mistakes apart, whatever the message says."""
-
-    async def act(pool: RewardPool) -> list[RewardResult]:
-        return [
+    async with pooling() as pool:
+        red, green, bug, none = [
             await pool.score(prompt(), text, 1)
             for text in ("quote \x1b[31mred", "quote green", "bug", "none")
         ]
-
-    red, green, bug, none = pooled(act)
     assert red.traceback.splitlines()[0] == "Traceback (most recent call last):"
     assert "worker.py" not in red.traceback
     assert red.traceback.endswith("ValueError: \\x1b[31mred"), "control characters must not reach a terminal"
@@ -223,42 +207,37 @@ def test_any_callable_of_two_arguments_is_a_reward(name: str) -> None:
     assert callable(load_function(f"tests.support.reward_functions:{name}"))
 
 
-def test_code_that_holds_the_interpreter_is_ended_with_its_children(tmp_path: Path) -> None:
-    async def act(pool: RewardPool) -> list[RewardResult]:
+async def test_code_that_holds_the_interpreter_is_ended_with_its_children(tmp_path: Path) -> None:
+    async with pooling(time_limit_s=1.0) as pool:
         texts = ["hold", f"child {tmp_path / 'pids'}", "0.5"]
-        return list(await asyncio.gather(*(pool.score(prompt(), text, 1) for text in texts)))
-
-    first, second, third = pooled(act, time_limit_s=1.0)
+        first, second, third = list(await asyncio.gather(*(pool.score(prompt(), text, 1) for text in texts)))
     assert (first.failure, second.failure, third) == ("time", "time", RewardResult(0.5))
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     assert wait_until(lambda: not any(map(alive, pids)))
 
 
-def test_thousands_may_wait_and_each_gets_its_own() -> None:
-    async def act(pool: RewardPool) -> list[float]:
+async def test_thousands_may_wait_and_each_gets_its_own() -> None:
+    async with pooling(workers=2) as pool:
         answers = await asyncio.gather(*(pool.score(prompt(), str(n), 1) for n in range(3000)))
-        return [result.reward for result in answers]
+        found = [result.reward for result in answers]
+    assert found == [float(n) for n in range(3000)]
 
-    assert pooled(act, workers=2) == [float(n) for n in range(3000)]
 
-
-def test_first_come_first_served() -> None:
+async def test_first_come_first_served() -> None:
     done: list[str] = []
 
     async def one(pool: RewardPool, text: str) -> None:
         await pool.score(prompt(), text, 1)
         done.append(text)
 
-    async def act(pool: RewardPool) -> None:
+    async with pooling() as pool:
         await asyncio.gather(*(one(pool, text) for text in ("wait 0.2", "3", "1", "wait 0.1", "2")))
-
-    pooled(act)
     assert done == ["wait 0.2", "3", "1", "wait 0.1", "2"]
 
 
-def test_a_cancelled_call_leaves_its_worker_to_the_next() -> None:
-    async def act(pool: RewardPool) -> RewardResult:
+async def test_a_cancelled_call_leaves_its_worker_to_the_next() -> None:
+    async with pooling(time_limit_s=20.0) as pool:
         running = asyncio.create_task(pool.score(prompt(), "wait 0.5", 1))
         waiting = asyncio.create_task(pool.score(prompt(), "wait 1000", 1))
         await asyncio.sleep(0.1)
@@ -266,9 +245,8 @@ def test_a_cancelled_call_leaves_its_worker_to_the_next() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        return await pool.score(prompt(), "0.5", 1)
-
-    assert pooled(act, time_limit_s=20.0) == RewardResult(0.5)
+        found = await pool.score(prompt(), "0.5", 1)
+    assert found == RewardResult(0.5)
 
 
 async def test_closing_ends_all_that_runs_or_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +306,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     assert wait_until(lambda: not any(map(alive, pids)))
 
 
-def test_mathematics_in_the_pool() -> None:
+async def test_mathematics_in_the_pool() -> None:
     cases = {
         (r"\frac{1}{2}", r"\boxed{0.5}"): 1.0,
         (r"\frac{1}{2}", r"\boxed{0.6}"): -1.0,
@@ -337,52 +315,43 @@ def test_mathematics_in_the_pool() -> None:
         ("34", "\\boxed{\x00\ud800}"): -1.0,
     }
 
-    async def act(pool: RewardPool) -> list[RewardResult]:
-        return [await pool.score(prompt(truth), response, 1) for truth, response in cases]
-
-    results = pooled(act, function="math", wrong=-1.0)
+    async with pooling(function="math", wrong=-1.0) as pool:
+        results = [await pool.score(prompt(truth), response, 1) for truth, response in cases]
     assert results == [RewardResult(reward) for reward in cases.values()]
 
 
-def test_penalties_come_off_the_reward() -> None:
+async def test_penalties_come_off_the_reward() -> None:
     """0.9 - 0.3 for the form; - 0.2 * (95 - 90) / 10 for the length."""
-
-    async def act(pool: RewardPool) -> list[RewardResult]:
+    async with pooling(
+        format_pattern="1.*", format_penalty=0.3, overlong_tokens=10, overlong_penalty=0.2
+    ) as pool:
         lengths = (("0.9", 90), ("0.9", 95), ("1.5", 95), ("1.5", 10))
-        return [await pool.score(prompt(), text, tokens) for text, tokens in lengths]
-
-    results = pooled(act, format_pattern=r"1.*", format_penalty=0.3, overlong_tokens=10, overlong_penalty=0.2)
+        results = [await pool.score(prompt(), text, tokens) for text, tokens in lengths]
     assert [j.reward for j in results] == pytest.approx([0.9 - 0.3, 0.9 - 0.3 - 0.1, 1.5 - 0.1, 1.5])
 
 
-def test_a_format_may_begin_with_the_tag_that_the_prompt_has_opened() -> None:
+@pytest.mark.parametrize(
+    ("pattern", "rewards"), [(r"<think>0.*", [0.9, 1.6, 0.6, 1.6]), (r"0.*", [0.9, 1.6, 0.9, 1.6])]
+)
+async def test_a_format_may_begin_with_the_tag_that_the_prompt_has_opened(
+    pattern: str, rewards: list[float]
+) -> None:
     """Otherwise every response of such a model would lose the penalty, and none would learn by it."""
     opens = dataclasses.replace(prompt(), opens_thinking=True)
-
-    async def act(pool: RewardPool) -> list[RewardResult]:
-        return [await pool.score(one, text, 1) for one in (opens, prompt()) for text in ("0.9", "1.9")]
-
-    results = pooled(act, format_pattern=r"<think>0.*", format_penalty=0.3)
-    assert [j.reward for j in results] == pytest.approx([0.9, 1.6, 0.6, 1.6])
-    results = pooled(act, format_pattern=r"0.*", format_penalty=0.3)
-    assert [j.reward for j in results] == pytest.approx([0.9, 1.6, 0.9, 1.6])
+    async with pooling(format_pattern=pattern, format_penalty=0.3) as pool:
+        results = [await pool.score(one, text, 1) for one in (opens, prompt()) for text in ("0.9", "1.9")]
+    assert [j.reward for j in results] == pytest.approx(rewards)
 
 
-def test_a_format_is_that_of_the_whole_response_with_its_lines() -> None:
-    async def act(pool: RewardPool) -> list[RewardResult]:
-        return [await pool.score(prompt(), text, 1) for text in ("0.9", "\n0.9", "0.9\n", "")]
-
-    results = pooled(act, function="math", format_pattern=r"0|.0\.9", format_penalty=0.3)
+async def test_a_format_is_that_of_the_whole_response_with_its_lines() -> None:
+    async with pooling(function="math", format_pattern=r"0|.0\.9", format_penalty=0.3) as pool:
+        results = [await pool.score(prompt(), text, 1) for text in ("0.9", "\n0.9", "0.9\n", "")]
     assert [j.reward for j in results] == [-0.3, 0.0, -0.3, -0.3]
 
 
-def test_a_hanging_format_pattern_loses_one_response() -> None:
-    async def act(pool: RewardPool) -> list[RewardResult]:
-        return [await pool.score(prompt(), text, 1) for text in ("1" * 40 + ".5.", "1" * 40)]
-
-    first, second = pooled(
-        act, function="math", format_pattern=r"(1+)+", format_penalty=0.5, time_limit_s=1.0
-    )
+async def test_a_hanging_format_pattern_loses_one_response() -> None:
+    async with pooling(function="math", format_pattern="(1+)+", format_penalty=0.5, time_limit_s=1.0) as pool:
+        first, second = [await pool.score(prompt(), text, 1) for text in ("1" * 40 + ".5.", "1" * 40)]
     assert (first.failure, first.reward) == ("time", 0.0)
     assert second == RewardResult(0.0)
 
@@ -395,11 +364,12 @@ def test_a_hanging_format_pattern_loses_one_response() -> None:
         ("tests.support.reward_functions:NOT_CALLABLE", "has no function NOT_CALLABLE"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_named(path: str, message: str) -> None:
+async def test_a_path_that_leads_nowhere_is_named(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"reward.function={path}.*{message}"):
         load_function(path)
     with pytest.raises(ConfigError, match=f"reward.function={path}.*{message}"):
-        pooled(lambda pool: asyncio.sleep(0), function=path)
+        async with pooling(function=path):
+            pass
 
 
 def test_each_function_checks_the_ground_truths_it_reads() -> None:

@@ -55,7 +55,6 @@ async def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> N
     async with made.sampling():
         path = await evaluated(held_out(made), 2)
         assert path is not None
-        path = path
     assert path == tmp_path / "evaluation/step_000002.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["suite"], row["problem"], row["sample"]) for row in rows] == [

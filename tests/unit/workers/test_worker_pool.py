@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +36,21 @@ def kind(
     return CallKind(function, limit_s, repeatable, grace_s)
 
 
-def pooled(
-    act: Callable[[WorkerPool], Awaitable[Any]],
-    workers: int = 1,
-    concurrency: int = 1000,
-    start_limit_s: float = LONG_S,
-    **settings: Any,
-) -> Any:
-    """What ``act`` returns, given a running pool; afterwards no process of it is left."""
-
-    async def main() -> Any:
-        program = WorkerProgram(COMMAND, {"kind": "async", **settings}, start_limit_s=start_limit_s)
-        pool = WorkerPool(program, workers, concurrency)
-        await pool.start()
-        try:
-            return await asyncio.wait_for(act(pool), LONG_S)
-        finally:
-            pids = pids_of(pool)
-            await pool.close()
-            assert not any(map(exists, pids))
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def pooling(
+    workers: int = 1, concurrency: int = 1000, start_limit_s: float = LONG_S, **settings: Any
+) -> AsyncIterator[WorkerPool]:
+    """A running pool; afterwards no process of it is left."""
+    program = WorkerProgram(COMMAND, {"kind": "async", **settings}, start_limit_s=start_limit_s)
+    pool = WorkerPool(program, workers, concurrency)
+    await pool.start()
+    await asyncio.sleep(0)  # each place takes its process
+    try:
+        yield pool
+    finally:
+        pids = pids_of(pool)
+        await pool.close()
+        assert not any(map(exists, pids))
 
 
 def pids_of(pool: WorkerPool) -> list[int]:
@@ -84,53 +79,47 @@ async def noted(file: Path, count: int) -> list[str]:
 # --- many at a time ------------------------------------------------------------------------------
 
 
-def test_a_thousand_calls_await_in_one_process() -> None:
-    async def act(pool: WorkerPool) -> list[int]:
-        return await asyncio.gather(*(pool.call(kind("meet"), 1000) for _ in range(1000)))
+async def test_a_thousand_calls_await_in_one_process() -> None:
+    async with pooling() as pool:
+        found = await asyncio.gather(*(pool.call(kind("meet"), 1000) for _ in range(1000)))
+    assert len(set(found)) == 1
 
-    assert len(set(pooled(act))) == 1
 
-
-def test_a_call_too_many_waits_for_a_place() -> None:
-    async def act(pool: WorkerPool) -> list[Any]:
+async def test_a_call_too_many_waits_for_a_place() -> None:
+    async with pooling(concurrency=3) as pool:
         meeting = [asyncio.create_task(pool.call(kind("meet"), 4)) for _ in range(4)]
         await asyncio.sleep(0.5)
         assert not any(task.done() for task in meeting), "the fourth has no place"
         meeting[0].cancel()
-        return await together(meeting)
-
-    results = pooled(act, concurrency=3)
+        results = await together(meeting)
     assert isinstance(results[0], asyncio.CancelledError)
     assert len({*results[1:]}) == 1
 
 
-def test_async_calls_go_to_the_worker_with_fewest() -> None:
-    async def act(pool: WorkerPool) -> Counter[int]:
-        return Counter(await asyncio.gather(*(pool.call(kind("wait"), 0.5) for _ in range(10))))
+async def test_async_calls_go_to_the_worker_with_fewest() -> None:
+    async with pooling(workers=2) as pool:
+        found = Counter(await asyncio.gather(*(pool.call(kind("wait"), 0.5) for _ in range(10))))
+    assert [*found.values()] == [5, 5]
 
-    assert [*pooled(act, workers=2).values()] == [5, 5]
 
-
-def test_plain_functions_run_one_at_a_time(tmp_path: Path) -> None:
+async def test_plain_functions_run_one_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "notes"
 
-    async def act(pool: WorkerPool) -> list[int]:
+    async with pooling(kind="plain") as pool:
         questions = [{"name": str(n), "file": str(file), "wait_s": 0.02} for n in range(5)]
-        return await asyncio.gather(*(pool.call(kind("plain"), question) for question in questions))
-
-    assert len(set(pooled(act, kind="plain"))) == 1
+        found = await asyncio.gather(*(pool.call(kind("plain"), question) for question in questions))
+    assert len(set(found)) == 1
     assert file.read_text().split("\n")[:-1] == [
         f"{n} {what}" for n in range(5) for what in ("begins", "ends")
     ]
 
 
-def test_questions_and_answers_may_be_large() -> None:
+async def test_questions_and_answers_may_be_large() -> None:
     text = "a" * (3 << 20)
 
-    async def act(pool: WorkerPool) -> list[str]:
-        return await asyncio.gather(*(pool.call(kind("answer_and_die"), f"{text}{n}") for n in range(3)))
-
-    assert pooled(act, workers=3) == [f"{text}{n}" for n in range(3)]
+    async with pooling(workers=3) as pool:
+        found = await asyncio.gather(*(pool.call(kind("answer_and_die"), f"{text}{n}") for n in range(3)))
+    assert found == [f"{text}{n}" for n in range(3)]
 
 
 # --- functions that fail -------------------------------------------------------------------------
@@ -145,8 +134,8 @@ def test_questions_and_answers_may_be_large() -> None:
         ("object", r"TypeError\('Object of type object is not JSON serializable'\)"),
     ],
 )
-def test_an_async_function_that_raises_costs_itself(how: str, detail: str) -> None:
-    async def act(pool: WorkerPool) -> None:
+async def test_an_async_function_that_raises_costs_itself(how: str, detail: str) -> None:
+    async with pooling() as pool:
         beside = asyncio.create_task(pool.call(kind("wait"), 0.5))
         with pytest.raises(CallFailed, match=f"^fail of episode 7: raised: {detail}") as error:
             await pool.call(kind("fail"), how, holder="episode 7")
@@ -157,16 +146,12 @@ def test_an_async_function_that_raises_costs_itself(how: str, detail: str) -> No
             assert lines[-1] == "ValueError: no such door"
         assert [await beside] == pids_of(pool)
 
-    pooled(act)
 
-
-def test_a_question_that_is_no_json_is_the_callers_mistake() -> None:
-    async def act(pool: WorkerPool) -> None:
+async def test_a_question_that_is_no_json_is_the_callers_mistake() -> None:
+    async with pooling() as pool:
         with pytest.raises(TypeError, match="set is not JSON serializable"):
             await pool.call(kind("count"), {1})
         assert (await pool.call(kind("count"), "a"))[1] == 1
-
-    pooled(act)
 
 
 # --- time ----------------------------------------------------------------------------------------
@@ -174,29 +159,27 @@ def test_a_question_that_is_no_json_is_the_callers_mistake() -> None:
 
 @pytest.mark.parametrize(("function", "question"), [("wait", 1000), ("heed_no_cancel", None)])
 @pytest.mark.parametrize("repeatable", [True, False])
-def test_an_async_call_past_its_time_costs_itself(function: str, question: Any, repeatable: bool) -> None:
-    async def act(pool: WorkerPool) -> None:
+async def test_an_async_call_past_its_time_costs_itself(
+    function: str, question: Any, repeatable: bool
+) -> None:
+    async with pooling() as pool:
         beside = asyncio.create_task(pool.call(kind("wait"), 1))
         with pytest.raises(CallFailed, match=f"^{function}: time: no answer within 0.2 s$"):
             await pool.call(kind(function, 0.2, repeatable), question)
         assert [await beside] == pids_of(pool), "its worker has gone on"
 
-    pooled(act)
 
-
-def test_a_call_that_holds_its_worker_costs_the_others_nothing(tmp_path: Path) -> None:
+async def test_a_call_that_holds_its_worker_costs_the_others_nothing(tmp_path: Path) -> None:
     """It blocks the event loop, so none of the worker's clocks runs: the pool kills it."""
     file = tmp_path / "notes"
 
-    async def act(pool: WorkerPool) -> list[Any]:
+    async with pooling() as pool:
         question = {"file": str(file), "first_s": 1000}
         names = ("a", "b", "c")
         innocent = [asyncio.create_task(pool.call(kind("act"), {"name": name, **question})) for name in names]
         await noted(file, 3)
         blocking = pool.call(kind("act", 0.5, grace_s=0.5), {"name": "blocker", **question})
-        return await together([blocking, *innocent])
-
-    blocker, *others = pooled(act)
+        (blocker, *others) = await together([blocking, *innocent])
     assert str(blocker) == "act: time: no answer within 0.5 s"
     assert others == ["a", "b", "c"]
     lines = file.read_text().splitlines()
@@ -204,48 +187,41 @@ def test_a_call_that_holds_its_worker_costs_the_others_nothing(tmp_path: Path) -
     assert sorted(lines[4:]) == ["a 1", "b 1", "blocker 1", "blocker 1", "c 1"], "suspects run alone"
 
 
-def test_a_plain_function_past_its_time_costs_itself(tmp_path: Path) -> None:
+async def test_a_plain_function_past_its_time_costs_itself(tmp_path: Path) -> None:
     question = {"name": "slow", "file": str(tmp_path / "notes"), "wait_s": 1000}
 
-    async def act(pool: WorkerPool) -> list[Any]:
+    async with pooling(kind="plain") as pool:
         quick = {**question, "name": "quick", "wait_s": 0}
         slow = pool.call(kind("plain", 1.0, repeatable=False), question)
-        return await together([slow, pool.call(kind("plain"), quick)])
-
-    slow, quick = pooled(act, kind="plain")
+        slow, quick = await together([slow, pool.call(kind("plain"), quick)])
     assert str(slow) == "plain: time: no answer within 1 s"
     assert isinstance(quick, int)
     assert (tmp_path / "notes").read_text().splitlines() == ["slow begins", "quick begins", "quick ends"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path, workers: int) -> None:
+async def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path, workers: int) -> None:
     """Its second process needs two seconds for its imports, and the calls have one second."""
-
-    async def act(pool: WorkerPool) -> list[Any]:
+    async with pooling(workers, starts=str(tmp_path / "starts"), start_s=2) as pool:
         for pid in pids_of(pool):
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.2)
         assert not pids_of(pool)
-        return await together([pool.call(kind("count", 1.0, repeatable=False), "a") for _ in range(3)])
-
-    results = pooled(act, workers, starts=str(tmp_path / "starts"), start_s=2)
+        results = await together([pool.call(kind("count", 1.0, repeatable=False), "a") for _ in range(3)])
     assert failures(results) == [None] * 3
 
 
 # --- workers that end ----------------------------------------------------------------------------
 
 
-def test_five_in_flight_one_of_which_kills(tmp_path: Path) -> None:
+async def test_five_in_flight_one_of_which_kills(tmp_path: Path) -> None:
     """All are asked again alone; the killer kills two workers of its own, and has failed."""
     file = tmp_path / "notes"
     names = ["a", "b", "killer", "c", "d"]
 
-    async def act(pool: WorkerPool) -> list[Any]:
+    async with pooling() as pool:
         question = {"file": str(file), "begins_at": 5, "first_s": 1000}
-        return await together([pool.call(kind("act"), {"name": name, **question}) for name in names])
-
-    results = pooled(act)
+        results = await together([pool.call(kind("act"), {"name": name, **question}) for name in names])
     assert str(results.pop(2)) == "act: died: signal SIGKILL"
     assert results == ["a", "b", "c", "d"]
     lines = file.read_text().splitlines()
@@ -253,31 +229,30 @@ def test_five_in_flight_one_of_which_kills(tmp_path: Path) -> None:
     assert sorted(lines[5:]) == ["a 1", "b 1", "c 1", "d 1", "killer 1", "killer 1"]
 
 
-def test_what_may_not_be_repeated_fails_by_name(tmp_path: Path) -> None:
+async def test_what_may_not_be_repeated_fails_by_name(tmp_path: Path) -> None:
     """Nothing is done twice: each line of the notes stands there once."""
     file = tmp_path / "notes"
 
-    async def act(pool: WorkerPool) -> list[Any]:
+    async with pooling() as pool:
         question = {"file": str(file), "begins_at": 3, "first_s": 1000}
         once = kind("act", repeatable=False)
         results = await together(
             [pool.call(once, {"name": name, **question}, f"episode {name}") for name in ("a", "killer", "b")]
         )
         assert (await pool.call(once, {"name": "c", "file": str(file)})) == "c", "the next worker serves"
-        return results
-
-    assert [str(one) for one in pooled(act)] == [
+        found = results
+    assert [str(one) for one in found] == [
         f"act of episode {name}: died: signal SIGKILL, with 2 other calls in flight"
         for name in ("a", "killer", "b")
     ]
     assert file.read_text().splitlines() == ["a 1", "killer 2", "b 3", "c 1"]
 
 
-def test_suspects_come_back_few_at_a_time(tmp_path: Path) -> None:
+async def test_suspects_come_back_few_at_a_time(tmp_path: Path) -> None:
     """24 calls of a killed worker: three at a time, and a new call waits until they are done."""
     file = tmp_path / "notes"
 
-    async def act(pool: WorkerPool) -> list[Any]:
+    async with pooling() as pool:
         question = {"file": str(file), "first_s": 1000, "lot": 3}
         calls = [
             asyncio.create_task(pool.call(kind("act"), {"name": f"call{n}", **question})) for n in range(24)
@@ -288,18 +263,17 @@ def test_suspects_come_back_few_at_a_time(tmp_path: Path) -> None:
         while killed in pids_of(pool) and time.monotonic() < until:  # a call before that goes to it, too
             await asyncio.sleep(0.01)
         new = asyncio.create_task(pool.call(kind("act"), {"name": "new", "file": str(file)}))
-        return await together([*calls, new])
-
-    assert pooled(act) == [*(f"call{n}" for n in range(24)), "new"]
+        found = await together([*calls, new])
+    assert found == [*(f"call{n}" for n in range(24)), "new"]
     again = file.read_text().splitlines()[24:]
     assert {int(line.split()[1]) for line in again} == {1, 2, 3}
     assert again[-1] == "new 1"
 
 
-def test_another_worker_goes_on_while_a_suspect_waits_for_its_next(tmp_path: Path) -> None:
+async def test_another_worker_goes_on_while_a_suspect_waits_for_its_next(tmp_path: Path) -> None:
     file = tmp_path / "notes"
 
-    async def act(pool: WorkerPool) -> Any:
+    async with pooling(2, starts=str(tmp_path / "starts"), start_s=3) as pool:
         question = {"file": str(file), "first_s": 1000}
         suspect = asyncio.create_task(pool.call(kind("act"), {"name": "a", **question}))
         await noted(file, 1)
@@ -310,13 +284,12 @@ def test_another_worker_goes_on_while_a_suspect_waits_for_its_next(tmp_path: Pat
             await asyncio.sleep(0.01)
         assert await pool.call(kind("wait"), 0) == other
         assert not suspect.done(), "its place is not ready yet"
-        return await suspect
+        found = await suspect
+    assert found == "a"
 
-    assert pooled(act, 2, starts=str(tmp_path / "starts"), start_s=3) == "a"
 
-
-def test_an_answer_before_the_end_of_the_worker_counts() -> None:
-    async def act(pool: WorkerPool) -> list[str]:
+async def test_an_answer_before_the_end_of_the_worker_counts() -> None:
+    async with pooling() as pool:
         once = kind("answer_and_die", repeatable=False)
         found = []
         for n in range(5):
@@ -324,19 +297,16 @@ def test_an_answer_before_the_end_of_the_worker_counts() -> None:
             found.append(await pool.call(once, str(n)))
             while pids_of(pool) in ([], [pid]):
                 await asyncio.sleep(0.01)
-        return found
-
-    assert pooled(act) == ["0", "1", "2", "3", "4"]
+    assert found == ["0", "1", "2", "3", "4"]
 
 
-def test_the_last_answer_is_read_where_the_end_is_seen_first() -> None:
-    async def act(pool: WorkerPool) -> str:
+async def test_the_last_answer_is_read_where_the_end_is_seen_first() -> None:
+    async with pooling() as pool:
         worker = pool._workers[0]._process
         assert worker is not None
         asyncio.get_running_loop().remove_reader(worker._output)
-        return await pool.call(kind("answer_and_die", repeatable=False), "last")
-
-    assert pooled(act) == "last"
+        found = await pool.call(kind("answer_and_die", repeatable=False), "last")
+    assert found == "last"
 
 
 def test_a_line_of_brackets_is_no_answer() -> None:
@@ -344,7 +314,7 @@ def test_a_line_of_brackets_is_no_answer() -> None:
     assert process._message(b'{"id": 1, "answer": ' + 100_000 * b"[") is None
 
 
-def test_no_answer_is_lost_or_given_to_another() -> None:
+async def test_no_answer_is_lost_or_given_to_another() -> None:
     """600 calls while a worker is killed now and then: each gets its own answer, and gets it once."""
     answers: list[int] = []
 
@@ -353,34 +323,30 @@ def test_no_answer_is_lost_or_given_to_another() -> None:
         assert found[1] == 1, "a process has counted this name before"
         answers.append(n)
 
-    async def act(pool: WorkerPool) -> None:
+    async with pooling(workers=2, concurrency=7) as pool:
         calls = [asyncio.create_task(one(pool, n)) for n in range(600)]
         for at in (100, 200, 300):
             while len(answers) < at or len(pids_of(pool)) < 2:
                 await asyncio.sleep(0.001)
             os.kill(pids_of(pool)[at // 100 % 2], signal.SIGKILL)
         await asyncio.gather(*calls)
-
-    pooled(act, workers=2, concurrency=7)
     assert sorted(answers) == list(range(600))
 
 
 # --- objects -------------------------------------------------------------------------------------
 
 
-def test_calls_of_one_holder_go_to_one_worker() -> None:
-    async def act(pool: WorkerPool) -> None:
+async def test_calls_of_one_holder_go_to_one_worker() -> None:
+    async with pooling(workers=2) as pool:
         step = kind("count", repeatable=False)
         names = [f"episode {n}" for n in range(10)]
         rounds = [await asyncio.gather(*(pool.call(step, name, name) for name in names)) for _ in range(3)]
         assert [counts for _, counts in rounds[2]] == [3] * 10, "each object is in one process"
         assert Counter(pid for pid, _ in rounds[0]).most_common()[0][1] == 5, "and they are shared out"
 
-    pooled(act, workers=2)
 
-
-def test_an_object_is_lost_with_its_worker() -> None:
-    async def act(pool: WorkerPool) -> None:
+async def test_an_object_is_lost_with_its_worker() -> None:
+    async with pooling(workers=2) as pool:
         once, again = kind("count", repeatable=False), kind("count")
         await pool.call(once, "a", "a")
         pid, _ = await pool.call(once, "b", "b")
@@ -396,11 +362,9 @@ def test_an_object_is_lost_with_its_worker() -> None:
         pool.forget("b")
         assert not {"b"} & set(pool._holders)
 
-    pooled(act, workers=2)
 
-
-def test_a_call_that_waits_for_a_lost_object_is_told(tmp_path: Path) -> None:
-    async def act(pool: WorkerPool) -> list[Any]:
+async def test_a_call_that_waits_for_a_lost_object_is_told(tmp_path: Path) -> None:
+    async with pooling(concurrency=1) as pool:
         first = {"name": "a", "file": str(tmp_path / "notes"), "first_s": 1000}
         begun = asyncio.create_task(pool.call(kind("act", repeatable=False), first, "a"))
         await noted(tmp_path / "notes", 1)
@@ -410,9 +374,7 @@ def test_a_call_that_waits_for_a_lost_object_is_told(tmp_path: Path) -> None:
         ]
         await asyncio.sleep(0.1)
         os.kill(pids_of(pool)[0], signal.SIGKILL)
-        return await together([begun, *queued])
-
-    begun, queued, again = pooled(act, concurrency=1)
+        begun, queued, again = await together([begun, *queued])
     assert str(begun) == "act of a: died: signal SIGKILL"
     assert str(queued) == "count of a: died: the worker that held it has ended: signal SIGKILL"
     assert again[1] == 1
@@ -421,34 +383,29 @@ def test_a_call_that_waits_for_a_lost_object_is_told(tmp_path: Path) -> None:
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_memory_of_a_plain_call_has_a_limit(tmp_path: Path) -> None:
+async def test_memory_of_a_plain_call_has_a_limit(tmp_path: Path) -> None:
     question = {"name": "a", "file": str(tmp_path / "notes")}
 
-    async def act(pool: WorkerPool) -> None:
+    async with pooling(kind="plain", memory_mb=512) as pool:
         with pytest.raises(CallFailed, match="^plain: raised: MemoryError"):
             await pool.call(kind("plain"), {**question, "eats": 10 << 30})
         assert [await pool.call(kind("plain"), {**question, "eats": 1 << 20})] == pids_of(pool)
 
-    pooled(act, kind="plain", memory_mb=512)
 
-
-def test_a_call_without_memory_beside_others_is_asked_again_alone(tmp_path: Path) -> None:
+async def test_a_call_without_memory_beside_others_is_asked_again_alone(tmp_path: Path) -> None:
     file = tmp_path / "notes"
 
-    async def act(pool: WorkerPool) -> list[Any]:
+    async with pooling(memory_mb=512) as pool:
         question = {"file": str(file), "begins_at": 3, "first_s": 1}
         names = ("a", "hog", "b")
-        return await together([pool.call(kind("act"), {"name": name, **question}) for name in names])
-
-    a, hog, b = pooled(act, memory_mb=512)
+        a, hog, b = await together([pool.call(kind("act"), {"name": name, **question}) for name in names])
     assert (a, b, str(hog)) == ("a", "b", "act: raised: MemoryError()")
     assert file.read_text().splitlines() == ["a 1", "hog 2", "b 3", "hog 1"]
 
 
-def test_a_process_whose_memory_is_full_is_replaced() -> None:
+async def test_a_process_whose_memory_is_full_is_replaced() -> None:
     """It was taken for good, by nobody who can be asked any more."""
-
-    async def act(pool: WorkerPool) -> None:
+    async with pooling(memory_mb=512) as pool:
         pid = pids_of(pool)[0]
         await pool.call(kind("keep"), 400 << 20)
         beside = asyncio.create_task(pool.call(kind("wait"), 1))
@@ -456,22 +413,18 @@ def test_a_process_whose_memory_is_full_is_replaced() -> None:
         assert await beside == pid
         assert pid not in pids_of(pool)
 
-    pooled(act, memory_mb=512)
-
 
 # --- start and end -------------------------------------------------------------------------------
 
 
-def test_a_cancelled_call_leaves_its_place() -> None:
-    async def act(pool: WorkerPool) -> None:
+async def test_a_cancelled_call_leaves_its_place() -> None:
+    async with pooling(concurrency=2) as pool:
         pid = pids_of(pool)[0]
         calls = [asyncio.create_task(pool.call(kind("wait"), 1000)) for _ in range(3)]
         await asyncio.sleep(0.2)
         for call in calls:
             call.cancel()
         assert await pool.call(kind("wait"), 0) == pid
-
-    pooled(act, concurrency=2)
 
 
 @pytest.mark.parametrize(
@@ -482,19 +435,15 @@ def test_a_cancelled_call_leaves_its_place() -> None:
         ({"starts": "starts", "start_s": 1000}, ChildTimeout, "it was not ready within 5 s"),
     ],
 )
-def test_a_start_that_fails_says_why(
+async def test_a_start_that_fails_says_why(
     settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     if "starts" in settings:
         (tmp_path / "starts").write_text("one before\n")
         settings = {**settings, "starts": str(tmp_path / "starts")}
     with pytest.raises(error, match=f"^{message}$"):
-        pooled(
-            lambda _: asyncio.sleep(0),
-            workers=2,
-            start_limit_s=5 if "starts" in settings else LONG_S,
-            **settings,
-        )
+        async with pooling(2, start_limit_s=5 if "starts" in settings else LONG_S, **settings):
+            pass
 
 
 def test_notes_of_a_start_come_once() -> None:
@@ -510,7 +459,7 @@ def test_notes_of_a_start_come_once() -> None:
     assert asyncio.run(main()) == ["a note"]
 
 
-def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others(
+async def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its suspect, too. Where no worker is left calls fail, and the next call tries again."""
@@ -518,7 +467,8 @@ def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others(
     starts, file = tmp_path / "starts", tmp_path / "notes"
     broken = Path(f"{starts}.broken")
 
-    async def act(pool: WorkerPool) -> None:
+    (tmp_path / "starts").write_text("")
+    async with pooling(workers=2, starts=str(starts)) as pool:
         broken.touch()
         question = {"name": "a", "file": str(file), "first_s": 1000}
         suspect = asyncio.create_task(pool.call(kind("act"), question))
@@ -532,9 +482,6 @@ def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others(
         assert [str(one) for one in results] == ["wait: died: exit code 9"] * 3
         broken.unlink()
         assert await pool.call(kind("wait"), 0) in pids_of(pool)
-
-    (tmp_path / "starts").write_text("")
-    pooled(act, workers=2, starts=str(starts))
 
 
 async def test_closing_ends_what_runs_hangs_or_starts(

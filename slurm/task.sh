@@ -85,11 +85,19 @@ register() {  # port, state
         "$SLURMD_NODENAME" "$1" "$SLURMD_NODENAME" "$SLURM_JOB_ID" "$2" >"$file.tmp" && mv "$file.tmp" "$file"
 }
 
-keep_server() {  # number, recipe and flags: run one server, and restart it whenever it ends
+end_server() {  # process: end a server that hangs; its schedulers end with it
+    kill -TERM "$1" 2>/dev/null
+    for _ in {1..10}; do kill -0 "$1" 2>/dev/null || return 0; sleep 1; done
+    kill -KILL "$1" 2>/dev/null
+}
+
+keep_server() {  # number, recipe and flags: run one server, and restart it whenever it ends or hangs
     local number=$1 pid pause=1 began code
     # Another port on each node: nodes may be one machine.
     local port=$((BAPO_FIRST_PORT + SLURM_NODEID * BAPO_SERVERS_PER_NODE + number))
     local at=${host/#0.0.0.0/127.0.0.1}
+    # Made by the trainer, which alone sees that a server does nothing (`_tell_task` in supervisor.py).
+    local hangs=$BAPO_RUN/$BAPO_ENGINES_FOLDER/$SLURMD_NODENAME-$port.hang
     shift
     while :; do
         register "$port" starting
@@ -98,7 +106,9 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
             --port "$port" --rollout.sglang.first-gpu $((number * BAPO_SERVER_GPUS)) &
         pid=$!
         until is_ready "$at" "$port" || ! kill -0 "$pid" 2>/dev/null; do sleep 1; done
+        rm -f "$hangs"  # it was starting
         while kill -0 "$pid" 2>/dev/null; do
+            [[ ! -f $hangs || -L $hangs || ! -O $hangs ]] || end_server "$pid"
             if proves_key "$at" "$port" "$pid"; then register "$port" ready; fi
             sleep 5
         done

@@ -78,6 +78,9 @@ class EngineConfig:
 _WITHOUT_KEY = ("--grpc", "--smg-grpc", "--encoder-only", "--tokenizer-worker")
 """Prefixes of SGLang's flags that open a port without a check of the API key."""
 
+_QUEUE = "--max-queued-requests"
+"""SGLang's flag of a limit that retracted requests meet, too (``_add_request_to_queue`` in scheduler.py)."""
+
 _OUTLIVING = ("--hicache-storage-backend", "--enable-lmcache", "--enable-flexkv")
 """SGLang's flags of caches that no flush empties (``OUTLIVING`` in requirements.py)."""
 
@@ -115,7 +118,7 @@ class SglangConfig(EngineConfig):
     require_api_key: bool = False
     """Refuse servers in `urls` that ask for no key. False: they are used, with a warning."""
     start_minutes: Annotated[float, Gt(0)] = 15.0
-    """Longest wait for a server to load its model."""
+    """Longest wait for a server to start, without the time to read its weights (10 s for each GB)."""
 
     def problems(self, longest_request: int) -> Iterator[str]:
         """Validation errors, each beginning with the field's name."""
@@ -124,6 +127,11 @@ class SglangConfig(EngineConfig):
             yield f"flags: {other[0].split('=')[0]} does not go with an API key: leave it out"
         if other := [flag.split("=")[0] for flag in self.flags if flag.split("=")[0] in _OUTLIVING]:
             yield f"flags: {other[0]} keeps keys and values of earlier weights: leave it out"
+        if any(flag.split("=")[0] == _QUEUE for flag in self.flags):
+            yield (
+                f"flags: {_QUEUE} fails requests that new weights, or a full KV cache, put back into the "
+                "queue: leave it out, and set max_in_flight"
+            )
         keys = [flag for flag in self.flags if flag.startswith(("--api-k", "--admin-api-k"))]
         if keys:
             yield (

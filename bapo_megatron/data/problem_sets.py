@@ -53,7 +53,7 @@ def load_problems(
     def load(source: SourceConfig, flag: str, described: Tools) -> PromptSet:
         function, limit = source.reward or reward_function, data.max_prompt_tokens
         found = _load(source.file, function, flag, tokenizer, limit, described, begun)
-        return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
+        return replace(found, prompts=within_difficulty(found.prompts, data))
 
     digest = _tools_digest(tools)
     if not data.sources:

@@ -8,13 +8,17 @@ Used by ``checkpoint.py`` and ``megatron.py``.
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import gc
 import os
 import pickle
 import queue
+import resource
 import signal
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -86,7 +90,7 @@ def staged(buckets: list[Any]) -> list[Any]:
 
 
 class _Blocks:
-    """Host memory for copies, pinned beside a GPU: tensors end to end in blocks, the first with room each.
+    """Host memory for copies, pinned if ``_pins``: tensors end to end in blocks, the first with room each.
 
     The copies keep its blocks alive.
     """
@@ -116,11 +120,38 @@ class _Blocks:
         if number is None:
             size = max(BLOCK, 1 << (nbytes - 1).bit_length())
             number = len(self._blocks)
-            self._blocks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=has_cuda()))
+            self._blocks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=_pins()))
             self._taken.append(0)
         first = self._taken[number]
         self._taken[number] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return self._blocks[number][first : first + nbytes]
+
+
+@cache
+def _pins() -> bool:
+    """Whether copies are in pinned memory: beside a GPU, if a fork can read it.
+
+    CUDA promises nothing to a fork. On x86 the driver's mapping is inherited; on GB200 and GB300 Megatron's
+    writers were killed as they read it (radixark/Megatron-LM pull request 57, Megatron-Bridge issue 2355).
+    """
+    if not has_cuda():
+        return False
+    probe = torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
+    if fork_reads(probe.data_ptr()):
+        return True
+    text = "a fork of this process cannot read pinned memory: checkpoints are copied to pageable memory"
+    print(text, file=sys.stderr, flush=True)
+    return False
+
+
+def fork_reads(address: int) -> bool:
+    """Whether a fork of this process can read the byte at ``address``; one that is killed cannot."""
+    if (child := os.fork()) == 0:
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        ctypes.string_at(address, 1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def is_on_host(tensor: Tensor) -> bool:

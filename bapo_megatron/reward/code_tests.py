@@ -1,10 +1,12 @@
 """Parser of a code problem's tests from its ground truth, which is JSON text.
 
-It has one of the forms of Skywork-OR1-RL-Data and its sources; ValueError for any other:
+It has one of the forms of Skywork-OR1-RL-Data and its sources, or of DeepCoder; ValueError for any other:
 
 - ``{"inputs": [...], "outputs": [...]}``: what a script reads and prints, as text or as a list of lines;
 - the same with ``"fn_name"``: arguments and value of a function, or of a method of class Solution. An input
   is a list of arguments, or text with the JSON of one argument a line; then the output is text with JSON;
+- ``[{"input": ..., "output": ...}, ...]``, a test each, or ``{"test_cases": ...}`` with such a list; the
+  function is ``fn_name``, or ``func_name`` of ``metadata`` (DeepCoder, LiveCodeBench, SYNTHETIC);
 - ``{"assert_case": ["assert f(1) == 2", ...]}``, that list alone, or one text that begins with an assert;
 - ``{"import_prefix": ..., "test_code": "def check(candidate): ...", "entry_point": "Solution().f"}``.
 
@@ -204,7 +206,7 @@ def is_tests(ground_truth: str) -> bool:
         value = json.loads(ground_truth)
     except (ValueError, RecursionError):
         return False
-    return isinstance(value, dict) or (isinstance(value, list) and _are_asserts(value))
+    return isinstance(value, dict) or (isinstance(value, list) and (_are_asserts(value) or _are_cases(value)))
 
 
 def check_tests(ground_truth: str) -> str | None:
@@ -238,6 +240,9 @@ def read_tests(ground_truth: str) -> Tests:
         raise ValueError(f"it is no JSON of tests: {error}") from None
     if isinstance(tests, list) and _are_asserts(tests):
         return _asserts(tests)
+    cases = tests.get("test_cases") if isinstance(tests, dict) else tests
+    if isinstance(cases, list) and _are_cases(cases):
+        return _listed(cases)
     if not isinstance(tests, dict):
         raise ValueError('it must be an object with "inputs" and "outputs", or a list of assert statements')
     if "test_code" in tests:
@@ -249,6 +254,22 @@ def read_tests(ground_truth: str) -> Tests:
 
 def _are_asserts(value: list[Any]) -> bool:
     return bool(value) and all(isinstance(item, str) and item.lstrip().startswith("assert") for item in value)
+
+
+def _are_cases(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in value)
+
+
+def _listed(cases: list[dict[str, Any]]) -> Tests:
+    """Tests that have an object each, all of scripts or all of one function."""
+    about = [one.get("metadata") for one in cases]
+    inner = [one.get("func_name") if isinstance(one, dict) else None for one in about]
+    names = {one.get("fn_name") or name for one, name in zip(cases, inner, strict=True)}
+    kinds = {one.get("testtype") or one.get("type") for one in cases}
+    if len(names) > 1 or (names == {None} and kinds & {"functional", "function_call"}):
+        raise ValueError(f"its tests are of the functions {sorted(map(str, names))}; they must be of one")
+    inputs, outputs = ([one[side] for one in cases] for side in ("input", "output"))
+    return _pairs({"inputs": inputs, "outputs": outputs, "fn_name": names.pop()})
 
 
 def _pairs(tests: dict[str, Any]) -> Tests:

@@ -12,7 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
+import stat
 import subprocess
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -25,6 +28,8 @@ DEVICE_VARIABLE = "BAPO_DEVICE"
 """Environment variable; `cpu`: compute on the CPU, whatever the machine has."""
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 GROWING_SEGMENTS = "expandable_segments:True"
+_KERNELS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Variables with the folders of compiled kernels, and their names in a folder of ours."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NONE_VISIBLE = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide every GPU; the last one is Slurm's."""
@@ -101,19 +106,40 @@ def prepare_device() -> None:
     """Set the device's environment variables, for this process and its children, before torch is imported.
 
     With BAPO_DEVICE=cpu every GPU is hidden. Else torch's CUDA allocator gets expandable segments: packs of
-    changing length fragment fixed ones. A user's own settings stay.
+    changing length fragment fixed ones. And beside a GPU compiled kernels get folders on this machine: Triton
+    itself takes the home folder, which nodes share, and over a network file system ranks that compile at the
+    same time fail ("Stale file handle", triton issue 11512). A user's own settings stay.
     """
     if wants_cpu():
         os.environ[_VISIBLE] = ""
-    elif "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
+        return
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
         os.environ.setdefault(ALLOCATOR_VARIABLE, GROWING_SEGMENTS)
+    unset = [name for name in _KERNELS if name not in os.environ]
+    if unset and any(gpu_signs(asks_driver=False)) and (folder := _own_folder()):
+        os.environ |= {name: os.path.join(folder, _KERNELS[name]) for name in unset}
 
 
-def gpu_signs() -> Iterator[str]:
+def _own_folder() -> str | None:
+    """A folder in TMPDIR of this user on this machine, for programs; None if it cannot hold any.
+
+    It must be the user's alone: what is in it is loaded into every rank.
+    """
+    path = Path(tempfile.gettempdir(), f"bapo-kernels-{os.getuid()}-{socket.gethostname()}")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        about, runs_nothing = path.lstat(), os.statvfs(path).f_flag & os.ST_NOEXEC
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return str(path) if is_own and not runs_nothing else None
+
+
+def gpu_signs(asks_driver: bool = True) -> Iterator[str]:
     """Evidence, in words, that this machine has a GPU or that this job asked for one.
 
     An empty CUDA_VISIBLE_DEVICES, or -1, hides the machine's GPUs on purpose. The Slurm variables of a job
-    that asked for GPUs count all the same.
+    that asked for GPUs count all the same. ``asks_driver``: by nvidia-smi, too, which may take seconds.
     """
     yield from _signs_of_job(os.environ)
     visible = os.environ.get(_VISIBLE)
@@ -124,7 +150,7 @@ def gpu_signs() -> Iterator[str]:
     for folder, pattern in (_DEVICE_FILES, _DRIVER_FILES):
         if found := sorted(folder.glob(pattern)):
             yield f"{found[0]} exists"
-    if gpus := driver_gpus():
+    if asks_driver and (gpus := driver_gpus()):
         yield f"nvidia-smi lists {len(gpus)}, the first an {gpus[0]}"
 
 

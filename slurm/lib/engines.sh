@@ -41,7 +41,7 @@ bapo_await_engines() {
         bapo_engines=$(bapo_engines_alive | sort)
         found=$(grep -c . <<<"$bapo_engines")
         ((found >= BAPO_EXPECTED)) && break
-        if ((SECONDS >= deadline)); then
+        if ((SECONDS >= deadline && (found > 0 || SECONDS >= deadline + BAPO_ENGINES_LOAD_S))); then
             bapo_event engines_missing "expected=$BAPO_EXPECTED" "found=$found"
             ((found > 0)) || return 1
             late=$(bapo_engines_of_job)  # the trainer takes a server once it answers: these join it later

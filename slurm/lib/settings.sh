@@ -25,6 +25,7 @@ BAPO_SERVER_GPUS=${BAPO_SERVER_GPUS:-8}             # GPUs of each: rollout.sgla
 BAPO_SERVER_HOST=${BAPO_SERVER_HOST:-}              # address that they listen on; none: the node's own
 BAPO_ENGINES=${BAPO_ENGINES:-}                      # servers to wait for; none: all of this job's own
 BAPO_ENGINES_WAIT_S=${BAPO_ENGINES_WAIT_S:-1200}    # then the run starts with those that are ready
+BAPO_ENGINES_LOAD_S=${BAPO_ENGINES_LOAD_S:-0}       # longer, while none is ready: to read their weights
 BAPO_HEALTH=${BAPO_HEALTH:-on}                      # off: no probe of the nodes
 BAPO_HEALTH_WAIT_S=${BAPO_HEALTH_WAIT_S:-600}       # for the whole probe, the unpacking of an image included
 BAPO_HEALTH_FLAGS=${BAPO_HEALTH_FLAGS:-}            # more flags of probe.py, e.g. --memory-gb 500
@@ -40,7 +41,7 @@ bapo_check_numbers() {
     local name
     for name in LEAD_S MARGIN_S WAIT_S CRASH_WAIT_S DISK_WAIT_S SLURM_WAIT_S MAX_CRASHES MAX_PREEMPTIONS \
         MAX_TIME_LIMITS MAX_NODE_FAILURES MAX_IDLE SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S \
-        HEALTH_WAIT_S FRESH_S LOOK_S; do
+        ENGINES_LOAD_S HEALTH_WAIT_S FRESH_S LOOK_S; do
         local variable=BAPO_$name
         [[ ${!variable} =~ ^[0-9]+$ ]] || bapo_refuse "$variable=${!variable} must be a whole number"
     done

@@ -37,6 +37,7 @@ FEW = 300
 UPDATES = 3
 Weights = dict[str, torch.Tensor]
 Digests = dict[str, list[str]]
+Outcome = tuple[list[float], Weights, int]
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +75,18 @@ def train(policy: MegatronPolicy, samples: list[Sample], updates: int = UPDATES)
 
 
 def outcome(
-    folder: Path, samples: list[Sample], text: str, dtype: str, device: str, bucket: int
-) -> tuple[list[float], Weights, int]:
+    folder: Path,
+    samples: list[Sample],
+    text: str,
+    dtype: str,
+    device: str,
+    bucket: int,
+    updates: int = UPDATES,
+) -> Outcome:
     """Gradient norms and weights after the updates, and the number of buckets."""
     host_optimizer.BUCKET = bucket
     policy = build(folder, text, dtype, device)
-    norms = train(policy, samples)
+    norms = train(policy, samples, updates)
     inner = [part.optimizer for part in policy._optimizer.chained_optimizers]
     buckets = sum(len(one._copies.buckets) for one in inner if isinstance(one, HostAdamW))
     return norms, {name: tensor.clone() for name, tensor in policy.hf_weights()}, buckets
@@ -113,14 +120,18 @@ def test_updates_of_experts_are_those_of_the_models_device(
     check_updates(experts, samples, text, dtype)
 
 
+def outcomes(folder: Path, samples: list[Sample], text: str, dtype: str) -> tuple[Outcome, Outcome]:
+    """With the model, and on the host, after two updates: the second steps from the state of the first."""
+    plain, host = (outcome(folder, samples, text, dtype, device, FEW, 2) for device in ("model", "cpu"))
+    return plain, host
+
+
 def check_updates(folder: Path, samples: list[Sample], text: str, dtype: str) -> None:
     """Torch's fused AdamW rounds otherwise than its plain one, by the last bits."""
-    parallel = layout(text).parallel
-    plain = run_layout(outcome, parallel, folder, samples, text, dtype, "model", FEW)
-    host = run_layout(outcome, parallel, folder, samples, text, dtype, "cpu", FEW)
+    found = run_layout(outcomes, layout(text).parallel, folder, samples, text, dtype)
     # One rounding of bfloat16, where the last bit of a master weight decides it.
     near = {"rtol": 2**-7, "atol": 1e-6} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-7}
-    for (norms, weights, none), (host_norms, host_weights, buckets) in zip(plain, host, strict=True):
+    for (norms, weights, none), (host_norms, host_weights, buckets) in found:
         assert none == 0
         assert buckets > 2
         assert host_norms == pytest.approx(norms, rel=1e-3 if dtype == "bfloat16" else 1e-5)

@@ -36,10 +36,25 @@ def start(run_dir: Path, *flags: str) -> ForkedCommand:
     return start_bapo("train", "recipes/demo_moe_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags)
 
 
-@pytest.mark.parametrize("flags", [(), (REPLAY,)], ids=["own", "replayed"])
-def test_a_killed_run_of_experts_continues_bit_for_bit(flags: tuple[str, ...], tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(start(whole, *flags))
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was left alone."""
+    finish(start(folder := tmp_path_factory.mktemp("own")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with routes."""
+    finish(start(folder := tmp_path_factory.mktemp("replayed"), REPLAY))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "flags"), [("own", ()), ("replayed", (REPLAY,))], ids=["own", "replayed"])
+def test_a_killed_run_of_experts_continues_bit_for_bit(
+    name: str, flags: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    whole, killed = request.getfixturevalue(name), tmp_path / "killed"
     process = start(killed, *flags)
     wait_for_steps(process, killed, 3)
     os.killpg(process.pid, signal.SIGKILL)
@@ -87,21 +102,20 @@ def test_a_server_returns_the_routes_that_are_replayed(tmp_path: Path) -> None:
         assert row["routes/unknown_tokens"] > 0
 
 
-def test_stored_routes_are_replayed_at_another_layout_and_needed(tmp_path: Path) -> None:
-    stored = tmp_path / "stored"
-    finish(start(stored, REPLAY, "--steps=2"))
-    again = (f"--rollout.replay={stored}", "--steps=2")
+def test_stored_routes_are_replayed_at_another_layout_and_needed(
+    own: Path, replayed: Path, tmp_path: Path
+) -> None:
+    again = (f"--rollout.replay={replayed}", "--steps=2")
     finish(start(tmp_path / "again", *again, REPLAY, "--parallel.data=1", "--parallel.expert=1"))
-    found, theirs = (list(read_jsonl(RunPaths(run).updates)) for run in (tmp_path / "again", stored))
-    for ours, other in zip(found, theirs, strict=True):
+    found, theirs = (list(read_jsonl(RunPaths(run).updates)) for run in (tmp_path / "again", replayed))
+    assert found[-1]["step"] == 2
+    for ours, other in zip(found, (row for row in theirs if row["step"] <= 2), strict=True):
         assert ours["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
         assert ours["routes/known"] == other["routes/known"] == 1.0
         for name in EXPERT_NAMES:
             assert ours[name] == pytest.approx(other[name], rel=1e-2), name
         assert 1.0 <= ours["experts/imbalance_mean"] <= ours["experts/imbalance_max"]
-    plain = tmp_path / "plain"
-    finish(start(plain, "--steps=1"))
-    refused = start(tmp_path / "refused", f"--rollout.replay={plain}", "--steps=1", REPLAY)
+    refused = start(tmp_path / "refused", f"--rollout.replay={own}", "--steps=1", REPLAY)
     said = refused.communicate(timeout=LIMIT_S)[0].decode()
     assert refused.returncode == 2
-    assert f"rollout.replay={plain} has no routes of step 1" in said
+    assert f"rollout.replay={own} has no routes of step 1" in said

@@ -1,4 +1,4 @@
-"""`make gpu-study`, end to end at a pretrained model of 135 M parameters on a CPU; and its rehearsal."""
+"""`make gpu-study`, end to end at the policy of the first study on a CPU; and its rehearsal."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT, start_bapo
-from tests.support.real_model import require_model, write_sums
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+DEMO = ROOT / "recipes/demo"
 
 
 def test_two_arms_of_one_step(tmp_path: Path) -> None:
     """They learn something, their page has both, and the same command finds them done."""
-    folder = tmp_path / "study"
+    folder, held_out = tmp_path / "study", tmp_path / "held_out.jsonl"
+    held_out.write_text("".join((DEMO / "eval_study.jsonl").read_text().splitlines(True)[:3]))
     command = [
-        *(sys.executable, "-m", "benchmarks.gpu_study", f"--model={require_model()}", "--small", "--steps=1"),
-        *(
-            f"--train={write_sums(tmp_path / 'sums.jsonl', 8)}",
-            f"--held-out={write_sums(tmp_path / 'held.jsonl', 3)}",
-        ),
+        *(sys.executable, "-m", "benchmarks.gpu_study", f"--model={DEMO / 'policy_study'}", "--small"),
+        *("--steps=1", f"--train={DEMO / 'train_study.jsonl'}", f"--held-out={held_out}"),
         *("--reward=tests.support.real_model:letters", f"--folder={folder}", "--arms", "grpo", "paper"),
     ]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)

@@ -31,7 +31,7 @@ from tests.support.accounts import check_run
 from tests.support.fork_server import import_all
 from tests.support.metrics import results
 from tests.support.processes import ranks_of, sampler_of
-from tests.support.raw_journal import keep_logs
+from tests.support.raw_journal import keeping_logs
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
@@ -90,7 +90,6 @@ class Life:
 
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None while it lives."""
-        keep_logs(self._run_dir / "journal", self._run_dir.with_suffix(".kept"))
         if self._code is None:
             found, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if found else None
@@ -184,14 +183,15 @@ def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) ->
     start_s = _seconds(read_jsonl(whole / "events.jsonl")[0]["time"]) - alone.began
     step_s = statistics.median(row["time/step_s"] for row in read_jsonl(whole / "metrics.jsonl"))
     outcome = Outcome()
-    while sum(outcome.kills.values()) < kills and last_step(harmed, "metrics.jsonl") < steps:
-        _harmed_life(harmed, steps, chance, outcome, (start_s, step_s))
-        say(f"{sum(outcome.kills.values())} of {kills}: step {last_step(harmed, 'metrics.jsonl')} of {steps}")
-    assert sum(outcome.kills.values()) >= kills, "the run was done before it was harmed so often"
-    while (code := Life(harmed, steps).wait(3600)) != 0:
-        assert code == INTERRUPTED, harmed.with_suffix(".log").read_text()[-3000:]
+    with keeping_logs(harmed / "journal", kept := harmed.with_suffix(".kept")):
+        while (done := sum(outcome.kills.values())) < kills and last_step(harmed, "metrics.jsonl") < steps:
+            _harmed_life(harmed, steps, chance, outcome, (start_s, step_s))
+            say(f"{done} of {kills} kills before step {last_step(harmed, 'metrics.jsonl')} of {steps}")
+        assert done >= kills, "the run was done before it was harmed so often"
+        while (code := Life(harmed, steps).wait(3600)) != 0:
+            assert code == INTERRUPTED, harmed.with_suffix(".log").read_text()[-3000:]
     outcome.starts += 1
-    outcome.tokens = check_run(harmed, harmed.with_suffix(".kept"), cut_steps=True).totals()
+    outcome.tokens = check_run(harmed, kept, cut_steps=True).totals()
     for name in ("metrics.jsonl", "updates.jsonl"):
         assert not (found := _difference(harmed, whole, name)), found
     ours, theirs = ((run / "export/model.safetensors").read_bytes() for run in (harmed, whole))

@@ -293,8 +293,8 @@ def harm_and_check(
     """
     done = Counter[str]()
     folder.mkdir(parents=True, exist_ok=True)
-    run = Run(folder / "run", target, flags)
-    with keeping_logs(run.run_dir / "journal", folder / "kept"):
+    with keeping_logs(folder / "run/journal", folder / "kept"):
+        run = Run(folder / "run", target, flags)
         try:
             run.wait_for_steps(1, PATIENCE_S)
             for kind in harms:

@@ -25,6 +25,7 @@ from contextlib import suppress
 
 from bapo_megatron.runtime.processes import die_with_parent
 from benchmarks.study.forked_sampler import fork_first_sampler
+from tests.support.at_start import sitecustomize  # noqa: F401  # its hook, for what is forked
 
 _LONGEST = 1 << 20
 """Bytes of a request."""

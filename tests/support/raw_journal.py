@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import struct
-import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
+
+from tests.support.at_start import sitecustomize
 
 MAGIC_OF_LAST, MAGIC_OF_OTHERS = b"BPR1", b"BPR+"
 """What begins the last record of a commit, and those before it."""
@@ -109,28 +111,19 @@ def read_step_file(path: Path) -> tuple[list[RawGroup], dict[str, Any]]:
     return groups, header["metrics"]
 
 
-def keep_logs(journal: Path, kept: Path) -> None:
-    """Give every log a second name in ``kept``, so that it can be read when the run has deleted it."""
-    kept.mkdir(parents=True, exist_ok=True)
-    for path in journal.glob("segments-*.log"):
-        with suppress(FileExistsError, FileNotFoundError):
-            os.link(path, kept / path.name)
-
-
 @contextmanager
 def keeping_logs(journal: Path, kept: Path) -> Iterator[None]:
-    """``keep_logs`` again and again: a log is there from one checkpoint to the next, for seconds."""
-    ended = threading.Event()
+    """All logs of the journal, also those that the run deletes, are in ``kept`` when it is over.
 
-    def keep() -> None:
-        while not ended.wait(0.05):
-            keep_logs(journal, kept)
-
-    keeper = threading.Thread(target=keep, daemon=True)
-    keeper.start()
+    Processes that start meanwhile link a log into ``kept`` before they delete it.
+    """
+    kept.mkdir(parents=True, exist_ok=True)
+    paths = filter(None, (str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH")))
+    hook = {sitecustomize.VARIABLE: str(kept), "PYTHONPATH": os.pathsep.join(paths)}
     try:
-        yield
+        with patch.dict(os.environ, hook):
+            yield
     finally:
-        ended.set()
-        keeper.join()
-        keep_logs(journal, kept)
+        for path in journal.glob("segments-*.log"):
+            with suppress(FileExistsError):
+                os.link(path, kept / path.name)

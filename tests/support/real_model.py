@@ -38,5 +38,5 @@ def write_sums(path: Path, count: int = 4) -> Path:
 
 
 def letters(prompt: object, response: str) -> float:
-    """A reward that differs within a group: the share of vowels."""
-    return sum(letter in "aeiou" for letter in response) / max(1, len(response))
+    """A reward that differs within a group: the share of vowels, and of digits up to 4."""
+    return sum(letter in "aeiou01234" for letter in response) / max(1, len(response))

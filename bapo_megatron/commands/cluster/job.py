@@ -23,6 +23,7 @@ from bapo_megatron.planning.plan import make_plan, nodes_text, summary
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
 from bapo_megatron.planning.rehearsal.results import rehearsal_verdict
 from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
+from bapo_megatron.rollout.engines.timeouts import load_seconds
 
 _TO_SLURM = ("account", "partition", "time", "qos", "constraint", "cpus_per_task", "mem")
 
@@ -310,6 +311,7 @@ class ClusterJob:
             "BAPO_SERVERS_PER_NODE": self.servers_per_node,
             "BAPO_SERVER_GPUS": self.config.rollout.sglang.tensor,
             "BAPO_ENGINES_WAIT_S": cluster.engines_wait_s,
+            "BAPO_ENGINES_LOAD_S": int(load_seconds(self.config.model.hf_path, 0.0)),
             "BAPO_LOOK_S": cluster.look_s,
             "BAPO_HEALTH": health.probe,
             "BAPO_HEALTH_WAIT_S": health.wait_s,

@@ -4,7 +4,7 @@ Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt
 and ``reward_model.ground_truth``. Plain rows have a question, as messages or as text, and an answer, in
 columns of their own: ``prompt`` without ``reward_model`` (slime, TRL, verifiers), ``problem`` or
 ``question`` (DeepScaleR, MATH-500, AIME); ``answer`` (GSM8K's ends with ``#### 72``), a ``solution`` with a
-box, ``final_answer``, ``expected_answer`` or ``label``. Names may be capitalised.
+box, ``final_answer``, ``expected_answer``, ``label`` or ``tests``. Names may be capitalised.
 
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
 ask for that form gets an instruction, unless the reward reads neither (the user's own, an endpoint's, a
@@ -28,8 +28,8 @@ MATH_INSTRUCTION = r"Please reason step by step, and put your final answer withi
 CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block at the end of your answer."
 
 _PLAIN_QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
-_OTHER_ANSWERS = ("final_answer", "expected_answer", "label")
-"""Columns of the answer in rows without the two above: of DeepMath, OpenMathReasoning, and slime."""
+_OTHER_ANSWERS = ("final_answer", "expected_answer", "label", "tests")
+"""Columns of the answer in rows without the two above: of DeepMath, OpenMathReasoning, slime, DeepCoder."""
 _OF_CHATS = ("prompt", "reward_model")
 """Columns that identify a chat row."""
 _QUESTION = ("prompt", *_PLAIN_QUESTION)
@@ -149,7 +149,8 @@ def problem_of(
     ``own_reward``: a user's reward function, which takes any ground truth.
     """
     named = {name.lower(): value for name, value in row.items()}
-    if "reward_model" in named and ("prompt" in named or isinstance(named["reward_model"], dict)):
+    truth = named.get("reward_model")  # None, in rows beside others that have it
+    if truth is not None and ("prompt" in named or isinstance(truth, dict)):
         messages, known = _chat_messages(named), _OF_THE_FORMAT
         ground_truth = ground_truth_of(named, own_reward)
     elif any(name in named for name in _QUESTION):

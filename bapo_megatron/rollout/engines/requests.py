@@ -138,13 +138,19 @@ def request_seed(run_seed: int, epoch: int, index: int, sample: int) -> int:
     return int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The stop tokens: the end-of-sequence ids of the tokenizer, generation_config.json and config.json.
+_LLAMAS_END = "<|eom_id|>"
+"""SGLang's own (``_ADDITIONAL_STOP_TOKEN_TEXTS``). Files of base and distilled models do not name it."""
 
-    Chat models have several. SGLang stops at all that these files name, whatever a request says, so every
-    engine must. ConfigError if one of the files names something else.
+
+def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The stop tokens: the end-of-sequence ids of the tokenizer, generation_config.json and config.json, and
+    ``<|eom_id|>`` of every Llama 3, R1-Distill-Llama too.
+
+    Chat models have several. SGLang stops at all of them, whatever a request says, so every engine must.
+    ConfigError if one of the files names something else.
     """
-    stops = {tokenizer.eos_token_id}
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    stops = {tokenizer.eos_token_id, added.get(_LLAMAS_END)}
     for name in ("config.json", "generation_config.json"):
         try:
             listed = json.loads(read_file_inside(hf_path, name)).get("eos_token_id")

@@ -3,7 +3,7 @@
 An engine that misses one is put in quarantine, or reported as hanging. ``open_pool`` sets them.
 The clock stands still while this process's event loop lags: an answer that lies unread for half a minute,
 because ten thousand others came with it or the process was stopped, must not count as an engine's silence.
-Used in ``planning/``, ``rollout/engines/sglang/`` and this folder.
+Used in ``commands/``, ``planning/``, ``rollout/engines/sglang/`` and this folder.
 """
 
 from __future__ import annotations

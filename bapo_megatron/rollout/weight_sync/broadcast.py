@@ -128,17 +128,16 @@ class SendingGroup:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             work = dist.broadcast(payload_B, src=0, group=group, async_op=True)
-            work.wait()  # blocks the stream, not this thread
-            sent = self._stream.record_event()
-        deadline = time.monotonic() + self._timeout_s
-        while not sent.query():
-            if self._closing.is_set():
-                raise RuntimeError("the group was closed")
-            if time.monotonic() > deadline:
-                # Not left to the caller, which may itself wait for GPU work that is queued behind this.
-                group.abort()
-                raise TimeoutError(f"the broadcast did not end within {self._timeout_s:g} s")
-            time.sleep(0.001)
+            deadline = time.monotonic() + self._timeout_s
+            while not work.is_completed():  # also once NCCL has noticed an error
+                if self._closing.is_set():
+                    raise RuntimeError("the group was closed")
+                if time.monotonic() > deadline:
+                    # Not left to the caller, which may itself wait for GPU work that is queued behind this.
+                    group.abort()
+                    raise TimeoutError(f"the broadcast did not end within {self._timeout_s:g} s")
+                time.sleep(0.001)
+            work.wait()  # raises that error, and ends what still runs
 
     def _close(self) -> None:
         group, self._group = self._group, None
@@ -149,11 +148,15 @@ class SendingGroup:
 
 @contextmanager
 def _without_nccl_watchdog() -> Iterator[None]:
-    """Disable NCCL's watchdog for a group that is made within the block: it would kill this process when a
-    receiver dies. A group reads the variable when it is made."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    """Disable torch's watchdog of NCCL for a group that is made within the block, which reads the variable.
+
+    It would kill this process when a receiver dies, minutes after the sync by disk: it notes the error for
+    all groups (``shouldDump_`` in ProcessGroupNCCL.hpp), also with TORCH_NCCL_ASYNC_ERROR_HANDLING=0, and the
+    monitor of the trainer's own group then ends the process. A group with this variable has no watchdog.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
-    os.environ[name] = "0"
+    os.environ[name] = "1"
     try:
         yield
     finally:

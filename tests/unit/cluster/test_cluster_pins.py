@@ -101,45 +101,48 @@ def test_flash_attention_is_for_compute_capability_8() -> None:
 # --- against the registry ------------------------------------------------------------------------
 
 
-def run_pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """pip with the registry alone: folders of wheels on this machine may hold CPU builds of torch."""
+def run_pip(folder: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The pip in ``folder``, or ours, with the registry alone: folders of wheels on this machine may hold CPU
+    builds of torch. That in ``folder`` sees no installed package."""
     keep = {"PIP_CERT", "PIP_INDEX_URL", "PIP_DEFAULT_TIMEOUT", "PIP_PROXY"}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PIP_") or k in keep}
     environment["PIP_CONFIG_FILE"] = os.devnull
-    command = [str(python), "-m", "pip", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    how = ["-m"]
+    if folder:
+        environment["PYTHONPATH"], how = str(folder), ["-S", "-m"]
+    return subprocess.run(
+        [sys.executable, *how, "pip", *arguments], env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with that pip. Skips where there is no registry."""
-    folder = tmp_path_factory.mktemp("pip") / "env"
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    found = folder / "bin/python"
-    done = run_pip(found, "install", "--quiet", PIP)
+def pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of that pip. Skips where there is no registry."""
+    folder = tmp_path_factory.mktemp("pip")
+    done = run_pip(None, "install", "--quiet", "--no-deps", "--target", str(folder), PIP)
     if done.returncode:
         pytest.skip(f"no package registry here: {done.stderr.strip().splitlines()[-1]}")
-    return found
+    return folder
 
 
-def resolve(python: Path, folder: Path, *wanted: str) -> dict[str, dict[str, Any]]:
+def resolve(pip: Path, folder: Path, *wanted: str) -> dict[str, dict[str, Any]]:
     """The metadata of each package that pip would install, by canonical name. Nothing is installed."""
     report = folder / "report.json"
     how = ("--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--only-binary=:all:")
-    done = run_pip(python, "install", "--quiet", *how, "--report", str(report), *wanted)
+    done = run_pip(pip, "install", "--quiet", *how, "--report", str(report), *wanted)
     assert done.returncode == 0, done.stderr
     installed = [one["metadata"] for one in json.loads(report.read_text())["install"]]
     return {canonical(one["name"]): one for one in installed}
 
 
 @pytest.mark.slow
-def test_the_servers_environment_resolves_to_what_is_pinned(python: Path, tmp_path: Path) -> None:
-    found = resolve(python, tmp_path, "-r", str(CLUSTER / "sglang.txt"))
+def test_the_servers_environment_resolves_to_what_is_pinned(pip: Path, tmp_path: Path) -> None:
+    found = resolve(pip, tmp_path, "-r", str(CLUSTER / "sglang.txt"))
     assert {name: one["version"] for name, one in found.items()} == pinned("sglang.txt")
 
 
 @pytest.mark.slow
-def test_the_trainers_environment_resolves(python: Path, tmp_path: Path) -> None:
+def test_the_trainers_environment_resolves(pip: Path, tmp_path: Path) -> None:
     """CUDA builds beside the tested versions, and a newer NCCL than torch names: of one ABI, so not an older.
 
     transformer-engine-torch and flash-attn come as source, and their metadata only with torch: looked up.
@@ -154,7 +157,7 @@ def test_the_trainers_environment_resolves(python: Path, tmp_path: Path) -> None
         f"megatron-core=={pins(TRAINING)['megatron-core']}",
     ]
     build = ["-r", str(CLUSTER / "build.txt")]
-    found = resolve(python, tmp_path, "-c", str(TRAINING), *build, *wheels)
+    found = resolve(pip, tmp_path, "-c", str(TRAINING), *build, *wheels)
     assert found["transformer-engine-cu13"]["version"] == trainer["transformer-engine-cu13"]
     assert any(name.startswith("nvidia-cublas") for name in found)  # a CUDA build
     wanted = Version(found["nvidia-nccl-cu13"]["version"])
@@ -166,5 +169,5 @@ def test_the_trainers_environment_resolves(python: Path, tmp_path: Path) -> None
         "flash-attn": pinned("flash_attn.txt")["flash-attn"],
         "nvidia-nccl-cu13": str(ours),
     }.items():
-        listed = run_pip(python, "index", "versions", name).stdout
+        listed = run_pip(pip, "index", "versions", name).stdout
         assert version in re.split(r"[\s,:]+", listed), name

@@ -263,11 +263,13 @@ def test_what_does_not_go_with_colocated_servers(settings: dict, message: str) -
 @pytest.mark.parametrize(
     "flags", [("--hicache-storage-backend", "file"), ("--enable-lmcache",), ("--enable-flexkv",)]
 )
-def test_a_cache_that_outlives_new_weights_is_refused(flags: tuple[str, ...]) -> None:
+def test_flags_that_new_weights_do_not_go_with_are_refused(flags: tuple[str, ...]) -> None:
     def check(*given: str) -> None:
         rollout = dataclasses.replace(GOOD.rollout, engine="sglang", sglang=SglangConfig(flags=given))
         dataclasses.replace(GOOD, rollout=rollout).check()
 
+    with pytest.raises(ConfigError, match="--max-queued-requests fails requests"):
+        check("--max-queued-requests=64")
     check("--enable-hierarchical-cache")  # in the server's own memory, which a flush empties
     message = rf"rollout\.sglang\.flags: {flags[0]} keeps keys and values of earlier weights: leave it out"
     with pytest.raises(ConfigError, match=message):

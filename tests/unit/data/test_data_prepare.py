@@ -87,8 +87,9 @@ def questions(tmp_path: Path) -> list[str]:
         ({"question": GOATS, "final_answer": "19", "r1_solution_1": "so"}, "19"),  # DeepMath
         ({"problem": GOATS, "generated_solution": "so", "expected_answer": "19"}, "19"),  # OpenMathReasoning
         ({"prompt": [{"role": "user", "content": GOATS}], "label": "19"}, "19"),  # slime
+        ({"problem": GOATS, "solutions": ["s"], "tests": "19"}, "19"),  # the columns of DeepCoder
         ({"prompt": [{"role": "user", "content": GOATS}], "question": "", "answer": 19}, "19"),  # verifiers
-        ({"prompt": [{"role": "user", "content": GOATS}], "solution": "$\\boxed{19}$"}, "19"),  # TRL
+        ({"prompt": GOATS, "solution": "$\\boxed{19}$", "reward_model": None}, "19"),  # TRL
         ({"prompt": GOATS, "reward_model": {"ground_truth": "19"}, "data_source": "math_dapo"}, "19"),
     ],
 )

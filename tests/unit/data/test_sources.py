@@ -42,7 +42,7 @@ def write(path: Path, *answers: str, question: str = "{}+0=") -> Path:
             "data_source": "test",
             "prompt": [{"role": "user", "content": question.format(number)}],
             "reward_model": {"ground_truth": answer, "style": "rule"},
-            "extra_info": {"solution": answer},
+            "extra_info": {"solution": answer, "level": number},
         }
         for number, answer in enumerate(answers)
     ]
@@ -166,6 +166,10 @@ def test_prompts_of_all_sources_lie_one_after_the_other(tmp_path: Path, tokenize
         ("second", 2, 1),
     ]
     assert len({one.sha256 for one in found.sources}) == 2
+    data = DataConfig(sources=sources, max_prompt_tokens=48, difficulty="level", min_difficulty=1)
+    harder = load_problems(data, "math", tokenizer)
+    assert ([one.prompt_id for one in harder.prompts], harder.found) == ([1, 2, 1], 5)
+    assert [one.prompts for one in harder.sources] == [2, 1]
     write(second, "proof", "less", question="{}?")
     again = load_problems(DataConfig(sources=sources, max_prompt_tokens=48), "math", tokenizer)
     assert [a.sha256 == b.sha256 for a, b in zip(found.sources, again.sources, strict=True)] == [True, False]

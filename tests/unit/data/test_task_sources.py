@@ -273,10 +273,14 @@ def test_what_surrounds_a_template_is_compared_as_before() -> None:
 
 
 def test_the_command_counts_the_templates_of_its_sources(tmp_path: Path) -> None:
-    (tmp_path / "held_out.jsonl").write_text(json.dumps({"problem": STORIES[3], "answer": "9"}) + "\n")
+    """A question that is there often counts once: it is no template."""
+    often = "Walking or talking, singing, reading, playing, jumping, cooking, drawing, building, planting"
+    held_out = [{"problem": one, "answer": "9"} for one in (STORIES[3], f"{often} and more?")]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     rows = [{"problem": story, "answer": str(n)} for n, story in enumerate(STORIES)]
+    rows += [{"problem": f"{often} again", "answer": "1"}] * 30
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"against": (str(tmp_path / "held_out.jsonl"),)}
     card = prepare(PrepareOptions((str(tmp_path / "rows.jsonl"),), tmp_path / "out", **options))
-    assert card.dropped == {"contaminated": 1}
+    assert card.dropped == {"duplicate": 29, "contaminated": 2}
     assert STORIES[3] not in (tmp_path / "out" / DATA_FILE).read_text()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import mmap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.policy import background_save
-from bapo_megatron.policy.background_save import BLOCK, staged
+from bapo_megatron.policy.background_save import BLOCK, fork_reads, staged
 
 
 @pytest.fixture
@@ -94,3 +97,21 @@ def test_tensors_on_the_host_are_not_copied(allocated: list[int]) -> None:
     tensors = [torch.ones(3), torch.ones(4)]
     assert all(copy is one for copy, one in zip(copies_of(tensors), tensors, strict=True))
     assert not allocated
+
+
+def test_copies_are_pageable_where_a_fork_cannot_read_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert fork_reads(address)
+    libc = ctypes.CDLL(None)
+    assert libc.madvise(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.MADV_DONTFORK) == 0
+    assert not fork_reads(address)
+    pinned = SimpleNamespace(data_ptr=lambda: address)
+    monkeypatch.setattr(background_save, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pinned)
+    background_save._pins.cache_clear()
+    assert not background_save._pins()
+    assert "a fork of this process cannot read pinned memory" in capsys.readouterr().err
+    background_save._pins.cache_clear()

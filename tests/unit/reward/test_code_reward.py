@@ -101,6 +101,13 @@ def test_the_forms_of_ground_truth() -> None:
     assert read_tests(CALL).cases == (Called("order", [[3, 1, 2]], [1, 2, 3]), Called("order", [[]], []))
     as_text = json.dumps({"inputs": ['[1]\n"a"'], "outputs": ["true"], "fn_name": "f"})
     assert read_tests(as_text).cases == (Called("f", [[1], "a"], True),)
+    listed = [{"input": "[1]\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "f"}}]
+    assert read_tests(json.dumps(listed)).cases == (Called("f", [[1], 2], 3),)  # DeepCoder, LiveCodeBench
+    scripts = {"test_cases": [{"type": "stdin_stdout", "fn_name": None, "input": "1\n", "output": "2\n"}] * 2}
+    assert read_tests(json.dumps(scripts)).cases == (Printed("1\n", "2\n"),) * 2  # SYNTHETIC
+    assert is_tests(json.dumps(scripts["test_cases"]))
+    for other in ([*listed, {"input": "", "output": ""}], [{**listed[0], "metadata": {}}]):
+        assert "they must be of one" in str(check_tests(json.dumps(other)))
     assert read_tests(ASSERTS).cases == (
         Asserted("", "double(2)", True, 4),
         Asserted("", "double('a')", True, "aa"),

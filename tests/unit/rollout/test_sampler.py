@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -452,3 +453,5 @@ def test_stop_tokens_come_from_all_files(tmp_path: Path) -> None:
     assert stop_token_ids(tmp_path, Letters()) == (3, 7)
     (tmp_path / "generation_config.json").write_text("{}")
     assert stop_token_ids(tmp_path, dataclasses.make_dataclass("T", [("eos_token_id", Any)])(None)) == ()
+    llama = SimpleNamespace(eos_token_id=1, get_added_vocab=lambda: {"<|eom_id|>": 8, "<|eot_id|>": 9})
+    assert stop_token_ids(tmp_path, llama) == (1, 8)  # ``attach_additional_stop_token_ids`` in SGLang

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from bapo_megatron.commands import train
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.policy import layout
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
+from bapo_megatron.rollout.weight_sync.broadcast import SendingGroup
 
 MEMORY, MULTICAST = NAMES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 
@@ -80,3 +86,34 @@ def test_every_rank_has_them_before_its_first_group(tmp_path: Path, monkeypatch:
         with pytest.raises(Stopped):
             train.train_process(one)
     assert seen == ["0", None, None]
+
+
+def test_a_dead_receiver_is_an_error_of_the_broadcast_and_no_watchdogs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a played GPU. A watchdog of the group would end the process, long after the sync by disk."""
+    made_with: list[str | None] = []
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+
+    def make(*_arguments: Any, **_named: Any) -> tuple[str, None]:
+        made_with.append(os.environ.get(name))
+        return "group", None
+
+    def wait() -> None:
+        raise RuntimeError("remote process exited")
+
+    work = SimpleNamespace(is_completed=lambda: True, wait=wait)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(record_event=object))
+    monkeypatch.setattr(c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(dist, "broadcast", lambda *_arguments, **_named: work)
+    group = SendingGroup("127.0.0.1", "weights", 1, torch.device("cpu"), 60.0)
+    group._stream = SimpleNamespace(wait_event=lambda _: None)  # type: ignore[assignment]
+    try:
+        group.form().result()
+        assert made_with == ["1"]
+        assert name not in os.environ
+        assert "remote process exited" in str(group.broadcast(torch.zeros(1)).exception())
+    finally:
+        c10d._world.pg_group_ranks.pop("group", None)  # type: ignore[call-overload]

@@ -20,6 +20,7 @@ from bapo_megatron.rollout.engines import timeouts
 from bapo_megatron.rollout.engines.sglang import server_process as process
 from bapo_megatron.rollout.engines.sglang import supervisor as servers
 from bapo_megatron.rollout.engines.sglang.supervisor import RunServers, ServerSupervisor, servers_of
+from bapo_megatron.runtime.run_paths import RunPaths
 
 READY = """
 import http.server, sys
@@ -108,6 +109,7 @@ def test_a_starting_server_does_not_count_as_hanging(
     monkeypatch.setattr(
         servers, "server_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
     )
+    monkeypatch.setattr(servers, "load_seconds", lambda _folder, base_s: base_s + 7)  # to read the weights
     supervisor = ServerSupervisor(config, 0, False, events.append)
     supervisor.start()
     until(lambda: supervisor.is_running)
@@ -116,6 +118,7 @@ def test_a_starting_server_does_not_count_as_hanging(
     supervisor.restart("no answer for 120 s")
     time.sleep(0.5)
     assert pid_of(supervisor) == first
+    assert supervisor._start_s == 60 * config.rollout.sglang.start_minutes + 7
     supervisor._start_s = 0.0  # now it has had its time
     until(lambda: supervisor._can_hang)
     supervisor.restart("no answer for 900 s")
@@ -208,9 +211,11 @@ def test_colocated_servers_start_only_on_demand(config: RunConfig, events: list[
     assert found.running() == []
 
 
-def test_a_hanging_server_that_the_run_has_not_started_is_only_reported(
+def test_a_hanging_server_that_the_run_has_not_started_is_reported(
     config: RunConfig, events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And its job's task is told, if it has one."""
+    registry = RunPaths(config.directory).engines
     sglang = dataclasses.replace(config.rollout.sglang, urls=("http://node7:30000/",))
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))
     with servers_of(config, False, events.append) as found:
@@ -221,6 +226,14 @@ def test_a_hanging_server_that_the_run_has_not_started_is_only_reported(
     assert event["kind"] == "server_hangs"
     assert "end it, and start it again" in event["advice"]
     assert "http://node7:30000 hangs (not done in 600 s)" in capsys.readouterr().out
+    registry.mkdir(parents=True)
+    (registry / "node7-30000.json").touch()
+    with servers_of(config, False, events.append) as found:
+        found.heed({"kind": "engine_hangs", "engine": "http://node7:30000", "reason": "not done in 600 s"})
+        assert "starts it again" in events[-1]["advice"]
+        assert (registry / "node7-30000.hang").is_file()
+        found.heed({"kind": "engine_ready", "engine": "http://node7:30000"})
+    assert [path.name for path in registry.iterdir()] == ["node7-30000.json"]
 
 
 def test_a_server_inherits_no_launcher_variables(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +151,37 @@ def test_expandable_segments_are_on_unless_the_user_sets_them(monkeypatch: pytes
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     prepare_device()
     assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+def test_kernels_are_compiled_on_the_own_machine(
+    bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def prepared() -> list[str | None]:
+        prepare_device()
+        return [os.environ.pop(name, None) for name in names]
+
+    names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    for name in (*names, "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        del os.environ[name]
+    fake_driver(bare_machine, f"touch {tmp_path}/asked; echo NVIDIA H100")
+    assert prepared() == [None, None], "a machine without a GPU"
+    assert not (tmp_path / "asked").exists()  # every command would wait for it
+    (bare_machine / "dev/nvidia0").touch()
+    [folder] = {Path(str(path)).parent for path in prepared()}
+    assert folder.parent == tmp_path
+    assert socket.gethostname() in folder.name  # TMPDIR may be on a file system of all nodes
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert prepared() == [None, None], "others may write there, and ranks would load it"
+    elsewhere = folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(elsewhere)
+    assert prepared() == [None, None]
+    folder.unlink()
+    os.environ["TRITON_CACHE_DIR"] = "/scratch"
+    assert prepared() == ["/scratch", str(folder / "inductor")]
 
 
 @pytest.mark.parametrize("command", ["train", "verify-parallel", "rollout-server", "eval"])

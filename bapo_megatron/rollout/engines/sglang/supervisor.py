@@ -11,7 +11,9 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import RunStopped, printable
@@ -25,6 +27,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_flags,
     sglang_python,
 )
+from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"
@@ -40,9 +43,15 @@ class RunServers(EngineServers):
     """
 
     def __init__(
-        self, urls: Sequence[str], supervisors: Sequence[ServerSupervisor], on_event: OnEvent
+        self,
+        urls: Sequence[str],
+        supervisors: Sequence[ServerSupervisor],
+        on_event: OnEvent,
+        registry: Path | None = None,
     ) -> None:
+        """``registry``: the folder in which tasks of a Slurm job have registered servers."""
         self.urls = list(urls)
+        self._registry = registry
         self._supervisors = {supervisor.url: supervisor for supervisor in supervisors}
         self.gpus = {supervisor.url: supervisor.gpus for supervisor in supervisors}
         self._on_event = on_event
@@ -55,10 +64,31 @@ class RunServers(EngineServers):
         url, reason = event["engine"], event["reason"] if event["kind"] == "engine_hangs" else None
         if supervisor := self._supervisors.get(url):
             supervisor.restart(reason)
-        elif reason:
+            return
+        is_told = self._tell_task(url, reason)
+        if reason:
             advice = "this run has not started it: end it, and start it again at the same address"
+            if is_told:
+                advice = "the job's task on its node ends it, and starts it again"
             self._on_event({"kind": "server_hangs", "server": url, "reason": reason, "advice": advice})
             print(printable(f"the server at {url} hangs ({reason}); {advice}"), flush=True)
+
+    def _tell_task(self, url: str, reason: str | None) -> bool:
+        """Ask the task of a Slurm job to restart the server (``keep_server`` in slurm/task.sh), by a file
+        beside its entry; None: take that back. Returns whether a task was asked."""
+        if self._registry is None:
+            return False
+        entry = self._registry / f"{urlsplit(url).netloc.replace(':', '-')}.json"
+        asked = entry.with_suffix(".hang")
+        try:
+            if reason is None:
+                asked.unlink(missing_ok=True)
+            elif entry.is_file():
+                asked.touch()
+                return True
+        except OSError as error:  # a failing disk must not end the run here
+            print(f"{asked}: {error}", flush=True)
+        return False
 
     def hold(self) -> None:
         for supervisor in self._supervisors.values():
@@ -91,7 +121,8 @@ def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[Run
     """
     sglang = config.rollout.sglang
     if sglang.urls:
-        yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event)
+        registry = RunPaths(config.directory).engines
+        yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event, registry)
         return
     supervisors = [ServerSupervisor(config, number, cuda, on_event) for number in range(sglang.servers)]
     urls = [supervisor.url for supervisor in supervisors]
@@ -126,7 +157,7 @@ class ServerSupervisor:
             cuda, key_file=servers_key_file(config), colocated=sglang.colocated, python=python
         )
         self._log = RunPaths(config.directory).server_log(number)
-        self._start_s = 60 * sglang.start_minutes
+        self._start_s = load_seconds(config.model.hf_path, 60 * sglang.start_minutes)
         self._on_event = on_event
         self._stopping = threading.Event()
         self._tried = threading.Event()

@@ -9,8 +9,7 @@ from typing import get_type_hints
 import pytest
 
 from bapo_megatron import tensor_types, types
-from bapo_megatron.reward.pool import RewardPool
-from tests.unit.reward.test_reward_pool import pooled, prompt
+from tests.unit.reward.test_reward_pool import pooling, prompt
 
 TAKE_SECONDS = {"torch", "transformers", "megatron", "datasets", "safetensors", "pandas"}
 PROGRAM = """
@@ -29,13 +28,10 @@ def test_neither_the_worker_nor_the_types_of_its_prompts_import_torch() -> None:
 
 
 @pytest.mark.integration
-def test_a_worker_of_a_users_function_has_no_torch() -> None:
+async def test_a_worker_of_a_users_function_has_no_torch() -> None:
     """Also of one that imports ``Prompt``, as the documentation shows."""
-
-    async def act(pool: RewardPool) -> float:
-        return (await pool.score(prompt(), "a response", 2)).reward
-
-    assert pooled(act, function="tests.support.reward_functions:has_torch") == 0.0
+    async with pooling(function="tests.support.reward_functions:has_torch") as pool:
+        assert (await pool.score(prompt(), "a response", 2)).reward == 0.0
 
 
 def test_the_types_with_tensors_are_found_where_users_look_for_them() -> None:

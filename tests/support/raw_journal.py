@@ -111,6 +111,14 @@ def read_step_file(path: Path) -> tuple[list[RawGroup], dict[str, Any]]:
     return groups, header["metrics"]
 
 
+def keep_logs(journal: Path, kept: Path) -> None:
+    """Give every log a second name in ``kept``, so that it can be read when the run has deleted it."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in journal.glob("segments-*.log"):
+        with suppress(FileExistsError):
+            os.link(path, kept / path.name)
+
+
 @contextmanager
 def keeping_logs(journal: Path, kept: Path) -> Iterator[None]:
     """All logs of the journal, also those that the run deletes, are in ``kept`` when it is over.
@@ -124,6 +132,4 @@ def keeping_logs(journal: Path, kept: Path) -> Iterator[None]:
         with patch.dict(os.environ, hook):
             yield
     finally:
-        for path in journal.glob("segments-*.log"):
-            with suppress(FileExistsError):
-                os.link(path, kept / path.name)
+        keep_logs(journal, kept)

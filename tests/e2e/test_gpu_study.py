@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from benchmarks.gpu_study import __main__ as program
 from tests.support.forked_commands import ROOT, start_bapo
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -16,7 +17,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 DEMO = ROOT / "recipes/demo"
 
 
-def test_two_arms_of_one_step(tmp_path: Path) -> None:
+def test_two_arms_of_one_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They learn something, their page has both, and the same command finds them done."""
     folder, held_out = tmp_path / "study", tmp_path / "held_out.jsonl"
     held_out.write_text("".join((DEMO / "eval_study.jsonl").read_text().splitlines(True)[:3]))
@@ -34,10 +37,12 @@ def test_two_arms_of_one_step(tmp_path: Path) -> None:
     page = (folder / "gpu_study.md").read_text()
     assert "2 of 2 arms" in page
     assert "| `paper` | " in page
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert again.returncode == 0
-    assert "1/2 grpo is done" in again.stdout
-    assert "2/2 paper is done" in again.stdout
+    monkeypatch.setattr(sys, "argv", command[2:])
+    with pytest.raises(SystemExit, match="^0$"):
+        program.main()
+    again = capsys.readouterr().out
+    assert "1/2 grpo is done" in again
+    assert "2/2 paper is done" in again
 
 
 def test_its_recipe_is_rehearsed() -> None:

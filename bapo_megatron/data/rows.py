@@ -12,6 +12,7 @@ import ast
 import glob
 import hashlib
 import json
+import math
 import re
 import tempfile
 from collections import deque
@@ -308,6 +309,8 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
-        return float(Fraction(value.strip()) if isinstance(value, str) else value)
+        # Not all texts as a Fraction, which takes minutes for "1e99999999"; a ratio has no exponent.
+        found = float(Fraction(value.strip()) if isinstance(value, str) and "/" in value else value)
     except (ValueError, ZeroDivisionError, OverflowError):  # "n/a"
         return None
+    return None if isinstance(value, str) and not math.isfinite(found) else found

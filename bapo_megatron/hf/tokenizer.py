@@ -28,8 +28,9 @@ def load_tokenizer(folder: Path) -> Any:
         raise ConfigError(f"model.hf_path={folder}: the tokenizer has no eos token, so no response would end")
     if not tokenizer.chat_template:
         raise ConfigError(f"model.hf_path={folder}: the tokenizer has no chat template")
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = _CLOCK.sub(_date, tokenizer.chat_template)
+    found = tokenizer.chat_template  # one, or several by name
+    several = {name: _CLOCK.sub(_date, one) for name, one in found.items()} if isinstance(found, dict) else {}
+    tokenizer.chat_template = several or _CLOCK.sub(_date, found)
     return tokenizer
 
 

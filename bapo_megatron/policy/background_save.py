@@ -147,10 +147,15 @@ def _pins() -> bool:
 def fork_reads(address: int) -> bool:
     """Whether a fork of this process can read the byte at ``address``; one that is killed cannot."""
     if (child := os.fork()) == 0:
-        faulthandler.disable()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        ctypes.string_at(address, 1)
-        os._exit(0)
+        code = 1
+        try:
+            gc.disable()  # as in ``_writer_process``
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            ctypes.string_at(address, 1)
+            code = 0
+        finally:
+            os._exit(code)  # whatever a signal raises here: it must not go on as a second trainer
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -240,7 +240,7 @@ def read_tests(ground_truth: str) -> Tests:
         raise ValueError(f"it is no JSON of tests: {error}") from None
     if isinstance(tests, list) and _are_asserts(tests):
         return _asserts(tests)
-    cases = tests.get("test_cases") if isinstance(tests, dict) else tests
+    cases = tests.get("test_cases") if isinstance(tests, dict) and not _FORMS & tests.keys() else tests
     if isinstance(cases, list) and _are_cases(cases):
         return _listed(cases)
     if not isinstance(tests, dict):
@@ -250,6 +250,10 @@ def read_tests(ground_truth: str) -> Tests:
     if "assert_case" in tests:
         return _asserts(tests["assert_case"])
     return _pairs(tests)
+
+
+_FORMS = {"inputs", "outputs", "test_code", "assert_case"}
+"""Keys of the other objects, which count before ``test_cases``."""
 
 
 def _are_asserts(value: list[Any]) -> bool:
@@ -264,10 +268,10 @@ def _listed(cases: list[dict[str, Any]]) -> Tests:
     """Tests that have an object each, all of scripts or all of one function."""
     about = [one.get("metadata") for one in cases]
     inner = [one.get("func_name") if isinstance(one, dict) else None for one in about]
-    names = {one.get("fn_name") or name for one, name in zip(cases, inner, strict=True)}
-    kinds = {one.get("testtype") or one.get("type") for one in cases}
-    if len(names) > 1 or (names == {None} and kinds & {"functional", "function_call"}):
-        raise ValueError(f"its tests are of the functions {sorted(map(str, names))}; they must be of one")
+    names = {str(one.get("fn_name") or name or "") for one, name in zip(cases, inner, strict=True)}
+    kinds = {str(one.get("testtype") or one.get("type")) for one in cases}
+    if len(names) > 1 or (names == {""} and kinds & {"functional", "function_call"}):
+        raise ValueError(f"its tests are of the functions {sorted(names)}; they must be of one")
     inputs, outputs = ([one[side] for one in cases] for side in ("input", "output"))
     return _pairs({"inputs": inputs, "outputs": outputs, "fn_name": names.pop()})
 

@@ -30,6 +30,8 @@ ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 GROWING_SEGMENTS = "expandable_segments:True"
 _KERNELS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Variables with the folders of compiled kernels, and their names in a folder of ours."""
+_FOLDER = "bapo-kernels-"
+"""The beginning of that folder's name."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NONE_VISIBLE = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide every GPU; the last one is Slurm's."""
@@ -108,16 +110,19 @@ def prepare_device() -> None:
     With BAPO_DEVICE=cpu every GPU is hidden. Else torch's CUDA allocator gets expandable segments: packs of
     changing length fragment fixed ones. And beside a GPU compiled kernels get folders on this machine: Triton
     itself takes the home folder, which nodes share, and over a network file system ranks that compile at the
-    same time fail ("Stale file handle", triton issue 11512). A user's own settings stay.
+    same time fail ("Stale file handle", triton issue 11512). A user's own settings stay; a folder of ours is
+    that of another machine, where sbatch has handed on the environment of the one that submitted this job.
     """
     if wants_cpu():
         os.environ[_VISIBLE] = ""
         return
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
         os.environ.setdefault(ALLOCATOR_VARIABLE, GROWING_SEGMENTS)
-    unset = [name for name in _KERNELS if name not in os.environ]
-    if unset and any(gpu_signs(asks_driver=False)) and (folder := _own_folder()):
-        os.environ |= {name: os.path.join(folder, _KERNELS[name]) for name in unset}
+    names = [name for name in _KERNELS if _FOLDER in os.environ.get(name, _FOLDER)]
+    for name in names:
+        os.environ.pop(name, None)
+    if names and any(gpu_signs(asks_driver=False)) and (folder := _own_folder()):
+        os.environ |= {name: os.path.join(folder, _KERNELS[name]) for name in names}
 
 
 def _own_folder() -> str | None:
@@ -125,8 +130,8 @@ def _own_folder() -> str | None:
 
     It must be the user's alone: what is in it is loaded into every rank.
     """
-    path = Path(tempfile.gettempdir(), f"bapo-kernels-{os.getuid()}-{socket.gethostname()}")
     try:
+        path = Path(tempfile.gettempdir(), f"{_FOLDER}{os.getuid()}-{socket.gethostname()}")
         path.mkdir(mode=0o700, exist_ok=True)
         about, runs_nothing = path.lstat(), os.statvfs(path).f_flag & os.ST_NOEXEC
     except OSError:

@@ -109,7 +109,7 @@ def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> 
     dropped = options.drop_columns if renamed else ()
     for number, row in enumerate(source.rows()):
         try:
-            row = without_columns(with_columns(with_source(row, column), names), dropped)
+            row = with_columns(without_columns(with_source(row, column), dropped), names)
             problem = problem_of(row, source.name, number, options.instruct, own)
             yield problem.with_system(options.system_prompt if renamed else None)
         except RowError as error:

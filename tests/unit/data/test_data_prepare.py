@@ -258,7 +258,8 @@ def test_columns_of_ones_own_beside_those_of_a_chat_row(tmp_path: Path) -> None:
     assert made["reward_model"]["ground_truth"] == "19"
     text = {"prompt": GOATS, "solution": "so \\boxed{19}", "gold": 20, "reward_model": {"ground_truth": "5"}}
     for names, answer in (({"question_column": "prompt"}, "19"), ({"answer_column": "gold"}, "20")):
-        prepared(tmp_path, [text], overwrite=True, **names)
+        dropped = () if "question_column" in names else ("solution", "reward_model")  # the latter by itself
+        prepared(tmp_path, [text], overwrite=True, drop_columns=dropped, **names)
         [made] = kept(tmp_path)
         assert made["reward_model"]["ground_truth"] == answer
 

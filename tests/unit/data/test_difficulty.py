@@ -21,8 +21,9 @@ def prompt(number: int, value: Any) -> Prompt:
     return Prompt(number, np.array([1]), "", "", info)
 
 
-PROMPTS = [prompt(n, value) for n, value in enumerate([0, 1, 8, 15, 16, None, True, "n/a", "7/2"])]
-PROMPTS.append(Prompt(9, np.array([1]), "", "", {}))
+VALUES = [0, 1, 8, 15, 16, None, True, "n/a", "7/2", "9e99999999", "1e-9", "nan"]
+PROMPTS = [prompt(n, value) for n, value in enumerate(VALUES)]
+PROMPTS.append(Prompt(12, np.array([1]), "", "", {}))
 
 
 def kept(**settings: Any) -> list[int]:
@@ -31,12 +32,12 @@ def kept(**settings: Any) -> list[int]:
 
 def test_both_bounds_are_included_and_prompts_without_a_number_are_left_out() -> None:
     assert kept(difficulty=PATH, min_difficulty=1, max_difficulty=15) == [1, 2, 3, 8]
-    assert kept(difficulty=PATH) == [0, 1, 2, 3, 4, 8]
+    assert kept(difficulty=PATH) == [0, 1, 2, 3, 4, 8, 10]
 
 
 def test_without_a_difficulty_all_stay() -> None:
-    assert kept() == list(range(10))
-    assert kept(min_difficulty=3) == list(range(10))
+    assert kept() == list(range(13))
+    assert kept(min_difficulty=3) == list(range(13))
 
 
 @pytest.mark.parametrize(

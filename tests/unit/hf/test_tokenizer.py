@@ -77,3 +77,6 @@ def test_a_template_that_writes_the_date_writes_the_same_every_day(tmp_path: Pat
     (tmp_path / "chat_template.jinja").write_text(dated)
     ids = load_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": TEXT}], return_dict=False)
     assert file.decode(ids) == f"26 Jul 2024{TEXT}"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text(dated)
+    assert "strftime" not in str(load_tokenizer(tmp_path).chat_template)

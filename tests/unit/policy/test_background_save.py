@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import mmap
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +109,16 @@ def test_copies_are_pageable_where_a_fork_cannot_read_pinned_memory(
     libc = ctypes.CDLL(None)
     assert libc.madvise(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.MADV_DONTFORK) == 0
     assert not fork_reads(address)
+
+    with monkeypatch.context() as patched:  # an exception: the fork must not go on as a second trainer
+        patched.delattr(ctypes, "string_at")
+        number = os.getpid()
+        try:
+            reads = fork_reads(address)
+        finally:
+            if os.getpid() != number:
+                os._exit(0)
+        assert not reads
     pinned = SimpleNamespace(data_ptr=lambda: address)
     monkeypatch.setattr(background_save, "has_cuda", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pinned)

@@ -106,8 +106,12 @@ def test_the_forms_of_ground_truth() -> None:
     scripts = {"test_cases": [{"type": "stdin_stdout", "fn_name": None, "input": "1\n", "output": "2\n"}] * 2}
     assert read_tests(json.dumps(scripts)).cases == (Printed("1\n", "2\n"),) * 2  # SYNTHETIC
     assert is_tests(json.dumps(scripts["test_cases"]))
+    both = {"inputs": ["1"], "outputs": ["2"], **scripts}
+    assert read_tests(json.dumps(both)).cases == (Printed("1", "2"),)
     for other in ([*listed, {"input": "", "output": ""}], [{**listed[0], "metadata": {}}]):
         assert "they must be of one" in str(check_tests(json.dumps(other)))
+    no_name = [{"input": "1", "output": "2", "fn_name": ["f"], "type": {}}]
+    assert "it must be the name of a function" in str(check_tests(json.dumps(no_name)))
     assert read_tests(ASSERTS).cases == (
         Asserted("", "double(2)", True, 4),
         Asserted("", "double('a')", True, "aa"),

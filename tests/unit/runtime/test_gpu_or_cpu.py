@@ -158,6 +158,9 @@ def test_kernels_are_compiled_on_the_own_machine(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
+    def nowhere() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
     def prepared() -> list[str | None]:
         prepare_device()
         return [os.environ.pop(name, None) for name in names]
@@ -182,6 +185,12 @@ def test_kernels_are_compiled_on_the_own_machine(
     folder.unlink()
     os.environ["TRITON_CACHE_DIR"] = "/scratch"
     assert prepared() == ["/scratch", str(folder / "inductor")]
+    submitted = str(tmp_path / "bapo-kernels-0-login/triton")  # sbatch hands the environment on to nodes
+    os.environ["TRITON_CACHE_DIR"] = submitted
+    assert prepared() == [str(folder / name) for name in ("triton", "inductor")]
+    os.environ["TRITON_CACHE_DIR"] = submitted
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    assert prepared() == [None, None]
 
 
 @pytest.mark.parametrize("command", ["train", "verify-parallel", "rollout-server", "eval"])

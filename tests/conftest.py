@@ -47,7 +47,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    """Under ``--dist loadscope``."""
+    """Under ``--dist loadscope``. The process that deals tests out collects none."""
+    gc.enable()
     return make_scheduler(config, log)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bapo_megatron.commands.doctor import doctor
 from bapo_megatron.commands.doctor.recipe import check_recipe, try_reward
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
@@ -40,25 +42,29 @@ def test_a_reward_is_tried_on_a_row(function: str, works: bool, says: str) -> No
         assert "return ACTIONS[word](prompt, rest)" in row.found
 
 
-def test_a_recipe_that_ends_the_process_is_a_row(tmp_path: Path) -> None:
+def test_a_recipe_that_ends_the_process_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a report that goes on."""
+    for section in ("package_rows", "sglang_rows", "sandbox_rows"):
+        monkeypatch.setattr(doctor, section, lambda *_: iter(()))
     path = tmp_path / "crash.py"
     path.write_text("import os, signal\nprint('noise')\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    [row], facts = check_recipe(path, [])
-    assert (row.section, row.state, facts) == ("recipe", "problem", None)
-    assert row.found.startswith("ended by SIGKILL")
+    assert doctor.run_doctor([str(path), "--json"]) == 1
+    told = json.loads(capfd.readouterr().out)["rows"]
+    [row] = [row for row in told if row["section"] == "recipe"]
+    assert row["found"].startswith("ended by SIGKILL")
+    assert "machine" in {row["section"] for row in told}
 
 
 def test_the_doctor_calls_the_reward_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_rewards.py").write_text("def score(prompt, response):\n    return prompt.truth\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     base = shutil.copytree(RECIPE.parent / "demo/policy", tmp_path / "base")
-    for name in (
-        "config.json",
-        "generation_config.json",
-        "tokenizer_config.json",
-    ):  # as a base model has them
-        written = (base / name).read_text().replace("<|im_end|>", "<|endoftext|>")
-        (base / name).write_text(written.replace('"eos_token_id": 258', '"eos_token_id": 256'))
+    for name in ("config", "generation_config", "tokenizer_config"):  # as a base model has them
+        file = base / f"{name}.json"
+        written = file.read_text().replace("<|im_end|>", "<|endoftext|>")
+        file.write_text(written.replace('"eos_token_id": 258', '"eos_token_id": 256'))
     flags = [f"--run-dir={tmp_path / 'run'}", f"--model.hf-path={base}"]
     rows, _ = check_recipe(RECIPE, [*flags, "--reward.function=broken_rewards:score"])
     [stops, row] = [row for row in rows if row.name in ("stop tokens", "reward")]

@@ -165,7 +165,7 @@ async def test_a_step_that_cannot_be_interrupted_costs_its_worker_and_no_other_e
     monkeypatch.setattr(pools, "_ASYNC_GRACE_S", 0.2)
     file = tmp_path / "file"
 
-    settings = replace(config(name), step_limit_s=1.5)
+    settings = replace(config(name), step_limit_s=3.0)
     async with playing(settings) as player:
         assert (await player.say("idle", "a")).observation == "1:a"
         beside = asyncio.create_task(player.say("beside", f"hang once {file}"))

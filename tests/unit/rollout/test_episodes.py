@@ -353,7 +353,10 @@ class Forgetful(Async):
         return Reply(None, reward=1.0) if turn == "end" else Reply(f"life {Forgetful.lives}")
 
 
-async def test_a_replay_that_differs_restarts_its_response(tmp_path: Path) -> None:
+async def test_a_replay_that_differs_restarts_its_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Forgetful, "lives", 0)
     world = EpisodeWorld(tmp_path, counting, HereSteps(Forgetful))
     engine = world.engines[0]
     engine.holds = lambda request: request.prefix_tokens > 8

@@ -328,7 +328,7 @@ def main(checkpoint: str, output: str, model: str, parent: str) -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the half-written output is removed on the way
     die_with_parent(parent=int(parent))  # else a restarted trainer could export to the same folder at once
-    os.nice(_NICENESS)
+    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)  # os.nice would add it to that of the trainer
     try:
         # Outputs with somebody's files, or of an earlier version without a mark, are renamed and kept. The
         # replaced folder only where the output exists: else `to_hf` gives it the output's name again.

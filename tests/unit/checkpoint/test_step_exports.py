@@ -168,8 +168,8 @@ def test_zero_exports_nothing(tmp_path: Path, model: Path, policy: Path) -> None
 
 _WAITS_WHEN_IT_IS_NICE = """
 import os, signal
-nice = os.nice
-os.nice = lambda change: (nice(change), signal.pause())
+set_priority = os.setpriority
+os.setpriority = lambda *arguments: (set_priority(*arguments), signal.pause())
 """
 
 

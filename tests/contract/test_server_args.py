@@ -75,7 +75,7 @@ def resolved() -> Iterator[Reader]:
             """In the environment of such servers. ``platform``: what differs from an H100."""
             own = server_environment(cuda=True, colocated=colocated) | {"CUDA_VISIBLE_DEVICES": ""}
             asked = {"lines": lines, "fields": FIELDS, "platform": platform, "environment": own}
-            return child.ask(asked, 300)  # type: ignore[no-any-return]
+            return child.ask(asked, 900)  # type: ignore[no-any-return]
 
         yield read
 

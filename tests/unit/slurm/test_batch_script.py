@@ -48,7 +48,7 @@ def script_of() -> Iterator[Callable[..., str]]:
 
         def script(cluster: ClusterFile, templates: Path = ROOT / "slurm") -> str:
             job = ClusterJob(load_recipe(RECIPE, RunConfig), cluster, RECIPE, (), ROOT, templates)
-            return str(child.ask(job.specification(), 300))
+            return str(child.ask(job.specification(), 900))
 
         yield script
 

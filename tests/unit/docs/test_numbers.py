@@ -268,6 +268,19 @@ def test_results_have_the_second_studys_verdicts() -> None:
     )
 
 
+def test_results_say_how_other_losses_compare_with_a_lower_rate() -> None:
+    reward, collapsed = _figures(SECOND), _figures(SECOND, "collapsed")
+    page = " ".join((ROOT / "docs/results.md").read_text().split())
+    over = {name: _gain(reward, (name, 8), ("grpo", 8)).split()[0] for name in ("gspo", "vespo")}
+    assert f"GSPO ({over['gspo']}), VESPO ({over['vespo']}) and the sequence means gained" in page
+    mean, low, high = re.findall(r"0\.\d+", _gain(reward, ("grpo@0.5", 8), ("vespo", 8)))
+    assert f"each has less than GRPO at half of it (VESPO by {mean}, {low} to {high})" in page
+    means = {one: fmean(by_seed.values()) for (one, staleness), by_seed in reward.items() if staleness == 8}
+    full = [mean for name, mean in means.items() if "@" not in name]
+    assert max(full) < means["grpo@0.5"]
+    assert {sum(collapsed[name, 8].values()) for name in ("cispo", "m2po")} == {9}
+
+
 def test_results_say_no_more_than_the_intervals() -> None:
     """What a verdict does not rule out, and what Holm's correction alone keeps from one."""
     reward = _figures(SECOND)

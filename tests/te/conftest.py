@@ -10,6 +10,7 @@ import pytest
 
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS
+from tests.e2e.conftest import whole  # noqa: F401  # for the whole run
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.te_process import TransformerEngineProcess
 from tests.support.tiers import slow_but

@@ -15,6 +15,7 @@ import pytest
 from bapo_megatron.config import EnvironmentConfig, RewardConfig
 from bapo_megatron.environment import Reply
 from bapo_megatron.environment.pool import Question, StepResult
+from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler import turns
 from bapo_megatron.rollout.sampler.event_log.events import (
@@ -288,6 +289,28 @@ async def test_no_journalled_turn_is_sampled_or_stepped_again(tmp_path: Path) ->
     await step_of(again)
     assert not [one for one in again.engines[0].asked if one.prefix_tokens == 0]
     assert sorted(again.steps.asked)[:2] == [("0-0-0", "end"), ("0-0-0", "turn0")]
+
+
+async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp_path: Path) -> None:
+    """Else a tool call within it would run. Also where an object is brought back."""
+    asked: list[list[str]] = []
+
+    class Lost(HereSteps):
+        """Each object is gone after its step."""
+
+        async def step(self, question: Question) -> StepResult:
+            """By a new object, from all turns."""
+            self.episodes = Episodes(Async, {})
+            asked.append([turn.text for turn in question.turns()])
+            return await super().step(question)
+
+    said = ["so</think>1+1", "2+2", "3+3"]
+    world = EpisodeWorld(tmp_path, lambda _prompt, _sample, turn: said[turn], Lost(), max_turns=3)
+    opened = [dataclasses.replace(one, opens_thinking=True) for one in world.dataset.prompts]
+    world.dataset = dataclasses.replace(world.dataset, prompts=opened)
+    await step_of(world)
+    one, two, three = said[0], "<think>2+2", "<think>3+3"
+    assert max(asked, key=len) == [one, f"1:{one}", two, f"2:{two}", three]
 
 
 def told(state: SamplerState) -> Any:

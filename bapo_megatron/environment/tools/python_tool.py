@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
-from bapo_megatron.environment.tools.calls import answer_part, argument, settings_of, tool_calls
+from bapo_megatron.environment.tools.calls import answer_part, argument, results, settings_of, tool_calls
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code import last_code_block
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
@@ -150,7 +150,7 @@ class PythonTool(Environment):
             )
 
     def step(self, turn: str) -> Reply:
-        """What the turn's calls print, one after the other; without a call the episode is over."""
+        """What the turn's calls print, a message each; without a call the episode is over."""
         calls = self._calls(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=list(self._lost))
@@ -165,7 +165,7 @@ class PythonTool(Environment):
             outputs.append(output)
             errors += failed
         metrics = {"calls": float(len(calls)), "call_errors": float(errors)}
-        return Reply("\n".join(outputs), metrics=metrics, note=list(self._lost))
+        return Reply(results(outputs), metrics=metrics, note=list(self._lost))
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
         """The session of the turns before; ``note``: the places of the calls that are not kept."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -51,7 +51,7 @@ class Steps(Protocol):
 class GivesTokens(Protocol):
     """The rule for the tokens of observations (protocol): ``ObservationTemplate`` is one."""
 
-    def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+    def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
         """The ids, int32, from the end of the model's turn, whose last token is given, to its next."""
 
 
@@ -135,7 +135,8 @@ class TurnTaker:
         last = int(response.so_far.token_ids_R[-1])
         try:
             async with self._stepping.tokenizing:
-                ids = await asyncio.to_thread(self._stepping.template.given_ids, result.observation, last)
+                said = result.messages or result.observation
+                ids = await asyncio.to_thread(self._stepping.template.given_ids, said, last)
         except Exception as error:  # a chat template raises what it likes
             why = f"its observation cannot be rendered: {error!r}"
             failed = StepResult(failure="raised", detail=why, seconds=result.seconds, place="template")

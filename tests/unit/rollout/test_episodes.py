@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,13 +304,13 @@ async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp
             asked.append([turn.text for turn in question.turns()])
             return await super().step(question)
 
-    said = ["so</think>1+1", "2+2", "3+3"]
+    said = ["so</think>two", "2+2", "3+3"]
     world = EpisodeWorld(tmp_path, lambda _prompt, _sample, turn: said[turn], Lost(), max_turns=3)
     opened = [dataclasses.replace(one, opens_thinking=True) for one in world.dataset.prompts]
     world.dataset = dataclasses.replace(world.dataset, prompts=opened)
     await step_of(world)
     one, two, three = said[0], "<think>2+2", "<think>3+3"
-    assert max(asked, key=len) == [one, f"1:{one}", two, f"2:{two}", three]
+    assert max(asked, key=len) == [one, "a\nb", two, f"2:{two}", three]
 
 
 def told(state: SamplerState) -> Any:
@@ -410,7 +410,7 @@ async def test_a_replay_that_differs_restarts_its_response(
         ({"max_response_tokens": 9}, ["a", "b", "c"], "length", "a\x03[1:a]b\x03"),
         ({"max_response_tokens": 7}, ["a", "b", "c"], "length", "a\x03"),
         ({"max_response_tokens": 8}, ["a", "b", "c"], "length", "a\x03[1:a]b"),
-        ({}, ["a", "end"], "stop", "a\x03[1:a]end\x03"),
+        ({}, ["two", "end"], "stop", "two\x03[a|b]end\x03"),
     ],
 )
 async def test_how_a_response_ends(
@@ -564,7 +564,7 @@ async def test_an_observation_that_cannot_be_rendered_fails_its_response(tmp_pat
     class Picky(Brackets):
         """A chat template that refuses a text."""
 
-        def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+        def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
             """ValueError for the text that the first samples bring about."""
             if "odd" in observation:
                 raise ValueError("not in this chat")

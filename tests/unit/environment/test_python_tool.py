@@ -144,11 +144,13 @@ def test_a_mistake_of_grammar_and_an_exit() -> None:
 
 def test_a_call_that_ends_its_interpreter_quietly_is_not_kept() -> None:
     """Played again before each later call, it would silence all of them."""
-    turns = [block(code) for code in ("x = 1", "import os\nos._exit(0)", "print(x)")]
-    replies = check_durable(PythonTool, TASK, FENCED, turns)
+    codes = ["x = 1", *(f"import os\nos._exit({code})" for code in (0, python_tool.WELL)), "print(x)"]
+    replies = check_durable(PythonTool, TASK, FENCED, map(block, codes))
+    lost = "error: its interpreter ended with {}; nothing of this call is kept"
     assert replies[1:] == [
-        Reply("error: its interpreter ended with 0; nothing of this call is kept", metrics=BADLY, note=[1]),
-        Reply("1", metrics=WELL, note=[1]),
+        Reply(lost.format(0), metrics=BADLY, note=[1]),
+        Reply(lost.format(100), metrics=BADLY, note=[1, 2]),
+        Reply("1", metrics=WELL, note=[1, 2]),
     ]
 
 

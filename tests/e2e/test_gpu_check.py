@@ -26,6 +26,7 @@ from benchmarks import gpu_check as program
 from benchmarks.gpu import environment, experts, handles, host_streams, offload, parity, phases, server
 from benchmarks.gpu.memory_and_speed import LIMIT, predicted
 from benchmarks.gpu.rows import Row, Size
+from tests.support.forked_commands import forking
 from tests.support.workers import run_layout
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ SECTIONS = 13
 
 def gpu_check(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.gpu_check", *flags]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=forking())
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from benchmarks.gpu_study import __main__ as program
-from tests.support.forked_commands import ROOT, start_bapo
+from tests.support.forked_commands import ROOT, forking, start_bapo
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -28,7 +28,9 @@ def test_two_arms_of_one_step(
         *("--steps=1", f"--train={DEMO / 'train_study.jsonl'}", f"--held-out={held_out}"),
         *("--reward=tests.support.real_model:letters", f"--folder={folder}", "--arms", "grpo", "paper"),
     ]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    first = subprocess.run(
+        command, cwd=ROOT, env=forking(), capture_output=True, text=True, timeout=1800, check=False
+    )
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
     for name in ("grpo", "paper"):
         updates = read_jsonl(folder / "arms" / name / "updates.jsonl")

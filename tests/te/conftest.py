@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS
+from tests.e2e.conftest import whole  # noqa: F401  # for the whole run
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.te_process import TransformerEngineProcess
 from tests.support.tiers import slow_but
+
+
+def at_versions(cases: Iterable[tuple[Any, ...]], *quick: tuple[Any, ...]) -> list[Any]:
+    """Parameters, ``te`` first: all cases at the pinned version, the quick ones at others, too.
+
+    ``make test`` has the quick ones at the pinned version.
+    """
+    [pinned, *others] = VERSIONS
+    more = [(version, *case) for version in others for case in quick]
+    return slow_but([*((pinned, *case) for case in cases), *more], *((pinned, *case) for case in quick))
 
 
 @pytest.fixture(scope="session", params=slow_but(VERSIONS, VERSIONS[0]))

@@ -54,7 +54,8 @@ def generic_gemm(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The matrix product ``alpha op(b) op(a)``, as cuBLAS sees row-major matrices.
 
-    ``bias`` is added; in a backward pass its gradient is returned as the second element instead.
+    ``bias`` is added; in a backward pass its gradient, of the product's type, is returned as the second
+    element instead.
     ``accumulate`` adds the product to ``out``.
     """
     if quantizer is not None or gelu or comm_overlap is not None:
@@ -66,7 +67,7 @@ def generic_gemm(
         out = torch.empty(*rows, columns, dtype=kind, device=b.device)
     bias_grad = None
     if bias is not None and is_grad:
-        bias_grad = torch.empty(b.shape[-1], dtype=bias.dtype, device=b.device)
+        bias_grad = torch.empty(b.shape[-1], dtype=out.dtype, device=b.device)
     if has_values(b):
         flat_a, flat_b = (x.reshape(-1, x.shape[-1]).float() for x in (a, b))
         product = alpha * (flat_b.T if transposed_b else flat_b) @ (flat_a.T if transposed_a else flat_a)

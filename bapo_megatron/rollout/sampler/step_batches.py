@@ -177,8 +177,8 @@ def _opened(directory: Path, step: int) -> Iterator[tuple[BinaryIO, Any]]:
 class StepFiles:
     """The step files in ``folder``: recovery at a start, and deletion. Blocking.
 
-    A damaged or lost file, and all later ones, are renamed to ``*.lost``, and an event says so. Where the disk
-    fails, or gives no right to read: FailingDiskError or ConfigError. Made by ``GroupSampler``.
+    A damaged or lost file, and all later ones, are renamed to ``*.lost``, and an event says so. ConfigError
+    or FailingDiskError where the disk gives no right to read, or fails. Made by ``GroupSampler``.
     """
 
     def __init__(self, folder: Path, report: Report) -> None:

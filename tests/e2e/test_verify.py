@@ -115,16 +115,19 @@ def test_rounding_decides_no_route_of_a_mixture_of_experts(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """The sound layouts of a model whose routers' choices differ at every layout. A wrong expert is seen."""
+    """The sound layouts of a model whose routers' choices differ at every layout. A wrong expert is seen at
+    the first."""
     path = tmp_path / "reference.npz"
     assert verify(experts, f"--save={path}") == 0
     assert verify(experts, *flags, f"--certificate={path}") == 0, output(capfd)
     assert "all 6 quantities agree" in output(capfd)
+    if flags != EXPERT_LAYOUTS[0]:
+        return
     with monkeypatch.context() as patch:
         break_expert(patch)
         assert verify(experts, *flags, f"--certificate={path}") == 1
         assert "the layouts differ, first in the log-probs" in output(capfd)
-    # By the routers' own choices the same layouts differ.
+    # By the routers' own choices the same layout differs.
     monkeypatch.setattr(check, "with_random_routes", lambda samples, *_: list(samples))
     own = tmp_path / "own.npz"
     assert verify(experts, f"--save={own}") == 0

@@ -34,13 +34,6 @@ def apex() -> Iterator[TransformerEngineProcess]:
     process.close()
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[TransformerEngineProcess]:
-    process = TransformerEngineProcess(VERSIONS[0])
-    yield process
-    process.close()
-
-
 def what_is_taken(folder: Path) -> dict[str, Any]:
     """The optimizer by our name for it, megatron's kernels over lists, and the classes of all norms."""
     from megatron.core.optimizer import clip_grads, distrib_optimizer
@@ -81,25 +74,27 @@ CHANGES = [(a, b) for a, b in product(("apex", "te", "torch"), repeat=2) if "ape
 
 
 @pytest.mark.parametrize(
-    ("begun", "continued", "dtype"),
+    ("te", "begun", "continued", "dtype"),
     slow_but(
-        [(*change, dtype) for change in CHANGES for dtype in ("float32", "bfloat16")],
-        *((*change, "float32") for change in CHANGES),
+        [(VERSIONS[0], *change, dtype) for change in CHANGES for dtype in ("float32", "bfloat16")],
+        *((VERSIONS[0], *change, "float32") for change in CHANGES),
     ),
+    indirect=["te"],
+    scope="session",
 )
 def test_a_run_goes_on_with_another_optimizer(
     begun: str,
     continued: str,
     dtype: str,
     apex: TransformerEngineProcess,
-    engine: TransformerEngineProcess,
+    te: TransformerEngineProcess,
     qwen2: Path,
     samples: list[Sample],
     tmp_path: Path,
 ) -> None:
     """Moments and the count of steps go with it: the warmup ends after the save, and a bias correction of
     step 1 in place of 3 would double a step."""
-    ways = {"apex": (apex, FUSED), "te": (engine, FUSED), "torch": (apex, TORCH)}
+    ways = {"apex": (apex, FUSED), "te": (te, FUSED), "torch": (apex, TORCH)}
     found = []
     for name, load in ((begun, False), (continued, True)):
         process, choices = ways[name]

@@ -60,10 +60,10 @@ def test_a_checkpoint_continues_bitwise(
     ("te", "begun_with", "dtype", "parallel"),
     at_versions(
         [
-            (begun_with, dtype, parallel)
-            for begun_with in ("torch", "te")
-            for dtype in CLOSE
-            for parallel in (ParallelConfig(), ParallelConfig(tensor=2, pipeline=2))
+            ("torch", "float32", ParallelConfig()),
+            ("torch", "bfloat16", ParallelConfig(tensor=2, pipeline=2)),
+            ("te", "bfloat16", ParallelConfig()),
+            ("te", "float32", ParallelConfig(tensor=2, pipeline=2)),
         ],
         ("torch", "float32", ParallelConfig()),
     ),

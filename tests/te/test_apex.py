@@ -5,7 +5,7 @@ apex is played (``tests/support/played_apex``): it has no wheel, and its kernels
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,14 @@ FUSED, TORCH = Choices(layers=False), Choices(layers=False, fused_adam=False)
 """Torch's layers in all, so that only the optimizers differ."""
 
 
-@pytest.fixture(scope="module")
-def apex() -> Iterator[TransformerEngineProcess]:
-    process = TransformerEngineProcess(APEX)
-    yield process
-    process.close()
+@pytest.fixture
+def apex(processes: Callable[[str], TransformerEngineProcess]) -> TransformerEngineProcess:
+    return processes(APEX)
+
+
+@pytest.fixture
+def engine(processes: Callable[[str], TransformerEngineProcess]) -> TransformerEngineProcess:
+    return processes(VERSIONS[0])
 
 
 def what_is_taken(folder: Path) -> dict[str, Any]:
@@ -74,27 +77,25 @@ CHANGES = [(a, b) for a, b in product(("apex", "te", "torch"), repeat=2) if "ape
 
 
 @pytest.mark.parametrize(
-    ("te", "begun", "continued", "dtype"),
+    ("begun", "continued", "dtype"),
     slow_but(
-        [(VERSIONS[0], *change, dtype) for change in CHANGES for dtype in ("float32", "bfloat16")],
-        *((VERSIONS[0], *change, "float32") for change in CHANGES),
+        [(*change, dtype) for change in CHANGES for dtype in ("float32", "bfloat16")],
+        *((*change, "float32") for change in CHANGES),
     ),
-    indirect=["te"],
-    scope="session",
 )
 def test_a_run_goes_on_with_another_optimizer(
     begun: str,
     continued: str,
     dtype: str,
     apex: TransformerEngineProcess,
-    te: TransformerEngineProcess,
+    engine: TransformerEngineProcess,
     qwen2: Path,
     samples: list[Sample],
     tmp_path: Path,
 ) -> None:
     """Moments and the count of steps go with it: the warmup ends after the save, and a bias correction of
     step 1 in place of 3 would double a step."""
-    ways = {"apex": (apex, FUSED), "te": (te, FUSED), "torch": (apex, TORCH)}
+    ways = {"apex": (apex, FUSED), "te": (engine, FUSED), "torch": (apex, TORCH)}
     found = []
     for name, load in ((begun, False), (continued, True)):
         process, choices = ways[name]

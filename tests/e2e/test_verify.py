@@ -289,7 +289,7 @@ def test_bfloat16_layouts_are_within_their_tolerance(model: Path, capfd: pytest.
 def test_every_rank_of_a_launcher_ends_with_the_same_code(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes with the variables of torchrun, which test_runs.py starts; rank 0 alone says something."""
+    """Two processes with the variables of torchrun, which test_runs.py starts; rank 0 alone talks."""
     path = tmp_path / "reference.npz"
     assert verify(model, f"--save={path}") == 0
     flags = [f"--model.hf-path={model}", *SMALL, "--parallel.tensor=2", f"--certificate={path}"]

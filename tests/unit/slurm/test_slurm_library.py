@@ -547,6 +547,13 @@ def test_a_job_that_another_job_submits_has_its_own_nodes(shell: Shell) -> None:
     assert "--het-group=0" in words
 
 
+def test_a_job_that_a_requeued_job_submits_has_not_been_restarted(shell: Shell) -> None:
+    """It inherits the variable that Slurm sets at a restart alone."""
+    says = 'scontrol() { echo "JobId=7 JobName=x Requeue=1 Restarts=0 BatchFlag=1"; }; bapo_restart'
+    assert shell(says, SLURM_RESTART_COUNT="3").stdout == "0\n"
+    assert shell("scontrol() { return 1; }; bapo_restart", SLURM_RESTART_COUNT="3").stdout == "3\n"
+
+
 @pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
 def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
     found = shell("bapo_check_numbers", **{name: value})

@@ -12,6 +12,8 @@ unset BAPO_TASK_SETTINGS
 if ! { mkdir -p "${HOME:-}" && [[ -w $HOME || -z ${BAPO_CONTAINER:-} ]]; } 2>/dev/null; then
     echo "the home ${HOME:-} cannot be written to here: compiled kernels go to a folder of this task in /tmp"
     HOME=$(mktemp -d "/tmp/bapo-home.XXXXXX") || exit 1
+    made=$HOME
+    trap 'rm -rf "$made"' EXIT
 fi
 export HOME
 if [[ -n ${TMPDIR:-} && ! -w $TMPDIR ]]; then  # a folder of the node, which the container does not mount
@@ -79,10 +81,15 @@ proves_key() {  # address, port, process
         "${file:-$BAPO_RUN/$BAPO_API_KEY_FILE}"
 }
 
-register() {  # port, state
+register() {  # port, state, most seconds of its start: 0 while the recipe has not been read
     local file=$BAPO_RUN/$BAPO_ENGINES_FOLDER/$SLURMD_NODENAME-$1.json
-    printf '{"url": "http://%s:%s", "node": "%s", "job": %s, "state": "%s"}\n' \
-        "$SLURMD_NODENAME" "$1" "$SLURMD_NODENAME" "$SLURM_JOB_ID" "$2" >"$file.tmp" && mv "$file.tmp" "$file"
+    printf '{"url": "http://%s:%s", "node": "%s", "job": %s, "state": "%s", "start_s": %s}\n' \
+        "$SLURMD_NODENAME" "$1" "$SLURMD_NODENAME" "$SLURM_JOB_ID" "$2" "${3:-0}" >"$file.tmp" &&
+        mv "$file.tmp" "$file"
+}
+
+start_limit() {  # process: most seconds of a server's start by its recipe, once the process is the server
+    sed -z -n 's/^BAPO_SERVER_START_S=\([0-9]\{1,9\}\)$/\1/p' "/proc/$1/environ" 2>/dev/null | tr -d '\0'
 }
 
 end_server() {  # process: end a server that hangs; its schedulers end with it
@@ -92,7 +99,7 @@ end_server() {  # process: end a server that hangs; its schedulers end with it
 }
 
 keep_server() {  # number, recipe and flags: run one server, and restart it whenever it ends or hangs
-    local number=$1 pid pause=1 began code
+    local number=$1 pid pause=1 began code longest
     # Another port on each node: nodes may be one machine.
     local port=$((BAPO_FIRST_PORT + SLURM_NODEID * BAPO_SERVERS_PER_NODE + number))
     local at=${host/#0.0.0.0/127.0.0.1}
@@ -102,10 +109,21 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
     while :; do
         register "$port" starting
         began=$SECONDS
+        longest=''
         "$BAPO_PYTHON" -m bapo_megatron.cli rollout-server "$@" --run-dir "$BAPO_RUN" --host "$host" \
             --port "$port" --rollout.sglang.first-gpu $((number * BAPO_SERVER_GPUS)) &
         pid=$!
-        until is_ready "$at" "$port" || ! kill -0 "$pid" 2>/dev/null; do sleep 1; done
+        until is_ready "$at" "$port" || ! kill -0 "$pid" 2>/dev/null; do
+            if [[ -z $longest ]]; then
+                longest=$(start_limit "$pid")
+                [[ -z $longest ]] || register "$port" starting "$longest"
+            elif ((SECONDS - began >= longest)); then
+                echo "error: the server at port $port was not ready in $longest s: it is started again" \
+                    "(rollout.sglang.start_minutes, and 10 s for each GB of weights)"
+                end_server "$pid"
+            fi
+            sleep 1
+        done
         rm -f "$hangs"  # it was starting
         while kill -0 "$pid" 2>/dev/null; do
             [[ ! -f $hangs || -L $hangs || ! -O $hangs ]] || end_server "$pid"
@@ -132,6 +150,6 @@ rollout() {  # all servers of one node
 
 case $role in
     trainer | rollout) "$role" "$@" ;;
-    probe) exec "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
+    probe) "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
     *) bapo_refuse "task.sh $role: there are trainer, rollout and probe" ;;
 esac

@@ -43,8 +43,9 @@ class Turn(NamedTuple):
 class Reply:
     """Answer of an environment to a turn of the model. Made by ``Environment.step``."""
 
-    observation: str | None
-    """What the model is given next, with mask 0 in training. None: the episode is over."""
+    observation: str | Sequence[str] | None
+    """What the model is given next, with mask 0 in training; of several texts, results of its calls, each is
+    a message where the chat template takes that, else a line. None: the episode is over."""
     reward: float | None = None
     """Rewards of an episode add up. None in all its replies: ``reward.function`` judges the last turn."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -63,6 +63,7 @@ class StepResult:
     """Answer of an environment to a turn, or why there is none. Made by ``EnvironmentPool``."""
 
     observation: str | None = None
+    """Of several messages, each is a line."""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     note: Any = None
@@ -73,6 +74,8 @@ class StepResult:
     traceback: str = ""
     place: str = ""
     """Identity of a mistake in a user's code; see ``CallFailed``."""
+    messages: Sequence[str] = ()
+    """Those of the observation, if they are several."""
 
 
 class EnvironmentPool:

@@ -22,7 +22,7 @@ from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 History = Literal["template", "sampled"]
 """What the model is given of the turns before: what its template would write, or what was sampled."""
 
-_QUESTION, _TURN, _OBSERVATION = "What is 2+3?", "Aturn7f3aEnd", "Bseen5c2dEnd"
+_QUESTION, _TURN, _OBSERVATION, _SECOND = "What is 2+3?", "Aturn7f3aEnd", "Bseen5c2dEnd", "Cseen9e4fEnd"
 _OTHER = {"tool": "user", "user": "tool"}
 _ROUNDS = {
     "without thinking": ("First.", "Second."),
@@ -56,21 +56,27 @@ class ObservationTemplate:
             key=len,
             reverse=True,
         )
-        tail = self._tail(_OBSERVATION)
+        tail = self._tail([_OBSERVATION])
         if _OBSERVATION not in tail:
             raise ConfigError(_refusal(role, "drops what an observation says"))
         self._close = self._close_of(tail)
+        self._takes_several = role == "tool"
+        self._takes_several = self._takes_several and self._continues_several()
 
-    def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+    def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
         """Ids, int32, of what the model is given after a turn that ended with ``last_token``.
 
         They begin with the token that closes the turn, unless the turn ended with a stop token of the model;
         a turn that ended with one of ``Environment.stops``, a tool call's last token, is closed. What looks
-        like an added token within the observation is text. Cost: a rendering and an encoding, below 1 ms for
-        a short observation.
+        like an added token within the observation is text. Several texts, results of a turn's calls, are a
+        message each where the template continues that, else lines of one. Cost: a rendering and an encoding,
+        below 1 ms for a short observation.
         """
-        mark = _absent_mark(observation)
-        pieces = self._tail(self._with_cuts(observation, mark)).split(mark)
+        texts = [observation] if isinstance(observation, str) else list(observation)
+        if not self._takes_several:
+            texts = ["\n".join(texts)]
+        mark = _absent_mark("\n".join(texts))
+        pieces = self._tail([self._with_cuts(one, mark) for one in texts]).split(mark)
         ids = [token for piece in pieces for token in self._encode(piece)]
         return np.array(ids[1:] if last_token in self._stops else ids, np.int32)
 
@@ -85,18 +91,19 @@ class ObservationTemplate:
         )
         return text
 
-    def difference(self, turns: Sequence[str]) -> str | None:
-        """How an episode of these turns, each answered, differs from its whole rendering; None if it does
-        not. ``turns``: contents of assistant messages."""
+    def difference(self, turns: Sequence[str], answers: int = 1) -> str | None:
+        """How an episode of these turns, each answered by so many messages, differs from its whole rendering;
+        None if it does not. ``turns``: contents of assistant messages."""
         messages: list[dict[str, str]] = [{"role": "user", "content": _QUESTION}]
         prompt = self.prompt_text(messages)
         opened = _opened_thinking(prompt)
         ours = self._encode(prompt)
         for number, turn in enumerate(turns):
             ours += [*self._encode(turn.removeprefix(opened)), self._close]
-            ours += self.given_ids(f"{_OBSERVATION}{number}", self._close).tolist()
+            said = [f"{_OBSERVATION}{number}", f"{_SECOND}{number}"][:answers]
+            ours += self.given_ids(said, self._close).tolist()
             messages += [{"role": "assistant", "content": turn}]
-            messages += [{"role": self.role, "content": f"{_OBSERVATION}{number}"}]
+            messages += [{"role": self.role, "content": one} for one in said]
         try:
             whole = self._encode(self.prompt_text(messages))
         except Exception as error:  # a template raises whatever its author chose
@@ -123,12 +130,25 @@ class ObservationTemplate:
                 "the class of environment.function; or mend chat_template.jinja in the model's folder"
             )
 
-    def _tail(self, observation: str) -> str:
-        """The rendered text behind an assistant's content that ``observation`` follows."""
+    def _continues_several(self) -> bool:
+        """Whether the template shows two answers to one turn, and continues them wherever it does one."""
+        try:
+            tail = self._tail([_OBSERVATION, _SECOND])
+        except ConfigError:
+            return False
+        if not 0 <= tail.find(_OBSERVATION) < tail.find(_SECOND):
+            return False
+        return all(
+            self.difference(turns) is not None or self.difference(turns, 2) is None
+            for turns in _ROUNDS.values()
+        )
+
+    def _tail(self, observations: Sequence[str]) -> str:
+        """The rendered text behind an assistant's content that ``observations`` follow."""
         messages = [
             {"role": "user", "content": _QUESTION},
             {"role": "assistant", "content": _TURN},
-            {"role": self.role, "content": observation},
+            *({"role": self.role, "content": one} for one in observations),
         ]
         try:
             text = self.prompt_text(messages)

@@ -162,8 +162,8 @@ class Episodes:
             return None
         for place, (said, given) in enumerate(zip(before[::2], before[1::2], strict=True), 1):
             again = await self._reply(environment, said.text)
-            if again.observation != given.text:
-                was, now = _short(given.text), _short(again.observation)
+            if (answered := _text(again.observation)) != given.text:
+                was, now = _short(given.text), _short(answered)
                 return f"its environment answered turn {place} with {was}, and after a replay with {now}"
         return None
 
@@ -247,10 +247,8 @@ def _result(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def _checked(reply: Reply) -> dict[str, Any]:
     """A reply as JSON. TypeError or ValueError for one that cannot be used or kept."""
-    said, metrics = reply.observation, {}
+    said, metrics = _text(reply.observation), {}
     if said is not None:
-        if not isinstance(said, str):
-            raise TypeError(f"Reply.observation is {type(said).__name__}: give a text or None")
         if len(said) > MOST_CHARACTERS:
             raise ValueError(
                 f"Reply.observation has {len(said)} characters; at most {MOST_CHARACTERS} may be"
@@ -264,7 +262,22 @@ def _checked(reply: Reply) -> dict[str, Any]:
     size = len(json.dumps(reply.note))
     if size > NOTE_BYTES:
         raise ValueError(f"Reply.note has {size} bytes as JSON; at most {NOTE_BYTES} may be")
-    return {"observation": said, "reward": reward, "metrics": metrics, "note": reply.note}
+    answer = {"observation": said, "reward": reward, "metrics": metrics, "note": reply.note}
+    several = reply.observation
+    if several is None or isinstance(several, str) or len(several) < 2:
+        return answer
+    return {**answer, "messages": list(several)}
+
+
+def _text(observation: Any) -> str | None:
+    """An observation as the journal has it: of several texts, each is a line. TypeError if it is no text."""
+    if observation is None or isinstance(observation, str):
+        return observation
+    if isinstance(observation, (list, tuple)) and all(isinstance(one, str) for one in observation):
+        return "\n".join(observation)
+    raise TypeError(
+        f"Reply.observation is {type(observation).__name__}: give a text, a list of texts or None"
+    )
 
 
 def _is_deep(value: Any, levels: int) -> bool:

@@ -29,19 +29,27 @@ bapo_engines_of_job() {  # addresses of the servers that this start has begun, r
     done
 }
 
+bapo_start_s() {  # longest start of the servers that this start has begun, by their recipe
+    grep -hs "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json |
+        sed -n 's/.*"start_s": \([0-9]\{1,9\}\)}.*/\1/p' | sort -n | tail -n 1
+}
+
 bapo_forget_engines() {  # delete the entries of this job's last start
     mkdir -p "$BAPO_RUN/$BAPO_ENGINES_FOLDER"
     grep -lsZ "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json | xargs -0r rm -f
 }
 
 # Wait for the expected servers, then write their addresses to logs/engines, which the trainer's tasks poll.
+# While none is ready the wait is longer: by the time to read their weights, and as long as one may start.
 bapo_await_engines() {
-    local deadline=$((SECONDS + BAPO_ENGINES_WAIT_S)) found=0 late=''
+    local began=$SECONDS deadline=$((SECONDS + BAPO_ENGINES_WAIT_S)) found=0 late='' longest
     while :; do
         bapo_engines=$(bapo_engines_alive | sort)
         found=$(grep -c . <<<"$bapo_engines")
         ((found >= BAPO_EXPECTED)) && break
-        if ((SECONDS >= deadline && (found > 0 || SECONDS >= deadline + BAPO_ENGINES_LOAD_S))); then
+        longest=$(bapo_start_s)
+        if ((SECONDS >= deadline && (found > 0 ||
+            (SECONDS >= deadline + BAPO_ENGINES_LOAD_S && SECONDS >= began + ${longest:-0})))); then
             bapo_event engines_missing "expected=$BAPO_EXPECTED" "found=$found"
             ((found > 0)) || return 1
             late=$(bapo_engines_of_job)  # the trainer takes a server once it answers: these join it later

@@ -35,6 +35,8 @@ def acted(self: Environment, turn: str, turns: int) -> Reply:
         return "text"  # type: ignore[return-value]
     if turn == "nested note":  # as the arguments of a call may be, which a policy writes
         return Reply("kept", note=json.loads(970 * "[" + 970 * "]"))
+    if turn.endswith("two"):
+        return Reply(["a", "b"])
     if turn == "note":
         return Reply("noted", note="x" * (70 << 10))
     if turn == "nan":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ Say = Callable[[int, int, int], str]
 
 
 class Brackets:
-    """The rule for observations: ``[text]``, one token a character."""
+    """The rule for observations: ``[text]``, one token a character; several are ``[one|two]``."""
 
-    def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+    def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
         """The ids of the observation in brackets."""
         assert last_token == EOS
-        return np.array([*map(ord, f"[{observation}]")], np.int32)
+        said = observation if isinstance(observation, str) else "|".join(observation)
+        return np.array([*map(ord, f"[{said}]")], np.int32)
 
 
 class TurnEngine(ScriptedEngine):

@@ -78,6 +78,6 @@ async def _step(environment: Environment, turn: str) -> Reply:
 
 
 def said(reply: Reply) -> str:
-    """The observation of a reply that is not the last."""
+    """The observation of a reply that is not the last, as the journal has it."""
     assert reply.observation is not None
-    return reply.observation
+    return reply.observation if isinstance(reply.observation, str) else "\n".join(reply.observation)

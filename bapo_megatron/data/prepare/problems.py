@@ -185,7 +185,7 @@ def _chat_messages(row: Row) -> list[dict[str, str]]:
 
 
 def _plain_messages(row: Row) -> list[dict[str, str]]:
-    question = next(row[name] for name in _QUESTION if name in row)
+    question = next((row[name] for name in _QUESTION if row.get(name) is not None), None)
     if isinstance(question, str) and question.strip():
         question = question.strip()
     elif not isinstance(question, list):

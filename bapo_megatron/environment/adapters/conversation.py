@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bapo_megatron.environment.adapters.loop import Ask
+from bapo_megatron.environment.tools.calls import results
 
 TAKE_OVER_S = 5.0
 """Time after which a question that is asked again is a second one: the first client has not gone."""
@@ -77,11 +78,12 @@ class Conversation:
         if self._turn is not None:
             self._turn.cancel()
 
-    async def _policy(self, observation: str | None) -> str:
+    async def _policy(self, observation: str | list[str] | None) -> str:
         return await self._ask(observation)
 
-    def _new(self, question: list[Said]) -> str | None:
-        """What the question adds to the conversation; None for the first, which is the prompt."""
+    def _new(self, question: list[Said]) -> str | list[str] | None:
+        """What the question adds to the conversation, a text for each message; None for the first, which is
+        the prompt."""
         if self._turn is not None and not self._turn.done():
             raise Refused(409, "it asks something else while the model answers a question that it gave up")
         new = question[len(self._history) :]
@@ -103,7 +105,7 @@ class Conversation:
                     f"it adds a message that is no {self._role}'s: set `role` in a subclass, or leave out "
                     f"{_shown(message)}",
                 )
-        return "\n".join(text for _, text in new)
+        return results([text for _, text in new])
 
 
 def said(messages: Sequence[Any]) -> list[Said]:

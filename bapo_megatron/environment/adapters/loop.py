@@ -7,13 +7,14 @@ standard library is imported. Used by ``conversation.py``, ``endpoint.py`` and `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from bapo_megatron.environment.interface import Environment, Reply, Task
 
-Ask = Callable[[str | None], Awaitable[str]]
-"""Ask the model: its next turn after the observation. The first question is the prompt: None, or its text."""
+Ask = Callable[[str | Sequence[str] | None], Awaitable[str]]
+"""Ask the model: its next turn after the observation, one text or several, as ``Reply`` has them. The first
+question is the prompt: None, or its text."""
 
 
 class LoopEnvironment(Environment):
@@ -50,7 +51,7 @@ class LoopEnvironment(Environment):
         if self._playing is not None:
             self._playing.cancel()
 
-    async def _ask(self, observation: str | None) -> str:
+    async def _ask(self, observation: str | Sequence[str] | None) -> str:
         if self._is_asking:  # each would get the turn that answers another
             raise RuntimeError(
                 "play() asks while its last question has no answer, or was given up: an episode is one "

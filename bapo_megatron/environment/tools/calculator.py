@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
-from bapo_megatron.environment.tools.calls import answer_part, argument, settings_of, tool_calls
+from bapo_megatron.environment.tools.calls import answer_part, argument, results, settings_of, tool_calls
 from bapo_megatron.errors import ConfigError
 
 LONGEST = 1000
@@ -63,18 +63,18 @@ class Calculator(Environment):
             raise ConfigError(f"environment.settings: format={self._format!r}; it is `tool_call` or `plain`")
 
     def step(self, turn: str) -> Reply:
-        """The values of the turn's calls, a line each; without a call the episode is over."""
+        """The values of the turn's calls, a message each; without a call the episode is over."""
         calls = self._expressions(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0})
-        lines, errors = [], 0
+        values, errors = [], 0
         for call in calls:
             try:
-                lines.append(evaluate(call()))
+                values.append(evaluate(call()))
             except ValueError as error:
-                lines.append(f"error: {error}")
+                values.append(f"error: {error}")
                 errors += 1
-        return Reply("\n".join(lines), metrics={"calls": float(len(calls)), "call_errors": float(errors)})
+        return Reply(results(values), metrics={"calls": float(len(calls)), "call_errors": float(errors)})
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
         """Nothing: a calculator remembers nothing."""

@@ -141,6 +141,11 @@ def argument(call: Call, tool: str, name: str) -> str:
     return value
 
 
+def results(texts: list[str]) -> str | list[str]:
+    """The observation of a turn's calls: a message for each, as its template writes the model's calls."""
+    return texts[0] if len(texts) == 1 else texts
+
+
 def settings_of(kind: type[T], settings: Mapping[str, Any]) -> T:
     """``settings`` as a dataclass whose fields have defaults. ConfigError for an unknown name or type."""
     hints, known = get_type_hints(kind), [one.name for one in fields(kind)]  # type: ignore[arg-type]

@@ -16,22 +16,24 @@ Workers of environments load it by that name.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
-from bapo_megatron.environment.tools.calls import answer_part, argument, settings_of, tool_calls
+from bapo_megatron.environment.tools.calls import answer_part, argument, results, settings_of, tool_calls
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code import last_code_block
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
 from bapo_megatron.reward.sandbox.sandbox import FIX, Ended, Sandbox, sandbox_notes
 
 WELL, BADLY = 100, 101
-"""Exit codes of a call that ran to its end, and of one that raised. Others are those of an interpreter that
-the call itself ended, also by ``os._exit(0)``: played again, it would end all calls behind it."""
+"""Exit codes of a call that ran to its end, and of one that raised, behind a mark in the output that differs
+each time. Without both, the call itself ended its interpreter, by ``os._exit(100)``, too: played again, it
+would end all calls behind it."""
 
 RUNNER = (
     r"""
@@ -71,8 +73,9 @@ def run_before(codes, space):
     os.dup2(shown, 1)
     os.close(shown)
 
-def main():
+def main(write=os.write):
     session = json.load(sys.stdin)
+    mark = session["mark"].encode()
     random.seed(0)
     sys.meta_path.insert(0, Seeds())
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -81,14 +84,16 @@ def main():
         run_before(session["before"], space)
     code = session["code"]
     linecache.cache["<call>"] = (len(code), None, (code + "\n").splitlines(True), "<call>")
+    end = WELL
     try:
         run(code, space, True)
     except BaseException as error:
         frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == "<call>"]
         lines = [*traceback.format_list(frames[-3:]), *traceback.format_exception_only(error)]
         print("".join(lines), end="")
-        sys.exit(BADLY)
-    sys.exit(WELL)
+        end = BADLY
+    write(1, mark)
+    sys.exit(end)
 
 WELL, BADLY = """
     + f"{WELL}, {BADLY}"
@@ -150,7 +155,7 @@ class PythonTool(Environment):
             )
 
     def step(self, turn: str) -> Reply:
-        """What the turn's calls print, one after the other; without a call the episode is over."""
+        """What the turn's calls print, a message each; without a call the episode is over."""
         calls = self._calls(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=list(self._lost))
@@ -165,7 +170,7 @@ class PythonTool(Environment):
             outputs.append(output)
             errors += failed
         metrics = {"calls": float(len(calls)), "call_errors": float(errors)}
-        return Reply("\n".join(outputs), metrics=metrics, note=list(self._lost))
+        return Reply(results(outputs), metrics=metrics, note=list(self._lost))
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
         """The session of the turns before; ``note``: the places of the calls that are not kept."""
@@ -189,13 +194,15 @@ class PythonTool(Environment):
     def _run(self, code: str) -> tuple[str, bool]:
         """Run a call: its output, and whether it failed."""
         before = [one for place, one in enumerate(self._codes) if place not in self._lost]
-        limit_s = self._settings.limit_s
+        limit_s, mark = self._settings.limit_s, secrets.token_hex(16)
         with Sandbox(RUNNER, "", self._settings.memory_mb, limit_s, hash_seed=0) as sandbox:
-            ended = sandbox.run(json.dumps({"before": before, "code": code}), limit_s)
+            ended = sandbox.run(json.dumps({"before": before, "code": code, "mark": mark}), limit_s)
+        has_ended = ended is not None and mark in ended.output and ended.code in (WELL, BADLY)
         self._codes.append(code)
-        if ended is None or ended.code not in (WELL, BADLY):
+        if not has_ended:
             self._lost.append(len(self._codes) - 1)
-        return self._said(ended), ended is None or ended.code != WELL
+        failed = ended is None or not has_ended or ended.code != WELL
+        return self._said(ended and replace(ended, output=ended.output.replace(mark, "")), has_ended), failed
 
     def _left_out(self, code: str) -> str:
         """Note a call for which its turn has no time: what the model is told."""
@@ -203,14 +210,14 @@ class PythonTool(Environment):
         self._lost.append(len(self._codes) - 1)
         return "error: not run: the calls before it in this turn took too long"
 
-    def _said(self, ended: Ended | None) -> str:
+    def _said(self, ended: Ended | None, has_ended: bool) -> str:
         if ended is None:
             return f"error: it took longer than {self._settings.limit_s:g} s; {_KEPT}"
         half, output = self._settings.most_characters // 2, ended.output.rstrip("\n")
         if len(output) > 2 * half:
             left_out = len(output) - 2 * half
             output = f"{output[:half]}\n[{left_out} characters]\n{output[-half:]}"
-        if ended.code in (WELL, BADLY):
+        if has_ended:
             return output
         return f"{output}\nerror: its interpreter ended with {ended.code}; {_KEPT}".lstrip("\n")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
 from bapo_megatron.environment.template import ObservationTemplate, check_template
 from bapo_megatron.environment.traits import interpreter_problem, read_traits, stop_ids
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
@@ -50,7 +51,7 @@ class Steps(Protocol):
 class GivesTokens(Protocol):
     """The rule for the tokens of observations (protocol): ``ObservationTemplate`` is one."""
 
-    def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+    def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
         """The ids, int32, from the end of the model's turn, whose last token is given, to its next."""
 
 
@@ -109,9 +110,9 @@ class TurnTaker:
         task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
         question = Question(
             task,
-            await asyncio.to_thread(self._text, ids),
+            await asyncio.to_thread(self._text, prompt, ids),
             so_far.steps,
-            lambda: self._turns(response),
+            lambda: self._turns(prompt, response),
             so_far.note,
             so_far.seconds,
         )
@@ -134,7 +135,8 @@ class TurnTaker:
         last = int(response.so_far.token_ids_R[-1])
         try:
             async with self._stepping.tokenizing:
-                ids = await asyncio.to_thread(self._stepping.template.given_ids, result.observation, last)
+                said = result.messages or result.observation
+                ids = await asyncio.to_thread(self._stepping.template.given_ids, said, last)
         except Exception as error:  # a chat template raises what it likes
             why = f"its observation cannot be rendered: {error!r}"
             failed = StepResult(failure="raised", detail=why, seconds=result.seconds, place="template")
@@ -155,15 +157,18 @@ class TurnTaker:
         """There will be no more turns of an episode."""
         self._stepping.steps.forget(episode)
 
-    def _text(self, ids: np.ndarray) -> str:
-        return self._dataset.turn_text(ids, self._stepping.stop_token_ids)
+    def _text(self, prompt: Prompt, ids: np.ndarray) -> str:
+        """A turn as its environment reads it. The chat template may have opened its thinking part; where that
+        has no end, its tag is put in front: a call that is only thought of would look like one."""
+        text = self._dataset.turn_text(ids, self._stepping.stop_token_ids)
+        return f"{THINKING}{text}" if prompt.opens_thinking and THOUGHT not in text else text
 
-    def _turns(self, response: Response) -> list[Turn]:
+    def _turns(self, prompt: Prompt, response: Response) -> list[Turn]:
         """The turns of a response so far."""
         ids, start, found = response.so_far.token_ids_R, 0, []
         for end, text in response.episode.turns:
             if text is None:
-                found.append(Turn("sampled", self._text(ids[start:end])))
+                found.append(Turn("sampled", self._text(prompt, ids[start:end])))
             else:
                 found.append(Turn("given", text))
             start = end

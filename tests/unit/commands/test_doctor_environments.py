@@ -152,7 +152,7 @@ def test_tools_and_a_missing_reward_are_told(game: str) -> None:
     [
         ("refuse", r"raised: LookupError\('no number'\).*return int\(text\).*raise LookupError\("),
         ("text", r"raised: TypeError\('step returned str: return a Reply'\)"),
-        ("number", r"raised: TypeError\('Reply\.observation is int: give a text or None'\)"),
+        ("number", r"raised: TypeError\('Reply\.observation is int: give a text, a list of texts or None'\)"),
         ("nan", r"raised: ValueError\('Reply\.reward=nan is no finite number'\)"),
         ("note", r"raised: TypeError\('Object of type set is not JSON serializable'\)"),
     ],

@@ -91,6 +91,7 @@ def questions(tmp_path: Path) -> list[str]:
         ({"prompt": [{"role": "user", "content": GOATS}], "question": "", "answer": 19}, "19"),  # verifiers
         ({"prompt": GOATS, "solution": "$\\boxed{19}$", "reward_model": None}, "19"),  # TRL
         ({"prompt": GOATS, "reward_model": {"ground_truth": "19"}, "data_source": "math_dapo"}, "19"),
+        ({"problem": GOATS, "answer": "19", "reward_model": "rule"}, "19"),  # a column of another meaning
     ],
 )
 def test_every_schema_gives_the_same_problem(row: dict[str, Any], answer: str) -> None:
@@ -101,6 +102,29 @@ def test_every_schema_gives_the_same_problem(row: dict[str, Any], answer: str) -
     assert problem.extra_info["row"] == 5
     assert not problem.is_code
     assert problem_of(problem.row(), "again", 5).row() == problem.row()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("prompt", "problem", "question"),
+        ("answer", "solution", "final_answer", "expected_answer", "label", "tests"),
+    ],
+    ids=lambda names: names[0],
+)
+def test_the_first_column_with_a_value_counts(names: tuple[str, ...]) -> None:
+    """Rows of several datasets in one file have null in the columns of the others."""
+    for place in range(len(names)):
+        values = {name: f"\\boxed{{{n}}}" if name == "solution" else str(n) for n, name in enumerate(names)}
+        row = {
+            "question": "?",
+            "answer": "19",
+            "reward_model": None,
+            **values,
+            **dict.fromkeys(names[:place]),
+        }
+        problem = problem_of(row, "a_set", 0)
+        assert str(place) in (problem.question, problem.ground_truth)
 
 
 def test_fields_beside_question_and_answer_are_kept() -> None:
@@ -181,6 +205,9 @@ def test_programs_are_asked_for_as_a_block() -> None:
             "user's",
         ),
         ({"prompt": GOATS}, "its columns are prompt: name that of the answer"),
+        ({"prompt": None, "answer": "19"}, "the problem is None"),
+        ({"prompt": GOATS, "answer": "19", "reward_model": "19"}, "reward_model"),
+        ({"problem": GOATS, "answer": "19", "reward_model": {"ground_truth": "5"}}, "prompt is"),
     ],
 )
 def test_what_is_wrong_with_a_row(row: dict[str, Any], why: str) -> None:
@@ -257,6 +284,10 @@ def test_columns_of_ones_own_beside_those_of_a_chat_row(tmp_path: Path) -> None:
     assert made["prompt"][0]["content"].startswith(GOATS)
     assert made["reward_model"]["ground_truth"] == "19"
     text = {"prompt": GOATS, "solution": "so \\boxed{19}", "gold": 20, "reward_model": {"ground_truth": "5"}}
+    capital = {"Problem": GOATS, "gold": 19, "Prompt": "Another?", "reward_model": {"ground_truth": "5"}}
+    for names in ({"answer_column": "gold"}, {"question_column": "Problem", "answer_column": "gold"}):
+        prepared(tmp_path, [capital], overwrite=True, **names)
+        assert [*questions(tmp_path), kept(tmp_path)[0]["reward_model"]["ground_truth"]] == [GOATS, "19"]
     for names, answer in (({"question_column": "prompt"}, "19"), ({"answer_column": "gold"}, "20")):
         dropped = () if "question_column" in names else ("solution", "reward_model")  # the latter by itself
         prepared(tmp_path, [text], overwrite=True, drop_columns=dropped, **names)

@@ -108,7 +108,7 @@ def test_calls_in_json_over_a_kill() -> None:
     replies = check_durable(Calculator, TASK, {}, turns)
     assert replies == [
         Reply("133", metrics={"calls": 1.0, "call_errors": 0.0}),
-        Reply("error: division by zero\n6", metrics={"calls": 2.0, "call_errors": 1.0}),
+        Reply(["error: division by zero", "6"], metrics={"calls": 2.0, "call_errors": 1.0}),
         Reply(
             "error: there is no tool 'search'; the tool is 'calculator'",
             metrics={"calls": 1.0, "call_errors": 1.0},

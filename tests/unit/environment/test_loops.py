@@ -240,7 +240,9 @@ class Raw(EndpointEnvironment):
         return None
 
 
-def asked(bodies: list[tuple[Any, bool]], turns: list[str], **settings: Any) -> list[tuple[int, Any]]:
+def asked(
+    bodies: list[tuple[Any, bool]], turns: list[str], seen: list[Any] | None = None, **settings: Any
+) -> list[tuple[int, Any]]:
     found: list[tuple[int, Any]] = []
 
     class Own(Raw):
@@ -252,7 +254,9 @@ def asked(bodies: list[tuple[Any, bool]], turns: list[str], **settings: Any) -> 
             self.settings = {"bodies": bodies, "found": found}
             return await super().run(base_url, key)
 
-    play(Own, TASK, settings, turns)
+    replies = play(Own, TASK, settings, turns)
+    if seen is not None:
+        seen += replies
     return found
 
 
@@ -318,8 +322,10 @@ def test_requests_by_hand() -> None:
 def test_answers_and_calls_have_names_of_their_own() -> None:
     """Programs keep answers and calls by their ids, and add up what they used."""
     tool = {"role": "tool", "content": "2"}
-    bodies = [{"messages": [QUESTION]}, {"messages": [QUESTION, TURN, tool]}]
-    found = [answer for _, answer in asked([(one, True) for one in bodies], [CALL + CALL, CALL])]
+    bodies = [{"messages": [QUESTION]}, {"messages": [QUESTION, TURN, tool, tool]}]
+    seen: list[Any] = []
+    found = [answer for _, answer in asked([(one, True) for one in bodies], [CALL + CALL, CALL], seen)]
+    assert [reply.observation for reply in seen] == [["2", "2"], None], "each result is a message"
     assert [one["id"] for one in found] == ["chatcmpl-0", "chatcmpl-1"]
     calls = [call["id"] for one in found for call in one["choices"][0]["message"]["tool_calls"]]
     assert calls == ["call_0_0", "call_0_1", "call_1_0"]

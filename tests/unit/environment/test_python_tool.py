@@ -80,7 +80,7 @@ def test_calls_in_json_and_their_mistakes() -> None:
     turns = [call("a = 2") + call("a + 1"), '<tool_call>{"name": "bash"}</tool_call>', call("a"), "4"]
     replies = check_durable(PythonTool, TASK, {}, turns)
     assert [one.observation for one in replies] == [
-        "\n3",
+        ["", "3"],
         "error: there is no tool 'bash'; the tool is 'python'",
         "2",
         None,
@@ -101,10 +101,9 @@ def test_a_turn_of_many_slow_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(python_tool, "TURN_LIMITS", 1)
     turns = [call("x = 1"), call("while True: pass") + call("x = 2") + call("x = 3"), call("x")]
     replies = check_durable(PythonTool, TASK, {"limit_s": 2.0}, turns, cuts=[2])
+    late = "error: not run: the calls before it in this turn took too long"
     assert replies[1] == Reply(
-        "error: it took longer than 2 s; nothing of this call is kept\n"
-        "error: not run: the calls before it in this turn took too long\n"
-        "error: not run: the calls before it in this turn took too long",
+        ["error: it took longer than 2 s; nothing of this call is kept", late, late],
         metrics={"calls": 3.0, "call_errors": 3.0},
         note=[1, 2, 3],
     )
@@ -145,11 +144,13 @@ def test_a_mistake_of_grammar_and_an_exit() -> None:
 
 def test_a_call_that_ends_its_interpreter_quietly_is_not_kept() -> None:
     """Played again before each later call, it would silence all of them."""
-    turns = [block(code) for code in ("x = 1", "import os\nos._exit(0)", "print(x)")]
-    replies = check_durable(PythonTool, TASK, FENCED, turns)
+    codes = ["x = 1", *(f"import os\nos._exit({code})" for code in (0, python_tool.WELL)), "print(x)"]
+    replies = check_durable(PythonTool, TASK, FENCED, map(block, codes))
+    lost = "error: its interpreter ended with {}; nothing of this call is kept"
     assert replies[1:] == [
-        Reply("error: its interpreter ended with 0; nothing of this call is kept", metrics=BADLY, note=[1]),
-        Reply("1", metrics=WELL, note=[1]),
+        Reply(lost.format(0), metrics=BADLY, note=[1]),
+        Reply(lost.format(100), metrics=BADLY, note=[1, 2]),
+        Reply("1", metrics=WELL, note=[1, 2]),
     ]
 
 

@@ -87,6 +87,19 @@ def test_an_episode_is_its_whole_rendering(turns: list[str]) -> None:
     assert ids == ours.encode(template.prompt_text(messages), add_special_tokens=False)
 
 
+def test_results_of_several_calls(template: ObservationTemplate) -> None:
+    """A message each; lines of one for a user, and where a template continues one answer alone."""
+    end = [258, 198]
+    said = template.given_ids(["5", "7"], CLOSE).tolist()
+    assert said == [198, *TOOL, 20, *end, *TOOL, 22, *end, *ASSISTANT]
+    refuses = "{% if messages|length == 4 %}{{ raise_exception('again') }}{% endif %}" + CHATML
+    drops = CHATML.replace("in messages", "in messages[:3]")
+    differs = "{% if messages|length == 7 %}!{% endif %}" + CHATML
+    for role, chat in (("user", CHATML), ("tool", refuses), ("tool", drops), ("tool", differs)):
+        one = ObservationTemplate(tokenizer(chat + OPENING), role, [CLOSE])
+        assert one.given_ids(["5", "7"], CLOSE).tolist() == one.given_ids("5\n7", CLOSE).tolist()
+
+
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_a_template_that_keeps_the_turns_passes(role: str) -> None:
     check_template(ObservationTemplate(tokenizer(), role, [CLOSE]), "models/ours")

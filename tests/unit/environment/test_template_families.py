@@ -68,16 +68,18 @@ def test_exact_or_refused_or_as_sampled(name: str, role: str) -> None:
 
 @pytest.mark.parametrize(("name", "role"), EXACT)
 def test_an_episode_is_its_whole_rendering(name: str, role: str) -> None:
-    """Over all observations, one after the other, and over random ones."""
+    """Over all observations, one after the other, and over random ones; of a tool, several at once."""
     tokenizer, template = made(name, role)
     messages = [{"role": "user", "content": "What is 2+3?"}]
     ids = encoded(tokenizer, template.prompt_text(messages))
     draw = random.Random(0)
     letters = "abc XYZ 0123 .,;:!?()[]{}\n\t\\/'\"äßλ漢🙂<>|"
     for observation in [*OBSERVATIONS, *("".join(draw.choices(letters, k=30)) for _ in range(40))]:
+        several = [observation, "7", observation] if role == "tool" else [observation]
         ids += [*encoded(tokenizer, "Let me add."), tokenizer.eos_token_id]
-        ids += template.given_ids(observation, tokenizer.eos_token_id).tolist()
-        messages += [{"role": "assistant", "content": "Let me add."}, {"role": role, "content": observation}]
+        ids += template.given_ids(several, tokenizer.eos_token_id).tolist()
+        messages += [{"role": "assistant", "content": "Let me add."}]
+        messages += [{"role": role, "content": one} for one in several]
     assert ids == encoded(tokenizer, template.prompt_text(messages))
 
 

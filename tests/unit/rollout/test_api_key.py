@@ -200,6 +200,9 @@ def test_rollout_server_makes_the_key_before_the_server_starts(
     [(line, environment)] = became
     key = read_key_file(tmp_path / "run/api_key").value
     assert environment[VARIABLE] == str(tmp_path / "run/api_key")
+    assert environment[process.START_VARIABLE] == "900", (
+        "a Slurm job's task ends a server that takes longer to start"
+    )
     assert line[line.index("--host") + 1] == "10.0.0.7"
     assert key not in " ".join(line)
     assert key not in "".join(capfd.readouterr())

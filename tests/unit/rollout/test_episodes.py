@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from bapo_megatron.config import EnvironmentConfig, RewardConfig
 from bapo_megatron.environment import Reply
 from bapo_megatron.environment.pool import Question, StepResult
+from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler import turns
 from bapo_megatron.rollout.sampler.event_log.events import (
@@ -290,6 +291,28 @@ async def test_no_journalled_turn_is_sampled_or_stepped_again(tmp_path: Path) ->
     assert sorted(again.steps.asked)[:2] == [("0-0-0", "end"), ("0-0-0", "turn0")]
 
 
+async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp_path: Path) -> None:
+    """Else a tool call within it would run. Also where an object is brought back."""
+    asked: list[list[str]] = []
+
+    class Lost(HereSteps):
+        """Each object is gone after its step."""
+
+        async def step(self, question: Question) -> StepResult:
+            """By a new object, from all turns."""
+            self.episodes = Episodes(Async, {})
+            asked.append([turn.text for turn in question.turns()])
+            return await super().step(question)
+
+    said = ["so</think>two", "2+2", "3+3"]
+    world = EpisodeWorld(tmp_path, lambda _prompt, _sample, turn: said[turn], Lost(), max_turns=3)
+    opened = [dataclasses.replace(one, opens_thinking=True) for one in world.dataset.prompts]
+    world.dataset = dataclasses.replace(world.dataset, prompts=opened)
+    await step_of(world)
+    one, two, three = said[0], "<think>2+2", "<think>3+3"
+    assert max(asked, key=len) == [one, "a\nb", two, f"2:{two}", three]
+
+
 def told(state: SamplerState) -> Any:
     """All that a state knows of its groups and tokens."""
     groups = {
@@ -387,7 +410,7 @@ async def test_a_replay_that_differs_restarts_its_response(
         ({"max_response_tokens": 9}, ["a", "b", "c"], "length", "a\x03[1:a]b\x03"),
         ({"max_response_tokens": 7}, ["a", "b", "c"], "length", "a\x03"),
         ({"max_response_tokens": 8}, ["a", "b", "c"], "length", "a\x03[1:a]b"),
-        ({}, ["a", "end"], "stop", "a\x03[1:a]end\x03"),
+        ({}, ["two", "end"], "stop", "two\x03[a|b]end\x03"),
     ],
 )
 async def test_how_a_response_ends(
@@ -541,7 +564,7 @@ async def test_an_observation_that_cannot_be_rendered_fails_its_response(tmp_pat
     class Picky(Brackets):
         """A chat template that refuses a text."""
 
-        def given_ids(self, observation: str, last_token: int) -> np.ndarray:
+        def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
             """ValueError for the text that the first samples bring about."""
             if "odd" in observation:
                 raise ValueError("not in this chat")

@@ -103,6 +103,17 @@ def test_a_server_that_hangs_is_ended_and_started_again(task: Callable[[str], Pa
     assert not entry.with_suffix(".hang").exists()
 
 
+def test_a_server_that_hangs_before_it_is_ready_is_ended(task: Callable[[str], Path], tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    hangs = "exec env BAPO_SERVER_START_S=1 sleep 1000"
+    interpreter.write_text(f'#!/bin/sh\n[ "$2" != bapo_megatron.cli ] || {hangs}\nexec "$REAL_PYTHON" "$@"\n')
+    interpreter.chmod(0o755)
+    log = task(str(interpreter))
+    until(lambda: events_of(tmp_path).count("server_ended") == 2, log)
+    assert "was not ready in 1 s" in log.read_text()
+    assert '"state": "ready"' not in state_of(tmp_path)
+
+
 def test_a_server_with_a_key_of_its_own_is_registered(task: Callable[[str], Path], tmp_path: Path) -> None:
     """The recipe names its file; the job does not read the recipe."""
     interpreter = tmp_path / "python"

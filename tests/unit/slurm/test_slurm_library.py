@@ -547,6 +547,13 @@ def test_a_job_that_another_job_submits_has_its_own_nodes(shell: Shell) -> None:
     assert "--het-group=0" in words
 
 
+def test_a_job_that_a_requeued_job_submits_has_not_been_restarted(shell: Shell) -> None:
+    """It inherits the variable that Slurm sets at a restart alone."""
+    says = 'scontrol() { echo "JobId=7 JobName=x Requeue=1 Restarts=0 BatchFlag=1"; }; bapo_restart'
+    assert shell(says, SLURM_RESTART_COUNT="3").stdout == "0\n"
+    assert shell("scontrol() { return 1; }; bapo_restart", SLURM_RESTART_COUNT="3").stdout == "3\n"
+
+
 @pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
 def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
     found = shell("bapo_check_numbers", **{name: value})
@@ -591,10 +598,15 @@ def test_servers_that_start_late_join_a_run_that_has_begun(shell: Shell, tmp_pat
     assert kinds == ["engines_missing", "engines_ready"]
     enough = shell(script.replace("=3", "=1"), BAPO_ENGINES_WAIT_S="0")
     assert enough.stdout.split() == ["http://a:1"]
-    # While none is ready, a large model is still read.
-    loads = 'file=$BAPO_RUN/engines/a.json; mv "$file" a; (sleep 1; mv a "$file") & '
-    first = shell(loads + script, BAPO_ENGINES_WAIT_S="0", BAPO_ENGINES_LOAD_S="60")
-    assert first.stdout.split() == found.stdout.split()
+    # While none is ready, a large model is still read: as long as the job says, or as one may start.
+    loads = (
+        'rm "$BAPO_RUN/logs/engines"; file=$BAPO_RUN/engines/a.json; mv "$file" a; (sleep 1; mv a "$file") & '
+    )
+    other = tmp_path / "engines/b.json"
+    for load_s, start_s in ((60, 0), (0, 900)):
+        other.write_text(other.read_text().replace("}", f', "start_s": {start_s}}}'))
+        first = shell(loads + script, BAPO_ENGINES_WAIT_S="0", BAPO_ENGINES_LOAD_S=str(load_s))
+        assert first.stdout.split() == found.stdout.split()
 
 
 def test_an_array_task_of_an_evaluation_has_one_step_and_suite(shell: Shell) -> None:

@@ -143,13 +143,13 @@ def test_wandb_resumes_after_the_last_step_in_its_offline_files(
     ("end", "calls"),
     [
         *(("done", [0]), ("failed", [1]), ("preempted", ["preempting", 1])),
-        *(("stopped", [1]), ("killed", [1]), (None, [1])),
+        *(("stopped", [1]), ("killed", [1]), (None, ["preempting", 1])),
     ],
 )
 def test_wandb_is_told_how_the_run_has_ended(
     run: TrackedRun, monkeypatch: pytest.MonkeyPatch, end: Any, calls: list[Any]
 ) -> None:
-    """Exit code 0 is its state "finished", any other one "failed" or, of a preempted run, "preempted"."""
+    """Exit code 0 is its state "finished", any other one "failed" or, of a run that goes on, "preempted"."""
     made = FakeWandbRun()
     fake_wandb(monkeypatch, made)
     WandbTracker(run).close(end)

@@ -48,6 +48,9 @@ from bapo_megatron.runtime.processes import descendants
 from bapo_megatron.runtime.run_files import open_plain
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
+START_VARIABLE = "BAPO_SERVER_START_S"
+"""Most seconds of a server's start. The task of a Slurm job, which does not read the recipe, finds it in the
+server's environment (``start_limit`` in slurm/task.sh), and ends a server that takes longer."""
 _LAUNCHER = Path(__file__).parents[1] / "sglang_launch/launch.py"
 _CPU_LAUNCHER = Path(__file__).parents[1] / "sglang_cpu/launch.py"
 _CPU_FLAGS = (
@@ -173,7 +176,8 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
     environment = server_environment(cuda, None, key_file, run.rollout.sglang.colocated, python, command.host)
     folder = ServerFolder(environment.get("TMPDIR"))
     folder.hand_on()
-    os.execvpe(line[0], line, environment | {"TMPDIR": folder.path})
+    start_s = load_seconds(run.model.hf_path, 60 * run.rollout.sglang.start_minutes)
+    os.execvpe(line[0], line, environment | {"TMPDIR": folder.path, START_VARIABLE: str(int(start_s))})
 
 
 def server_environment(

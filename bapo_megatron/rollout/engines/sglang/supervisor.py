@@ -6,6 +6,7 @@ On rank 0, a thread for each server. What happens to a server is an event of the
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.errors import RunStopped, printable
+from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.rollout.engines.backend import EngineServers, OnEvent
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.server_process import (
@@ -28,6 +29,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     sglang_python,
 )
 from bapo_megatron.rollout.engines.timeouts import load_seconds
+from bapo_megatron.runtime.run_files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"
@@ -84,9 +86,9 @@ class RunServers(EngineServers):
             if reason is None:
                 asked.unlink(missing_ok=True)
             elif entry.is_file():
-                asked.touch()
+                os.close(open_plain(asked, os.O_WRONLY | os.O_CREAT))
                 return True
-        except OSError as error:  # a failing disk must not end the run here
+        except (OSError, ConfigError) as error:  # a failing disk, or a link, must not end the run here
             print(f"{asked}: {error}", flush=True)
         return False
 

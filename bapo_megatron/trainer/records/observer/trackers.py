@@ -213,7 +213,7 @@ class WandbTracker:
         self._run.log(metrics, step=step)
 
     def close(self, end: RunEnd | None) -> None:
-        if end == "preempted":  # W&B's own word for a run that will be resumed
+        if end in ("preempted", None):  # W&B's own word for a run that will be resumed; else it says failed
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if end == "done" else 1)
 

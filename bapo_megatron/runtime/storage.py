@@ -88,6 +88,14 @@ def is_of_failing_disk(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in _FAILING_NUMBERS
 
 
+def comes_of_failing_disk(error: BaseException) -> bool:
+    """Whether ``error``, such as a ConfigError "cannot be read", was caused by a file system that fails.
+
+    Not by one that is read-only: a user may have named it.
+    """
+    return any(is_of_failing_disk(one) and one.errno != errno.EROFS for one in _chain(error))
+
+
 def check_readable(error: BaseException, what: str, path: Path) -> None:
     """ConfigError or FailingDiskError if ``error`` is one of the system that says nothing of what is stored.
 

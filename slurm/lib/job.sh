@@ -55,6 +55,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     # Before the health check, which takes minutes: a signal during it is noted, and the job ends with 85.
     trap 'bapo_told USR1' USR1
     trap 'bapo_told TERM' TERM
+    ((BAPO_RESTART == 0)) || bapo_remove_containers old  # before the probe, which unpacks the image
     bapo_health
 }
 

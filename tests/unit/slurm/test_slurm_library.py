@@ -766,6 +766,15 @@ def test_the_container_is_removed_unless_the_job_is_about_to_end(shell: Shell, t
     assert shell(late, BAPO_CONTAINER="/images/a.sqsh").returncode == 0
     (call,) = (tmp_path / "calls").read_text().splitlines()
     assert call.endswith("--ntasks=2 --output=/dev/null enroot remove -f pyxis_bapo-7-0")
+    kept = "bapo-7-0 bapo-7-1 bapo-7-2 bapo-71-0 other"
+    (tmp_path / "bin/srun").write_text('#!/bin/bash\nexec "${@: -3}"\n')
+    listing = f"[ $1 != list ] || printf 'pyxis_%s\\n' {kept}; echo $* >>{tmp_path}/removed"
+    (tmp_path / "bin/enroot").write_text(f"#!/bin/sh\n{listing}\n")
+    (tmp_path / "bin/enroot").chmod(0o755)
+    old = "BAPO_CONTAINER_NAME=bapo-7-2; BAPO_END=0; bapo_remove_containers old"
+    assert shell(old, BAPO_CONTAINER="/images/a.sqsh").returncode == 0
+    removed = (tmp_path / "removed").read_text().splitlines()
+    assert removed == ["list", "remove -f pyxis_bapo-7-0", "remove -f pyxis_bapo-7-1"]
 
 
 @pytest.mark.parametrize("name", ["train", "colocated", "rollout", "eval"])

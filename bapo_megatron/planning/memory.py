@@ -242,16 +242,14 @@ def _workspace(job: Job) -> float:
     """Backward workspace of one layer: gradients of gate, up and their product (3 x ffn) and of the hidden
     state, and the input gathered over the TP ranks.
 
-    With experts all of a copy of a token, or while copies change places two of its hidden states; and the
-    gradients of one matrix of all experts at once, which the grouped layer makes before they are added up.
+    With experts all of a copy of a token, or while copies change places two of its hidden states.
     """
     hidden = job.shape.hidden
     if (load := job.expert_load) is None:
         entries = 3 * job.shape.ffn / job.parallel.tensor + 2 * hidden
         return job.tokens * job.element * entries
     copies = job.tokens * load.rows * max(3 * load.width + hidden, 2 * hidden)
-    matrices = load.local * 2 * load.width * hidden
-    return job.element * (copies + 2 * job.tokens * load.routed * hidden + matrices)
+    return job.element * (copies + 2 * job.tokens * load.routed * hidden)
 
 
 def _head(job: Job, stage: int) -> float:
@@ -259,7 +257,7 @@ def _head(job: Job, stage: int) -> float:
 
     One chunk of logits in float32, and beside it the softmax of a block of them in float32, or later their
     gradient in the model's type; all hidden states and their gradient; the gradient of the output matrix in
-    float32, and its copy in the model's type.
+    float32, and in the model's type the part of a chunk that is added to it.
     """
     if stage != job.parallel.pipeline - 1:
         return 0.0

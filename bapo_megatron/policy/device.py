@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from bapo_megatron.runtime.device import choose_vector_kernels, has_apex, uses_gpu
 
 _CPU = torch.device("cpu")
+_TE_BASE = "transformer_engine.pytorch.module.base"
 _thread = threading.local()
 _NORM_BLOCK = 2**14
 """Block size of the gradient norm, in elements: 128 KiB of float64, which a cache holds. torch sums so few on
@@ -93,12 +95,14 @@ def select_device() -> torch.device:
 
 
 def release_cached_memory() -> None:
-    """Release the GPU memory that torch's allocator caches to the driver.
+    """Release the GPU memory that torch's allocator caches to the driver, and Transformer Engine's
+    placeholders for weight gradients: the next backward pass makes them again.
 
     A save allocates tensors of other sizes than an update, and NCCL, which does not use that allocator,
     allocates buffers when a group is first used.
     """
     if has_cuda():
+        getattr(sys.modules.get(_TE_BASE), "_dummy_wgrads", {}).clear()
         torch.cuda.empty_cache()
 
 

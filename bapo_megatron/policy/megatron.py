@@ -28,6 +28,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.reader import HfReader, TensorReader
 from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
+from bapo_megatron.policy import device
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
 from bapo_megatron.policy.experts import UpdateTally
@@ -85,7 +86,8 @@ class MegatronPolicy:
         self._schedule = build_schedule(optimizer, self._optimizer, planned_updates)
         self._config.finalize_model_grads_func = finalize_model_grads
         group = parallel_state.get_tensor_model_parallel_group()
-        head = OutputHead(temperature, batch.chunk_tokens(has_cuda()), group)
+        fused = device.uses_transformer_engine(dtype)
+        head = OutputHead(temperature, batch.chunk_tokens(has_cuda()), group, adds_in_float32=fused)
         self._passes = Passes(self._model, chunks[-1], head, self.device)
         self._config.grad_scale_func = self._optimizer.scale_loss
         self._offload = Offload(self._model, self._optimizer, self.device)

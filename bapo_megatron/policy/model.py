@@ -85,7 +85,9 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # see _add_gradients_in_float32
+        # Else Transformer Engine's layers overwrite gradients in a process's first pass, not add to them.
+        disable_parameter_transpose_cache=True,
         # Batched point-to-point calls give wrong results with the interleaved schedule on gloo.
         batch_p2p_comm=has_cuda(),
         batch_p2p_sync=False,  # a host sync after each message, which only old versions of torch need
@@ -269,9 +271,23 @@ def _chunk(
         vp_stage=stage,
     )
     _mark_experts(model)
-    if not fused:
+    if fused:
+        _add_gradients_in_float32(model)
+    else:
         model.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope_scaling)
     return model
+
+
+def _add_gradients_in_float32(model: PolicyModel) -> None:
+    """Let the matrix products of weight gradients add to DDP's float32 buffer (``main_grad``) themselves.
+
+    Else each pack's gradients are rounded to bfloat16, written, and added by another kernel. Megatron's
+    ``gradient_accumulation_fusion`` sets the same attribute of Transformer Engine's layers, but builds no
+    ``output_layer`` without apex's kernel, which nothing would call here: see ``output_head.py``.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _mark_experts(model: PolicyModel) -> None:

@@ -56,6 +56,9 @@ class OutputHead:
 
     Each rank has all tokens, and gets the gradient of the hidden states from its own shard.
     """
+    adds_in_float32: bool = False
+    """Whether the backward pass adds the weights' gradient to their ``main_grad`` itself, in float32, as the
+    layers do (``model.py``); else autograd gets it, rounded to the weights' dtype."""
 
     @torch.no_grad()
     def stats(
@@ -157,6 +160,7 @@ class _LossAndGradient(torch.autograd.Function):
             _add_product(grad_weight_VH, gap, (hidden_CH * scale).to(weight_VH.dtype))
         ctx.save_for_backward(grad_hidden_TH, grad_weight_VH)
         ctx.dtype = weight_VH.dtype
+        ctx.main_grad_VH = weight_VH.main_grad if head.adds_in_float32 else None  # type: ignore[attr-defined]
         assert total is not None
         return total
 
@@ -164,8 +168,11 @@ class _LossAndGradient(torch.autograd.Function):
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_TH, grad_weight_VH = ctx.saved_tensors
         scale = grad_sums[0]
-        grad_weight_VH *= scale.to(grad_weight_VH.dtype)
         grad_hidden_TH = grad_hidden_TH * scale.to(grad_hidden_TH.dtype)
+        if ctx.main_grad_VH is not None:
+            ctx.main_grad_VH.addcmul_(grad_weight_VH, scale.to(grad_weight_VH.dtype))
+            return grad_hidden_TH, None, None, None, None, None
+        grad_weight_VH *= scale.to(grad_weight_VH.dtype)
         return grad_hidden_TH, grad_weight_VH.to(ctx.dtype), None, None, None, None
 
 

@@ -175,17 +175,15 @@ TP2_PP2_VPP2 = ParallelConfig(tensor=2, pipeline=2, virtual=2)
     ("family", "written", "others"),
     slow_but(
         [
-            ("qwen2", TP2_PP2, [ONE, PP2_VPP2, TP2_SP_DP2]),
+            ("qwen2", TP2_PP2, [ONE, TP2_SP_DP2]),
             ("qwen2", PP2_VPP2, [TP2_PP2, CP2_DP2]),
-            ("qwen2", TP2_SP_DP2, [PP4, PP2_VPP2]),
-            ("qwen2", CP2_DP2, [TP2_SP_DP2, DP2_PP2, TP2_PP2_VPP2]),
-            ("qwen2", ONE, [DP2_PP2, TP2_PP2, PP3]),
+            ("qwen2", CP2_DP2, [TP2_SP_DP2, TP2_PP2_VPP2]),
+            ("qwen2", ONE, [DP2_PP2, PP3]),
             ("qwen2", PP3, [PP2_1_3, TP2_PP2, PP2_VPP2]),
             ("llama", PP2_1_3, [PP3, ONE]),
             ("qwen3", TP2_PP2_VPP2, [TP2_CP2, PP4]),
-            ("qwen3", TP2_CP2, [PP2_VPP2]),
             ("llama", PP4, [TP2_CP2, TP2_PP2_VPP2]),  # tied: the first and the last stage have the embedding
-            ("llama", TP2_CP2, [ONE, PP2_VPP2]),
+            ("llama", TP2_CP2, [PP2_VPP2]),
         ],
         ("qwen2", PP2_VPP2, [TP2_PP2, CP2_DP2]),
         ("qwen2", PP3, [PP2_1_3, TP2_PP2, PP2_VPP2]),

@@ -81,17 +81,13 @@ def layout(text: str) -> Layout:
 
 
 LAYOUTS = [
-    *("one pack64", "one pack200", "one pack4096", "one shuffled", "one selective", "one full"),
-    *("tp2", "tp2-sp", "tp2-sp selective", "tp2-sp full", "tp2 pack4096"),
-    *("pp2", "pp4", "pp2 full", "pp4 selective", "pp2 pack4096", "pp2 shuffled"),
-    *("pp2-vpp2", "pp2-vpp2 full", "pp2-vpp2 pack4096"),
-    *("cp2", "cp4", "cp2 pack200", "cp2 full", "cp4 selective", "cp2 pack4096 shuffled"),
-    *("dp2", "dp3", "dp4 shuffled", "dp2 full"),
-    *("tp2-pp2", "tp2-sp-pp2", "tp2-sp-pp2-vpp2", "tp2-sp-pp2-vpp2 pack4096"),
-    *("tp2-cp2", "tp2-sp-cp2", "tp2-sp-cp2 full"),
-    *("pp2-cp2", "pp2-cp2 selective", "pp2-vpp2-cp2", "pp2-vpp2-cp2 full shuffled"),
-    *("dp2-tp2", "dp2-tp2-sp", "dp2-pp2", "dp2-cp2", "dp2-cp2 pack200 full"),
-    *("pp3", "pp3 full", "dp2-pp3", "tp2-sp-pp3", "pp2 layers1+3", "pp3-cp2 selective"),
+    *("one pack64", "one pack4096", "one shuffled", "one selective", "one full"),
+    *("tp2", "tp2-sp", "tp2-sp selective", "tp2-sp full"),
+    *("pp2", "pp4 selective", "pp2 shuffled", "pp2-vpp2", "pp2-vpp2 full", "pp2-vpp2 pack4096"),
+    *("cp2", "cp2 pack200", "cp2 full", "cp4 selective", "cp2 pack4096 shuffled"),
+    *("dp2", "dp3", "dp4 shuffled", "tp2-pp2", "tp2-sp-pp2", "tp2-sp-pp2-vpp2", "tp2-sp-cp2"),
+    *("pp2-cp2", "pp2-vpp2-cp2 full shuffled", "dp2-tp2-sp", "dp2-pp2", "dp2-cp2"),
+    *("pp3", "dp2-pp3", "tp2-sp-pp3", "pp2 layers1+3", "pp3-cp2 selective"),
     *("tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2-cp2 full", "dp2-tp2-pp2", "dp2-pp2-cp2", "dp2-tp2-sp-cp2"),
 ]
 QUICK = ("one pack64", "tp2-sp full", "pp2-vpp2", "pp3", "cp2 pack200", "dp3", "tp2-sp-pp2", "dp2-cp2")

@@ -115,16 +115,13 @@ def test_real_servers(suites: Path, tmp_path: Path) -> None:
     assert not servers_of(tmp_path / "out")
 
 
-@pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=pytest.mark.slow)])
-def test_an_environment(suites: Path, tmp_path: Path, engine: str) -> None:
-    """Two turns, and the environment's reward; what was given is in the text, and is no length."""
-    if engine == "sglang":
-        try:
-            sglang_python()
-        except ConfigError as error:
-            pytest.skip(str(error))
+def test_an_environment(suites: Path, tmp_path: Path) -> None:
+    """Two turns, and the environment's reward; what was given is in the text, and is no length.
+
+    (Of a real server: test_environment.py.)
+    """
     within = ("--environment.function", "tests.support.environments:Twice", "--environment.workers", "1")
-    where = ("--max-response-tokens", "160", "--samples", "1", "--engine", engine)
+    where = ("--max-response-tokens", "160", "--samples", "1", "--engine", "local")
     finish(evaluation(suites, tmp_path / "out", *within, *where))
     rows = whole_responses(tmp_path / "out/sums", samples=1)
     found = Counter(("Sure? " in row["text"], row["finish_reason"], row["failure"]) for row in rows)

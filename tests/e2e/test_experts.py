@@ -29,7 +29,6 @@ SHORT = (
     "--rollout.max-response-tokens=48",
 )
 REPLAY = "--rollout.route-replay=replay"
-SGLANG = ("--steps=2", "--rollout.engine=sglang", "--rollout.sglang.servers=1")
 
 
 def start(run_dir: Path, *flags: str) -> ForkedCommand:
@@ -37,63 +36,42 @@ def start(run_dir: Path, *flags: str) -> ForkedCommand:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was left alone."""
-    finish(start(folder := tmp_path_factory.mktemp("own")))
-    return folder
-
-
-@pytest.fixture(scope="module")
 def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with routes."""
+    """A run with routes that was left alone."""
     finish(start(folder := tmp_path_factory.mktemp("replayed"), REPLAY))
     return folder
 
 
-@pytest.mark.parametrize(("name", "flags"), [("own", ()), ("replayed", (REPLAY,))], ids=["own", "replayed"])
-def test_a_killed_run_of_experts_continues_bit_for_bit(
-    name: str, flags: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    whole, killed = request.getfixturevalue(name), tmp_path / "killed"
-    process = start(killed, *flags)
+def test_a_killed_run_of_experts_continues_bit_for_bit(replayed: Path, tmp_path: Path) -> None:
+    """With routes; without them the state that comes back is the same: test_expert_checkpoints.py."""
+    killed = tmp_path / "killed"
+    process = start(killed, REPLAY)
     wait_for_steps(process, killed, 3)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert "resume" in finish(start(killed, *flags))
+    assert "resume" in finish(start(killed, REPLAY))
     for log in ("metrics.jsonl", "updates.jsonl"):
-        assert results(killed, log) == results(whole, log)
+        assert results(killed, log) == results(replayed, log)
     same = exported(killed)
-    assert all(torch.equal(same[name], tensor) for name, tensor in exported(whole).items())
+    assert all(torch.equal(same[name], tensor) for name, tensor in exported(replayed).items())
 
 
-def test_a_server_samples_from_the_experts_that_were_sent(tmp_path: Path) -> None:
-    """The first step of a run with other weights than the folder's; digests of all tensors are compared."""
-    try:
-        sglang_python()
-    except ConfigError:
-        pytest.skip("SGLang is not installed: make sglang")
-    finish(start(tmp_path, *SGLANG, "--rollout.sglang.sync=broadcast"))
-    kinds = [event["kind"] for event in read_jsonl(RunPaths(tmp_path).events)]
-    assert "digests_compared" in kinds
-    assert not {"digests_not_compared", "engine_lost", "broadcast_failed"} & set(kinds)
-    for row in read_jsonl(RunPaths(tmp_path).metrics):
-        assert row["rollout/engine_gap_mean"] < 1e-4
-
-
-def test_a_server_returns_the_routes_that_are_replayed(tmp_path: Path) -> None:
+def test_a_server_samples_from_the_experts_that_were_sent_and_returns_their_routes(tmp_path: Path) -> None:
     """Asynchronously, so that weights change while responses are sampled. Float32: the routers agree.
 
-    By disk: all tensors of the server, its experts among them, have the digests of those that were sent.
+    Digests of all tensors are compared. (By disk: tests/contract/test_sent_digests.py.)
     """
     try:
         sglang_python()
     except ConfigError:
         pytest.skip("SGLang is not installed: make sglang")
+    server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", "--rollout.sglang.sync=broadcast")
     more = ("--rollout.max-staleness=1", "--rollout.segment-tokens=16", "--steps=3")
-    finish(start(tmp_path, *SGLANG, REPLAY, *more))
+    finish(start(tmp_path, *server, REPLAY, *more))
     kinds = [event["kind"] for event in read_jsonl(RunPaths(tmp_path).events)]
     assert "digests_compared" in kinds
-    assert not {"digests_not_compared", "engine_lost", "routes_differ"} & set(kinds)
+    assert not {"digests_not_compared", "engine_lost", "broadcast_failed", "routes_differ"} & set(kinds)
+    assert read_jsonl(RunPaths(tmp_path).metrics)[0]["rollout/engine_gap_mean"] < 1e-4
     rows = [row for row in read_jsonl(RunPaths(tmp_path).updates) if row["policy/tokens"]]
     assert rows[0]["routes/engine_mismatch"] < 0.01
     for row in rows:
@@ -102,9 +80,8 @@ def test_a_server_returns_the_routes_that_are_replayed(tmp_path: Path) -> None:
         assert row["routes/unknown_tokens"] > 0
 
 
-def test_stored_routes_are_replayed_at_another_layout_and_needed(
-    own: Path, replayed: Path, tmp_path: Path
-) -> None:
+def test_stored_routes_are_replayed_at_another_layout_and_needed(replayed: Path, tmp_path: Path) -> None:
+    finish(start(own := tmp_path / "own", "--steps=1", "--rollout-only"))
     again = (f"--rollout.replay={replayed}", "--steps=2")
     finish(start(tmp_path / "again", *again, REPLAY, "--parallel.data=1", "--parallel.expert=1"))
     found, theirs = (list(read_jsonl(RunPaths(run).updates)) for run in (tmp_path / "again", replayed))

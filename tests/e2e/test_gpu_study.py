@@ -1,4 +1,4 @@
-"""`make gpu-study`, end to end at the policy of the first study on a CPU; and its rehearsal."""
+"""`make gpu-study`, end to end at the policy of the first study on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from benchmarks.gpu_study import __main__ as program
-from tests.support.forked_commands import ROOT, start_bapo
+from tests.support.forked_commands import ROOT, forking
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -28,7 +28,9 @@ def test_two_arms_of_one_step(
         *("--steps=1", f"--train={DEMO / 'train_study.jsonl'}", f"--held-out={held_out}"),
         *("--reward=tests.support.real_model:letters", f"--folder={folder}", "--arms", "grpo", "paper"),
     ]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    first = subprocess.run(
+        command, cwd=ROOT, env=forking(), capture_output=True, text=True, timeout=1800, check=False
+    )
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
     for name in ("grpo", "paper"):
         updates = read_jsonl(folder / "arms" / name / "updates.jsonl")
@@ -43,9 +45,3 @@ def test_two_arms_of_one_step(
     again = capsys.readouterr().out
     assert "1/2 grpo is done" in again
     assert "2/2 paper is done" in again
-
-
-def test_its_recipe_is_rehearsed() -> None:
-    """On one H100, without a GPU: its model's shape stands beside the recipe."""
-    output = start_bapo("rehearse", "benchmarks/gpu_study/recipe.py").communicate(timeout=1800)[0].decode()
-    assert "FITS" in output, output[-3000:]

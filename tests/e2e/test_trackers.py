@@ -118,12 +118,14 @@ def files_with(text: bytes, root: Path) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("local")
 def test_trackers_have_each_step_once_across_a_kill(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path / "run")
-    process = start(paths.root, *FLAGS, launcher=(sys.executable,))
+    paths, suite = RunPaths(tmp_path / "run"), tmp_path / "sums.jsonl"
+    suite.write_text("".join((ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)[:10]))
+    flags = (*FLAGS, f"--evaluation.suites={suite}")
+    process = start(paths.root, *flags)
     wait_until_shown(process, paths)
     os.kill(process.pid, 9)
     process.communicate()
-    output = finish(start(paths.root, *FLAGS, *PATIENT, launcher=(sys.executable,)))
+    output = finish(start(paths.root, *flags, *PATIENT))
     assert "sends the rest" not in output
     for name in NAMES:
         values = values_in(name, paths)

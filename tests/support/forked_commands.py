@@ -96,6 +96,12 @@ def _start(
     return ForkedCommand(words, told, output)
 
 
+def forking() -> dict[str, str]:
+    """The environment of a program whose ``python -m bapo_megatron.cli`` are forked (at_start)."""
+    path = filter(None, (str(Path(__file__).with_name("at_start")), os.environ.get("PYTHONPATH")))
+    return {**os.environ, "BAPO_TEST_FORKS": "yes", "PYTHONPATH": os.pathsep.join(path)}
+
+
 def put_bapo_into(folder: Path, source: Path) -> None:
     """Write a program ``bapo`` that has the fork server run that of the project's copy in ``source``.
 

@@ -15,7 +15,7 @@ from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.samples import Sample
 from tests.distributed.test_checkpoints import save_and_go_on, save_before_any_update
 from tests.support.te_process import Choices, TransformerEngineProcess
-from tests.support.tiers import slow_but
+from tests.te.conftest import at_versions
 
 pytestmark = pytest.mark.distributed
 
@@ -27,8 +27,8 @@ in other places."""
 
 
 @pytest.mark.parametrize(
-    ("dtype", "parallel"),
-    slow_but(
+    ("te", "dtype", "parallel"),
+    at_versions(
         [
             ("bfloat16", ParallelConfig()),
             ("bfloat16", ParallelConfig(pipeline=2, virtual=2)),
@@ -37,6 +37,7 @@ in other places."""
         ],
         ("bfloat16", ParallelConfig()),
     ),
+    indirect=["te"],
 )
 def test_a_checkpoint_continues_bitwise(
     dtype: str,
@@ -55,16 +56,17 @@ def test_a_checkpoint_continues_bitwise(
 
 
 @pytest.mark.parametrize(
-    ("begun_with", "dtype", "parallel"),
-    slow_but(
+    ("te", "begun_with", "dtype", "parallel"),
+    at_versions(
         [
-            (begun_with, dtype, parallel)
-            for begun_with in ("torch", "te")
-            for dtype in CLOSE
-            for parallel in (ParallelConfig(), ParallelConfig(tensor=2, pipeline=2))
+            ("torch", "float32", ParallelConfig()),
+            ("torch", "bfloat16", ParallelConfig(tensor=2, pipeline=2)),
+            ("te", "bfloat16", ParallelConfig()),
+            ("te", "float32", ParallelConfig(tensor=2, pipeline=2)),
         ],
         ("torch", "float32", ParallelConfig()),
     ),
+    indirect=["te"],
 )
 def test_layers_and_optimizer_may_change_within_a_run(
     begun_with: str,
@@ -90,7 +92,7 @@ def test_layers_and_optimizer_may_change_within_a_run(
             torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("loaded_with", slow_but(["te", "torch"], "te"))
+@pytest.mark.parametrize(("te", "loaded_with"), at_versions([("te",), ("torch",)], ("te",)), indirect=["te"])
 def test_a_checkpoint_before_any_update(
     loaded_with: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], tmp_path: Path
 ) -> None:

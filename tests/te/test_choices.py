@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.attention.te_backend import check_environment, has_te_attention
+from bapo_megatron.tensor_types import MicroBatch
+from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
 
 pytestmark = pytest.mark.distributed
@@ -81,13 +85,17 @@ def test_deterministic_attention(
         assert f"no deterministic attention here for packs of {longest} tokens" in str(answer)
 
 
-def comparisons(folder: Path, samples: list[Sample]) -> int:
-    """How often tensors are compared in a forward pass: each is a wait for the GPU."""
+def small_policy(folder: Path, samples: list[Sample]) -> tuple[Any, list[MicroBatch]]:
     from bapo_megatron.policy.megatron import MegatronPolicy
 
     batch = BatchConfig(pack_tokens=96)
     policy = MegatronPolicy(ModelConfig(folder, "bfloat16"), ONE, batch, OptimizerConfig(), 1)
-    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    return policy, pack_samples(samples, 96, "token", policy.pack_layout)
+
+
+def comparisons(folder: Path, samples: list[Sample]) -> int:
+    """How often tensors are compared in a forward pass: each is a wait for the GPU."""
+    policy, packs = small_policy(folder, samples)
     counted, compare = 0, torch.equal
 
     def equal(*tensors: torch.Tensor) -> bool:
@@ -102,11 +110,7 @@ def comparisons(folder: Path, samples: list[Sample]) -> int:
 
 def tables_of_rope(folder: Path, samples: list[Sample]) -> tuple[int, int]:
     """The lengths of packs' longest documents, and the tables of RoPE that they leave alive."""
-    from bapo_megatron.policy.megatron import MegatronPolicy
-
-    batch = BatchConfig(pack_tokens=96)
-    policy = MegatronPolicy(ModelConfig(folder, "bfloat16"), ONE, batch, OptimizerConfig(), 1)
-    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    policy, packs = small_policy(folder, samples)
     made = type(policy._model[0].module.module.rotary_pos_emb).forward
     made.cache_clear()
     policy.log_probs(packs)
@@ -124,15 +128,12 @@ def test_all_packs_share_one_rope_table(
 def rows_of_rope(folder: Path, samples: list[Sample]) -> tuple[list[int], list[int]]:
     """The longest document of each pack, and the rows of RoPE's tables that the kernel gets, in order."""
     from bapo_megatron.planning.rehearsal.transformer_engine import extension
-    from bapo_megatron.policy.megatron import MegatronPolicy
 
     rows: list[int] = []
     extension.observers.append(
         lambda name, given, _: rows.append(len(given[1])) if "fused_rope" in name else None
     )
-    batch = BatchConfig(pack_tokens=96)
-    policy = MegatronPolicy(ModelConfig(folder, "bfloat16"), ONE, batch, OptimizerConfig(), 1)
-    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    policy, packs = small_policy(folder, samples)
     policy.log_probs(packs)
     return [pack.max_seqlen for pack in packs], list(dict.fromkeys(rows))
 
@@ -151,3 +152,36 @@ def test_attention_compares_no_tensors_on_the_gpu(
 ) -> None:
     assert te.run(comparisons, ONE, qwen2, samples) == [0]
     assert te.calls["fused_attn_fwd"]
+
+
+Products = list[tuple[torch.dtype | None, bool]]
+
+
+def products_of_weights(folder: Path, samples: list[Sample]) -> tuple[int, Products]:
+    """The number of packs of an update; of each product for weights' gradients, the type of the tensor that
+    it writes (None: one of its own), and whether it adds to it."""
+    from bapo_megatron.planning.rehearsal.transformer_engine import extension
+
+    found: Products = []
+
+    def see(name: str, given: tuple[Any, ...], _named: Any) -> None:
+        if "gemm" in name and given[3]:
+            out = given[4][0] if isinstance(given[4], list) else given[4]
+            found.append((getattr(out, "dtype", None), given[14]))
+
+    extension.observers.append(see)
+    policy, packs = small_policy(folder, samples)
+    policy.update(packs, lambda stats, _: -stats.log_prob_T.sum()[None])
+    return len(packs), found
+
+
+@pytest.mark.parametrize("family", ["qwen2", EXPERTS])
+def test_weight_gradients_are_added_up_in_float32(
+    family: str, te: TransformerEngineProcess, samples: list[Sample], tmp_path: Path
+) -> None:
+    """By the products themselves, from the first pack on: no pack's is rounded to bfloat16 before."""
+    folder = save_tiny_model(family, tmp_path)
+    [(packs, found)] = te.run(products_of_weights, ONE, folder, samples)
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert packs > 1
+    assert found == [(torch.float32, True)] * 4 * layers * packs

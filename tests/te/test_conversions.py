@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.distributed.test_converted_checkpoints import load_converted
 from tests.support.models import FAMILIES, save_tiny_model
 from tests.support.saves import complete
 from tests.support.te_process import TransformerEngineProcess
-from tests.support.tiers import slow_but
+from tests.te.conftest import at_versions
 
 pytestmark = pytest.mark.distributed
 
@@ -55,7 +56,9 @@ def assert_equal(found: dict[str, torch.Tensor], folder: Path) -> None:
         assert torch.equal(found[name], tensor.bfloat16()), name
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3"))
+@pytest.mark.parametrize(
+    ("te", "family"), at_versions(((one,) for one in FAMILIES), ("qwen3",)), indirect=["te"]
+)
 def test_hugging_face_names_in_and_out(family: str, te: TransformerEngineProcess, tmp_path: Path) -> None:
     """Into Transformer Engine's modules; out of them; and out of their checkpoint by bapo-ckpt."""
     folder = save_tiny_model(family, tmp_path / "hf", seed=1)
@@ -73,8 +76,11 @@ def mapping_table_names(folder: Path) -> set[str]:
     return set(mapping_table(read_model_shape(folder)))
 
 
-@pytest.mark.parametrize("parallel", slow_but([ONE, ParallelConfig(tensor=2, pipeline=2)], ONE))
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3"))
+@pytest.mark.parametrize(
+    ("te", "family", "parallel"),
+    at_versions(product(FAMILIES, (ONE, ParallelConfig(tensor=2, pipeline=2))), ("qwen3", ONE)),
+    indirect=["te"],
+)
 def test_converted_checkpoints_load_strictly(
     family: str, parallel: ParallelConfig, te: TransformerEngineProcess, tmp_path: Path
 ) -> None:

@@ -11,23 +11,24 @@ from safetensors.torch import load_file
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.packing import Sample
-from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS, layers
+from bapo_megatron.planning.rehearsal.transformer_engine import layers
 from checkpoints_tools import to_hf, to_megatron
 from tests.distributed.test_expert_checkpoints import load_and_look, train_and_save
 from tests.distributed.test_layouts import Answer, check_agreement
 from tests.distributed.test_route_replay import to_the_first_two
 from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
-from tests.support.tiers import slow_but
+from tests.te.conftest import at_versions
 from tests.te.test_conversions import assert_equal, load_checkpoint
 from tests.te.test_layouts import answers
 
 pytestmark = pytest.mark.distributed
 
+ONE, EP = ParallelConfig(), ParallelConfig(data=2, expert=2)
 LAYOUTS = [
-    *("one", "one selective", "one full", "dp2-ep2", "dp2-ep2 selective", "dp2-ep2 full", "dp4-ep4"),
-    *("tp2-sp", "tp2-sp-ep2", "tp2-sp-etp2", "dp2-tp2-sp-ep2-etp2 full", "cp2-ep2", "dp2-pp2-ep2"),
-    *("dp2-pp3-ep2", "dp2-pp2-vpp2-ep2", "tp2-sp-cp2-ep4"),
+    *("one selective", "one full", "dp2-ep2 selective", "dp2-ep2 full", "dp4-ep4", "tp2-sp-ep2"),
+    *("tp2-sp-etp2", "dp2-tp2-sp-ep2-etp2 full", "cp2-ep2", "dp2-pp3-ep2", "dp2-pp2-vpp2-ep2"),
+    "tp2-sp-cp2-ep4",
 ]
 QUICK = ("one selective", "dp2-ep2 full", "tp2-sp-etp2")
 _MERGING = "unpermute_with_mask_map_bwd_with_merging_probs"
@@ -40,22 +41,21 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(EXPERTS, tmp_path_factory.mktemp("moe"))
 
 
-@pytest.fixture(scope="module")
-def reference(te: TransformerEngineProcess, moe: Path, samples: list[Sample]) -> Answer:
+@pytest.fixture
+def reference(
+    te: TransformerEngineProcess, moe: Path, samples: list[Sample], references: dict[str, Answer]
+) -> Answer:
     """On torch's experts, one after the other, by one process."""
-    [found] = answers(te, "one", moe, samples, layers=False, fused_adam=False)
-    assert not te.calls
-    return found
-
-
-ALL = [
-    *((VERSIONS[0], text) for text in LAYOUTS),
-    *((version, text) for version in VERSIONS[1:] for text in QUICK),
-]
+    if te.version not in references:
+        [references[te.version]] = answers(te, "one", moe, samples, layers=False, fused_adam=False)
+        assert not te.calls
+    return references[te.version]
 
 
 @pytest.mark.parametrize(
-    ("te", "text"), slow_but(ALL, *((VERSIONS[0], text) for text in QUICK)), indirect=["te"], scope="session"
+    ("te", "text"),
+    at_versions(((text,) for text in LAYOUTS), *((text,) for text in QUICK)),
+    indirect=["te"],
 )
 def test_the_grouped_layer_agrees_with_torch(
     text: str, te: TransformerEngineProcess, moe: Path, samples: list[Sample], reference: Answer
@@ -64,7 +64,11 @@ def test_the_grouped_layer_agrees_with_torch(
     assert te.calls.keys() >= KERNELS
 
 
-@pytest.mark.parametrize("text", slow_but(["dp2-ep2", "dp4-ep4", "tp2-sp-ep2 full"], "dp2-ep2"))
+@pytest.mark.parametrize(
+    ("te", "text"),
+    at_versions([("dp2-ep2",), ("dp4-ep4",), ("tp2-sp-ep2 full",)], ("dp2-ep2",)),
+    indirect=["te"],
+)
 def test_ranks_without_a_token_take_part(
     text: str, te: TransformerEngineProcess, moe: Path, samples: list[Sample]
 ) -> None:
@@ -97,8 +101,9 @@ def rows_unsorted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "text"),
-    slow_but([(experts_in_turn, "one"), (rows_unsorted, "dp2-ep2")], (rows_unsorted, "dp2-ep2")),
+    ("te", "mistake", "text"),
+    at_versions([(experts_in_turn, "one"), (rows_unsorted, "dp2-ep2")], (rows_unsorted, "dp2-ep2")),
+    indirect=["te"],
 )
 def test_a_broken_expert_layer_fails_the_comparison(
     mistake: Callable[[], None],
@@ -123,24 +128,23 @@ def gpu_rows() -> list[str]:
 
 @pytest.mark.slow
 def test_the_gpu_check_compares_the_grouped_layer(te: TransformerEngineProcess) -> None:
-    [[name, *failed]] = te.run(gpu_rows, ParallelConfig())
+    [[name, *failed]] = te.run(gpu_rows, ONE)
     assert name.startswith("Transformer Engine's grouped layer: weights")
     assert failed == []
     assert te.calls.keys() >= {"te_general_grouped_gemm", "make_row_id_map"}
 
 
-@pytest.mark.parametrize("begun_with", slow_but(["te", "torch"], "te"))
+@pytest.mark.parametrize(("te", "begun_with"), at_versions([("te",), ("torch",)], ("te",)), indirect=["te"])
 def test_a_checkpoint_of_the_grouped_layer_is_one_of_torchs_experts(
     begun_with: str, te: TransformerEngineProcess, moe: Path, tmp_path: Path
 ) -> None:
     """Weights and optimizer to the bit, at another layout; and as a folder of transformers."""
     grouped, torchs = Choices(fused_adam=False), Choices(layers=False, fused_adam=False)
     first, second = (grouped, torchs) if begun_with == "te" else (torchs, grouped)
-    parallel, path = ParallelConfig(data=2, expert=2), tmp_path / "policy"
-    arguments = (train_and_save, parallel, moe, parallel, path, "bfloat16")
+    path = tmp_path / "policy"
+    arguments = (train_and_save, EP, moe, EP, path, "bfloat16")
     [(_, weights), *_] = te.run(*arguments, choices=first)
-    one = ParallelConfig()
-    [(_, same)] = te.run(load_and_look, one, moe, one, path, choices=second)
+    [(_, same)] = te.run(load_and_look, ONE, moe, ONE, path, choices=second)
     assert all(torch.equal(same[name].bfloat16(), tensor) for name, tensor in weights.items())
     to_hf(path, tmp_path / "hf", reference=moe)
     found = load_file(tmp_path / "hf/model.safetensors")
@@ -148,10 +152,7 @@ def test_a_checkpoint_of_the_grouped_layer_is_one_of_torchs_experts(
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    slow_but([ParallelConfig(), ParallelConfig(data=2, expert=2)], ParallelConfig(data=2, expert=2)),
-)
+@pytest.mark.parametrize(("te", "parallel"), at_versions([(ONE,), (EP,)], (EP,)), indirect=["te"])
 def test_a_converted_checkpoint_loads_strictly_into_the_grouped_layer(
     parallel: ParallelConfig, te: TransformerEngineProcess, moe: Path, tmp_path: Path
 ) -> None:

@@ -12,12 +12,11 @@ import pytest
 
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf import parameter_map
-from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS
 from bapo_megatron.policy.attention import context_parallel, core
 from tests.distributed.test_layouts import LAYOUTS, Answer, answer, check_agreement, layout
-from tests.support.models import FAMILIES, save_tiny_model
+from tests.support.models import save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
-from tests.support.tiers import slow_but
+from tests.te.conftest import at_versions
 
 pytestmark = pytest.mark.distributed
 
@@ -36,28 +35,26 @@ def answers(
     return te.run(answer, where.parallel, folder, samples, where, 1, choices=Choices(**choices))
 
 
-@pytest.fixture(scope="module")
-def reference(te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]) -> Answer:
+@pytest.fixture
+def reference(
+    te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], references: dict[str, Answer]
+) -> Answer:
     """On torch's layers and torch's AdamW, by one process."""
-    [found] = answers(te, "one", qwen2, samples, layers=False, fused_adam=False)
-    assert found.bounds.reached
-    return found
+    if te.version not in references:
+        [found] = answers(te, "one", qwen2, samples, layers=False, fused_adam=False)
+        assert found.bounds.reached
+        references[te.version] = found
+    return references[te.version]
 
 
-MORE_REPLICAS = (
-    *("dp4 shuffled", "dp2-tp2", "dp2-pp2", "dp2-pp3"),
-    *("dp2-tp2-pp2", "dp2-pp2-cp2", "dp2-tp2-sp-cp2"),
-)
+MORE_REPLICAS = ("dp4 shuffled", "dp2-pp2", "dp2-pp3", "dp2-tp2-pp2", "dp2-pp2-cp2", "dp2-tp2-sp-cp2")
 """Left out here: others of the list with more replicas. The optimizer alone sees them, here at DP 2 and 3."""
-ALL = [
-    *((VERSIONS[0], text) for text in LAYOUTS if text not in MORE_REPLICAS),
-    *((version, text) for version in VERSIONS[1:] for text in QUICK),
-]
-"""What make test-slow runs: the pinned version at every such layout, others at the quick ones."""
 
 
 @pytest.mark.parametrize(
-    ("te", "text"), slow_but(ALL, *((VERSIONS[0], text) for text in QUICK)), indirect=["te"], scope="session"
+    ("te", "text"),
+    at_versions(((text,) for text in LAYOUTS if text not in MORE_REPLICAS), *((text,) for text in QUICK)),
+    indirect=["te"],
 )
 def test_a_layout_agrees_with_torch(
     text: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], reference: Answer
@@ -89,7 +86,7 @@ def test_without_a_gpu_no_transformer_engine_kernel_is_called(
     assert not te.calls
 
 
-@pytest.mark.parametrize("text", slow_but(["one", "cp2"], "cp2"))
+@pytest.mark.parametrize(("te", "text"), at_versions([("one",), ("cp2",)], ("cp2",)), indirect=["te"])
 def test_torch_attention_where_transformer_engine_has_no_kernel(
     text: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], reference: Answer
 ) -> None:
@@ -145,8 +142,8 @@ REFUSED_BY_ROPE = RuntimeError, "cu_seqlens give this rank 20 tokens, and it has
 
 
 @pytest.mark.parametrize(
-    ("mistake", "text", "noticed"),
-    slow_but(
+    ("te", "mistake", "text", "noticed"),
+    at_versions(
         [
             (chunks_in_order, "cp2", OTHER_LOG_PROBS),
             (bounds_of_the_rank, "cp2", REFUSED_BY_ROPE),
@@ -155,6 +152,7 @@ REFUSED_BY_ROPE = RuntimeError, "cu_seqlens give this rank 20 tokens, and it has
         ],
         (norms_swapped, "one", OTHER_LOG_PROBS),
     ),
+    indirect=["te"],
 )
 def test_a_broken_layer_fails_the_comparison(
     mistake: Callable[[], None],
@@ -172,7 +170,11 @@ def test_a_broken_layer_fails_the_comparison(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", AS_ON_A_GPU)
+@pytest.mark.parametrize(
+    ("te", "text"),
+    at_versions(((text,) for text in AS_ON_A_GPU), ("tp2-sp",)),
+    indirect=["te"],
+)
 def test_gpu_settings_leave_the_results_unchanged(
     text: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], reference: Answer
 ) -> None:
@@ -181,7 +183,7 @@ def test_gpu_settings_leave_the_results_unchanged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen2"])
+@pytest.mark.parametrize(("te", "family"), at_versions([("qwen3",), ("llama",)], ("qwen3",)), indirect=["te"])
 def test_every_family_agrees(
     family: str, te: TransformerEngineProcess, samples: list[Sample], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import time
 import traceback
 from collections import Counter
@@ -134,6 +135,7 @@ class RankRehearsal:
         """All phases in a run's order: build, two updates, weight sync, save, colocated sampling, load."""
         self.build()
         packs = self.packs()
+        make_placeholders(self.program.policy)
         for number in (1, 2):  # twice: only the second update has Adam's moments from its beginning
             self.program.update(packs, number)
             label_model_state(self.meter.ledger, self.program.policy)
@@ -266,6 +268,21 @@ def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
                 for value in part.optimizer.state.get(parameter, {}).values():
                     if isinstance(value, Tensor):
                         _mark(ledger, value, "optimizer")
+
+
+def make_placeholders(policy: MegatronPolicy) -> None:
+    """Allocate Transformer Engine's placeholders for weight gradients that its products have added up.
+
+    Its first backward pass does, but 2.11 asks attributes of weights that autograd has saved, which pass
+    through the hooks of ``marking_saved_activations`` without any.
+    """
+    for chunk in policy._model:
+        for module in chunk.modules():
+            if getattr(module, "fuse_wgrad_accumulation", False):
+                base = sys.modules["transformer_engine.pytorch.module.base"]
+                for weight in module.parameters(recurse=False):
+                    if weight.dim() == 2:
+                        base.get_dummy_wgrad(list(weight.shape), weight.dtype)
 
 
 def _mark(ledger: Ledger, tensor: Tensor, kind: str) -> None:

@@ -1,7 +1,8 @@
-"""A hook of every interpreter whose PYTHONPATH has this folder: a deleted log of a journal keeps a name.
+"""Hooks of every interpreter whose PYTHONPATH has this folder: a deleted log of a journal keeps a name, and
+``python -m bapo_megatron.cli`` may be run by the fork server.
 
-Before a process deletes one, it is linked into the folder that ``BAPO_TEST_KEPT_LOGS`` names. The fork server
-imports this module, too. Used by ``raw_journal.keeping_logs``.
+Before a process deletes a log, it is linked into the folder that ``BAPO_TEST_KEPT_LOGS`` names. The fork
+server imports this module, too. Used by ``raw_journal.keeping_logs`` and ``forked_commands.forking``.
 """
 
 import os
@@ -10,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 VARIABLE = "BAPO_TEST_KEPT_LOGS"
+FORKS = "BAPO_TEST_FORKS"
 
 
 def _keep(event: str, arguments: tuple[Any, ...]) -> None:
@@ -22,3 +24,10 @@ def _keep(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(_keep)
+
+if FORKS in os.environ and sys.orig_argv[1:3] == ["-m", "bapo_megatron.cli"]:
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../../../.."))
+    from tests.support.forked_commands import start_bapo
+
+    code = start_bapo(*sys.orig_argv[3:], directory=os.getcwd(), log=1).wait()
+    os._exit(code % 256)

@@ -140,9 +140,9 @@ def test_activations_by_hand() -> None:
 
 
 def test_work_and_routes_by_hand() -> None:
-    """Gradients of 3 copies of a token (26 wide), its hidden states, one matrix of the rank's two experts."""
+    """Gradients of 3 copies of a token (26 wide), and its hidden states."""
     memory = stage_memory(moe(EP), 0)
-    assert memory.workspace == 2 * (16 * 3 * 26 + 2 * 16 * 8 + 2 * 2 * 6 * 8)
+    assert memory.workspace == 2 * (16 * 3 * 26 + 2 * 16 * 8)
     replays = moe(EP)
     replays = replace(
         replays, run=replace(replays.run, rollout=replace(replays.run.rollout, route_replay="replay"))

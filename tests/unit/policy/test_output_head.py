@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,14 @@ def test_bfloat16_gives_float32_results_and_bfloat16_gradients() -> None:
     assert stats.log_prob_T.dtype == stats.entropy_T.dtype == torch.float32
     head.sums(hidden, weight, batch, squared)[0].backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    weight.main_grad = torch.zeros(9, 8)
+    again = hidden.detach().requires_grad_()
+    replace(head, adds_in_float32=True).sums(again, weight, batch, squared)[0].backward()
+    assert torch.equal(again.grad, hidden.grad)
+    assert torch.equal(
+        weight.main_grad.bfloat16(), weight.grad
+    )  # autograd got none, or the latter would double
+    assert not torch.equal(weight.main_grad, weight.grad.float())
 
     wide_hidden, wide_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
     expected = (wide_hidden @ wide_weight.t()).log_softmax(-1)[torch.arange(5), torch.arange(5)]

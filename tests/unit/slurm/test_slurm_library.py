@@ -686,7 +686,13 @@ def test_nodes_that_are_all_bad_are_not_excluded(shell: Shell, tmp_path: Path) -
     both = shell(verdict, NODES="n1 n2", ANSWER="yes")
     assert "STOPPED: health: every node is bad: the setup" in both.stdout, both.stderr
     assert both.returncode == 1
-    assert "without n1,n2\n" in shell(verdict, NODES="n1 n2 n3", ANSWER="yes").stdout
+    some = {"NODES": "n1 n2 n3", "ANSWER": "yes"}
+    assert "without n1,n2\n" in shell(verdict, **some).stdout
+    again = shell(verdict.replace("n1 x\\nn2 x", "n3 x"), **some)
+    assert "STOPPED: health: nodes n1,n2 were left out before; others are bad now" in again.stdout
+    checkpoint(tmp_path, 10)  # weeks later another node fails
+    assert "without n3\n" in shell(verdict.replace("n1 x\\nn2 x", "n3 x"), **some).stdout
+    assert "excluded=n1,n2,n3\n" in (tmp_path / "slurm.state").read_text()
 
 
 @pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])

@@ -77,6 +77,18 @@ def wait_once_for_messages() -> None:
     ]
 
 
+def make_dummy_gradients_nan() -> None:
+    """Make the placeholder for a weight's gradient, once the products have added it up, NaN and on the CPU.
+
+    Transformer Engine's own is of any value, and megatron's DDP must not add it.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine.") and "get_dummy_wgrad" in vars(module):
+            module.get_dummy_wgrad = lambda shape, dtype, zero=False: torch.full(  # type: ignore[attr-defined]
+                shape, 0.0 if zero else float("nan"), dtype=dtype
+            )
+
+
 class _IdempotentWait:
     """A request of torch.distributed whose ``wait`` returns at once from the second time on."""
 
@@ -124,6 +136,7 @@ def install(folder: Path, *, answer_cuda: bool = True) -> types.ModuleType:
     copied.__getattr__ = lambda name: getattr(extension, name)  # type: ignore[method-assign]
     if answer_cuda:
         wait_once_for_messages()
+        make_dummy_gradients_nan()
     return extension
 
 

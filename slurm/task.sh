@@ -12,6 +12,8 @@ unset BAPO_TASK_SETTINGS
 if ! { mkdir -p "${HOME:-}" && [[ -w $HOME || -z ${BAPO_CONTAINER:-} ]]; } 2>/dev/null; then
     echo "the home ${HOME:-} cannot be written to here: compiled kernels go to a folder of this task in /tmp"
     HOME=$(mktemp -d "/tmp/bapo-home.XXXXXX") || exit 1
+    made=$HOME
+    trap 'rm -rf "$made"' EXIT
 fi
 export HOME
 if [[ -n ${TMPDIR:-} && ! -w $TMPDIR ]]; then  # a folder of the node, which the container does not mount
@@ -148,6 +150,6 @@ rollout() {  # all servers of one node
 
 case $role in
     trainer | rollout) "$role" "$@" ;;
-    probe) exec "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
+    probe) "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
     *) bapo_refuse "task.sh $role: there are trainer, rollout and probe" ;;
 esac

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 
@@ -78,8 +79,13 @@ def check_not_failing(error: BaseException, what: str, path: Path) -> None:
     For a caller that goes on after any other error.
     """
     for one in _chain(error):
-        if isinstance(one, OSError) and one.errno in _FAILING_NUMBERS:
+        if is_of_failing_disk(one):
             raise FailingDiskError(f"{what} could not be deleted at {path}: {one.strerror}") from error
+
+
+def is_of_failing_disk(error: BaseException) -> TypeGuard[OSError]:
+    """Whether the system itself says with ``error`` that a file system fails."""
+    return isinstance(error, OSError) and error.errno in _FAILING_NUMBERS
 
 
 def check_readable(error: BaseException, what: str, path: Path) -> None:

@@ -66,7 +66,6 @@ CANARY = ["--tokens=200", "--longest=64", "--batch.pack-tokens=128", "--data.max
 CANARY += ["--batch.hold-forwards=false"]  # pipeline stages cannot
 LAYOUTS = {
     "pp2": ["--parallel.pipeline=2"],
-    "cp2": ["--parallel.context=2"],
     "tp3-sp": ["--parallel.tensor=3", "--parallel.sequence"],
 }
 

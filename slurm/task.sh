@@ -12,6 +12,8 @@ unset BAPO_TASK_SETTINGS
 if ! { mkdir -p "${HOME:-}" && [[ -w $HOME || -z ${BAPO_CONTAINER:-} ]]; } 2>/dev/null; then
     echo "the home ${HOME:-} cannot be written to here: compiled kernels go to a folder of this task in /tmp"
     HOME=$(mktemp -d "/tmp/bapo-home.XXXXXX") || exit 1
+    made=$HOME
+    trap 'rm -rf "$made"' EXIT
 fi
 export HOME
 if [[ -n ${TMPDIR:-} && ! -w $TMPDIR ]]; then  # a folder of the node, which the container does not mount
@@ -90,10 +92,18 @@ start_limit() {  # process: most seconds of a server's start by its recipe, once
     sed -z -n 's/^BAPO_SERVER_START_S=\([0-9]\{1,9\}\)$/\1/p' "/proc/$1/environ" 2>/dev/null | tr -d '\0'
 }
 
-end_server() {  # process: end a server that hangs; its schedulers end with it
+descendants() {  # process: all that it has started, one a line
+    local child
+    for child in $(cat "/proc/$1/task/"*/children 2>/dev/null); do echo "$child"; descendants "$child"; done
+}
+
+end_server() {  # process: end a server that hangs, with its schedulers: those that still import outlive it
+    local all
+    all=$(descendants "$1")
     kill -TERM "$1" 2>/dev/null
-    for _ in {1..10}; do kill -0 "$1" 2>/dev/null || return 0; sleep 1; done
-    kill -KILL "$1" 2>/dev/null
+    for _ in {1..10}; do kill -0 "$1" 2>/dev/null || break; sleep 1; done
+    # shellcheck disable=SC2086  # a word for each process
+    kill -KILL "$1" $all 2>/dev/null
 }
 
 keep_server() {  # number, recipe and flags: run one server, and restart it whenever it ends or hangs
@@ -148,6 +158,6 @@ rollout() {  # all servers of one node
 
 case $role in
     trainer | rollout) "$role" "$@" ;;
-    probe) exec "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
+    probe) "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
     *) bapo_refuse "task.sh $role: there are trainer, rollout and probe" ;;
 esac

@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
@@ -26,6 +28,10 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 FORMAT = 2
 """Format version of the run directory; another version is refused."""
+
+_REQUEUED_WAIT_S, _LOOK_S = 180.0, 1.0
+"""Longest wait of a requeued job for the lock, in seconds, and the time between two looks. A file server may
+keep the lock of a node that died for two minutes (NFS: 90 s)."""
 
 _CONFIG_BYTES = 64 << 20
 """Most bytes of config.json that are read."""
@@ -150,12 +156,13 @@ def check_writable(directory: Path) -> None:
 def only_writer(directory: Path) -> Iterator[None]:
     """Context manager: the lock of a run directory, for one process.
 
-    ConfigError at once if it is held, or if the file system has no locks; StorageFailed if it gives none now.
+    ConfigError if it is held (at once, but in a requeued job), or if the file system has no locks;
+    StorageFailed if it gives none now.
     """
     check_no_links(directory)
     with open_lock(RunPaths(directory).lock) as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(lock)
         except BlockingIOError:
             raise ConfigError(f"another process is writing to the run {directory}; stop it first") from None
         except OSError as error:
@@ -169,6 +176,19 @@ def only_writer(directory: Path) -> Iterator[None]:
                 raise StorageFailed(f"the run directory {directory}: {error.strerror}") from None
             raise
         yield
+
+
+def _take(lock: BinaryIO) -> None:
+    """Lock the file. BlockingIOError if it is held: at once, or in a requeued job at the end of the wait."""
+    is_requeued = os.environ.get("BAPO_RESTART", "0") != "0"
+    deadline = time.monotonic() + (_REQUEUED_WAIT_S if is_requeued else 0.0)
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def check_same_run(config: RunConfig, samples_only: bool = False) -> None:

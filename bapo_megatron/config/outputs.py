@@ -21,7 +21,8 @@ class CheckpointConfig:
     keep_last: Annotated[int, Ge(0)] = 2
     """Newest checkpoints that are kept; older ones are deleted once a newer one is complete. 0 keeps all."""
     keep_every: Annotated[int | None, Ge(1)] = None
-    """Steps between checkpoints that are never deleted, a multiple of `every`. None: there are none."""
+    """Steps between checkpoints that are never deleted, a multiple of `every`, nor the rollouts since the
+    first of them. None: there are none."""
     keep_best: Annotated[int, Ge(0)] = 0
     """Checkpoints that are kept for the highest `eval/mean` of their weights (see `evaluation`)."""
     export_every: Annotated[int, Ge(0)] = 0

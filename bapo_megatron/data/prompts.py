@@ -137,9 +137,15 @@ def _prompt(number: int, row: Row, tokenizer: Any, several: bool, tools: Tools) 
         ground_truth=ground_truth_of(row, several),
         data_source=field_of(row, "data_source", str, "text"),
         extra_info=extra_info_of(row),
-        opens_thinking=tokenizer.decode(token_ids_P[-_END_TOKENS:]).rstrip().endswith(THINKING),
+        opens_thinking=ends_in_thinking(tokenizer, token_ids_P),
         messages=[{"role": one["role"], "content": one["content"]} for one in messages],
     )
+
+
+def ends_in_thinking(tokenizer: Any, ids: np.ndarray) -> bool:
+    """Whether what the model is given ends with a thinking part that its chat template has opened."""
+    end: str = tokenizer.decode(ids[-_END_TOKENS:].tolist(), skip_special_tokens=False)
+    return end.rstrip().endswith(THINKING)
 
 
 def prompt_token_ids(messages: list[dict[str, str]], tokenizer: Any, tools: Tools = ()) -> np.ndarray:

@@ -262,9 +262,11 @@ def _checked(reply: Reply) -> dict[str, Any]:
     size = len(json.dumps(reply.note))
     if size > NOTE_BYTES:
         raise ValueError(f"Reply.note has {size} bytes as JSON; at most {NOTE_BYTES} may be")
-    several = [] if isinstance(reply.observation, str | None) else list(reply.observation)
     answer = {"observation": said, "reward": reward, "metrics": metrics, "note": reply.note}
-    return {**answer, "messages": several} if len(several) > 1 else answer
+    several = reply.observation
+    if several is None or isinstance(several, str) or len(several) < 2:
+        return answer
+    return {**answer, "messages": list(several)}
 
 
 def _text(observation: Any) -> str | None:

@@ -47,7 +47,7 @@ from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of, response_text, stop_token_ids
 from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.rollout.sampler.response import Sampling
-from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, response_score
+from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, judged_prompt, response_score
 from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment, within
 from bapo_megatron.rollout.sampler.whole_response import whole_response
 from bapo_megatron.runtime.files import check_files_inside, sha256_of, write_atomically
@@ -148,6 +148,7 @@ class SuiteSampler:
         assert reason is not None
         text = response_text(self._tokenizer, response.so_far.token_ids_R)
         last = response_text(self._tokenizer, response.last_turn_R)
+        prompt = judged_prompt(self._tokenizer, prompt, response)
         result = await response_score(self._scorer, prompt, response, last, RewardConfig.failed)
         correct = result.score is not None and result.score >= self._right_from
         vote = vote_of(last, prompt.opens_thinking)

@@ -13,7 +13,7 @@ from math import isfinite
 from bapo_megatron.planning.engines import EnginePlan, engine_plan
 from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
-from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes
+from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes, steps_of_rollouts
 from bapo_megatron.planning.speed import (
     Handover,
     HostUpdate,
@@ -207,10 +207,9 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
     else:
         yield "Step: no estimate, for no engine can sample"
         yield f"First checkpoint: step {min(run.steps, run.checkpoint.every)}"
-    kept = run.steps if run.rollout.keep_steps is None else min(run.steps, run.rollout.keep_steps)
     yield (
         f"Disk: {plan.disk / GB:,.0f} GB for checkpoints and weights, {plan.rollouts / GB:,.0f} GB for the "
-        f"rollouts of {kept} steps; logs come on top"
+        f"rollouts of {steps_of_rollouts(run)} steps; logs come on top"
     )
 
 

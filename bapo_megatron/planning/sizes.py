@@ -191,16 +191,26 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
     return float(total_parameters(shape) * (state * (checkpoints + 1) + weight * copies))
 
 
+def steps_of_rollouts(run: RunConfig) -> int:
+    """Steps whose rollouts are on disk at most: ``rollout.keep_steps``, and all since the oldest checkpoint.
+
+    That may be of the run's beginning where ``keep_every`` or ``keep_best`` keeps one.
+    """
+    kept, steps = run.checkpoint, run.rollout.keep_steps
+    if steps is None or kept.keep_every or kept.keep_best or not kept.keep_last:
+        return run.steps
+    return min(run.steps, max(steps, kept.keep_last * kept.every))
+
+
 def rollout_bytes(run: RunConfig, shape: ModelShape, mean_response: float) -> float:
     """Disk size of the rollouts that a run keeps: 12 bytes for each token of a response, and with
     ``rollout.route_replay`` its routes, one or two bytes for each expert of each layer. A replay keeps none.
 
     Left out: segments of the responses that are not complete.
     """
-    rollout = run.rollout
+    rollout, steps = run.rollout, steps_of_rollouts(run)
     if rollout.replay is not None:
         return 0.0
-    steps = run.steps if rollout.keep_steps is None else min(run.steps, rollout.keep_steps)
     token = _TOKEN_BYTES
     if shape.experts is not None and rollout.route_replay != "off":
         routes = RouteShape(shape.layers, shape.experts.per_token, shape.experts.count)

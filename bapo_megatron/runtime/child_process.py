@@ -30,6 +30,9 @@ from bapo_megatron.runtime import processes
 
 T = TypeVar("T")
 
+_ENDING_S = 1.0
+"""Limit of the wait for a killed fork of ``within``; a file system that hangs keeps it for longer."""
+
 MAX_ANSWER_BYTES = 256 << 20
 """Limit of one line of a child's output, in bytes; a longer one counts as the child's death."""
 
@@ -296,7 +299,9 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
             raise ChildDied(f"its process ended with {exit_text(code)}") from None
         except BaseException:
             os.kill(pid, signal.SIGKILL)  # it ends when the file system lets it
-            os.waitpid(pid, os.WNOHANG)
+            deadline = time.monotonic() + _ENDING_S
+            while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+                time.sleep(0.001)  # else each such call would leave a zombie while this process lives
             raise
     os.waitpid(pid, 0)
     if not done:

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import NoReturn
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed, printable
+from bapo_megatron.runtime.storage import comes_of_failing_disk
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
@@ -66,7 +67,10 @@ def report_error(error: ConfigError | Preempted | RunStopped, prints: bool = Tru
     # the interpreter would wait for it at its exit.
     for child in multiprocessing.active_children():
         child.kill()
+    # A file "cannot be read" also while its server is away: a job is requeued at 4, and stops for good at 2.
     wrong = isinstance(error, ConfigError)
+    fails = isinstance(error, StorageFailed) or (wrong and comes_of_failing_disk(error))
+    wrong = wrong and not fails
     text = f"error: {error}" if wrong else f"stopped: {error}\nthe same command continues the run"
     with suppress(OSError):
         if prints:
@@ -82,7 +86,7 @@ def report_error(error: ConfigError | Preempted | RunStopped, prints: bool = Tru
         return 2
     if isinstance(error, Preempted):
         return 85
-    return 4 if isinstance(error, StorageFailed) else 3
+    return 4 if fails else 3
 
 
 @contextmanager

@@ -14,13 +14,14 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import append_whole, write_atomically
+from bapo_megatron.runtime.files import append_whole
 from bapo_megatron.runtime.run_files import open_plain, read_plain
 from bapo_megatron.runtime.storage import writing
 
@@ -56,21 +57,30 @@ class JsonlLog:
             append_whole(self._file, [_line(row)], self._file.seek(0, os.SEEK_END))
 
     def rewind(self, step: int) -> None:
-        """Truncate the log after ``step``, atomically: a resumed run writes the later lines again.
+        """Truncate the log after ``step``: a resumed run writes the later lines again. Steps never fall.
 
-        ConfigError for a line that is no JSON, or has no step.
+        ConfigError for a line after ``step`` that is no JSON, or has no step.
         """
-        # Twice through the file, a line at a time: the log of a long run has gigabytes.
-        if not any(later for _, later in self._lines_after(step)):
-            return
-        write_atomically(self.path, (line + b"\n" for line, later in self._lines_after(step) if not later))
-        self._file.close()
-        self._file = _appending(self.path)
+        # From the end: the log of a long run has gigabytes, and all ranks wait for this.
+        with open(open_plain(self.path, os.O_RDWR), "r+b") as file:
+            kept = size = file.seek(0, os.SEEK_END)
+            for begin, line in _lines_from_end(file):
+                if self._step_of(line) <= step:
+                    break
+                kept = begin
+            if kept < size:
+                file.truncate(kept)
 
-    def _lines_after(self, step: int) -> Iterator[tuple[bytes, bool]]:
-        """Each line, and whether its step is after ``step``."""
-        for number, line in enumerate(whole_lines(self.path), 1):
-            yield line, _step_of(line, self.path, number) > step
+    def _step_of(self, line: bytes) -> int:
+        with suppress(ValueError):
+            if isinstance(step := parse_row(line).get("step"), int):
+                return step
+        for number, one in enumerate(whole_lines(self.path), 1):  # which of them is it?
+            if not isinstance(parse_line(one, self.path, number).get("step"), int):
+                break
+        raise ConfigError(
+            f"{self.path}, line {number} has no whole number as its step; mend or delete the line"
+        )
 
     def close(self) -> None:
         """Release the file."""
@@ -224,11 +234,19 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not strict JSON")
 
 
-def _step_of(line: bytes, path: Path, number: int) -> int:
-    step = parse_line(line, path, number).get("step")
-    if not isinstance(step, int):
-        raise ConfigError(f"{path}, line {number} has no whole number as its step; mend or delete the line")
-    return step
+def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Each line with its place in the file, without its newline, the last one first. None is torn."""
+    begin, held = file.seek(0, os.SEEK_END), b""
+    while begin:
+        size = min(_BLOCK, begin)
+        begin -= size
+        file.seek(begin)
+        held = file.read(size) + held
+        while (before := held.rfind(b"\n", 0, -1)) >= 0:
+            yield begin + before + 1, held[before + 1 : -1]
+            held = held[: before + 1]
+    if held:
+        yield 0, held[:-1]
 
 
 def _cut_torn_tail(path: Path) -> None:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 
@@ -78,8 +79,21 @@ def check_not_failing(error: BaseException, what: str, path: Path) -> None:
     For a caller that goes on after any other error.
     """
     for one in _chain(error):
-        if isinstance(one, OSError) and one.errno in _FAILING_NUMBERS:
+        if is_of_failing_disk(one):
             raise FailingDiskError(f"{what} could not be deleted at {path}: {one.strerror}") from error
+
+
+def is_of_failing_disk(error: BaseException) -> TypeGuard[OSError]:
+    """Whether the system itself says with ``error`` that a file system fails."""
+    return isinstance(error, OSError) and error.errno in _FAILING_NUMBERS
+
+
+def comes_of_failing_disk(error: BaseException) -> bool:
+    """Whether ``error``, such as a ConfigError "cannot be read", was caused by a file system that fails.
+
+    Not by one that is read-only: a user may have named it.
+    """
+    return any(is_of_failing_disk(one) and one.errno != errno.EROFS for one in _chain(error))
 
 
 def check_readable(error: BaseException, what: str, path: Path) -> None:

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, once for a job.
+# Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, once between two
+# checkpoints: in a month of many nodes more than one fails.
 
 bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NODE.json and FOLDER/verdict
     local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags gpus
@@ -36,7 +37,7 @@ bapo_bad_nodes() {
 }
 
 bapo_health() {
-    local group bad nodes pid pids=()
+    local group bad nodes pid pids=() before progress
     [[ $BAPO_HEALTH = on ]] || return 0
     for group in $(bapo_groups); do bapo_probe "$group" & pids+=("$!"); done
     for pid in "${pids[@]}"; do
@@ -62,13 +63,15 @@ bapo_health() {
         bapo_stop health "every node is bad: the setup, or a limit of the probe, and not the nodes" "$bad" 1
         exit 1
     fi
-    if [[ -n ${bapo_state[excluded]} ]]; then
-        bapo_stop health "nodes ${bapo_state[excluded]} were left out before; others are bad now" "$bad" 1
+    before=${bapo_state[excluded]} progress=$(bapo_progress)
+    if [[ -n $before ]] && ((progress <= bapo_state[excluded_at])); then
+        bapo_stop health "nodes $before were left out before; others are bad now" "$bad" 1
         exit 1
     fi
     bapo_event nodes_excluded "nodes=$nodes" "cause=$bad"
     bapo_say "requeue without bad nodes:"$'\n'"$bad"
-    bapo_write_state "excluded=$nodes" "health=$((bapo_state[health] + 1))" status=requeued
+    bapo_write_state "excluded=${before:+$before,}$nodes" "excluded_at=$progress" \
+        "health=$((bapo_state[health] + 1))" status=requeued
     bapo_requeue "$nodes"
     bapo_stop health "scontrol requeue failed" "$bad" 1
     exit 1

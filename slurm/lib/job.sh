@@ -7,7 +7,16 @@ for bapo_part in settings run_paths events logs state nodes engines requeue heal
     # shellcheck source=/dev/null
     . "$BAPO_LIB/$bapo_part.sh"
 done
-BAPO_RESTART=${SLURM_RESTART_COUNT:-0}  # Slurm leaves it unset at the first start
+
+bapo_restart() {  # how often Slurm has started this job again; its variable is unset at the first start
+    local found=''
+    # A job that was submitted within a requeued job inherits that one's.
+    [[ -z ${SLURM_RESTART_COUNT:-} ]] || found=$(scontrol show job -o "${SLURM_JOB_ID:-}" 2>/dev/null |
+        sed -n "s/^JobId=${SLURM_JOB_ID:-} .* Restarts=\([0-9][0-9]*\) .*/\1/p")
+    echo "${found:-${SLURM_RESTART_COUNT:-0}}"
+}
+
+BAPO_RESTART=$(bapo_restart)
 BAPO_CONTAINER_NAME=''  # of the probe and the ranks; none: each step unpacks the image for itself
 BAPO_SIGNAL=''
 BAPO_NO_ENGINES=''
@@ -46,6 +55,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     # Before the health check, which takes minutes: a signal during it is noted, and the job ends with 85.
     trap 'bapo_told USR1' USR1
     trap 'bapo_told TERM' TERM
+    ((BAPO_RESTART == 0)) || bapo_remove_containers old  # before the probe, which unpacks the image
     bapo_health
 }
 

@@ -102,15 +102,19 @@ bapo_srun_flags() {  # group, role
 }
 
 # pyxis keeps a named container on its node, unless the site gives it the scope of a job. Not in the last
-# minutes before the end of the job, which are for the requeue.
-bapo_remove_containers() {
-    local group flags=()
+# minutes before the end of the job, which are for the requeue. So the next start removes those of the starts
+# before it, also of those that Slurm killed: each is as large as the image.
+bapo_remove_containers() {  # [old]: this start's, or those of earlier starts
+    local group flags=() own=pyxis_$BAPO_CONTAINER_NAME command
+    command=(enroot remove -f "$own")
+    [[ ${1:-} != old ]] || command=(bash -c "enroot list | grep '^pyxis_bapo-$SLURM_JOB_ID-' |
+        grep -vxF $own | xargs -rn 1 enroot remove -f")
     [[ -n $BAPO_CONTAINER && -n $BAPO_CONTAINER_NAME ]] || return 0
     ((BAPO_END == 0 || $(date +%s) < BAPO_END - 180)) || return 0
     for group in $(bapo_groups); do
         flags=(--overlap --ntasks-per-node=1 "--ntasks=$(bapo_nodes "$group" | wc -l)" --output=/dev/null)
         ((${SLURM_HET_SIZE:-1} > 1)) && flags+=("--het-group=$group")
-        timeout -k 5 60 srun "${flags[@]}" enroot remove -f "pyxis_$BAPO_CONTAINER_NAME" 2>/dev/null
+        timeout -k 5 60 srun "${flags[@]}" "${command[@]}" 2>/dev/null
     done
     return 0
 }

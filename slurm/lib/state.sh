@@ -2,14 +2,15 @@
 # State file RUN/slurm.state: requeue counters and status that outlive a restart, as name=value lines.
 
 BAPO_STATE_NAMES=(job restart status signal progress crash preemption time_limit node storage engines health
-    idle excluded end nodes)
+    idle excluded excluded_at end nodes)
 declare -A bapo_state
 
 # Whether a line of the state file may be used: it is data, which others may have written. Numbers stand in
 # arithmetic later, where bash would run the commands in `x[$(...)]`; a leading zero would make them octal.
 bapo_is_state() {  # name, value
     case $1 in
-        restart | progress | crash | preemption | time_limit | node | storage | engines | health | idle | end)
+        restart | progress | crash | preemption | time_limit | node | storage | engines | health | idle | \
+            excluded_at | end)
             [[ $2 =~ ^(0|-?[1-9][0-9]{0,14})$ ]] ;;
         job) [[ $2 =~ ^[0-9]+$ ]] ;;
         status | signal) [[ $2 =~ ^[A-Za-z0-9]*$ ]] ;;
@@ -21,7 +22,8 @@ bapo_is_state() {  # name, value
 bapo_read_state() {
     local name value
     bapo_state=([job]=$SLURM_JOB_ID [progress]=-1 [crash]=0 [preemption]=0 [time_limit]=0 [node]=0
-        [storage]=0 [engines]=0 [health]=0 [idle]=0 [excluded]='' [status]=new [signal]='')
+        [storage]=0 [engines]=0 [health]=0 [idle]=0 [excluded]='' [excluded_at]=-1 [status]=new
+        [signal]='')
     [[ -f $BAPO_RUN/$BAPO_STATE_FILE ]] || return 0
     # A person submitted another job: it begins with full budgets.
     grep -qx "job=$SLURM_JOB_ID" "$BAPO_RUN/$BAPO_STATE_FILE" || return 0

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.distributed
 LAYOUTS = {
     "one": (ParallelConfig(), 1),
     "tp2-sp": (ParallelConfig(tensor=2, sequence=True), 1),
-    "cp2": (ParallelConfig(context=2), 1),
     "dp2-cp2": (ParallelConfig(data=2, context=2), 1),
     "pp2-vpp2": (ParallelConfig(pipeline=2, virtual=2), 4),
     "tp2-sp-pp2": (ParallelConfig(tensor=2, pipeline=2, sequence=True), 3),

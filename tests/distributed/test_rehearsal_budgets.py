@@ -73,9 +73,8 @@ class Rehearsal:
         return [RankRequest(run, rank, packs) for rank in ranks_of(self.job, options)]
 
 
-def of_recipe(name: str) -> Rehearsal:
+def of_recipe(path: Path) -> Rehearsal:
     """A recipe as it is."""
-    path = cluster_recipe(name)
     run = load_recipe(path, RunConfig)
     folder = shape_folder(path, run.model.hf_path)
     return Rehearsal(Job(run, read_model_shape(folder), PlanOptions()), folder)
@@ -99,7 +98,8 @@ def of_layers(shape: str, recompute: Any, context: int, layers: int, folder: Pat
 @pytest.fixture(scope="module")
 def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
     """All of this file in one go, as what they import takes as long as some of them."""
-    recipes = {name: of_recipe(name) for name in BUDGETS}
+    recipes = {name: of_recipe(cluster_recipe(name)) for name in BUDGETS}
+    recipes["gpu_study"] = of_recipe(ROOT / "benchmarks/gpu_study/recipe.py")
     shapes = {
         f"{case}, {layers} layers": of_layers(*case, layers, tmp_path_factory.mktemp("shape"))
         for case in LAYERS
@@ -157,6 +157,11 @@ def _check_turns(rehearsal: Rehearsal) -> None:
     assert copies == pytest.approx(offloaded_bytes(rehearsal.job) / 1e9, abs=0.3)
 
 
+def test_the_gpu_study_fits_on_one_h100(rehearsals: dict[str, Rehearsal]) -> None:
+    assert rehearsals["gpu_study"].job.gpus == 1
+    assert rehearsals["gpu_study"].found["misfits"] == []
+
+
 LAYERS = [
     ("Qwen3-32B", "none", 8),
     ("Qwen3-32B", "selective", 8),
@@ -187,7 +192,7 @@ def test_a_recipe_with_a_tool_has_the_rank_of_one_without() -> None:
 
 def test_the_recipe_with_a_python_tool_has_the_rank_of_the_partial_rollouts() -> None:
     """So qwen2_5_7b_tools is not rehearsed: its model differs in what no size depends on."""
-    tools, partial = (of_recipe(name) for name in ("qwen2_5_7b_tools", "partial_rollout_7b"))
+    tools, partial = (of_recipe(cluster_recipe(name)) for name in ("qwen2_5_7b_tools", "partial_rollout_7b"))
     same = ("rope_theta", "max_positions")
     theirs = {name: getattr(partial.job.shape, name) for name in same}
     assert replace(tools.job.shape, **theirs) == partial.job.shape
@@ -201,7 +206,9 @@ def test_the_recipe_with_a_python_tool_has_the_rank_of_the_partial_rollouts() ->
 
 def test_the_distilled_32b_on_two_nodes_takes_no_more_than_the_other_32b() -> None:
     """All but the model is the same, so r1_distill_qwen_32b_two_nodes is not rehearsed: its plan is below."""
-    ours, other = (of_recipe(f"{name}_32b_two_nodes") for name in ("r1_distill_qwen", "qwen3"))
+    ours, other = (
+        of_recipe(cluster_recipe(f"{name}_32b_two_nodes")) for name in ("r1_distill_qwen", "qwen3")
+    )
     assert replace(ours.job.run, name=other.job.run.name, model=other.job.run.model) == other.job.run
     ours_bytes, other_bytes = (stage_memory(one.job, 0) for one in (ours, other))
     assert ours_bytes.training < 0.9 * other_bytes.training

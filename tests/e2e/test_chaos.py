@@ -16,7 +16,7 @@ from tests.support.chaos import COLOCATED, harm_and_check, with_tools
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-LIGHT = "--reward.workers=1"
+LIGHT = ("--reward.workers=1", "--evaluation.every=0")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,7 +30,7 @@ def _installed() -> None:
 def test_a_harmed_run_loses_nothing(tmp_path: Path) -> None:
     """The sampler first: it is there again in seconds, and a server is not. (By disk: the runs below.)"""
     harms = ("kill the sampler", "kill a server")
-    found = harm_and_check(tmp_path, harms, random.Random(3), [LIGHT, "--rollout.sglang.sync=broadcast"])
+    found = harm_and_check(tmp_path, harms, random.Random(3), [*LIGHT, "--rollout.sglang.sync=broadcast"])
     assert all(found[kind] == 1 for kind in harms), found
     assert found["trained"] > 0
     assert "digests_compared" in {row["kind"] for row in read_jsonl(tmp_path / "run/events.jsonl")}
@@ -39,7 +39,7 @@ def test_a_harmed_run_loses_nothing(tmp_path: Path) -> None:
 def test_a_run_with_colocated_servers_loses_nothing(tmp_path: Path) -> None:
     """Killed while a server releases its memory, and while one takes it back with new weights."""
     harms, arrows = ("kill the sampler", "kill a server"), ("release_memory_occupation", "weights_checker")
-    found = harm_and_check(tmp_path, harms, random.Random(5), [LIGHT, *COLOCATED], arrows)
+    found = harm_and_check(tmp_path, harms, random.Random(5), [*LIGHT, *COLOCATED], arrows)
     assert all(found[kind] == 1 for kind in harms), found
     assert sum(found["at " + arrow] for arrow in arrows) == 2, found
     assert found["trained"] > 0
@@ -66,7 +66,7 @@ def test_a_run_with_faulty_tools_loses_nothing(
     """
     arrows = ("a slow tool is asked", "a tool has answered")
     found = harm_and_check(
-        tmp_path, harms, random.Random(7), [LIGHT, flag], arrows, with_tools(tmp_path, kind)
+        tmp_path, harms, random.Random(7), [*LIGHT, flag], arrows, with_tools(tmp_path, kind)
     )
     assert all(found[kind] == 1 for kind in harms), found
     assert found["trained"] > 0

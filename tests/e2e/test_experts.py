@@ -81,7 +81,11 @@ def test_a_server_samples_from_the_experts_that_were_sent_and_returns_their_rout
 
 
 def test_stored_routes_are_replayed_at_another_layout_and_needed(replayed: Path, tmp_path: Path) -> None:
-    finish(start(own := tmp_path / "own", "--steps=1", "--rollout-only"))
+    finish(start(own := tmp_path / "own", "--steps=1"))  # by the routers' own choices, as by default
+    [alone, *_] = read_jsonl(RunPaths(own).updates)
+    assert alone["policy/grad_norm"] > 0
+    assert alone.keys() >= {*EXPERT_NAMES}
+    assert "routes/known" not in alone
     again = (f"--rollout.replay={replayed}", "--steps=2")
     finish(start(tmp_path / "again", *again, REPLAY, "--parallel.data=1", "--parallel.expert=1"))
     found, theirs = (list(read_jsonl(RunPaths(run).updates)) for run in (tmp_path / "again", replayed))

@@ -1,4 +1,4 @@
-"""`make gpu-study`, end to end at the policy of the first study on a CPU; and its rehearsal."""
+"""`make gpu-study`, end to end at the policy of the first study on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from benchmarks.gpu_study import __main__ as program
-from tests.support.forked_commands import ROOT, forking, start_bapo
+from tests.support.forked_commands import ROOT, forking
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -45,9 +45,3 @@ def test_two_arms_of_one_step(
     again = capsys.readouterr().out
     assert "1/2 grpo is done" in again
     assert "2/2 paper is done" in again
-
-
-def test_its_recipe_is_rehearsed() -> None:
-    """On one H100, without a GPU: its model's shape stands beside the recipe."""
-    output = start_bapo("rehearse", "benchmarks/gpu_study/recipe.py").communicate(timeout=1800)[0].decode()
-    assert "FITS" in output, output[-3000:]

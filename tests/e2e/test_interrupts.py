@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signal_saves_within_a_step_and_the_run_goes_on(
-    alone: Path, tmp_path: Path, number: signal.Signals
+    request: pytest.FixtureRequest, tmp_path: Path, number: signal.Signals
 ) -> None:
     """To the command alone, as srun sends it: its processes must hear of it. tests/slurm sends SIGTERM."""
     run_dir = tmp_path / "told"
@@ -43,6 +43,7 @@ def test_a_signal_saves_within_a_step_and_the_run_goes_on(
     if number == signal.SIGHUP:  # what it has saved, it has as after the others
         assert names
         return
+    alone: Path = request.getfixturevalue("alone")
     finish(start(run_dir, *TWO))
     for log in ("metrics.jsonl", "updates.jsonl"):
         assert results(run_dir, log) == results(alone, log)
@@ -76,13 +77,13 @@ def test_a_job_near_its_end_makes_no_update_that_it_could_not_save(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_processes(alone: Path, tmp_path: Path) -> None:
-    """One, then two, then four, on the same rollouts: to tolerance what two made of them."""
-    run_dir, replay = tmp_path / "moved", f"--rollout.replay={alone}"
+def test_a_run_goes_on_with_other_processes(whole: Path, tmp_path: Path) -> None:
+    """One, then two, then four, on the same rollouts: to tolerance what one made of them."""
+    run_dir, replay = tmp_path / "moved", f"--rollout.replay={whole}"
     finish(start(run_dir, replay, "--steps=2"))
     finish(start(run_dir, replay, "--steps=4", "--parallel.tensor=2"))
     finish(start(run_dir, replay, "--parallel.pipeline=2", "--parallel.data=2"))
-    check_like(run_dir, alone)
+    check_like(run_dir, whole)
     resumed = [row for row in read_jsonl(run_dir / "events.jsonl") if row["kind"] == "resume"]
     assert [(row["step"], row["processes"]) for row in resumed] == [(3, 2), (5, 4)]
 

@@ -40,6 +40,7 @@ from tests.fixtures.make_run import (
     unpack,
     weights_digest,
 )
+from tests.support.forked_commands import start_bapo
 
 pytestmark = pytest.mark.e2e
 
@@ -91,8 +92,9 @@ def test_a_run_whose_checkpoint_names_code_ends_in_one_line(tmp_path: Path) -> N
     content = json.loads(manifest.read_text())
     content["files"]["policy/.metadata"] = digest(path)
     manifest.write_text(json.dumps(content))
-    code, output = run(*train("bapo", run_dir))
-    assert code == 2, output[-3000:]
+    refused = start_bapo(*train("bapo", run_dir)[1:])
+    output = refused.communicate(timeout=400)[0].decode()
+    assert refused.returncode == 2, output[-3000:]
     assert f"error: {path} names posix.system, which no checkpoint needs; nothing was run" in output
     assert "Traceback" not in output
     assert not proof.exists()

@@ -27,6 +27,7 @@ from checkpoints_tools.to_hf import to_hf
 from checkpoints_tools.to_megatron import to_megatron
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.metrics import results
+from tests.support.processes import servers_of
 from tests.support.real_model import RECIPE, require_model, write_sums
 from tests.support.rehearsals import real_ranks
 
@@ -66,7 +67,6 @@ CANARY = ["--tokens=200", "--longest=64", "--batch.pack-tokens=128", "--data.max
 CANARY += ["--batch.hold-forwards=false"]  # pipeline stages cannot
 LAYOUTS = {
     "pp2": ["--parallel.pipeline=2"],
-    "cp2": ["--parallel.context=2"],
     "tp3-sp": ["--parallel.tensor=3", "--parallel.sequence"],
 }
 
@@ -138,7 +138,7 @@ def kill_when(is_there: Callable[[], object], process: ForkedCommand) -> None:
 
 
 def test_a_real_server_samples_it(model: Path, room: Path) -> None:
-    """Of both steps: of the published weights, and of those after two updates."""
+    """Of both steps: of the published weights, and of those after two updates. It ends with the run."""
     try:
         sglang_python()
     except ConfigError as error:
@@ -152,6 +152,10 @@ def test_a_real_server_samples_it(model: Path, room: Path) -> None:
         assert row["step"] == step
         assert row["rollout/engine_gap_mean"] < 1e-4
         assert row["policy/grad_norm"] > 0
+    deadline = time.monotonic() + 300
+    while servers_of(room / "run"):  # it has gigabytes, and the folder is removed
+        assert time.monotonic() < deadline, "the server outlived its run"
+        time.sleep(0.2)
 
 
 def test_kill_9_and_restart_end_bitwise_equal(model: Path, room: Path) -> None:

@@ -19,7 +19,7 @@ from bapo_megatron.types import StepBatch
 from tests.support.metrics import results
 from tests.support.once import made_once
 from tests.support.processes import sampler_of
-from tests.support.short_runs import LIMIT_S, TWO, Command, audited, finish, output_of, start
+from tests.support.short_runs import LIMIT_S, Command, audited, finish, output_of, start
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
@@ -220,10 +220,3 @@ def test_other_processes_of_a_launcher_wait_for_rank_0(
     assert "step" not in second
     for ours, theirs in zip(batches(run_dir, 1, 2), batches(sampled, 1, 2), strict=True):
         assert_same_groups(ours, theirs, rounding=1e-5)  # the engine has the threads of both processes
-
-
-@pytest.mark.slow
-def test_two_processes_train_on_it(sampled: Path, tmp_path: Path) -> None:
-    output = finish(start(tmp_path / "two", "--train-only", str(sampled), "--steps=2", *TWO))
-    assert "steps=" not in output
-    assert len(read_jsonl(tmp_path / "two/metrics.jsonl")) == 2

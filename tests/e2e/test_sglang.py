@@ -12,13 +12,13 @@ import pytest
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from tests.support.forked_commands import ForkedCommand, start_bapo
+from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.processes import servers_of
 
 pytestmark = pytest.mark.e2e
 
 SHORT = ["--steps=3", "--rollout.prompts-per-step=6", "--rollout.group-size=4", "--checkpoint.every=1"]
-SHORT += ["--reward.workers=1"]
+SHORT += ["--reward.workers=1", "--evaluation.every=0"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -115,10 +115,12 @@ def wait_for_steps(process: ForkedCommand, run_dir: Path, steps: int) -> None:
 def test_colocated_servers_train_evaluate_and_end(tmp_path: Path) -> None:
     """They read the weights from the ranks' memory: the folder of the first ones is gone. The last step is
     evaluated, so engines have the GPUs when the run comes to its export. (By disk: test_chaos.py.)"""
-    run_dir = tmp_path / "run"
+    run_dir, suite = tmp_path / "run", tmp_path / "sums.jsonl"
+    suite.write_text("".join((ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)[:10]))
+    evaluated = ("--evaluation.every=3", f"--evaluation.suites={suite}")
     flags = ("--rollout.sglang.servers=2", "--rollout.sglang.colocated", "--parallel.offload")
     by_ipc = ("--rollout.sglang.sync=ipc", "--rollout.sglang.bucket-mb=0.1")
-    output = finish(start(run_dir, *flags, *by_ipc, "--evaluation.every=3", "--parallel.data=2"))
+    output = finish(start(run_dir, *flags, *by_ipc, *evaluated, "--parallel.data=2"))
     assert "step 3/3" in output
     assert output.count("engine ready") == 2
     assert (run_dir / "export/model.safetensors").exists()

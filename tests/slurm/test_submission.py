@@ -77,6 +77,7 @@ def test_a_real_run_on_two_nodes_and_then_on_one(cluster: Cluster, run: Path) ->
     continues it on one node."""
     two = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8"]
     small = ["--steps=2", "--parallel.tensor=2", "--rollout.prompts-per-step=4", "--rollout.group-size=4"]
+    small += ["--evaluation.every=0", "--reward.workers=1"]
     real = {"BAPO_PYTHON": sys.executable, "BAPO_HEALTH": "on", "OMP_NUM_THREADS": "1"}
     job = submit(cluster, run, "colocated.sbatch", two, [*small, "--logging.no-tensorboard"], **real)
     assert job.wait()["JobState"] == "COMPLETED", job.log()

@@ -98,6 +98,7 @@ def _start(
 
 def forking() -> dict[str, str]:
     """The environment of a program whose ``python -m bapo_megatron.cli`` are forked (at_start)."""
+    server()  # else the first of them would start it, and it would hold the program's output open
     path = filter(None, (str(Path(__file__).with_name("at_start")), os.environ.get("PYTHONPATH")))
     return {**os.environ, "BAPO_TEST_FORKS": "yes", "PYTHONPATH": os.pathsep.join(path)}
 

@@ -57,13 +57,11 @@ _SMALL = "--rollout.prompts-per-step 4 --rollout.group-size 4 --evaluation.every
 
 
 def shortened(commands: str) -> str:
-    """The commands with one step for each run that says no number of steps; of the demo, a small one."""
+    """The commands with one step for each run that says no number of steps; of the demo, small ones."""
 
-    def short(found: re.Match[str]) -> str:
-        small = f" {_SMALL}" if found[0].endswith("recipes/demo_cpu.py") else ""
-        return f"{found[0]} --steps 1{small}"
+    def short(line: str) -> str:
+        steps = "" if " --steps " in line else " --steps 1"
+        small = f" {_SMALL}" if "bapo train recipes/demo_cpu.py" in line else ""
+        return re.sub(r"bapo train \S+", rf"\g<0>{steps}{small}", line)
 
-    lines = commands.replace("\\\n", " ").splitlines()
-    return "\n".join(
-        line if " --steps " in line else re.sub(r"bapo train \S+", short, line) for line in lines
-    )
+    return "\n".join(map(short, commands.replace("\\\n", " ").splitlines()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,34 @@ def at_versions(cases: Iterable[tuple[Any, ...]], *quick: tuple[Any, ...]) -> li
     return slow_but([*((pinned, *case) for case in cases), *more], *((pinned, *case) for case in quick))
 
 
-@pytest.fixture(scope="session", params=slow_but(VERSIONS, VERSIONS[0]))
-def te(request: pytest.FixtureRequest) -> Iterator[TransformerEngineProcess]:
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Callable[[str], TransformerEngineProcess]]:
+    """The process of a version, which is started when it is first asked for."""
+    started: dict[str, TransformerEngineProcess] = {}
+
+    def process_of(version: str) -> TransformerEngineProcess:
+        if version not in started:
+            started[version] = TransformerEngineProcess(version)
+        return started[version]
+
+    yield process_of
+    for process in started.values():
+        process.close()
+
+
+# Of each test: parameters of a session would have pytest mix the tests of all files.
+@pytest.fixture(params=slow_but(VERSIONS, VERSIONS[0]))
+def te(
+    request: pytest.FixtureRequest, processes: Callable[[str], TransformerEngineProcess]
+) -> TransformerEngineProcess:
     """Each tested version; the newest in `make test-slow`."""
-    process = TransformerEngineProcess(request.param)
-    yield process
-    process.close()
+    return processes(request.param)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Any]:
+    """What one process says, by the version of Transformer Engine; empty at first."""
+    return {}
 
 
 @pytest.fixture(scope="session")

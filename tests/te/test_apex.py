@@ -5,7 +5,7 @@ apex is played (``tests/support/played_apex``): it has no wheel, and its kernels
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,14 @@ FUSED, TORCH = Choices(layers=False), Choices(layers=False, fused_adam=False)
 """Torch's layers in all, so that only the optimizers differ."""
 
 
-@pytest.fixture(scope="module")
-def apex() -> Iterator[TransformerEngineProcess]:
-    process = TransformerEngineProcess(APEX)
-    yield process
-    process.close()
+@pytest.fixture
+def apex(processes: Callable[[str], TransformerEngineProcess]) -> TransformerEngineProcess:
+    return processes(APEX)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[TransformerEngineProcess]:
-    process = TransformerEngineProcess(VERSIONS[0])
-    yield process
-    process.close()
+@pytest.fixture
+def engine(processes: Callable[[str], TransformerEngineProcess]) -> TransformerEngineProcess:
+    return processes(VERSIONS[0])
 
 
 def what_is_taken(folder: Path) -> dict[str, Any]:

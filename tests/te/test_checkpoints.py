@@ -38,7 +38,6 @@ in other places."""
         ("bfloat16", ParallelConfig()),
     ),
     indirect=["te"],
-    scope="session",
 )
 def test_a_checkpoint_continues_bitwise(
     dtype: str,
@@ -60,15 +59,14 @@ def test_a_checkpoint_continues_bitwise(
     ("te", "begun_with", "dtype", "parallel"),
     at_versions(
         [
-            (begun_with, dtype, parallel)
-            for begun_with in ("torch", "te")
-            for dtype in CLOSE
-            for parallel in (ParallelConfig(), ParallelConfig(tensor=2, pipeline=2))
+            ("torch", "float32", ParallelConfig()),
+            ("torch", "bfloat16", ParallelConfig(tensor=2, pipeline=2)),
+            ("te", "bfloat16", ParallelConfig()),
+            ("te", "float32", ParallelConfig(tensor=2, pipeline=2)),
         ],
         ("torch", "float32", ParallelConfig()),
     ),
     indirect=["te"],
-    scope="session",
 )
 def test_layers_and_optimizer_may_change_within_a_run(
     begun_with: str,
@@ -94,9 +92,7 @@ def test_layers_and_optimizer_may_change_within_a_run(
             torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("te", "loaded_with"), at_versions([("te",), ("torch",)], ("te",)), indirect=["te"], scope="session"
-)
+@pytest.mark.parametrize(("te", "loaded_with"), at_versions([("te",), ("torch",)], ("te",)), indirect=["te"])
 def test_a_checkpoint_before_any_update(
     loaded_with: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], tmp_path: Path
 ) -> None:

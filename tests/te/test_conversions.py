@@ -57,7 +57,7 @@ def assert_equal(found: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("te", "family"), at_versions(((one,) for one in FAMILIES), ("qwen3",)), indirect=["te"], scope="session"
+    ("te", "family"), at_versions(((one,) for one in FAMILIES), ("qwen3",)), indirect=["te"]
 )
 def test_hugging_face_names_in_and_out(family: str, te: TransformerEngineProcess, tmp_path: Path) -> None:
     """Into Transformer Engine's modules; out of them; and out of their checkpoint by bapo-ckpt."""
@@ -80,7 +80,6 @@ def mapping_table_names(folder: Path) -> set[str]:
     ("te", "family", "parallel"),
     at_versions(product(FAMILIES, (ONE, ParallelConfig(tensor=2, pipeline=2))), ("qwen3", ONE)),
     indirect=["te"],
-    scope="session",
 )
 def test_converted_checkpoints_load_strictly(
     family: str, parallel: ParallelConfig, te: TransformerEngineProcess, tmp_path: Path

@@ -49,10 +49,12 @@ _OF_THE_JOB = {
 class Budgets:
     """Requeue budgets, the file's table ``budgets``: how often a job may be requeued, for each kind of end.
 
-    The job's script (slurm/lib/requeue.sh) counts.
+    The job's script (slurm/lib/requeue.sh) counts, over the whole life of the job.
     """
 
-    crash: Annotated[int, Ge(0)] = 5
+    crash: Annotated[int, Ge(0)] = 20
+    """A GPU that fails is mostly a crash, not a lost node: of 1,000 GPUs some ten in a month. A crash without
+    a newer checkpoint than the one before stops the job whatever is left."""
     preemption: Annotated[int, Ge(0)] = 100
     time_limit: Annotated[int, Ge(0)] = 500
     node_failure: Annotated[int, Ge(0)] = 20

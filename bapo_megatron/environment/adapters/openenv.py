@@ -59,7 +59,7 @@ class OpenEnv(Environment):
                 raise
             await self.close()
             reply = await self._reply(action)
-        if reply.observation is not None:
+        if isinstance(reply.observation, str):
             self._acted.append((action, reply.observation))
         return reply
 

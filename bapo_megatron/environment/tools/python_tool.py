@@ -75,7 +75,7 @@ def run_before(codes, space):
 
 def main(write=os.write):
     session = json.load(sys.stdin)
-    mark = session["mark"].encode()
+    mark, output = session["mark"].encode(), os.dup(1)  # the call may close the descriptor
     random.seed(0)
     sys.meta_path.insert(0, Seeds())
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -92,7 +92,7 @@ def main(write=os.write):
         lines = [*traceback.format_list(frames[-3:]), *traceback.format_exception_only(error)]
         print("".join(lines), end="")
         end = BADLY
-    write(1, mark)
+    write(output, mark)
     sys.exit(end)
 
 WELL, BADLY = """

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.prompts import MixedSource, mixture_settings
+from bapo_megatron.data.prompts import MixedSource, ends_in_thinking, mixture_settings
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
@@ -67,6 +67,15 @@ def response_text(tokenizer: Any, ids: np.ndarray) -> str:
         return text
     runs = groupby(ids.tolist(), tags.__contains__)
     return "".join(tokenizer.decode([*run], skip_special_tokens=not is_tag) for is_tag, run in runs)
+
+
+def prompt_of_turn(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) -> Prompt:
+    """The prompt, as of the turn that begins at token ``start`` of a response: ``opens_thinking`` is of what
+    the model was given before it. R1's template opens a thought behind a prompt, and none behind a tool's
+    answer."""
+    if start == 0:
+        return prompt
+    return replace(prompt, opens_thinking=ends_in_thinking(tokenizer, ids_R[:start]))
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ class Dispatcher:
             heapq.heappush(self._ready, (group.number, sample))
         elif group.responses[sample].is_complete:  # perhaps ended by its environment
             self._cached.pop((group.number, sample), None)
+            self._losses.pop((group.number, sample), None)
 
     def unpark(self) -> None:
         """Queue the parked responses: new weights bring new budgets."""

@@ -24,7 +24,7 @@ from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.response import Response, Sampling
-from bapo_megatron.rollout.sampler.scoring import Scorer, response_score
+from bapo_megatron.rollout.sampler.scoring import Scorer, judged_prompt, response_score
 from bapo_megatron.rollout.sampler.turns import Environments, turn_takers, within
 from bapo_megatron.rollout.sampler.whole_response import RoundBarrier, whole_response
 from bapo_megatron.runtime.files import write_atomically
@@ -208,6 +208,7 @@ class HeldOut:
         prompt, programs = item.suite.prompts[item.problem], self._programs[item.suite.name]
         ids = [response.so_far.token_ids_R, response.last_turn_R]
         text, last = await asyncio.to_thread(self._dataset.texts, ids)
+        prompt = judged_prompt(self._dataset.tokenizer, prompt, response)
         result = await response_score(self._scorer, prompt, response, last, self._config.reward.failed)
         return {
             "suite": item.suite.name,

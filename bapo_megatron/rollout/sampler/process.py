@@ -29,7 +29,7 @@ import uvloop
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import PromptSet
-from bapo_megatron.errors import ConfigError, RunStopped, printable
+from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed, printable
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Need
 from bapo_megatron.reward.pool import RewardPool
@@ -46,6 +46,7 @@ from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import open_environments
 from bapo_megatron.runtime.exit_codes import SIGNALS
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
+from bapo_megatron.runtime.storage import FailingDiskError, is_of_failing_disk
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,9 @@ class Service:
 
 
 def _failed(error: Exception) -> tuple[str, str, str]:
-    return "error", type(error).__name__, str(error)
+    # By name, of the errors that the trainer tells apart: a disk that fails must be one wherever it is met.
+    kind = FailingDiskError if is_of_failing_disk(error) or isinstance(error, StorageFailed) else type(error)
+    return "error", kind.__name__, str(error)
 
 
 def main() -> None:

@@ -7,12 +7,12 @@ in ``evaluation/`` and this folder.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import FailureReports, RewardResult
 from bapo_megatron.rollout.engines.pool import Report
-from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.response import Response
 from bapo_megatron.types import Prompt
@@ -63,10 +63,14 @@ class GroupScorer:
         prompt = self._dataset.prompts[group.index]
         ids = [response.last_turn_R for response in group.responses]
         texts = await asyncio.to_thread(self._dataset.texts, ids)  # it takes a while for long responses
-        pairs = zip(group.responses, texts, strict=True)
-        return await asyncio.gather(
-            *(response_score(self._scorer, prompt, one, text, self._failed) for one, text in pairs)
-        )
+        prompts = [judged_prompt(self._dataset.tokenizer, prompt, one) for one in group.responses]
+        judged = zip(prompts, group.responses, texts, strict=True)
+        return await asyncio.gather(*(response_score(self._scorer, *one, self._failed) for one in judged))
+
+
+def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:
+    """The prompt as of the last turn of a response, see ``prompt_of_turn``."""
+    return prompt_of_turn(tokenizer, prompt, response.so_far.token_ids_R, response.episode.last_turn_start)
 
 
 async def response_score(

@@ -170,14 +170,15 @@ def _opened(directory: Path, step: int) -> Iterator[tuple[BinaryIO, Any]]:
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; step {step} was not recorded there") from error
     except Exception as error:  # a damaged zip file makes zipfile, zlib and numpy raise all kinds
+        check_readable(error, f"the rollouts of step {step}", path)
         raise ConfigError(f"{path}: the record of step {step} is damaged: {error!r}") from error
 
 
 class StepFiles:
     """The step files in ``folder``: recovery at a start, and deletion. Blocking.
 
-    A file that cannot be read, and all later ones, are renamed to ``*.lost``, and an event says so. Made by
-    ``GroupSampler``.
+    A damaged or lost file, and all later ones, are renamed to ``*.lost``, and an event says so. ConfigError
+    or FailingDiskError where the disk gives no right to read, or fails. Made by ``GroupSampler``.
     """
 
     def __init__(self, folder: Path, report: Report) -> None:
@@ -196,7 +197,7 @@ class StepFiles:
                 numbers = step_groups(self._folder, step)
             except ConfigError as error:
                 if step > served:
-                    self._put_aside(step, str(error))
+                    self._put_aside(step, error)
                     break
                 continue
             if step > served or not outstanding.isdisjoint(numbers):
@@ -221,11 +222,13 @@ class StepFiles:
                     if rollout.stored_routes is not None:
                         read_routes(rollout.stored_routes, wait_s=0.0)
         except (ConfigError, StorageFailed) as error:
-            self._put_aside(step, str(error))
+            self._put_aside(step, error)
             return False
         return True
 
-    def _put_aside(self, step: int, why: str) -> None:
+    def _put_aside(self, step: int, why: Exception) -> None:
+        # A disk that fails now, as a server of NFS does for a minute, may have the file all the same.
+        check_readable(why, f"the rollouts of step {step}", step_path(self._folder, step))
         self._report("step_lost", step=step, detail=f"{why}; it is sampled anew")
         for later in steps_in(self._folder):
             if later >= step:

@@ -27,7 +27,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports
 from bapo_megatron.rollout.engines.pool import Report
-from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
+from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn, stop_token_ids
 from bapo_megatron.rollout.sampler.response import Answer, Response, Sampling
 from bapo_megatron.types import FinishReason, Prompt
 
@@ -106,11 +106,11 @@ class TurnTaker:
     async def result(self, prompt: Prompt, response: Response, episode: str) -> StepResult:
         """The environment's answer to the last turn of a response that waits for it."""
         so_far = response.episode
-        ids = response.last_turn_R
+        ids, start = response.so_far.token_ids_R, so_far.last_turn_start
         task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
         question = Question(
             task,
-            await asyncio.to_thread(self._text, prompt, ids),
+            await asyncio.to_thread(self._text, prompt, ids, start, len(ids)),
             so_far.steps,
             lambda: self._turns(prompt, response),
             so_far.note,
@@ -157,18 +157,19 @@ class TurnTaker:
         """There will be no more turns of an episode."""
         self._stepping.steps.forget(episode)
 
-    def _text(self, prompt: Prompt, ids: np.ndarray) -> str:
+    def _text(self, prompt: Prompt, ids_R: np.ndarray, start: int, end: int) -> str:
         """A turn as its environment reads it. The chat template may have opened its thinking part; where that
         has no end, its tag is put in front: a call that is only thought of would look like one."""
-        text = self._dataset.turn_text(ids, self._stepping.stop_token_ids)
-        return f"{THINKING}{text}" if prompt.opens_thinking and THOUGHT not in text else text
+        text = self._dataset.turn_text(ids_R[start:end], self._stepping.stop_token_ids)
+        opened = prompt_of_turn(self._dataset.tokenizer, prompt, ids_R, start).opens_thinking
+        return f"{THINKING}{text}" if opened and THOUGHT not in text else text
 
     def _turns(self, prompt: Prompt, response: Response) -> list[Turn]:
         """The turns of a response so far."""
         ids, start, found = response.so_far.token_ids_R, 0, []
         for end, text in response.episode.turns:
             if text is None:
-                found.append(Turn("sampled", self._text(prompt, ids[start:end])))
+                found.append(Turn("sampled", self._text(prompt, ids, start, end)))
             else:
                 found.append(Turn("given", text))
             start = end

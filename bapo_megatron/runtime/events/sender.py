@@ -168,8 +168,8 @@ class EventSender:
         """Seconds between two calls of ``check_progress``."""
 
     def read(self) -> None:
-        """Queue the events that were written since the last call."""
-        with suppress(FileNotFoundError), read_plain(self._paths.events) as file:
+        """Queue the events that were written since the last call; none while the file system fails."""
+        with suppress(OSError), read_plain(self._paths.events) as file:
             if file.seek(0, os.SEEK_END) < self._read:
                 self._read, self._positions = 0, [0 for _ in self._positions]  # shorter: another file
             file.seek(self._read)
@@ -198,7 +198,11 @@ class EventSender:
 
     def check_progress(self) -> None:
         """Stall check: write the event `stalled` or `progress_again` when the state of the run changes."""
-        order, progress = self._order, read_progress(self._paths.root)
+        order = self._order
+        try:
+            progress = read_progress(self._paths.root)
+        except OSError:  # a server of NFS that is away: this process is to tell what comes of it
+            return
         now = file_time(self._paths.root)  # the signs of progress are times of files
         patience = Patience(order.steps, order.evaluate_every, order.stalled_minutes)
         last = now - progress.silent_s(self._begun, now)

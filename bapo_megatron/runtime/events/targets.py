@@ -18,7 +18,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
 
-from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
+from bapo_megatron.runtime.child_process import ChildDied, within
 from bapo_megatron.runtime.http import ask
 from bapo_megatron.runtime.user_command import UserCommand, command_words, missing_program
 
@@ -73,7 +73,7 @@ def send(target: str, message: dict[str, Any], log: Path, limit_s: float = LIMIT
     try:
         # In a fork with a limit: a server that answers a byte a second never meets a socket's timeout.
         refusal = within(limit_s, lambda: _post(value, data, limit_s))
-    except (NoAnswer, ChildDied) as error:
+    except (ChildDied, OSError) as error:  # NoAnswer is one; or there was no memory for a fork
         refusal = str(error)
     if refusal:
         raise Refused(refusal.replace(value, "the URL"))

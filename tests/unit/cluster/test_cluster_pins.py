@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from bapo_megatron.commands.doctor.packages import SGLANG, TRAINING, canonical, pins
+from tests.support.once import made_once
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"
@@ -118,11 +119,13 @@ def run_pip(folder: Path | None, *arguments: str) -> subprocess.CompletedProcess
 @pytest.fixture(scope="module")
 def pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of that pip. Skips where there is no registry."""
-    folder = tmp_path_factory.mktemp("pip")
-    done = run_pip(None, "install", "--quiet", "--no-deps", "--target", str(folder), PIP)
-    if done.returncode:
-        pytest.skip(f"no package registry here: {done.stderr.strip().splitlines()[-1]}")
-    return folder
+
+    def make(folder: Path) -> None:
+        done = run_pip(None, "install", "--quiet", "--no-deps", "--target", str(folder), PIP)
+        if done.returncode:
+            pytest.skip(f"no package registry here: {done.stderr.strip().splitlines()[-1]}")
+
+    return made_once(tmp_path_factory, "pip", make)
 
 
 def resolve(pip: Path, folder: Path, *wanted: str) -> dict[str, dict[str, Any]]:

@@ -378,7 +378,8 @@ def test_the_disk_that_a_run_needs(demo: Callable[..., RunConfig], monkeypatch: 
         checkpoint=dataclasses.replace(config.checkpoint, keep_last=2),
     )
     assert facts_of(large).disk_gb == 48.0 + rollouts
-    few = dataclasses.replace(large, rollout=dataclasses.replace(sampled, keep_steps=2))
+    often = dataclasses.replace(large.checkpoint, every=1)
+    few = dataclasses.replace(large, rollout=dataclasses.replace(sampled, keep_steps=2), checkpoint=often)
     assert facts_of(few).disk_gb == pytest.approx(48.0 + rollouts / 5)
     replayed = dataclasses.replace(large, rollout=dataclasses.replace(sampled, replay=Path("other")))
     assert facts_of(replayed).disk_gb == 48.0

@@ -597,6 +597,18 @@ def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
+def test_a_requeued_job_waits_for_the_lock_of_its_last_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server keeps the lock of a node that died; exit code 2 would stop the job for good."""
+    monkeypatch.setenv("BAPO_RESTART", "3")
+    before = only_writer(tmp_path)
+    before.__enter__()
+    monkeypatch.setattr("time.sleep", lambda _: before.__exit__(None, None, None))
+    with only_writer(tmp_path):
+        pass
+
+
 def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):

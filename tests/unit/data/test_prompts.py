@@ -35,7 +35,7 @@ class CharacterTokenizer:
             raise RuntimeError("no tools here")
         return [ord(char) for message in messages for char in message["content"]]
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
         return "".join(chr(one) for one in ids)
 
 

@@ -931,8 +931,15 @@ def test_the_disk_of_rollouts_by_hand() -> None:
     """12 bytes a token; of Qwen3-30B-A3B's 48 layers 8 of 128 experts in a byte each."""
     run = replace(job().run, steps=40)
     assert rollout_bytes(run, SMALL, 10) == 40 * 8 * 10 * 12
-    assert rollout_bytes(changed(run, "rollout.keep_steps", 5), SMALL, 10) == 5 * 8 * 10 * 12
-    assert rollout_bytes(changed(run, "rollout.keep_steps", None), SMALL, 10) == 40 * 8 * 10 * 12
+    assert rollout_bytes(changed(run, "rollout.keep_steps", 25), SMALL, 10) == 25 * 8 * 10 * 12
+    few = changed(run, "rollout.keep_steps", 5)
+    assert rollout_bytes(few, SMALL, 10) == 20 * 8 * 10 * 12  # since the older of two checkpoints
+    for name, value in (
+        ("rollout.keep_steps", None),
+        ("checkpoint.keep_every", 10),
+        ("checkpoint.keep_best", 1),
+    ):
+        assert rollout_bytes(changed(few, name, value), SMALL, 10) == 40 * 8 * 10 * 12
     path = RECIPES / "qwen3_30b_a3b.py"
     experts = load_recipe(path, RunConfig)
     shape = find_shape(path, experts.model.hf_path)

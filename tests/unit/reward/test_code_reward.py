@@ -174,7 +174,7 @@ def test_lists_of_asserts_survive_the_reading_of_a_dataset(tmp_path: Path) -> No
         def apply_chat_template(self, *_: Any, **__: Any) -> list[int]:
             return [1]
 
-        def decode(self, _: Any) -> str:
+        def decode(self, *_: Any, **__: Any) -> str:
             return ""
 
     one, two = ["assert f(1) == 2"], ["assert f(1) == 2", "assert f(2) == 3"]

@@ -17,6 +17,7 @@ from bapo_megatron.environment import Reply
 from bapo_megatron.environment.pool import Question, StepResult
 from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler import turns
 from bapo_megatron.rollout.sampler.event_log.events import (
     Given,
@@ -48,7 +49,7 @@ from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async
 from tests.support.episodes import Brackets, EpisodeWorld, HereSteps, counting
-from tests.support.sampling import until
+from tests.support.sampling import StartsWithY, until
 from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
 
@@ -294,22 +295,49 @@ async def test_no_journalled_turn_is_sampled_or_stepped_again(tmp_path: Path) ->
 async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp_path: Path) -> None:
     """Else a tool call within it would run. Also where an object is brought back."""
     asked: list[list[str]] = []
+    judged: list[tuple[bool, str]] = []
+
+    class Quiet(Async):
+        """It leaves the reward to the reward function."""
+
+        async def step(self, turn: str) -> Reply:
+            """The same without a reward."""
+            return dataclasses.replace(await super().step(turn), reward=None)
 
     class Lost(HereSteps):
         """Each object is gone after its step."""
 
         async def step(self, question: Question) -> StepResult:
             """By a new object, from all turns."""
-            self.episodes = Episodes(Async, {})
+            self.episodes = Episodes(Quiet, {})
             asked.append([turn.text for turn in question.turns()])
             return await super().step(question)
 
-    said = ["so</think>two", "2+2", "3+3"]
+    class Opens(Brackets):
+        """A template that opens a thought behind the first answer, and none behind the second."""
+
+        def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
+            """The ids of the observation, and of the tag."""
+            opened = "" if isinstance(observation, str) else "<think>\n"
+            return np.append(super().given_ids(observation, last_token), [*map(ord, opened)]).astype(np.int32)
+
+    class Judge(StartsWithY):
+        """It notes what it is asked."""
+
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+            """That of a y."""
+            judged.append((prompt.opens_thinking, response))
+            return await super().score(prompt, response, tokens)
+
+    said = ["so</think>two", "<think>\n2+2", "3+3"]
     world = EpisodeWorld(tmp_path, lambda _prompt, _sample, turn: said[turn], Lost(), max_turns=3)
+    world.environments = {"": dataclasses.replace(world.stepping, template=Opens())}
     opened = [dataclasses.replace(one, opens_thinking=True) for one in world.dataset.prompts]
     world.dataset = dataclasses.replace(world.dataset, prompts=opened)
+    world.score = Judge()
     await step_of(world)
-    one, two, three = said[0], "<think>2+2", "<think>3+3"
+    one, two, three = said[0], "<think>2+2", said[2]
+    assert {*judged} == {(False, "3+3")}
     assert max(asked, key=len) == [one, "a\nb", two, f"2:{two}", three]
 
 

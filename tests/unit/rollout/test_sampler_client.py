@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.errors import RunStopped
+from bapo_megatron.errors import RunStopped, StorageFailed
 from bapo_megatron.rollout.sampler import client, heartbeat, process
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, with_heartbeats
@@ -104,6 +105,13 @@ def test_an_error_of_the_setup_reaches_the_trainer(tmp_path: Path, monkeypatch: 
     ours.send(("start", (1, None)))
     asyncio.run(process._serve(theirs, None))  # type: ignore[arg-type]
     assert ours.recv() == ("error", "RunStopped", "the journal could not be written", [])
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, StorageFailed), (errno.ENOENT, RunStopped)])
+def test_a_disk_that_fails_is_one_wherever_the_process_meets_it(number: int, kind: type[RunStopped]) -> None:
+    """Else the job would stop for good (exit code 3), and not be requeued."""
+    _, name, _ = process._failed(OSError(number, "journal"))
+    assert client._ERRORS.get(name, RunStopped) is kind
 
 
 class Told(SamplerClient):

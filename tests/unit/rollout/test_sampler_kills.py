@@ -92,14 +92,20 @@ def tear(path: Path, random: np.random.Generator) -> None:
         file.write(b"BPR1segments" + random.bytes(int(random.integers(0, 40))))
 
 
-async def test_finished_segments_survive_and_responses_continue_from_them(tmp_path: Path) -> None:
+async def killed_at(tokens: int, folder: Path) -> tuple[World, ScriptedEngine]:
+    """A world that is killed when each response has so many tokens."""
     engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
-    engine.holds = lambda request: request.prefix_tokens >= 4
+    engine.holds = lambda request: request.prefix_tokens >= tokens
     engine.gate.clear()
-    world = World(tmp_path, [engine], **SETTINGS)
+    world = World(folder, [engine], **SETTINGS)
     async with world.sampling(rounds=False):
-        await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 4)
+        await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * tokens)
         world.kill()
+    return world, engine
+
+
+async def test_finished_segments_survive_and_responses_continue_from_them(tmp_path: Path) -> None:
+    world, engine = await killed_at(4, tmp_path)
     assert state_of(world).tokens["sampled"] == 3 * 2 * 4
     engine.gate.set()
     engine.asked.clear()
@@ -113,13 +119,7 @@ async def test_finished_segments_survive_and_responses_continue_from_them(tmp_pa
 
 
 async def test_damage_is_reported_with_its_offset_and_costs_only_its_record(tmp_path: Path) -> None:
-    engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
-    engine.holds = lambda request: request.prefix_tokens >= 6
-    engine.gate.clear()
-    world = World(tmp_path, [engine], **SETTINGS)
-    async with world.sampling(rounds=False):
-        await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 6)
-        world.kill()
+    world, engine = await killed_at(6, tmp_path)
     (path,) = world.journal.glob("segments-*.log")
     found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "segments"]
     second = next(r for r in found if any(part[4] == 2 for part in r.fields["parts"]))

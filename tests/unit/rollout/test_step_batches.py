@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.rollout.sampler.event_log.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import (
     ReplaySampler,
+    StepFiles,
     read_example,
     read_header,
     read_step,
@@ -144,6 +147,25 @@ def test_a_step_without_an_example_is_named(tmp_path: Path) -> None:
     (tmp_path / "step_000003.npz").write_bytes(b"PK")
     with pytest.raises(ConfigError, match=r"the record of step 3 is damaged"):
         read_example(tmp_path, 3)
+
+
+def test_a_step_is_not_lost_because_the_disk_fails_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of NFS that is away for a minute: put aside, the step would be sampled anew."""
+    write_step(tmp_path, 1, batch())
+    files = StepFiles(tmp_path, lambda *_, **__: None)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    state = SamplerState([], 2)
+    for read in (lambda: files.is_readable(1), lambda: files.missing_records(state, 1)):
+        with monkeypatch.context() as away:
+            away.setattr(Path, "open", fail)
+            with pytest.raises(StorageFailed, match=r"step 1 could not be read .*: Stale file handle"):
+                read()
+    assert files.is_readable(1)
 
 
 def test_an_empty_step_round_trips(tmp_path: Path) -> None:

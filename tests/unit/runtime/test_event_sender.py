@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -124,6 +125,23 @@ def test_a_log_that_was_deleted_is_read_from_its_beginning(run: Path, hook: Webh
     written(run, "done")
     passed(sender)
     assert hook.kinds() == ["start", "engine_lost", "done"]
+
+
+def test_a_file_system_that_fails_for_a_while_does_not_end_the_sender(
+    run: Path, hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(run, "start")
+    sender = EventSender(order(run, hook.url))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as away:
+        away.setattr(os, "open", fail)
+        sender.read()
+        sender.check_progress()
+    passed(sender)
+    assert hook.kinds() == ["start"]
 
 
 def test_a_damaged_offset_file_counts_as_none(run: Path, hook: Webhook) -> None:

@@ -104,18 +104,24 @@ def test_rewind_keeps_the_steps_up_to_the_given_one(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_rewind_holds_no_more_than_a_line(path: Path) -> None:
-    """The updates of a long run are gigabytes, which a resume must not hold."""
+def test_rewind_reads_no_more_than_the_steps_that_it_drops(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The updates of a month are gigabytes, for which every rank of a resume would wait."""
     log = JsonlLog(path)
     for step in range(1, 2001):
-        log.append({"step": step, "what": "x" * 4000})
+        log.append({"step": step, "what": "x" * (step % 3 * 40_000 if step > 1990 else 4000)})
+    parsed: list[bytes] = []
+    name = "bapo_megatron.runtime.jsonl_log.parse_row"
+    monkeypatch.setattr(name, lambda line: parsed.append(line) or json.loads(line))
     tracemalloc.start()
-    log.rewind(1500)
+    log.rewind(1988)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    log.append({"step": 1501})
+    assert len(parsed) == 13
+    log.append({"step": 1989})
     log.close()
-    assert [row["step"] for row in read_jsonl(path)] == list(range(1, 1502))
+    assert [row["step"] for row in read_jsonl(path)] == list(range(1, 1990))
     assert peak < 1_000_000  # of 8 MB
 
 

@@ -268,4 +268,4 @@ def test_work_that_is_not_done_in_time_is_left_behind() -> None:
         within(0.1, lambda: time.sleep(1000))
     with pytest.raises(ChildDied, match="SIGKILL"):
         within(60, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    until(lambda: not any(alive(one.pid) for one in set(psutil.Process().children()) - before))
+    assert set(psutil.Process().children()) <= before  # no zombie: a webhook may hang for days

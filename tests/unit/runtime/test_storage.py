@@ -158,6 +158,12 @@ def test_a_file_system_that_fails_is_another_ending(number: int) -> None:
         with pytest.raises(StorageFailed, match=named) as caught, writing("x", Path("y")):
             raise error
         assert report_error(caught.value) == 4
+    with pytest.raises(ConfigError, match="cannot be read") as unread:
+        try:
+            raise OSError(number, told)
+        except OSError:
+            raise ConfigError("the model's config.json cannot be read") from None
+    assert report_error(unread.value) == (2 if number == errno.EROFS else 4)  # of a place that a user named
     with pytest.raises(DiskError) as full, writing("x", Path("y")):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert not isinstance(full.value, StorageFailed)

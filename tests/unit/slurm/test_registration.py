@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from bapo_megatron.rollout.engines.sglang_launch.api_key import make_key_file, read_key_file
@@ -104,13 +105,15 @@ def test_a_server_that_hangs_is_ended_and_started_again(task: Callable[[str], Pa
 
 
 def test_a_server_that_hangs_before_it_is_ready_is_ended(task: Callable[[str], Path], tmp_path: Path) -> None:
-    interpreter = tmp_path / "python"
-    hangs = "exec env BAPO_SERVER_START_S=1 sleep 1000"
+    """With what it has started: a scheduler that still imports would keep its GPU."""
+    interpreter, started = tmp_path / "python", tmp_path / "started"
+    hangs = f"exec env BAPO_SERVER_START_S=1 sh -c 'sleep 1000 & echo $! >>{started}; wait'"
     interpreter.write_text(f'#!/bin/sh\n[ "$2" != bapo_megatron.cli ] || {hangs}\nexec "$REAL_PYTHON" "$@"\n')
     interpreter.chmod(0o755)
     log = task(str(interpreter))
     until(lambda: events_of(tmp_path).count("server_ended") == 2, log)
     assert "was not ready in 1 s" in log.read_text()
+    until(lambda: not psutil.pid_exists(int(started.read_text().split()[0])), log)
     assert '"state": "ready"' not in state_of(tmp_path)
 
 

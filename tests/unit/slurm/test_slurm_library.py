@@ -547,6 +547,13 @@ def test_a_job_that_another_job_submits_has_its_own_nodes(shell: Shell) -> None:
     assert "--het-group=0" in words
 
 
+def test_a_job_that_a_requeued_job_submits_has_not_been_restarted(shell: Shell) -> None:
+    """It inherits the variable that Slurm sets at a restart alone."""
+    says = 'scontrol() { echo "JobId=7 JobName=x Requeue=1 Restarts=0 BatchFlag=1"; }; bapo_restart'
+    assert shell(says, SLURM_RESTART_COUNT="3").stdout == "0\n"
+    assert shell("scontrol() { return 1; }; bapo_restart", SLURM_RESTART_COUNT="3").stdout == "3\n"
+
+
 @pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
 def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
     found = shell("bapo_check_numbers", **{name: value})
@@ -679,7 +686,13 @@ def test_nodes_that_are_all_bad_are_not_excluded(shell: Shell, tmp_path: Path) -
     both = shell(verdict, NODES="n1 n2", ANSWER="yes")
     assert "STOPPED: health: every node is bad: the setup" in both.stdout, both.stderr
     assert both.returncode == 1
-    assert "without n1,n2\n" in shell(verdict, NODES="n1 n2 n3", ANSWER="yes").stdout
+    some = {"NODES": "n1 n2 n3", "ANSWER": "yes"}
+    assert "without n1,n2\n" in shell(verdict, **some).stdout
+    again = shell(verdict.replace("n1 x\\nn2 x", "n3 x"), **some)
+    assert "STOPPED: health: nodes n1,n2 were left out before; others are bad now" in again.stdout
+    checkpoint(tmp_path, 10)  # weeks later another node fails
+    assert "without n3\n" in shell(verdict.replace("n1 x\\nn2 x", "n3 x"), **some).stdout
+    assert "excluded=n1,n2,n3\n" in (tmp_path / "slurm.state").read_text()
 
 
 @pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])
@@ -753,6 +766,15 @@ def test_the_container_is_removed_unless_the_job_is_about_to_end(shell: Shell, t
     assert shell(late, BAPO_CONTAINER="/images/a.sqsh").returncode == 0
     (call,) = (tmp_path / "calls").read_text().splitlines()
     assert call.endswith("--ntasks=2 --output=/dev/null enroot remove -f pyxis_bapo-7-0")
+    kept = "bapo-7-0 bapo-7-1 bapo-7-2 bapo-71-0 other"
+    (tmp_path / "bin/srun").write_text('#!/bin/bash\nexec "${@: -3}"\n')
+    listing = f"[ $1 != list ] || printf 'pyxis_%s\\n' {kept}; echo $* >>{tmp_path}/removed"
+    (tmp_path / "bin/enroot").write_text(f"#!/bin/sh\n{listing}\n")
+    (tmp_path / "bin/enroot").chmod(0o755)
+    old = "BAPO_CONTAINER_NAME=bapo-7-2; BAPO_END=0; bapo_remove_containers old"
+    assert shell(old, BAPO_CONTAINER="/images/a.sqsh").returncode == 0
+    removed = (tmp_path / "removed").read_text().splitlines()
+    assert removed == ["list", "remove -f pyxis_bapo-7-0", "remove -f pyxis_bapo-7-1"]
 
 
 @pytest.mark.parametrize("name", ["train", "colocated", "rollout", "eval"])

@@ -76,11 +76,12 @@ def test_a_rank_killed_by_another_signal_is_a_crash(
 
 def test_a_task_without_the_users_home_has_another(tmp_path: Path) -> None:
     """Most containers do not mount it, and what compiles kernels at run time writes there."""
-    found = run_rank(tmp_path, 'test -w "$HOME" && echo "$HOME"; rmdir "$HOME"', home="/proc/none")
+    found = run_rank(tmp_path, 'test -w "$HOME" && mkdir "$HOME/.cache" && echo "$HOME"', home="/proc/none")
     said, home = found.stdout.splitlines()
     assert said.startswith("the home /proc/none cannot be written to here")
     assert home.startswith("/tmp/bapo-home.")
-    without = run_rank(tmp_path, 'rmdir "$HOME"', home="").stdout
+    assert not Path(home).exists(), "it ends with its task"
+    without = run_rank(tmp_path, "true", home="").stdout
     assert without.startswith("the home  cannot be written to here")
 
 
@@ -102,7 +103,7 @@ def test_a_task_keeps_a_home_that_it_has(tmp_path: Path) -> None:
 def test_a_read_only_home_is_kept_without_a_container(tmp_path: Path) -> None:
     """Sites mount it so on their nodes: `pip install --user` and .netrc are there. /proc is such a folder."""
     assert run_rank(tmp_path, 'echo "$HOME"', home="/proc/self").stdout == "/proc/self\n"
-    inside = run_rank(tmp_path, 'rmdir "$HOME"', home="/proc/self", BAPO_CONTAINER="image.sqsh").stdout
+    inside = run_rank(tmp_path, "true", home="/proc/self", BAPO_CONTAINER="image.sqsh").stdout
     assert inside.startswith("the home /proc/self cannot be written to here")
 
 

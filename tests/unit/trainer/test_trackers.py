@@ -143,13 +143,13 @@ def test_wandb_resumes_after_the_last_step_in_its_offline_files(
     ("end", "calls"),
     [
         *(("done", [0]), ("failed", [1]), ("preempted", ["preempting", 1])),
-        *(("stopped", [1]), ("killed", [1]), (None, [1])),
+        *(("stopped", [1]), ("killed", [1]), (None, ["preempting", 1])),
     ],
 )
 def test_wandb_is_told_how_the_run_has_ended(
     run: TrackedRun, monkeypatch: pytest.MonkeyPatch, end: Any, calls: list[Any]
 ) -> None:
-    """Exit code 0 is its state "finished", any other one "failed" or, of a preempted run, "preempted"."""
+    """Exit code 0 is its state "finished", any other one "failed" or, of a run that goes on, "preempted"."""
     made = FakeWandbRun()
     fake_wandb(monkeypatch, made)
     WandbTracker(run).close(end)
@@ -240,6 +240,7 @@ class FakeMlflow:
     params: dict[str, str] = field(default_factory=dict)
     metrics: list[tuple[str, float, int]] = field(default_factory=list)
     status: str = ""
+    asked: list[str] = field(default_factory=list)
 
     def __call__(self, tracking_uri: str) -> FakeMlflow:
         self.uri = tracking_uri
@@ -280,6 +281,7 @@ class FakeMlflow:
             self.params[name] = value
 
     def get_metric_history(self, run_id: str, name: str) -> list[Any]:
+        self.asked.append(name)
         return [SimpleNamespace(step=step) for known, _, step in self.metrics if known == name]
 
 
@@ -327,7 +329,8 @@ def test_mlflows_run_ends_as_the_run_did(run: TrackedRun, mlflow: FakeMlflow, en
 
 
 def test_a_step_that_mlflow_has_in_part_is_completed(run: TrackedRun, mlflow: FakeMlflow) -> None:
-    """A store of files takes one metric after the other."""
+    """A store of files takes one metric after the other: the first that lacks the step ends the search, for
+    of a month's run the histories of all metrics take longer than a silent observer may live."""
     MlflowTracker(run).write(1, STEP)
     mlflow.metrics.append(("reward/mean", 0.5, 2))
     again = MlflowTracker(run)
@@ -338,6 +341,7 @@ def test_a_step_that_mlflow_has_in_part_is_completed(run: TrackedRun, mlflow: Fa
         ("reward/mean", 1), ("reward/mean", 2), ("reward/mean", 3),
     ]  # fmt: skip
     assert len(mlflow.metrics) == 9
+    assert mlflow.asked == ["time/step_s", "reward/mean", "staleness/16_/tokens"]
 
 
 def test_mlflows_address_is_the_users(

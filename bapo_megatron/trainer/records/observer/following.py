@@ -13,13 +13,14 @@ Used by ``processes.py``.
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -114,34 +115,39 @@ class TrackedRows:
     """Tail of metrics.jsonl and evaluations.jsonl, from their first row on, while the run writes them."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._steps, self._evaluations = _Tail(paths.metrics), _Tail(paths.evaluations)
+        self._steps, self._evaluations = _Tail(paths.metrics, False), _Tail(paths.evaluations, True)
 
-    def new(self) -> list[TrackedRow]:
-        """The rows since the last call.
+    def new(self) -> Iterator[TrackedRow]:
+        """The rows since the last call, one step at a time in memory: a long run has hundreds of megabytes.
 
-        The steps are read first: the evaluations before a step were written before it, so none comes late.
+        The end of the steps is noted first: the evaluations before a step were written before it, so none
+        comes late.
         """
-        rows = [*self._steps.rows(False), *self._evaluations.rows(True)]
-        return sorted(rows, key=lambda row: (row.step, row.is_evaluation))
+        end = self._steps.end()
+        evaluations = [*self._evaluations.rows(self._evaluations.end())]
+        return heapq.merge(self._steps.rows(end), evaluations, key=lambda row: (row.step, row.is_evaluation))
 
 
 class _Tail:
     """Tail of one log, from its first line on; a line that is being written waits until it is whole."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+    def __init__(self, path: Path, is_evaluation: bool) -> None:
+        self._path, self._is_evaluation, self._offset = path, is_evaluation, 0
 
-    def rows(self, is_evaluation: bool) -> list[TrackedRow]:
-        found = []
+    def end(self) -> int:
+        """The present size of the file."""
+        return self._path.stat().st_size
+
+    def rows(self, end: int) -> Iterator[TrackedRow]:
+        """The rows since the last call whose lines begin before the byte ``end``."""
         with read_plain(self._path) as file:
             file.seek(self._offset)
-            while (line := file.readline()).endswith(b"\n"):
-                self._offset += len(line)
+            while self._offset < end and (line := file.readline()).endswith(b"\n"):
                 values = parse_row(line)
                 step = values.pop("step")
                 numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
-                found.append(TrackedRow(step, is_evaluation, numbers))
-        return found
+                self._offset += len(line)
+                yield TrackedRow(step, self._is_evaluation, numbers)
 
 
 def _is_number(value: object) -> bool:

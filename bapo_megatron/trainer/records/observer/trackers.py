@@ -21,6 +21,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
@@ -212,7 +213,7 @@ class WandbTracker:
         self._run.log(metrics, step=step)
 
     def close(self, end: RunEnd | None) -> None:
-        if end == "preempted":  # W&B's own word for a run that will be resumed
+        if end in ("preempted", None):  # W&B's own word for a run that will be resumed; else it says failed
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if end == "done" else 1)
 
@@ -326,11 +327,12 @@ class MlflowTracker:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         named = {_allowed(name): value for name, value in metrics.items()}
-        if self._may_hold_parts:  # a store of files may hold a part of what a killed process was writing
-            named = {name: value for name, value in named.items() if step not in self._steps(name)}
-            self._may_hold_parts = False
         last = [name for name in (STEP_MARK, EVALUATION_MARK) if name in named]
         order = [*(name for name in named if name not in last), *last]
+        if self._may_hold_parts:  # a store of files may hold the first part of what a killed process wrote
+            # Only as far as it goes: the histories of all metrics of a long run are millions of values.
+            order = list(dropwhile(lambda name: step in self._steps(name), order))
+            self._may_hold_parts = False
         now = int(time.time() * 1000)
         values = [self._metric(name, named[name], now, step) for name in order]
         for begin in range(0, len(values), _METRICS):

@@ -13,7 +13,7 @@ from bapo_megatron.checkpoint.run_directory import plain_values, with_present_fi
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import check_output_file, write_atomically
+from bapo_megatron.runtime.files import check_output_file, remove_folder, write_atomically
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
@@ -57,6 +57,12 @@ class Arm:
         """Whether the weights of its last step are exported and, if they are to be, evaluated."""
         evaluated = not self.evaluates or self.steps in evaluation_means(self.run_dir)
         return evaluated and self._has("export")
+
+    def delete_weights(self) -> None:
+        """Delete its checkpoints and exports, of which no figure is read: gigabytes of a real model."""
+        paths = RunPaths(self.run_dir)
+        for folder in (paths.checkpoints, paths.export, paths.weights):
+            remove_folder(folder)
 
     def _has(self, kind: str) -> bool:
         log = RunPaths(self.run_dir).events

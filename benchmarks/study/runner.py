@@ -46,7 +46,8 @@ def run_arms(
 ) -> list[Failure]:
     """Run all arms that are not done, ``parallel`` at a time, in order. Returns those that have failed.
 
-    An arm that was cut continues from its run directory, as any run does. On SIGTERM, SIGUSR1 or Ctrl-C:
+    An arm that was cut continues from its run directory, as any run does; one that is done keeps its logs,
+    and no weights. On SIGTERM, SIGUSR1 or Ctrl-C:
     Preempted, after the arms have saved.
     """
     bench = _Bench([arm for arm in arms if not arm.is_done()], len(arms), start, parallel, say)
@@ -99,6 +100,8 @@ class _Bench:
             if failure := _failure(arm, code):
                 self.failures.append(failure)
                 outcome = f"failed, {failure.reason}"
+            else:
+                arm.delete_weights()
             left = len(self.waiting) + len(self.at_work)
             rest = f"; about {_span(self._clock.left_s())} left" if left else ""
             self._say(f"{self._total - left}/{self._total} {arm.name} {outcome}{rest}")

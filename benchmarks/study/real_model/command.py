@@ -51,7 +51,7 @@ class RealModelOptions(ControllerOptions):
     """The flags of the third study: what is run, where, and what is written."""
 
     folder: Path = Path("runs/real_model")
-    """Folder of the arms; a study that is there is continued."""
+    """Folder of the arms; a study that is there is continued. Of an arm that is done no weights are kept."""
     recipe: Path = RECIPE
     """Task, model, steps and learning rate of all arms."""
     seeds: Annotated[int, Ge(1)] = 4

@@ -49,6 +49,8 @@ def train(command: Sequence[str]) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         while kind.startswith("hangs"):
             time.sleep(0.01)
+    for folder in ("checkpoints/step_3", "export", "weights"):
+        (run_dir / folder).mkdir(parents=True)
     (run_dir / "events.jsonl").write_text('{"kind": "export", "step": 3}\n')
     return 0
 
@@ -71,6 +73,8 @@ def test_all_arms_are_run_and_told(tmp_path: Path) -> None:
     assert sorted(line.split()[0] for line in said[1:]) == ["1/3", "2/3", "3/3"]
     assert "left" in said[1]
     assert "left" not in said[3]
+    kept = {path.name for arm in arms for path in arm.run_dir.iterdir()}
+    assert kept == {"metrics.jsonl", "events.jsonl"}, "28 arms of a real model would fill a disk"
 
 
 def test_what_is_done_is_skipped(tmp_path: Path) -> None:

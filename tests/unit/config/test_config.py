@@ -604,9 +604,10 @@ def test_a_requeued_job_waits_for_the_lock_of_its_last_start(
     monkeypatch.setenv("BAPO_RESTART", "3")
     before = only_writer(tmp_path)
     before.__enter__()
-    monkeypatch.setattr("time.sleep", lambda _: before.__exit__(None, None, None))
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", lambda s: waits.append(s) or before.__exit__(None, None, None))
     with only_writer(tmp_path):
-        pass
+        assert waits == [1.0]
 
 
 def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -160,7 +160,12 @@ def test_a_step_is_not_lost_because_the_disk_fails_now(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     state = SamplerState([], 2)
-    for read in (lambda: files.is_readable(1), lambda: files.missing_records(state, 1)):
+    reads = (
+        lambda: files.is_readable(1),
+        lambda: files.missing_records(state, 1),
+        lambda: step_groups(tmp_path, 1),
+    )
+    for read in reads:
         with monkeypatch.context() as away:
             away.setattr(Path, "open", fail)
             with pytest.raises(StorageFailed, match=r"step 1 could not be read .*: Stale file handle"):

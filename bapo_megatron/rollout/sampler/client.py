@@ -1,12 +1,15 @@
-"""The trainer's client of the sampler process: RPC through a pipe, and restart of a process that dies.
+"""The trainer's client of the sampler process: RPC through a pipe, restart of a process that dies or hangs.
 
 On rank 0; the other end is ``process.py``. Used in ``rollout/weight_sync/`` and ``trainer/``.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,12 +17,12 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
-from bapo_megatron.rollout.sampler.heartbeat import ALIVE, HeartbeatWatchdog
-from bapo_megatron.rollout.sampler.process import WAKE_CALLS, Setup
+from bapo_megatron.rollout.sampler.process import ALIVE, WAKE_CALLS, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_header
 from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.types import StepHeader
@@ -33,6 +36,9 @@ heartbeats every few seconds, also during weight loads and long requests."""
 
 _END_S = 60.0
 """Longest wait for a killed process. One that is blocked in a hanging file system cannot be killed."""
+
+_WAITS = 20
+"""Number of waits that make up the timeout of a ``HeartbeatWatchdog``."""
 
 _CLOSE_S = 30.0
 """Longest wait for a process that is asked to close."""
@@ -261,3 +267,46 @@ class SamplerClient:
         theirs.close()
         self._is_set_up = False
         return process, ours
+
+
+class HeartbeatWatchdog:
+    """A watchdog that kills ``process`` if ``beat`` is not called for ``limit_s`` seconds within the block.
+
+    A context manager, with a thread: a process that is stopped, or hangs, does not close its pipe, and a
+    reader without a timeout would wait for ever. Reads and writes of ``pipe`` fail after the kill, also if
+    the process cannot be killed. Time is counted in many waits: if both processes are stopped for hours (a
+    suspended job), that counts as one wait. Made by ``SamplerClient`` around each call.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, limit_s: float) -> None:
+        self._process, self._pipe, self._limit_s = process, pipe, limit_s
+        self._waits = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sampler-watch", daemon=True)
+        self.kill_reason: str | None = None
+        """Why the process was killed; None if it was not."""
+
+    def beat(self) -> None:
+        """Note a heartbeat of the process."""
+        self._waits = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._limit_s / _WAITS):
+            self._waits += 1
+            if self._waits >= _WAITS:
+                self.kill_reason = f"no heartbeat for {self._limit_s:g} s"
+                self._process.kill()
+                # The pipe, too: a process that is blocked in the kernel keeps its end open after the kill.
+                with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
+                    ours.shutdown(socket.SHUT_RDWR)
+                return

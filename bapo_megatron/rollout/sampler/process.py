@@ -2,9 +2,9 @@
 
 ``client.py``, on rank 0, starts ``python -m bapo_megatron.rollout.sampler.process FD``. The first message is
 a ``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
-``("error", kind, text, events)``, with heartbeats before it (``heartbeat.py``). When the trainer ends the
-pipe closes, and this process ends, too: all that it has told the trainer is in the journal. Used by
-``client.py`` and ``trainer/build.py``.
+``("error", kind, text, events)``, with heartbeats before it, which stop where this process hangs. When the
+trainer ends the pipe closes, and this process ends, too: all that it has told the trainer is in the journal.
+Used by ``client.py`` and ``trainer/build.py``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import uvloop
@@ -39,7 +39,6 @@ from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates, WeightUpdates
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
-from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
@@ -47,6 +46,14 @@ from bapo_megatron.rollout.sampler.turns import open_environments
 from bapo_megatron.runtime.exit_codes import SIGNALS
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
 from bapo_megatron.runtime.storage import FailingDiskError, is_of_failing_disk
+
+T = TypeVar("T")
+
+ALIVE = ("alive",)
+"""The heartbeat message, sent while a reply is computed."""
+
+_BEAT_S = 5.0
+"""Seconds between two heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +267,7 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             )
         except (ConfigError, RunStopped) as error:  # after any other error the trainer restarts this process
             await asyncio.to_thread(pipe.recv)  # the trainer's first call, whose reply is the error
-            send(pipe, (*_failed(error), events))
+            _send(pipe, (*_failed(error), events))
             return
         service = Service(sampler, pool, held_out, events)
         while True:
@@ -273,8 +280,27 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             if call is None:
                 break
             reply = await with_heartbeats(pipe, service.answer(*call))
-            await asyncio.to_thread(send, pipe, reply)
-    send(pipe, ("ok", None, events))
+            await asyncio.to_thread(_send, pipe, reply)
+    _send(pipe, ("ok", None, events))
+
+
+async def with_heartbeats(pipe: Connection, work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, and send heartbeats until it is done; returns its result.
+
+    The event loop sends them, so that they stop when it hangs: long work must not block it.
+    """
+    task = asyncio.create_task(work)
+    while not (await asyncio.wait({task}, timeout=_BEAT_S))[0]:
+        await asyncio.to_thread(_send, pipe, ALIVE)
+    return task.result()
+
+
+def _send(pipe: Connection, message: Any) -> None:
+    """Send a message to the trainer. If the trainer has ended, this process ends at once."""
+    try:
+        pipe.send(message)
+    except OSError:
+        os._exit(0)
 
 
 async def _open(

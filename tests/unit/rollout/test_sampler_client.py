@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from bapo_megatron.errors import RunStopped, StorageFailed
-from bapo_megatron.rollout.sampler import client, heartbeat, process
+from bapo_megatron.rollout.sampler import client, process
 from bapo_megatron.rollout.sampler.client import SamplerClient
-from bapo_megatron.rollout.sampler.heartbeat import ALIVE, with_heartbeats
+from bapo_megatron.rollout.sampler.process import ALIVE, with_heartbeats
 
 SILENT_S = 5.0
 """Longer than a busy machine takes to start an interpreter."""
@@ -77,7 +77,7 @@ def test_a_call_that_is_never_read_times_out(sampler: SamplerClient, events: lis
 
 
 def test_heartbeats_are_sent_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monkeypatch.setattr(process, "_BEAT_S", 0.02)
     ours, theirs = Pipe()
 
     async def slow() -> str:

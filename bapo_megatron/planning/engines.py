@@ -13,7 +13,7 @@ A response whose environment works holds no place at an engine. P places stay fi
 
 responses may be open. P (1 + w t / s) is Little's law; a quarter more, because complete responses wait for
 their groups: measured, 97 to 98 % of the places are filled then, 82 to 94 % without
-(benchmarks/results/sampler_scale.md). The sampler's admission (``rollout/sampler/admission.py``) allows
+(benchmarks/results/sampler_scale.md). The sampler's admission (``rollout/sampler/dispatcher.py``) allows
 
     A = S B G                   while the policy trains: max_staleness S of 1 or more, with overlap
     A = (S + 1) B G             without overlap, or with S = 0: then engines sample only while it waits

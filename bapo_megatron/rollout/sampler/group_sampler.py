@@ -16,8 +16,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import data_order
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.requests import Dataset, identity
-from bapo_megatron.rollout.sampler.admission import AdmissionController
-from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
+from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispatcher
 from bapo_megatron.rollout.sampler.event_log.events import (
     OUTSTANDING,
     batch_served,

@@ -1,8 +1,8 @@
 """The sampler's event loop: commit events to the write-ahead log, apply them to the state, act on the change.
 
 One task wakes up at every change. It writes all queued events and returned segments in one commit, and only
-then applies them. It opens new groups as admission allows (``admission.py``), and sends requests to engines
-(``dispatcher.py``), and turns to their environments (``stepper.py``). Complete groups are scored
+then applies them. It opens new groups as admission allows, and sends requests to engines (both
+``dispatcher.py``), and turns to their environments (``stepper.py``). Complete groups are scored
 (``scoring.py``). Used by ``group_sampler.py``.
 """
 
@@ -19,8 +19,7 @@ from bapo_megatron.algo.advantages import is_uniform
 from bapo_megatron.config import RolloutConfig
 from bapo_megatron.data.prompts import Mixture, PromptOrder
 from bapo_megatron.rollout.engines.pool import Report
-from bapo_megatron.rollout.sampler.admission import AdmissionController
-from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
+from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispatcher
 from bapo_megatron.rollout.sampler.event_log.events import (
     answers_given,
     group_dropped,

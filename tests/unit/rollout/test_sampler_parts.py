@@ -15,8 +15,7 @@ from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutC
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
-from bapo_megatron.rollout.sampler.admission import AdmissionController
-from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
+from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispatcher
 from bapo_megatron.rollout.sampler.event_log import events, state
 from bapo_megatron.rollout.sampler.event_log.events import (
     Segment,

@@ -23,10 +23,10 @@ import numpy as np
 
 from bapo_megatron.data.routes import route_problem, write_routes
 from bapo_megatron.rollout.engines.sglang.wire import decoded_routes, generation_of
-from bapo_megatron.rollout.sampler.event_log.events import Segment, groups_opened, segments_arrived
-from bapo_megatron.rollout.sampler.event_log.state import SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import WriteAheadLog
+from bapo_megatron.rollout.sampler.events import Segment, groups_opened, segments_arrived
 from bapo_megatron.rollout.sampler.process import keep_freed_memory
+from bapo_megatron.rollout.sampler.state import SamplerState
+from bapo_megatron.rollout.sampler.write_ahead_log import WriteAheadLog
 from bapo_megatron.types import GenerateRequest, Prompt, RouteShape, SamplingParams
 from benchmarks.common import is_quick, machine, write
 from benchmarks.fake_engines import EXPERTS, LAYERS, PER_TOKEN

@@ -22,7 +22,7 @@ from bapo_megatron.checkpoint.store import clear_leftovers
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ResumeError
 from bapo_megatron.interfaces import Policy, Sampler
-from bapo_megatron.rollout.sampler.event_log.events import FORKED
+from bapo_megatron.rollout.sampler.events import FORKED
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.types import Metrics

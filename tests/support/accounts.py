@@ -10,9 +10,9 @@ from pathlib import Path
 from bapo_megatron.config import RolloutConfig
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.rollout.sampler.event_log.state import SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import Prompt
 from tests.support.audit import Audit, audit
 

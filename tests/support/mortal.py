@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, WriteAheadLog
 from bapo_megatron.rollout.sampler.step_batches import step_groups, write_step
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, WriteAheadLog
 from bapo_megatron.runtime.storage import DiskError
 from bapo_megatron.types import GenerateRequest, Generation, StepBatch
 from tests.support.accounts import check_accounts

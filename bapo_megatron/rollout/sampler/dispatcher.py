@@ -19,8 +19,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, asked_routes, request_seed
 from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
-from bapo_megatron.rollout.sampler.event_log.events import Segment
-from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGroup, SamplerState
+from bapo_megatron.rollout.sampler.events import Segment
 from bapo_megatron.rollout.sampler.response import (
     TURN,
     Sampling,
@@ -32,6 +31,7 @@ from bapo_megatron.rollout.sampler.response import (
     next_request,
     without_routes,
 )
+from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.turns import Environments, within
 from bapo_megatron.types import GenerateRequest, Generation
 

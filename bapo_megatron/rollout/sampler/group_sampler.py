@@ -17,22 +17,22 @@ from bapo_megatron.data.prompts import data_order
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispatcher
-from bapo_megatron.rollout.sampler.event_log.events import (
+from bapo_megatron.rollout.sampler.events import (
     OUTSTANDING,
     batch_served,
     journal_start,
     steps_rewound,
     weights_loaded,
 )
-from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, SegmentJournal
 from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.sampling_metrics import sampler_metrics
 from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
+from bapo_megatron.rollout.sampler.state import FinishedGroup, SamplerState
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path, write_step
 from bapo_megatron.rollout.sampler.stepper import Stepper
 from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher
 from bapo_megatron.rollout.sampler.turns import Environments
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.types import StepBatch
 

@@ -20,7 +20,7 @@ from bapo_megatron.config import RolloutConfig
 from bapo_megatron.data.prompts import Mixture, PromptOrder
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispatcher
-from bapo_megatron.rollout.sampler.event_log.events import (
+from bapo_megatron.rollout.sampler.events import (
     answers_given,
     group_dropped,
     group_scored,
@@ -29,11 +29,11 @@ from bapo_megatron.rollout.sampler.event_log.events import (
     response_restarted,
     segments_arrived,
 )
-from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGroup, SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, SegmentJournal
 from bapo_megatron.rollout.sampler.scoring import FirstStepScores, GroupScorer
+from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.stepper import Stepper
 from bapo_megatron.rollout.sampler.teacher import GroupTeacher
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal
 
 MAX_RESAMPLES = 3
 """Most retries of a prompt whose group was stale; then it is dropped."""

@@ -12,7 +12,7 @@
 Only responses in an environment wait; one without is an *episode* of a single turn. Pure functions on frozen
 data: no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
 write-ahead log is between an answer and the next state), ``whole_response.py`` those of evaluations. Used in
-``evaluation/``, ``rollout/sampler/event_log/`` and this folder.
+``evaluation/`` and this folder.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import get_args
 import numpy as np
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, GroupSummary, SamplerState
+from bapo_megatron.rollout.sampler.state import FinishedGroup, GroupSummary, SamplerState
 from bapo_megatron.types import FinishReason, Metrics
 
 REPORTED = "episode/"

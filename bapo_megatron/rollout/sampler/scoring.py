@@ -13,8 +13,8 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import FailureReports, RewardResult
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn
-from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.response import Response
+from bapo_megatron.rollout.sampler.state import OpenGroup, SamplerState
 from bapo_megatron.types import Prompt
 
 

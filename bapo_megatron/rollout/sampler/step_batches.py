@@ -27,10 +27,10 @@ import numpy as np
 from bapo_megatron.data.routes import read_routes, unknown_expert, write_routes
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.rollout.engines.pool import Report
-from bapo_megatron.rollout.sampler.event_log.events import batch_served
-from bapo_megatron.rollout.sampler.event_log.state import SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
+from bapo_megatron.rollout.sampler.events import batch_served
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_columns import PROMPTS, column_file, header_of
+from bapo_megatron.rollout.sampler.write_ahead_log import Record
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
 from bapo_megatron.runtime.storage import check_readable, writing

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.rollout.engines.requests import Dataset
-from bapo_megatron.rollout.sampler.event_log.events import Given
-from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
+from bapo_megatron.rollout.sampler.events import Given
+from bapo_megatron.rollout.sampler.state import OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_takers
 
 

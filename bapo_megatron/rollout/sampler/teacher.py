@@ -27,7 +27,7 @@ from bapo_megatron.reward.endpoints.client import (
     url_problem,
 )
 from bapo_megatron.rollout.engines.requests import Dataset
-from bapo_megatron.rollout.sampler.event_log.state import OpenGroup
+from bapo_megatron.rollout.sampler.state import OpenGroup
 
 FIELD = "algorithm.distillation"
 

@@ -26,7 +26,7 @@ from bapo_megatron.data.prompts import MixedSource
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardPool, RewardResult
-from bapo_megatron.rollout.sampler.event_log.state import GroupSummary
+from bapo_megatron.rollout.sampler.state import GroupSummary
 from bapo_megatron.trainer.preflight import _check_reward
 from bapo_megatron.trainer.sft import _batches, load_solutions
 from bapo_megatron.types import StepBatch

@@ -17,9 +17,9 @@ from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import MixedSource
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import Dataset, identity
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.turns import check_environments, open_environments
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import Prompt, StepBatch
 from tests.support import accounts
 from tests.support.chat_templates import demo_tokenizer

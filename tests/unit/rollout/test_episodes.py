@@ -19,15 +19,13 @@ from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler import turns
-from bapo_megatron.rollout.sampler.event_log.events import (
+from bapo_megatron.rollout.sampler.events import (
     Given,
     answers_given,
     groups_opened,
     response_restarted,
     weights_loaded,
 )
-from bapo_megatron.rollout.sampler.event_log.state import SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, encode, read_records
 from bapo_megatron.rollout.sampler.response import (
     STEP,
     Answer,
@@ -43,8 +41,10 @@ from bapo_megatron.rollout.sampler.response import (
     restarted,
 )
 from bapo_megatron.rollout.sampler.sampling_metrics import episode_metrics, rollout_metrics
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.stepper import Restart
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_records
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.rollout.sampler.event_log.events import FORKED, OUTSTANDING, journal_start
+from bapo_megatron.rollout.sampler.events import FORKED, OUTSTANDING, journal_start
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
 
 pytestmark = pytest.mark.virtual_time

@@ -12,8 +12,8 @@ import pytest
 
 from bapo_megatron import types
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.rollout.sampler.event_log.events import Segment, groups_opened, segments_arrived
-from bapo_megatron.rollout.sampler.event_log.state import SamplerState
+from bapo_megatron.rollout.sampler.events import Segment, groups_opened, segments_arrived
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.types import RESPONSE_COLUMNS, Generation, Prompt, ResponseTokens, Rollout
 
 PROMPT = Prompt(0, np.array([1], np.int32), "", "test")
@@ -103,8 +103,8 @@ exec(compile(before + column + place + after, spec.origin, "exec"), types.__dict
 
 import numpy as np
 from bapo_megatron.data.samples import samples_of
-from bapo_megatron.rollout.sampler.event_log import events
-from bapo_megatron.rollout.sampler.event_log.state import SamplerState
+from bapo_megatron.rollout.sampler import events
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_header, read_step, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 

@@ -17,7 +17,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.requests import PROMPTS, identity, request_seed, stop_token_ids
 from bapo_megatron.rollout.sampler import group_sampler
-from bapo_megatron.rollout.sampler.event_log.events import FORKED, OUTSTANDING
+from bapo_megatron.rollout.sampler.events import FORKED, OUTSTANDING
 from bapo_megatron.types import Prompt
 from tests.support.accounts import check_accounts
 from tests.support.sampling import (
@@ -421,7 +421,7 @@ async def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 async def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapo_megatron.rollout.sampler.event_log.write_ahead_log._LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("bapo_megatron.rollout.sampler.write_ahead_log._LOCK_WAIT_S", 0.2)
 
     async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
         with pytest.raises(ConfigError, match="another process writes to the journal"):

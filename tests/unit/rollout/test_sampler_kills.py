@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.rollout.sampler.event_log.state import SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, steps_in
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from tests.support import accounts
 from tests.support.raw_journal import keep_logs
 from tests.support.sampling import ScriptedEngine, World, prompt_ids, until

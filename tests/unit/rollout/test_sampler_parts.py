@@ -15,9 +15,9 @@ from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutC
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.sampler import events, state
 from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispatcher
-from bapo_megatron.rollout.sampler.event_log import events, state
-from bapo_megatron.rollout.sampler.event_log.events import (
+from bapo_megatron.rollout.sampler.events import (
     Segment,
     batch_served,
     group_dropped,
@@ -27,12 +27,12 @@ from bapo_megatron.rollout.sampler.event_log.events import (
     steps_rewound,
     weights_loaded,
 )
-from bapo_megatron.rollout.sampler.event_log.state import GroupSummary, SamplerState
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, encode, read_records
 from bapo_megatron.rollout.sampler.group_sampler import BatchBuilder
 from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
 from bapo_megatron.rollout.sampler.scoring import GroupScorer
+from bapo_megatron.rollout.sampler.state import GroupSummary, SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
 from tests.support.accounts import check_accounts
 from tests.support.sampling import EOS, PATIENCE, Letters, ScriptedEngine, World, mixed, prompt_ids, until

@@ -15,8 +15,8 @@ import pytest
 from bapo_megatron.config import RolloutConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
 from tests.support.receiving_engine import ReceivingEngine
 from tests.support.sampling import EOS, ScriptedEngine, World, mixed, prompt_ids

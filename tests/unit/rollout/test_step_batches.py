@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.rollout.sampler.event_log.state import SamplerState
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import (
     ReplaySampler,
     StepFiles,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import (
+from bapo_megatron.rollout.sampler.write_ahead_log import (
     Damage,
     Record,
     WriteAheadLog,

@@ -18,7 +18,7 @@ from bapo_megatron.commands.cluster.status import _is_ready, read_status, status
 from bapo_megatron.commands.report.page import write_report
 from bapo_megatron.commands.train import _run_lock
 from bapo_megatron.errors import ConfigError, RunStopped, printable
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import SegmentJournal, WriteAheadLog
+from bapo_megatron.rollout.sampler.write_ahead_log import SegmentJournal, WriteAheadLog
 from bapo_megatron.runtime import jsonl_log
 from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_files import check_no_links, open_lock

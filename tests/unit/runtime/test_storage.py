@@ -22,8 +22,8 @@ from bapo_megatron.checkpoint.store import CheckpointStore, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.hf.export import export_hf
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, SegmentJournal, read_records
 from bapo_megatron.rollout.sampler.step_batches import read_step, write_step
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal, read_records
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime.exit_codes import report_error
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl

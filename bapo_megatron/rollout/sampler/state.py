@@ -9,7 +9,7 @@ initial ones).
 
     lag of a group at step t = (t - 1) - (step of the weights of its oldest token)      0 is on-policy
 
-Used in ``rollout/sampler/`` and this folder.
+Used in this folder.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy as np
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import ENVIRONMENT, PROMPTS
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.response import Answer, Response, continued, given, restarted, summary
+from bapo_megatron.rollout.sampler.write_ahead_log import Record
 from bapo_megatron.types import Group, Prompt, ResponseTokens
 
 FORMAT = 2

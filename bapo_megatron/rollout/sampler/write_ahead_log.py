@@ -7,7 +7,7 @@ with a CRC over both. The magic says whether more records of the same commit fol
 commit counts only if it is complete. Recovery: a torn tail is truncated when the file is opened for
 writing; a damaged record is reported with its offset, and reading goes on at the next whole one. Every log
 begins with a snapshot of the sampler's state, so that older logs can be deleted. Used in
-``rollout/sampler/`` and this folder.
+this folder.
 """
 
 from __future__ import annotations

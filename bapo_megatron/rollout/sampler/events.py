@@ -4,7 +4,7 @@
 first records of a journal that begins at a checkpoint: of a fork, or after the journal was lost. A checkpoint
 has the sampler's position in the dataset and the prompts of unfinished groups, without their tokens: these
 prompts are sampled again, first. A fork with another order of prompts starts its dataset anew. Used in
-``rollout/sampler/`` and by ``trainer/resume.py``.
+this folder and by ``trainer/resume.py``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapo_megatron.rollout.sampler.event_log.state import TEACHER_LOG_PROBS, OpenGroup
-from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.response import Answer, SegmentEnd
+from bapo_megatron.rollout.sampler.state import TEACHER_LOG_PROBS, OpenGroup
+from bapo_megatron.rollout.sampler.write_ahead_log import Record
 from bapo_megatron.types import Generation, ResponseTokens
 
 MOST_BYTES = 2**30

@@ -46,10 +46,10 @@ from bapo_megatron.rollout.engines.colocated_pool import open_pool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of, response_text, stop_token_ids
 from bapo_megatron.rollout.engines.slot import EngineSlot
+from bapo_megatron.rollout.sampler.held_out import whole_response
 from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, judged_prompt, response_score
 from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment, within
-from bapo_megatron.rollout.sampler.whole_response import whole_response
 from bapo_megatron.runtime.files import check_files_inside, sha256_of, write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.run_files import open_lock, read_plain

@@ -11,7 +11,7 @@
 
 Only responses in an environment wait; one without is an *episode* of a single turn. Pure functions on frozen
 data: no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
-write-ahead log is between an answer and the next state), ``whole_response.py`` those of evaluations. Used in
+write-ahead log is between an answer and the next state), ``held_out.py`` those of evaluations. Used in
 ``evaluation/`` and this folder.
 """
 
@@ -146,7 +146,7 @@ class Episode:
 class Response:
     """State of one response that is being sampled: its tokens so far, and its finish reason when complete.
 
-    Held by the open groups of the sampler's state, and by ``whole_response.py`` in evaluations;
+    Held by the open groups of the sampler's state, and by ``held_out.py`` in evaluations;
     ``continued``, ``given`` and ``restarted`` make the next one.
     """
 

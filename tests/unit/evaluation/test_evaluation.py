@@ -416,7 +416,7 @@ def ask(
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_run, "_LOOK_S", 0.02)
-    monkeypatch.setattr("bapo_megatron.rollout.sampler.whole_response._POLL_S", 0.02)
+    monkeypatch.setattr("bapo_megatron.rollout.sampler.held_out._POLL_S", 0.02)
 
 
 def test_every_place_is_asked_once_and_judged() -> None:

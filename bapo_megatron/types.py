@@ -128,7 +128,7 @@ class ResponseColumns:
     """The per-token columns of a response beside its token ids, [R] each.
 
     A new column is one field here: segments, rollouts, samples, step files and the write-ahead log then have
-    it. The engines give its values (``rollout/engines/sglang/wire.py``, ``engines/local/decoding.py``), and
+    it. The engines give its values (``rollout/engines/sglang/wire.py``, ``engines/local_decoding.py``), and
     ``data.packing.trained_columns`` says what training makes of it. It must have a ``fill``, or files of
     earlier versions could not be read.
     """

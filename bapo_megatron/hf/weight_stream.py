@@ -8,7 +8,7 @@ memory and sorts them.)
 
 Shapes (suffix of a name): ``_B`` bytes.
 
-Used by ``rollout/engines/local/engine.py`` and ``rollout/weight_sync/disk.py``.
+Used by ``rollout/engines/local_engine.py`` and ``rollout/weight_sync/disk.py``.
 """
 
 from __future__ import annotations

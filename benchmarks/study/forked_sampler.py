@@ -37,7 +37,7 @@ STANDBY, SAMPLER = "bapo-standby", "bapo-sampler"
 """Names of the process while it waits, and from then on: its command line is the fork server's."""
 
 _IMPORTED = (
-    *("bapo_megatron.rollout.sampler.process", "bapo_megatron.rollout.engines.local.engine"),
+    *("bapo_megatron.rollout.sampler.process", "bapo_megatron.rollout.engines.local_engine"),
     "transformers.models.auto.tokenization_auto",
     *(f"transformers.models.qwen2.{part}_qwen2" for part in ("configuration", "modeling", "tokenization")),
     "datasets",

@@ -24,7 +24,7 @@ from transformers import (
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines.local.engine import LocalEngine, LocalModel
+from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer

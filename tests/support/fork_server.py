@@ -36,7 +36,6 @@ _IMPORTED = (
         "torch.utils.tensorboard",
         "bapo_megatron.commands.report.data",
         "bapo_megatron.trainer.flow_control",
-        "bapo_megatron.rollout.engines.local.backend",
     ),
 )
 """What commands import late, with all that these import."""

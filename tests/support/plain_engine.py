@@ -21,7 +21,7 @@ from bapo_megatron.config import EngineConfig, RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Confirm, Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend
-from bapo_megatron.rollout.engines.local.decoding import draws_R, sample
+from bapo_megatron.rollout.engines.local_decoding import draws_R, sample
 from bapo_megatron.rollout.engines.requests import check_request, limits_of
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 

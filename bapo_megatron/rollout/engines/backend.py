@@ -1,11 +1,13 @@
 """The rollout backend: the factory of one kind of inference engine (checks, servers, clients), e.g. SGLang.
 
-A backend is a subfolder here, or a user's own class that `rollout.engine` names by its import path. Used in
-``commands/``, ``evaluation/``, ``rollout/engines/``, ``rollout/sampler/`` and ``trainer/``.
+``LocalBackend``, without servers, is here; SGLang's is in its folder, and a user's own class is one that
+`rollout.engine` names by its import path. Used in ``commands/``, ``evaluation/``, ``rollout/engines/``,
+``rollout/sampler/`` and ``trainer/``.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
@@ -126,11 +128,38 @@ class EngineBackend(ABC):
         """
 
 
+class LocalBackend(EngineBackend):
+    """The backend of the embedded engine: a Hugging Face model in the sampler's process.
+
+    Its log-probs depend, in their last bits, on the batch: so it samples in rounds, each of which begins when
+    the one before is finished.
+    """
+
+    rounds = True
+    returns_routes = True
+
+    def max_in_flight(self, rollout: RolloutConfig) -> int:
+        return rollout.max_batch
+
+    def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> None:
+        """None, nothing to compare: the engine checks names and shapes of all weights that it loads."""
+
+    async def open(
+        self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
+    ) -> list[Engine]:
+        # transformers takes seconds to import, and the trainer needs none of it.
+        from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
+
+        model, max_batch = config.model, config.rollout.max_batch
+        loaded = await asyncio.to_thread(LocalModel, model.hf_path, max_batch, model.dtype, device)
+        return [LocalEngine(loaded)]
+
+
 BACKENDS = {
-    "local": "bapo_megatron.rollout.engines.local.backend:LocalBackend",
+    "local": "bapo_megatron.rollout.engines.backend:LocalBackend",
     "sglang": "bapo_megatron.rollout.engines.sglang.backend:SglangBackend",
 }
-"""The built-in backends by name. Imported only when chosen: transformers alone takes seconds."""
+"""The built-in backends by name. Imported only when chosen."""
 
 
 def engine_backend(engine: str, field: str = "rollout.engine") -> EngineBackend:

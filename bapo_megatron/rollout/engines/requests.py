@@ -1,7 +1,7 @@
 """Generation requests to inference engines: their dataset, seeds, stop tokens, and validation.
 
 Both engines validate a request before they send it, because an invalid token id can crash an engine. Used
-in ``commands/doctor/``, ``evaluation/``, ``rollout/engines/local/``, ``rollout/engines/sglang/`` and
+in ``commands/doctor/``, ``evaluation/``, ``rollout/engines/local_engine.py``, ``rollout/engines/sglang/`` and
 ``rollout/sampler/``.
 """
 

@@ -28,7 +28,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.export import _copy_reference
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.rollout.engines.local.engine import _load
+from bapo_megatron.rollout.engines.local_engine import _load
 from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.rollout.sampler.process import _record_event
 from bapo_megatron.runtime.files import check_files_inside, file_below, file_inside

@@ -22,9 +22,8 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Confirm, Engine
-from bapo_megatron.rollout.engines.backend import BACKENDS, EngineBackend, engine_backend
+from bapo_megatron.rollout.engines.backend import BACKENDS, EngineBackend, LocalBackend, engine_backend
 from bapo_megatron.rollout.engines.colocated_pool import open_pool
-from bapo_megatron.rollout.engines.local.backend import LocalBackend
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.broadcast import sender_address
 from tests.support.plain_engine import PlainBackend, PlainConfig

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.rollout.engines.local.decoding import sample
-from bapo_megatron.rollout.engines.local.engine import LocalEngine, LocalModel
+from bapo_megatron.rollout.engines.local_decoding import sample
+from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
 from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
 from tests.support.checkpoint_models import load_tensors, save_tensors
 from tests.support.fp8 import in_bfloat16, save_fp8_folder

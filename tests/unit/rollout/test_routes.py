@@ -16,7 +16,7 @@ import torch
 from bapo_megatron.config import ModelConfig
 from bapo_megatron.data.routes import read_routes, route_problem, write_routes
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.rollout.engines.local.engine import LocalModel
+from bapo_megatron.rollout.engines.local_engine import LocalModel
 from bapo_megatron.rollout.engines.sglang.wire import (
     BadReply,
     decoded_routes,

@@ -31,7 +31,7 @@ from bapo_megatron.hf.parameter_map import expert_tensors, hf_tensors
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.weight_stream import checked_weights
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.rollout.engines.local.decoding import Decoding, RouteRecorder
+from bapo_megatron.rollout.engines.local_decoding import Decoding, RouteRecorder
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
 from bapo_megatron.runtime.device import choose_vector_kernels
 from bapo_megatron.runtime.files import check_files_inside

@@ -4,7 +4,7 @@ One for all that a user sets: the fields of a configuration (``wrong_types``, ``
 command's options (``out_of_range``), the arguments of a loss or a reward (``check_settings``), the tables of
 a cluster file (``table_problems``). An error is one line with the field and, in most, its value and the fix.
 Rules between fields are in ``config/validation.py``. Used in ``config/``, ``planning/``, ``evaluation/``,
-``data/prepare/``, ``commands/``, ``algo/losses/`` and ``reward/endpoints/``.
+``data/prepare/``, ``commands/``, ``algo/losses/`` and ``reward/endpoint_settings.py``.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def check_names(config: RunConfig) -> None:
 
     Dotted paths are not imported: the module may exist on the run's machines alone.
     """
-    from bapo_megatron.reward.endpoints.settings import KINDS, read_settings
+    from bapo_megatron.reward.endpoint_settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.backend import engine_backend
 
     if ":" not in config.rollout.engine:

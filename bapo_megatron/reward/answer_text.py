@@ -3,7 +3,7 @@ r"""Answer extraction: the last box of a response, its normal spelling, and the 
 Operations, because math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its
 own answer. Pure functions on text; none parses mathematics. The math reward, the LLM judge, `maj@n` of
 evaluations and dataset preparation use it. Used in ``data/``, ``environment/``, ``evaluation/``,
-``reward/endpoints/``, ``rollout/``, ``trainer/`` and this folder.
+``rollout/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations

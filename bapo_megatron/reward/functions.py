@@ -19,7 +19,7 @@ from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math, math_verify_compare
 from bapo_megatron.reward.code_tests import check_tests, is_tests
-from bapo_megatron.reward.endpoints.settings import read_settings
+from bapo_megatron.reward.endpoint_settings import read_settings
 from bapo_megatron.reward.reasoning_gym import check_extra_info, score, tasks
 from bapo_megatron.reward.sandbox.fusion import FusionServer
 from bapo_megatron.runtime.dotted_path import load_dotted_path

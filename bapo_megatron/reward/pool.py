@@ -3,8 +3,8 @@
 Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
 group; after that, or if it died, a new one tries the same response once more, then the reward is
 ``reward.failed`` (workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
-asks the endpoint (endpoints/). The prompt's reward function decides which. ``FailureReports`` tells of what
-failed, now and then. Used in ``commands/doctor/``, ``evaluation/`` and ``rollout/sampler/``.
+asks the endpoint (endpoint_scorer.py). The prompt's reward function decides which. ``FailureReports`` tells
+of what failed, now and then. Used in ``commands/doctor/``, ``evaluation/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
-from bapo_megatron.reward.endpoints.scorer import EndpointScorer
+from bapo_megatron.reward.endpoint_scorer import EndpointScorer
 from bapo_megatron.reward.functions import prompt_fields_of
 from bapo_megatron.reward.math import COMMAND
 from bapo_megatron.types import Prompt

@@ -15,7 +15,7 @@ import os
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient, with_path
+from bapo_megatron.reward.endpoint_client import EndpointError, JsonClient, with_path
 from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox, SandboxError
 

@@ -17,7 +17,7 @@ import numpy as np
 from bapo_megatron.algo.reference_kl_config import DistillationConfig
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped
-from bapo_megatron.reward.endpoints.client import (
+from bapo_megatron.reward.endpoint_client import (
     EndpointError,
     JsonClient,
     key_of,

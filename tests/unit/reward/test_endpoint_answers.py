@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.reward.endpoints import client
-from bapo_megatron.reward.endpoints.scorer import LlmJudge
-from bapo_megatron.reward.endpoints.settings import LlmJudgeSettings
+from bapo_megatron.reward import endpoint_client as client
+from bapo_megatron.reward.endpoint_scorer import LlmJudge
+from bapo_megatron.reward.endpoint_settings import LlmJudgeSettings
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.types import Prompt
 from tests.support.judge_server import Answer, completion, judge_server, judged, says

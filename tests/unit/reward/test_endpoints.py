@@ -15,8 +15,8 @@ import pytest
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError, RunStopped
-from bapo_megatron.reward.endpoints import client
-from bapo_megatron.reward.endpoints.settings import read_settings
+from bapo_megatron.reward import endpoint_client as client
+from bapo_megatron.reward.endpoint_settings import read_settings
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.types import Prompt
 from tests.support.chat_templates import FOLDERS, family_tokenizer
@@ -508,7 +508,7 @@ def test_planning_needs_neither_key_nor_tokenizer() -> None:
     ],
 )
 def test_the_base_address_will_do(url: str, asked: str) -> None:
-    from bapo_megatron.reward.endpoints.client import with_path
+    from bapo_megatron.reward.endpoint_client import with_path
 
     assert with_path(url, "/chat/completions") == asked
 

@@ -12,8 +12,8 @@ import pytest
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward import endpoint_client as client
 from bapo_megatron.reward.code import program_is_right
-from bapo_megatron.reward.endpoints import client
 from bapo_megatron.reward.functions import needs_sandbox
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.reward.sandbox.fusion import FusionServer

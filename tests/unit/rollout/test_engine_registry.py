@@ -190,7 +190,7 @@ def test_only_a_few_files_know_sglang() -> None:
     may += ["config/", "cli.py"]  # the field of its settings with their ranges; `bapo rollout-server`
     may += ["checkpoint/run_directory.py", "evaluation/options.py"]  # names of flags
     may += ["planning/"]  # the memory and the nodes of servers
-    may += ["reward/endpoints/", "rollout/sampler/"]  # what SGLang serves besides; a flag
+    may += ["reward/endpoint_", "rollout/sampler/"]  # what SGLang serves besides; a flag
     for path in PACKAGE.rglob("*.py"):
         name = str(path.relative_to(PACKAGE))
         if not name.startswith(tuple(may)):

@@ -14,7 +14,7 @@ from aiohttp import web
 from bapo_megatron.algo.reference_kl_config import DistillationConfig
 from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped
-from bapo_megatron.reward.endpoints import client
+from bapo_megatron.reward import endpoint_client as client
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.teacher import Teacher, check_teacher
 from bapo_megatron.runtime.distributed import free_port

@@ -1,7 +1,7 @@
 """Settings of rewards behind an HTTP endpoint (``reward.settings``), as dataclasses, and their validation.
 
 ``read_settings`` makes them before a run and in the scorer; ConfigError for what is wrong. Used in
-``commands/``, ``reward/`` and this folder.
+``commands/`` and this folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt
 
 from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.endpoints.client import key_of, key_problem, url_problem
+from bapo_megatron.reward.endpoint_client import key_of, key_problem, url_problem
 
 FIELD = "reward.settings"
 

@@ -5,7 +5,7 @@ protocols are those of SGLang's ``/classify`` (docs.sglang.io, reward models), o
 (docs.vllm.ai, classification), of OpenRLHF's ``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and of slime's
 ``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is useless: it answers a softmax, which of one
 number is always 1. The reward pool awaits it in the event loop that it runs in, so it needs no worker
-process. Used by ``reward/pool.py``.
+process. Used by ``pool.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.answer_text import THINKING, after_thinking
-from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient, key_of, redacted, with_path
-from bapo_megatron.reward.endpoints.settings import (
+from bapo_megatron.reward.endpoint_client import EndpointError, JsonClient, key_of, redacted, with_path
+from bapo_megatron.reward.endpoint_settings import (
     FIELD,
     LlmJudgeSettings,
     RewardModelSettings,

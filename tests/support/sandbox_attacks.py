@@ -241,7 +241,7 @@ s.install(s.assemble([(0x20, 0, 0, 0), *refuse, (6, 0, 0, 0x7FFF0000)]))
     "none": """
 from bapo_megatron.reward.sandbox import isolation as w
 w.enter_namespaces, w.file_system.confine = lambda *_: w.Walls(), lambda *_: False
-w.system_calls.problem, w.audit_hook.watch = lambda: "no filter", lambda *_, **__: None
+w.system_calls.problem, w._watch = lambda: "no filter", lambda *_, **__: None
 w._become = lambda *_: None
 w._limit = lambda *_: None
 """,

@@ -35,8 +35,7 @@ import psutil
 import uvloop
 
 from bapo_megatron.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
-from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
-from bapo_megatron.environment.traits import read_traits
+from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult, read_traits
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits

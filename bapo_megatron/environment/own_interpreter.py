@@ -2,7 +2,7 @@
 
 It makes this package importable there, and nothing else of the run's environment: the folder that holds the
 package may be one of site-packages, whose other packages belong to another version of Python. Used by
-``traits.py``.
+``pool.py``.
 """
 
 from __future__ import annotations

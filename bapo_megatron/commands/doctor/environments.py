@@ -25,8 +25,7 @@ from bapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from bapo_megatron.config import EnvironmentConfig, RunConfig
-    from bapo_megatron.environment.pool import StepResult
-    from bapo_megatron.environment.traits import Traits
+    from bapo_megatron.environment.pool import StepResult, Traits
     from bapo_megatron.types import Prompt
 
 TURN = "I do not know."
@@ -125,7 +124,7 @@ async def _try_all(tried: Sequence[_Tried], budget_s: float) -> list[DoctorRow]:
 
 
 async def _try(tried: _Tried, deadline: float) -> DoctorRow:
-    from bapo_megatron.environment.traits import read_traits
+    from bapo_megatron.environment.pool import read_traits
 
     began, errors = time.monotonic(), _stderr_bytes()
     try:

@@ -20,9 +20,15 @@ from bapo_megatron.config import EnvironmentConfig, RunConfig
 from bapo_megatron.config.validation import environment_field
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.environment import Task, Turn
-from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
+from bapo_megatron.environment.pool import (
+    EnvironmentPool,
+    Question,
+    StepResult,
+    interpreter_problem,
+    read_traits,
+    stop_ids,
+)
 from bapo_megatron.environment.template import ObservationTemplate, check_template
-from bapo_megatron.environment.traits import interpreter_problem, read_traits, stop_ids
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports

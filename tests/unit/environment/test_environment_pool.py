@@ -19,8 +19,15 @@ import pytest
 from bapo_megatron.config.sources import EnvironmentConfig
 from bapo_megatron.environment import Task, Turn
 from bapo_megatron.environment import pool as pools
-from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult
-from bapo_megatron.environment.traits import Traits, interpreter_problem, read_traits, stop_ids
+from bapo_megatron.environment.pool import (
+    EnvironmentPool,
+    Question,
+    StepResult,
+    Traits,
+    interpreter_problem,
+    read_traits,
+    stop_ids,
+)
 from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
 from tests.support.environments import Dice

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bapo_megatron.config.sources import EnvironmentConfig
-from bapo_megatron.environment import own_interpreter
-from bapo_megatron.environment.interface import Task, Turn
+from bapo_megatron.environment import Task, Turn, own_interpreter
 from bapo_megatron.environment.worker import THREADS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path

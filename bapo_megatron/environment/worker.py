@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
-from bapo_megatron.environment.interface import Environment, Reply, Resume, Task, Turn
+from bapo_megatron.environment import Environment, Reply, Resume, Task, Turn
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.workers.serving import Prepared, is_over, serve

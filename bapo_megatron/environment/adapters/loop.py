@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from bapo_megatron.environment.interface import Environment, Reply, Task
+from bapo_megatron.environment import Environment, Reply, Task
 
 Ask = Callable[[str | Sequence[str] | None], Awaitable[str]]
 """Ask the model: its next turn after the observation, one text or several, as ``Reply`` has them. The first

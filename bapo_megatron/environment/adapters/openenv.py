@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from openenv.core import GenericEnvClient
 from websockets.exceptions import ConnectionClosed
 
-from bapo_megatron.environment.interface import Environment, Reply, Task
+from bapo_megatron.environment import Environment, Reply, Task
 from bapo_megatron.environment.tools.calls import answer_part, settings_of
 from bapo_megatron.errors import ConfigError
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import textarena
 
-from bapo_megatron.environment.interface import Environment, Reply, Task
+from bapo_megatron.environment import Environment, Reply, Task
 from bapo_megatron.environment.tools.calls import answer_part, settings_of
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
+from bapo_megatron.environment import Environment, Reply, Task, Turn
 from bapo_megatron.environment.tools.calls import answer_part, argument, results, settings_of, tool_calls
 from bapo_megatron.errors import ConfigError
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from bapo_megatron.environment.interface import Environment, Reply, Task, Turn
+from bapo_megatron.environment import Environment, Reply, Task, Turn
 from bapo_megatron.environment.tools.calls import answer_part, argument, results, settings_of, tool_calls
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code import last_code_block

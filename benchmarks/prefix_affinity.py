@@ -2,8 +2,8 @@
 
     python -m benchmarks.prefix_affinity            # seconds, on one core
 
-A simulation in which the choice of an engine is the product's (``rollout/engines/slot.py``), and engines are
-a rate of tokens and a prefix cache that forgets what was used longest ago. Writes
+A simulation in which the choice of an engine is the product's (``rollout/engines/pool_state.py``), and
+engines are a rate of tokens and a prefix cache that forgets what was used longest ago. Writes
 benchmarks/results/prefix_affinity.md.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.rollout.engines.slot import AFFINITY_SURPLUS, CachedPrefix, EngineSlot, choose
+from bapo_megatron.rollout.engines.pool_state import AFFINITY_SURPLUS, CachedPrefix, EngineSlot, choose
 from benchmarks.common import no_options, write
 
 ENGINES, PLACES = 16, 32

@@ -44,8 +44,8 @@ from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.engines.colocated_pool import open_pool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
+from bapo_megatron.rollout.engines.pool_state import EngineSlot
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of, response_text, stop_token_ids
-from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.rollout.sampler.held_out import whole_response
 from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, judged_prompt, response_score

@@ -25,7 +25,7 @@ from bapo_megatron.planning.plan import JobPlan, summary
 from bapo_megatron.planning.sizes import active_parameters, total_parameters
 from bapo_megatron.planning.speed import Handover, reference_seconds
 from bapo_megatron.planning.traffic import DISK_RATE
-from bapo_megatron.rollout.engines.timeouts import read_seconds
+from bapo_megatron.rollout.engines.pool_state import read_seconds
 from bapo_megatron.runtime.text_table import text_table
 
 _FEW_RESPONSES = 4

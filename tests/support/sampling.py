@@ -14,8 +14,8 @@ from bapo_megatron.config import DataConfig, EnvironmentConfig, ModelConfig, Rol
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.engines.requests import Dataset
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step

@@ -22,8 +22,8 @@ from bapo_megatron.planning.job import GB, Job, PlanOptions, find_shape, shape_f
 from bapo_megatron.planning.plan import make_plan, nodes_text, summary
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
 from bapo_megatron.planning.rehearsal.results import rehearsal_verdict
+from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
-from bapo_megatron.rollout.engines.timeouts import load_seconds
 
 _TO_SLURM = ("account", "partition", "time", "qos", "constraint", "cpus_per_task", "mem")
 

@@ -18,9 +18,8 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine, ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineError, engine_backend
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
+from bapo_megatron.rollout.engines.pool_state import EngineSlot, EngineTimeouts
 from bapo_megatron.rollout.engines.sent_weights import DigestQuorum, SentDigests
-from bapo_megatron.rollout.engines.slot import EngineSlot
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 
 
 async def open_pool(

@@ -17,9 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.interfaces import Engine
+from bapo_megatron.rollout.engines.pool_state import (
+    CachedPrefix,
+    CurrentWeights,
+    EngineSlot,
+    EngineTimeouts,
+    LoopLagClock,
+    choose,
+    load_seconds,
+)
 from bapo_megatron.rollout.engines.sent_weights import DigestQuorum, SentCheck, SentDigests
-from bapo_megatron.rollout.engines.slot import CachedPrefix, CurrentWeights, EngineSlot, choose
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, LoopLagClock, load_seconds
 from bapo_megatron.types import GenerateRequest, Generation
 
 Report = Callable[..., None]
@@ -107,7 +114,7 @@ class EnginePool:
             raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {reasons}")
 
     def reserve(self, over_capacity: bool = False, cached: CachedPrefix | None = None) -> EngineSlot | None:
-        """Reserve an engine for a request (``slot.choose``); None if none has room.
+        """Reserve an engine for a request (``pool_state.choose``); None if none has room.
 
         ``over_capacity``: also a full engine, because the trainer waits. ``cached``: of its last segment.
         """

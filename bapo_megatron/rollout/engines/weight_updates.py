@@ -2,7 +2,7 @@
 
 The trainer's side of a transport is a file of ``rollout/weight_sync/``, which makes the four calls in this
 order by ``SamplerClient``. An engine sees one call, its ``load`` or ``wake``, which waits for them. For
-weights in a folder the pool makes that call alone (``slot.CurrentWeights``). Used by
+weights in a folder the pool makes that call alone (``CurrentWeights``). Used by
 ``rollout/sampler/process.py``.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 from bapo_megatron.interfaces import Confirm, ReceivesBroadcast, ReceivesHandles
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.pool_state import EngineSlot
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch, DigestQuorum, SentDigests
-from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.types import BroadcastGroup, WeightPart, WeightParts
 
 Load = Callable[[WeightParts, int, Confirm], Coroutine[Any, Any, None]]

@@ -17,8 +17,8 @@ from itertools import count
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
+from bapo_megatron.rollout.engines.pool_state import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.engines.requests import Dataset, asked_routes, request_seed
-from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.sampler.events import Segment
 from bapo_megatron.rollout.sampler.response import (
     TURN,

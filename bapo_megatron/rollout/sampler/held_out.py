@@ -27,8 +27,8 @@ from bapo_megatron.data.problem_sets import Suite, programs_of
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
+from bapo_megatron.rollout.engines.pool_state import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.engines.requests import Dataset, request_seed
-from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.sampler.response import (
     Response,
     Sampling,

@@ -49,7 +49,7 @@ from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.sampler.response import MOST_LOSSES, Sampling
 from bapo_megatron.trainer.build import load_suites
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt

@@ -13,7 +13,7 @@ import pytest
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, load_seconds
+from bapo_megatron.rollout.engines.pool_state import EngineTimeouts, load_seconds
 from bapo_megatron.rollout.sampler import dispatcher as dispatcher
 from bapo_megatron.types import GenerateRequest
 from tests.support import sampling

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bapo_megatron.rollout.engines.timeouts import LoopLagClock
+from bapo_megatron.rollout.engines.pool_state import LoopLagClock
 
 
 async def test_the_clock_is_real_time_while_the_loop_runs() -> None:

@@ -12,7 +12,7 @@ import pytest
 from bapo_megatron.config import RolloutConfig, SglangConfig
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.backend import EngineBackend, engine_backend
-from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot, choose
+from bapo_megatron.rollout.engines.pool_state import CachedPrefix, EngineSlot, choose
 from bapo_megatron.types import GenerateRequest, Generation
 from tests.support.sampling import ScriptedEngine, World
 

@@ -16,7 +16,7 @@ import pytest
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.rollout.engines import timeouts
+from bapo_megatron.rollout.engines import pool_state
 from bapo_megatron.rollout.engines.sglang import server_process as process
 from bapo_megatron.rollout.engines.sglang import supervisor as servers
 from bapo_megatron.rollout.engines.sglang.supervisor import RunServers, ServerSupervisor, servers_of
@@ -355,7 +355,7 @@ def test_a_server_that_waits_in_place_outlives_the_longest_load(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch that waits in place counts as one that hangs: SGLang ends the server after 300 s."""
-    monkeypatch.setattr(timeouts, "LEAST_BYTES_PER_S", 1.0)
+    monkeypatch.setattr(pool_state, "LEAST_BYTES_PER_S", 1.0)
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     name = "--watchdog-timeout"
 
@@ -369,5 +369,5 @@ def test_a_server_that_waits_in_place_outlives_the_longest_load(
 
     assert limit("retract") == []
     (longest,) = limit("in_place")
-    assert float(longest) > timeouts.load_seconds(tmp_path, 5 * 60.0) > 1000
+    assert float(longest) > pool_state.load_seconds(tmp_path, 5 * 60.0) > 1000
     assert limit("in_place", name, "900") == ["900"]

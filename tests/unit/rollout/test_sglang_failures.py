@@ -21,7 +21,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines import timeouts
+from bapo_megatron.rollout.engines import pool_state
 from bapo_megatron.rollout.engines.requests import ModelLimits, limits_of
 from bapo_megatron.rollout.engines.sglang import http_client as http_server
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
@@ -322,7 +322,7 @@ def test_a_load_may_take_as_long_as_a_slow_disk_takes_for_its_bytes(
 ) -> None:
     """The load takes 3 s; 2 s are allowed beside the time for its bytes."""
     nbytes = sum(tensor.nbytes for _, tensor in weights(model))
-    monkeypatch.setattr(timeouts, "LEAST_BYTES_PER_S", nbytes / 60)
+    monkeypatch.setattr(pool_state, "LEAST_BYTES_PER_S", nbytes / 60)
     server.hangs = {"update_weights_from_disk"}
     engine.update_weights(weights(model), 5)
     assert engine.weight_version == 5

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
+from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
 from tests.support.fake_sglang import FakeServer

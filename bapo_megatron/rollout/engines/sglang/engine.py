@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.interfaces import Confirm
+from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
 from bapo_megatron.rollout.engines.sglang.http_client import (
     KeptConnectionClosed,
@@ -25,7 +26,6 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
 )
 from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, flag
 from bapo_megatron.rollout.engines.sglang.wire import without_old_routes
-from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightParts
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1

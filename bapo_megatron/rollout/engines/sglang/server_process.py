@@ -27,6 +27,7 @@ import tyro
 
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.requirements import (
     FP32_HEAD,
@@ -40,7 +41,6 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
     library_path,
 )
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
-from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, should_have_gpu
 from bapo_megatron.runtime.http import ask, without_proxy

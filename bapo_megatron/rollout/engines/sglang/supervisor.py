@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.rollout.engines.backend import EngineServers, OnEvent
+from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
@@ -28,7 +29,6 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_flags,
     sglang_python,
 )
-from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.runtime.run_files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward import code, math, math_verify_compare
+from bapo_megatron.reward import code, math
 from bapo_megatron.reward.code_tests import check_tests, is_tests
 from bapo_megatron.reward.endpoint_settings import read_settings
 from bapo_megatron.reward.reasoning_gym import check_extra_info, score, tasks
@@ -116,7 +116,9 @@ def built_in(reward: RewardConfig) -> BuiltIn:
         server.check()
 
     def math_is_right(ground_truth: str, response: str) -> bool:
-        equal, allow = math_verify_compare.equal, reward.math_allow_operations
+        from bapo_megatron.reward.math_verify_compare import equal
+
+        allow = reward.math_allow_operations
         return math.answer_is_right(ground_truth, response, equal, allow)
 
     def code_is_right(ground_truth: str, response: str) -> bool:

@@ -5,15 +5,22 @@ which is on a clock and so calls right answers wrong where the machine is busy. 
 integers (``9^{9^{9}}``, which a policy will write sooner or later) blocks even the signal.
 
 Two answers of one text are equal, whether or not math-verify can read it. An equality by math-verify is
-checked again (answer_values.py), unless one was read as plain text: it would also accept an unevaluated
-operation, and small numbers that differ little. Used by ``functions.py`` and ``worker.py``.
+checked again on its sympy expressions, unless one was read as plain text: it would also accept an unevaluated
+operation, and small numbers that differ little. Expressions that reach these checks are of a size that sympy
+can compute. It takes half a second to import: only workers that compare do. Used by ``functions.py`` and
+``worker.py``.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
+
+import sympy
+from latex2sympy2_extended.logic import And
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy.core.relational import Relational
 
 from bapo_megatron.reward.answer_text import has_quotient, named_operations, number_sides, same_text
 from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
@@ -21,14 +28,37 @@ from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
 CPU_LIMIT_S = 2
 """CPU time limit, in seconds, of one parse or comparison. Most answers need less than 0.1 s."""
 
+DECIMAL_TOLERANCE = 1e-5
+"""Largest relative difference of a decimal from the exact value; math-verify compares six decimals."""
 
-def import_math_verify() -> None:
-    """Import math-verify, and silence its log of unreadable answers."""
-    import math_verify  # noqa: F401  # half a second, and only children need it
+ROUNDING = 0.1
+"""The same between a number and its decimal in one equation: ``1/3 = 0.3``."""
 
-    import bapo_megatron.reward.answer_values  # noqa: F401
+EXACT_TOLERANCE = 1e-12
+"""The same between values without decimals."""
 
-    logging.disable(logging.CRITICAL)
+ARITHMETIC = "arithmetic"
+"""Kind of the sums, products, powers and roots of numbers that an answer should have evaluated."""
+
+_CLASSES = {
+    **dict.fromkeys(("Sum", "Product"), "sum"),
+    **dict.fromkeys(("factorial", "factorial2", "binomial", "subfactorial"), "combinatorics"),
+    **dict.fromkeys(("floor", "ceiling"), "rounding"),
+    **dict.fromkeys(("Max", "Min"), "extremum"),
+    "Integral": "integral",
+    "Limit": "limit",
+    "Derivative": "derivative",
+    "Determinant": "determinant",
+    "log": "logarithm",
+    "Mod": "modulo",
+}
+_TRIGONOMETRY = ("sympy.functions.elementary.trigonometric", "sympy.functions.elementary.hyperbolic")
+_PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+_NOTHING = 1e-25
+_DIGITS = 30
+EQUATION_DIGITS, EQUATION_TOLERANCE = 60, 1e-45
+"""Small coefficients stand beside large ones here, so that more digits must agree."""
+_LARGEST_EXPONENT = 100
 
 
 def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> bool:
@@ -37,8 +67,6 @@ def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> boo
     An unevaluated operation is no answer, unless the ground truth has one of its kind, or with
     ``allow_operations``.
     """
-    from math_verify import verify
-
     if same_text(ground_truth, answer):  # math-verify may not be able to read it
         return True
     try:
@@ -55,30 +83,26 @@ def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> boo
 def _is_an_answer(
     expected: list[Any], given: list[Any], ground_truth: str, answer: str, allow_operations: bool
 ) -> bool:
-    from bapo_megatron.reward import answer_values as values
-
     truth, said = expected[0], given[0]
     if isinstance(truth, str) or isinstance(said, str):
         return True  # equal as text
-    if values.differ(truth, said) or _contradicts_itself(answer):
+    if differ(truth, said) or _contradicts_itself(answer):
         return False
     if allow_operations:
         return True
-    if values.are_rearranged(truth, said):  # an equation has as many forms as a formula
-        return values.operations(said) - {values.ARITHMETIC} <= values.operations(truth)
-    known, used = values.operations(truth), set(values.operations(said))
-    if not values.is_symbolic(truth):
-        whole = values.are_integers(truth) and not has_quotient(ground_truth)
-        if (whole and has_quotient(answer)) or values.hides_rational(truth, said):
-            used.add(values.ARITHMETIC)
+    if are_rearranged(truth, said):  # an equation has as many forms as a formula
+        return operations(said) - {ARITHMETIC} <= operations(truth)
+    known, used = operations(truth), set(operations(said))
+    if not is_symbolic(truth):
+        whole = are_integers(truth) and not has_quotient(ground_truth)
+        if (whole and has_quotient(answer)) or hides_rational(truth, said):
+            used.add(ARITHMETIC)
         return used <= known
-    return used - {values.ARITHMETIC} <= known
+    return used - {ARITHMETIC} <= known
 
 
 def _contradicts_itself(answer: str) -> bool:
     """Whether an equation has two different numbers: ``6 = 5``."""
-    from bapo_megatron.reward.answer_values import disagree
-
     for sides in number_sides(answer):
         numbers = [_parse_unlimited(side)[0] for side in sides] if len(sides) > 1 else []
         if any(disagree(one, other) for one, other in pairwise(numbers)):
@@ -88,8 +112,6 @@ def _contradicts_itself(answer: str) -> bool:
 
 def is_operation(ground_truth: str) -> bool:
     """Whether a ground truth is itself an unevaluated operation."""
-    from bapo_megatron.reward.answer_values import operations
-
     try:
         parsed = _parse(ground_truth)[0]
         return bool(named_operations(ground_truth) or (not isinstance(parsed, str) and operations(parsed)))
@@ -112,8 +134,255 @@ def _parse(answer: str) -> list[Any]:
 
 def _parse_unlimited(answer: str) -> list[Any]:
     """As ``_parse``, for a caller that has a limit: limits do not nest."""
-    from math_verify import LatexExtractionConfig, parse
-
     config = [LatexExtractionConfig(boxed_match_priority=0)]
     parts: list[Any] = parse(rf"\boxed{{{answer}}}", config, parsing_timeout=None)
     return parts
+
+
+# --- checks of an answer's expression; they may raise whatever sympy does ------------------------
+
+
+def operations(expression: Any) -> frozenset[str]:
+    """Kinds of unevaluated operations in an expression; ``ARITHMETIC`` only between numbers."""
+    found: set[str] = set()
+    for part in _parts(expression):
+        for node in sympy.preorder_traversal(part):
+            kind = _CLASSES.get(type(node).__name__)
+            if type(node).__module__ in _TRIGONOMETRY:
+                kind = "trigonometry"
+            if kind is not None:
+                found.add(kind)
+        if _reducible(part):
+            found.add(ARITHMETIC)
+    return frozenset(found)
+
+
+def is_symbolic(expression: Any) -> bool:
+    """Whether an answer is a formula, with symbols, which has many equal forms. ``x = 3`` is none."""
+    return any(part.free_symbols for part in _parts(expression))
+
+
+def are_integers(expression: Any) -> bool:
+    """Whether an answer is one or more whole numbers and nothing else."""
+    return all(isinstance(part, sympy.Integer) for part in _parts(expression))
+
+
+def hides_rational(truth: Any, answer: Any) -> bool:
+    """Whether roots, symbols or constants of an answer cancel, so that a rational truth is left."""
+    pairs = list(zip(_parts(truth), _parts(answer), strict=False))
+    return any(left.is_Rational and _cancels(left, right) for left, right in pairs)
+
+
+def differ(truth: Any, answer: Any) -> bool:
+    """Whether two answers that are equal for math-verify differ by more than a relative tolerance.
+
+    math-verify compares absolute differences, and takes 5% for 5.
+    """
+    if isinstance(truth, sympy.Eq) and isinstance(answer, sympy.Eq):
+        if _is_solved(truth) != _is_solved(answer):  # the question again
+            return _is_solved(truth)
+        if are_rearranged(truth, answer):
+            return not _proportional(truth, answer)
+    left, right = list(_parts(truth)), list(_parts(answer))
+    symbols = sorted(set().union(*(part.free_symbols for part in (*left, *right))), key=str)
+    if len(left) != len(right) or (symbols and _is_inequality(truth)):
+        return False
+    places = {one: sympy.Rational(7 * n + 11, 5 * n + 9) for n, one in enumerate(symbols)}
+    if any(isinstance(one, sympy.FiniteSet) or _is_inequality(one) for one in (truth, answer)):
+        left, right = _ordered(left, places), _ordered(right, places)
+    return any(_far(one, other, places) for one, other in zip(left, right, strict=True))
+
+
+def are_rearranged(truth: Any, answer: Any) -> bool:
+    """Whether both are equations, with left sides of their own: ``x + y = 3`` and ``y = 3 - x``."""
+    both = isinstance(truth, sympy.Eq) and isinstance(answer, sympy.Eq)
+    return both and truth.lhs != answer.lhs
+
+
+def disagree(one: Any, other: Any) -> bool:
+    """Whether two sides of an equation are numbers and not the same, however a decimal is rounded."""
+    if not all(isinstance(side, sympy.Expr) and side.is_number for side in (one, other)):
+        return False
+    rounding = ROUNDING if one.has(sympy.Float) or other.has(sympy.Float) else EXACT_TOLERANCE
+    left, right = sympy.N(one.doit(), _DIGITS), sympy.N(other.doit(), _DIGITS)
+    return bool(abs(left - right) > rounding * max(abs(left), abs(right)))
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def _parts(expression: Any) -> Iterator[Any]:
+    """Values in an answer: members, bounds, entries; of ``a = 3`` and ``a = b = 3`` the 3."""
+    if isinstance(expression, And):
+        relations = list(expression._unsorted_args)
+        chain = all(one.rhs == other.lhs for one, other in pairwise(relations) if isinstance(one, Relational))
+        for one in relations[-1:] if chain and not _is_inequality(expression) else relations:
+            yield from _parts(one)
+    elif isinstance(expression, sympy.Eq):
+        sides = expression.args if expression.rhs.free_symbols else (expression.rhs,)
+        for side in sides:
+            yield from _parts(side)
+    elif isinstance(expression, sympy.Interval):
+        yield from (bound for bound in (expression.start, expression.end) if not bound.is_infinite)
+    elif _is_inequality(expression) and any(side.is_Symbol for side in expression.args):
+        numbers = [side for side in expression.args if not side.free_symbols]
+        yield from numbers or expression.args
+    elif isinstance(expression, sympy.MatrixBase):
+        yield from expression.flat()
+    elif isinstance(expression, (sympy.Set, sympy.Tuple, Relational)):
+        for one in expression.args:
+            yield from _parts(one)
+    else:
+        yield expression
+
+
+def _is_inequality(expression: Any) -> bool:
+    """Whether it is an inequality or several at once, ``1 < x < 2``."""
+    if isinstance(expression, And):
+        return all(_is_inequality(one) for one in expression._unsorted_args)
+    return isinstance(expression, Relational) and not isinstance(expression, sympy.Eq)
+
+
+# --- equations -----------------------------------------------------------------------------------
+
+
+def _is_solved(equation: Any) -> bool:
+    """Whether one side is a symbol and the other has none."""
+    one, other = equation.args
+    return (one.is_Symbol and not other.free_symbols) or (other.is_Symbol and not one.free_symbols)
+
+
+def _proportional(truth: Any, answer: Any) -> bool:
+    """Whether two equations have the same solutions: brought to one side without denominators, they are
+    proportional at every test point."""
+    one, other = (sympy.together((e.lhs - e.rhs).doit()).as_numer_denom()[0] for e in (truth, answer))
+    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    decimal = truth.has(sympy.Float) or answer.has(sympy.Float)
+    tolerance = DECIMAL_TOLERANCE if decimal else EQUATION_TOLERANCE
+    found = []
+    for shift in (11, 29, 53):
+        place = {symbol: sympy.Rational(7 * n + shift, 5 * n + 9) for n, symbol in enumerate(symbols)}
+        found.append([sympy.N(side.subs(place).doit(), EQUATION_DIGITS) for side in (one, other)])
+    if not all(value.is_number and value.is_finite for values in found for value in values):
+        return True
+    crossed = [(a * d, b * c) for (a, b), (c, d) in pairwise(found)]
+    return all(abs(x - y) <= tolerance * max(abs(x), abs(y)) for x, y in crossed)
+
+
+# --- operations on numbers -----------------------------------------------------------------------
+
+
+def _reducible(node: Any) -> bool:
+    """Whether it has an unevaluated sum, product or power of numbers. Fractions, irrational roots and powers
+    of ten count as numbers."""
+    if not node.args or node == _PERCENT:
+        return False
+    if not node.free_symbols:
+        check = {sympy.Add: _is_sum, sympy.Mul: _is_product, sympy.Pow: _is_power}.get(node.func)
+        if check is not None and check(node):
+            return True
+        if isinstance(node, (sympy.Abs, sympy.UnevaluatedExpr)):
+            return True
+    return any(_reducible(one) for one in node.args)
+
+
+def _is_sum(node: Any) -> bool:
+    """Two rational terms, or two that have a root in common: 1 + 2, sqrt(8) + sqrt(2)."""
+    terms = list(_flat(sympy.Add, node))
+    if sum(_is_rational(one) for one in terms) >= 2:
+        return True
+    kinds = [one.doit().as_coeff_Mul()[1] for one in terms if not _is_rational(one)]
+    return len(set(kinds)) < len(kinds)
+
+
+def _is_product(node: Any) -> bool:
+    """Two factors above, or two below a fraction's line: 3 * 4, 1/2 * 1/3. A power of ten is none."""
+    above = below = 0
+    for factor in _flat(sympy.Mul, node):
+        turned = isinstance(factor, sympy.Pow) and factor.exp == -1
+        for one in _flat(sympy.Mul, factor.base) if turned else (factor,):
+            if isinstance(one, sympy.Float):
+                top, bottom = 1, 0
+            elif isinstance(one, sympy.Rational):
+                top, bottom = int(abs(one.p) != 1), int(one.q != 1)
+            else:
+                continue
+            above, below = (above + bottom, below + top) if turned else (above + top, below + bottom)
+    return above >= 2 or below >= 2
+
+
+def _is_power(node: Any) -> bool:
+    """A whole power of a number other than ten and constants, or a root that is rational."""
+    base, exponent = node.base, node.exp
+    if not isinstance(exponent, sympy.Rational) or isinstance(base, sympy.NumberSymbol):
+        return False
+    if isinstance(exponent, sympy.Integer):
+        return bool(exponent != -1 and base != 10)
+    if not isinstance(base, sympy.Rational) or abs(exponent.p) > _LARGEST_EXPONENT:
+        return False
+    return bool(sympy.Pow(base, exponent).is_Rational)
+
+
+def _flat(kind: Any, node: Any) -> Iterator[Any]:
+    if isinstance(node, kind):
+        for one in node.args:
+            yield from _flat(kind, one)
+    else:
+        yield node
+
+
+def _is_rational(node: Any) -> bool:
+    """Whether it is made of rational numbers by sums, products and whole powers."""
+    if isinstance(node, sympy.Pow) and not isinstance(node.exp, sympy.Integer):
+        return False
+    if node.args:
+        known = isinstance(node, (sympy.Add, sympy.Mul, sympy.Pow, sympy.UnevaluatedExpr, sympy.Abs))
+        return known and all(_is_rational(one) for one in node.args)
+    return isinstance(node, (sympy.Rational, sympy.Float))
+
+
+def _cancels(truth: Any, answer: Any) -> bool:
+    if answer.free_symbols:
+        return True
+    if _is_rational(answer):
+        return False
+    return bool(abs(sympy.N(answer - truth, _DIGITS)) < EXACT_TOLERANCE * max(1, abs(truth)))
+
+
+# --- differences ---------------------------------------------------------------------------------
+
+
+def _ordered(parts: Iterable[Any], places: dict[Any, Any]) -> list[Any]:
+    def place(part: Any) -> tuple[float, float]:
+        value = complex(sympy.N(part.subs(places), _DIGITS))
+        return value.real, value.imag
+
+    try:
+        return sorted(parts, key=place)
+    except TypeError:  # no number
+        return list(parts)
+
+
+def _far(truth: Any, answer: Any, places: dict[Any, Any]) -> bool:
+    if truth == answer:
+        return False
+    if _has_percent(truth) and not _has_percent(answer):  # a question that asks for percent
+        bare = truth.xreplace({_PERCENT: sympy.Integer(1)})
+        return _apart(truth, answer, places) and _apart(bare, answer, places)
+    return _apart(truth, answer, places)
+
+
+def _has_percent(expression: Any) -> bool:
+    return any(node == _PERCENT for node in sympy.preorder_traversal(expression))
+
+
+def _apart(truth: Any, answer: Any, places: dict[Any, Any]) -> bool:
+    left, right = truth.subs(places).doit(), answer.subs(places).doit()
+    one, other = sympy.N(left, _DIGITS), sympy.N(right, _DIGITS)
+    if not (one.is_number and other.is_number and one.is_finite and other.is_finite):
+        return False
+    size = max(abs(one), abs(other))
+    if size < _NOTHING or min(abs(one), abs(other)) < _NOTHING:
+        return (left - right).equals(0) is False
+    decimal = truth.has(sympy.Float) or answer.has(sympy.Float)
+    return bool(abs(one - other) > (DECIMAL_TOLERANCE if decimal else EXACT_TOLERANCE) * size)

@@ -7,6 +7,7 @@ The settings are ``reward``, a `RewardConfig` as an object, and ``functions``, a
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy as np
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_FUNCTIONS
-from bapo_megatron.reward import functions, math_verify_compare
+from bapo_megatron.reward import functions
 from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.reward.cpu_time import fatal_cpu_limit
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
@@ -34,13 +35,12 @@ def main() -> None:
 def _prepared(settings: dict[str, Any] | None) -> Prepared:
     """Import what the settings need. ConfigError."""
     if settings is None:
-        math_verify_compare.import_math_verify()
-        return Prepared(_COMPARISONS, RewardConfig().memory_limit_mb)
+        return Prepared(_comparisons(), RewardConfig().memory_limit_mb)
     reward, names = RewardConfig(**settings["reward"]), settings["functions"]
     score = _scorer(reward, names)
     notes = checked_sandbox(reward.allow_weak_sandbox) if functions.needs_sandbox(reward, names) else []
     if {"math", "math_or_code"} & set(names):
-        math_verify_compare.import_math_verify()
+        _comparisons()  # imported before the memory is limited
     return Prepared({"score": score}, reward.memory_limit_mb, notes, own_files=(__file__,))
 
 
@@ -57,10 +57,12 @@ def _limited(compare: Callable[..., bool]) -> Callable[[list[Any]], bool]:
     return answer
 
 
-_COMPARISONS = {
-    one.__name__: _limited(one)
-    for one in (math_verify_compare.equal, math_verify_compare.parses, math_verify_compare.is_operation)
-}
+def _comparisons() -> dict[str, Callable[[list[Any]], bool]]:
+    """The functions that compare answers, by name. math-verify's log of unreadable answers is silenced."""
+    from bapo_megatron.reward.math_verify_compare import equal, is_operation, parses
+
+    logging.disable(logging.CRITICAL)
+    return {one.__name__: _limited(one) for one in (equal, parses, is_operation)}
 
 
 def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:

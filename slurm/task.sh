@@ -111,7 +111,7 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
     # Another port on each node: nodes may be one machine.
     local port=$((BAPO_FIRST_PORT + SLURM_NODEID * BAPO_SERVERS_PER_NODE + number))
     local at=${host/#0.0.0.0/127.0.0.1}
-    # Made by the trainer, which alone sees that a server does nothing (`_tell_task` in supervisor.py).
+    # Made by the trainer, which alone sees that a server does nothing (`_tell_task` in sglang/backend.py).
     local hangs=$BAPO_RUN/$BAPO_ENGINES_FOLDER/$SLURMD_NODENAME-$port.hang
     shift
     while :; do

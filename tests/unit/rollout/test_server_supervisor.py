@@ -17,9 +17,9 @@ import pytest
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.engines import pool_state
+from bapo_megatron.rollout.engines.sglang import backend as servers
 from bapo_megatron.rollout.engines.sglang import server_process as process
-from bapo_megatron.rollout.engines.sglang import supervisor as servers
-from bapo_megatron.rollout.engines.sglang.supervisor import RunServers, ServerSupervisor, servers_of
+from bapo_megatron.rollout.engines.sglang.backend import RunServers, ServerSupervisor, servers_of
 from bapo_megatron.runtime.run_paths import RunPaths
 
 READY = """

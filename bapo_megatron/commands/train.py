@@ -85,7 +85,7 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     from bapo_megatron.runtime.device import should_have_gpu
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run
-    from bapo_megatron.trainer.threads import pin_threads
+    from bapo_megatron.trainer.resume import pin_threads
 
     if config.rollout.replay is None:  # which has no engines
         engine_backend(config.rollout.engine).prepare_process(config.rollout, should_have_gpu())
@@ -164,8 +164,8 @@ def _summary(run: Run) -> str:
 def rollout_only_process(config: RunConfig) -> None:
     """Entry point of one rank of ``--rollout-only``. Rank 0 samples; ranks of a launcher beside it wait."""
     from bapo_megatron.runtime.distributed import process_group
+    from bapo_megatron.trainer.resume import pin_threads
     from bapo_megatron.trainer.rollout_only import sample_steps
-    from bapo_megatron.trainer.threads import pin_threads
 
     with (
         _process_guards(config) as preemption,

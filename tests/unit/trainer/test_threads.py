@@ -15,9 +15,9 @@ import torch
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import ParallelConfig, RunConfig, load_recipe
 from bapo_megatron.rollout.sampler import client
-from bapo_megatron.trainer import threads
+from bapo_megatron.trainer import resume
 from bapo_megatron.trainer.build import open_engines
-from bapo_megatron.trainer.threads import pin_threads
+from bapo_megatron.trainer.resume import pin_threads
 from tests.support.forked_commands import ROOT
 
 
@@ -25,8 +25,8 @@ from tests.support.forked_commands import ROOT
 def present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One process, whose environment gives three threads; its own number comes back."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(threads, "broadcast_from_main", lambda value: value)
-    monkeypatch.setattr(threads, "is_main", lambda: True)
+    monkeypatch.setattr(resume, "broadcast_from_main", lambda value: value)
+    monkeypatch.setattr(resume, "is_main", lambda: True)
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
@@ -80,7 +80,7 @@ def test_more_replicas_are_another_layout(config: RunConfig) -> None:
 def test_on_a_gpu_only_a_configured_number_of_threads_is_set(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "has_cuda", lambda: True)
+    monkeypatch.setattr(resume, "has_cuda", lambda: True)
     assert pin_threads(config) == (config, None)
     assert pin_threads(replace(config, threads=1))[0].threads == torch.get_num_threads() == 1
 

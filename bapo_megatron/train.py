@@ -28,10 +28,10 @@ from bapo_megatron.trainer.checks import (
     router_names,
 )
 from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
-from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.flow_control import (
     WAIT_S,
     begin_checkpoint,
+    evaluate_if_due,
     finalize_checkpoint,
     give_gpus_to_engines,
     give_gpus_to_policy,

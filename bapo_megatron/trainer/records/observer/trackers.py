@@ -3,7 +3,7 @@
 A tracker shows one run of a board for all starts of a run directory. It runs in an observer's process, and
 imports its package when it is made. Errors of a package or its server are raised, and the observer tries
 again. A new tracker is a class with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in
-``TrackerName`` (config/outputs.py). Secrets (API keys, passwords in URLs) are taken out of what a tracker's
+``TrackerName`` (config/run.py). Secrets (API keys, passwords in URLs) are taken out of what a tracker's
 package prints or raises, and of the configuration that it gets.
 
 ``steps_with`` reads, at a restart, which steps W&B's offline files hold: after a kill fewer than were logged.

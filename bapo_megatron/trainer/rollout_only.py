@@ -31,8 +31,13 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.build import open_engines
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
-from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
-from bapo_megatron.trainer.records.recorder import StepClock, record_beginning, step_metrics
+from bapo_megatron.trainer.records.recorder import (
+    StepClock,
+    record_beginning,
+    recorded_end,
+    sending_events,
+    step_metrics,
+)
 from bapo_megatron.types import GroupHeader, Metrics, StepHeader
 
 _WAIT_S = 5.0

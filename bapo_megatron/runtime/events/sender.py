@@ -2,14 +2,14 @@
 
     python -m bapo_megatron.runtime.events.sender PID
 
-Rank 0 starts it (``trainer/records/notifier.py``). It resumes where the process before it stopped, so it also
+Rank 0 starts it (``trainer/records/recorder.py``). It resumes where the process before it stopped, so it also
 sends the events that the job's shell wrote between two starts. It is a process of its own: it reports a run
 that hangs as `stalled` and a killed one as `failed`, and a target that hangs delays no step. Each target has
 an outbox, in which events queue, with retries and backoff, until it takes them. No torch.
 
 Standard input: the ``SenderSettings`` as a line of JSON; then, when the run has ended, the seconds that its
 queued events may take. If the pipe closes without that line, the run was killed. Used by
-``trainer/records/notifier.py``.
+``trainer/records/recorder.py``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from bapo_megatron.config import CheckpointConfig, DataConfig, LoggingConfig, Mo
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from bapo_megatron.trainer.preflight import check_hooks
-from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
+from bapo_megatron.trainer.records.recorder import recorded_end, sending_events
 from tests.support.webhook import Webhook
 
 

@@ -16,9 +16,9 @@ import pytest
 from bapo_megatron.errors import Preempted
 from bapo_megatron.runtime.jsonl_log import JsonlLog
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer import processes
-from bapo_megatron.trainer.records.observer.following import NEWS, read_state
-from bapo_megatron.trainer.records.observer.processes import Observers
+from bapo_megatron.trainer.records import metrics_log
+from bapo_megatron.trainer.records.following import NEWS, read_state
+from bapo_megatron.trainer.records.metrics_log import Observers
 
 LIMIT_S = 300.0
 """For what takes a second on an idle machine."""
@@ -115,7 +115,7 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     monkeypatch.syspath_prepend(str(server))
     monkeypatch.setenv("WANDB_API_KEY", "abcdef0123")
     monkeypatch.delenv("WANDB_DIR", raising=False)
-    monkeypatch.setattr(processes, "_RESTART_S", 0.0)
+    monkeypatch.setattr(metrics_log, "_RESTART_S", 0.0)
     return Board(tmp_path / "run", server)
 
 
@@ -191,7 +191,7 @@ def test_a_hanging_observer_neither_slows_nor_holds_the_run(
     first = pid_of(observers)
     board.step(observers, 2000)
     assert pid_of(observers) == first
-    monkeypatch.setattr(processes, "HANG_S", 0.0)
+    monkeypatch.setattr(metrics_log, "HANG_S", 0.0)
     board.step(observers, 2001)
     assert pid_of(observers) != first
     observers.close(0.5)
@@ -206,7 +206,7 @@ def test_a_hanging_observer_neither_slows_nor_holds_the_run(
 
 
 def test_a_preempted_run_hardly_waits_for_observers(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "PREEMPTED_S", 0.25)
+    monkeypatch.setattr(metrics_log, "PREEMPTED_S", 0.25)
     observers = board.start()
     board.fault("hangs")
     board.step(observers, 1)

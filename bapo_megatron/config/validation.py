@@ -24,7 +24,7 @@ from bapo_megatron.config.sections import (
 )
 from bapo_megatron.config.sources import EnvironmentConfig, source_problems
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.events.targets import target_problems
+from bapo_megatron.runtime.event_targets import target_problems
 from bapo_megatron.runtime.run_paths import moment_of
 from bapo_megatron.runtime.user_command import command_words
 

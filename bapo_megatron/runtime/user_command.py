@@ -2,7 +2,7 @@
 
 A command is split into words as a shell does it, and run without a shell: no value of a run (a folder, an
 event) is ever read as shell code. For pipes, variables and `&&`: ``bash -c '...'``. ValueError for one that
-cannot be split. Used in ``checkpoint/``, ``config/``, ``runtime/events/`` and ``trainer/``.
+cannot be split. Used in ``checkpoint/``, ``config/``, ``runtime/`` and ``trainer/``.
 """
 
 from __future__ import annotations

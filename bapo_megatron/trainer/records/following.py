@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from bapo_megatron.runtime.events.kinds import ENDS, last_turn
+from bapo_megatron.runtime.event_kinds import ENDS, last_turn
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
 from bapo_megatron.runtime.processes import die_with_parent

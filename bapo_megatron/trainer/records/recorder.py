@@ -2,7 +2,7 @@
 
 ``Recorder`` is on rank 0 alone. If none of the first 16 stale updates has moved BAPO's bounds, it says once
 that the run so far equals one with fixed bounds. Around it are two context managers: ``sending_events``
-outside, the life of the process that sends events (``runtime/events/sender.py``), and ``recorded_end``
+outside, the life of the process that sends events (``runtime/event_sender.py``), and ``recorded_end``
 inside, so that the end (done, preempted, stopped, failed) is sent, too. Used by ``train.py`` and in
 ``trainer/``.
 """
@@ -26,8 +26,8 @@ from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import REWARD_FUNCTIONS, unused_settings
 from bapo_megatron.errors import Preempted, RunStopped
-from bapo_megatron.runtime.events.kinds import last_turn
-from bapo_megatron.runtime.events.sender import SenderSettings
+from bapo_megatron.runtime.event_kinds import last_turn
+from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.jsonl_log import EventLog, tail_rows
 from bapo_megatron.runtime.run_files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -328,7 +328,7 @@ def _start_sender(config: RunConfig) -> subprocess.Popen[bytes] | None:
         stalled_minutes=logging.stalled_minutes,
     )
     paths.logs.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "bapo_megatron.runtime.events.sender", str(os.getpid())]
+    command = [sys.executable, "-m", "bapo_megatron.runtime.event_sender", str(os.getpid())]
     try:
         with open(open_plain(paths.on_event_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
             # Its own session: signals that kill the run must not kill the sender, which reports them.

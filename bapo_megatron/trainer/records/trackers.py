@@ -96,7 +96,7 @@ class TrackedRun:
 
 
 RunEnd = Literal["done", "preempted", "stopped", "failed", "killed"]
-"""How a run has ended: its end event (``runtime/events/kinds.py``), or `killed` where it has none."""
+"""How a run has ended: its end event (``runtime/event_kinds.py``), or `killed` where it has none."""
 
 
 class Tracker(Protocol):

@@ -109,7 +109,7 @@ def senders() -> list[psutil.Process]:
 
 def sends(process: psutil.Process) -> bool:
     try:
-        return "bapo_megatron.runtime.events.sender" in process.cmdline()
+        return "bapo_megatron.runtime.event_sender" in process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):  # a child of another test
         return False
 

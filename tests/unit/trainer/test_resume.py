@@ -10,7 +10,7 @@ import pytest
 from bapo_megatron.checkpoint.reader import Checkpoint
 from bapo_megatron.config import DataConfig, ModelConfig, RunConfig
 from bapo_megatron.errors import ConfigError, ResumeError
-from bapo_megatron.runtime.events.kinds import event_text, is_trouble
+from bapo_megatron.runtime.event_kinds import event_text, is_trouble
 from bapo_megatron.trainer import resume
 
 FOUND = {"canary": "log-probs of the canary: 0.3", "weights": "bits of the weights: aa, bb now"}

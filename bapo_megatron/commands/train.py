@@ -23,7 +23,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 if TYPE_CHECKING:
     from bapo_megatron.checkpoint.fork_record import ForkSource
     from bapo_megatron.config import RunConfig, SftConfig
-    from bapo_megatron.runtime.preemption import PreemptionSignal
+    from bapo_megatron.runtime.guards import PreemptionSignal
     from bapo_megatron.trainer.build import Run
 
 _POLL_S = 1.0
@@ -179,8 +179,7 @@ def rollout_only_process(config: RunConfig) -> None:
 @contextmanager
 def _process_guards(config: RunConfig) -> Iterator[PreemptionSignal]:
     """Guards of a run's process: stop signals, and readable errors for lack of memory and for disk errors."""
-    from bapo_megatron.runtime.out_of_memory import naming_memory
-    from bapo_megatron.runtime.preemption import PreemptionSignal
+    from bapo_megatron.runtime.guards import PreemptionSignal, naming_memory
     from bapo_megatron.runtime.storage import writing
 
     silence_libraries()

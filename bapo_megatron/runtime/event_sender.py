@@ -35,9 +35,8 @@ from typing import IO, Any
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.runtime.event_kinds import ENDS, is_sent, sent_text
 from bapo_megatron.runtime.event_targets import LIMIT_S, Refused, send, shown
-from bapo_megatron.runtime.files import file_time, write_atomically
+from bapo_megatron.runtime.files import file_time, open_lock, read_plain, write_atomically
 from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row, tail_rows
-from bapo_megatron.runtime.run_files import open_lock, read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 QUIET_S = 60.0

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import append_whole
-from bapo_megatron.runtime.run_files import open_plain, read_plain
+from bapo_megatron.runtime.files import append_whole, open_plain, read_plain
 from bapo_megatron.runtime.storage import writing
 
 Row = dict[str, Any]

@@ -25,8 +25,8 @@ from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
+from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
-from bapo_megatron.runtime.preemption import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.build import open_engines

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from bapo_megatron.runtime.event_kinds import ENDS, last_turn
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import read_plain, write_atomically
 from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
 from bapo_megatron.runtime.processes import die_with_parent
-from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.trackers import (
     EVALUATION_MARK,

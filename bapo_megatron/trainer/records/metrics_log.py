@@ -24,9 +24,8 @@ from typing import Any
 from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import Preempted
 from bapo_megatron.runtime.child_process import ChildProcess, exit_text, with_import_path
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import open_plain, write_atomically
 from bapo_megatron.runtime.jsonl_log import JsonlLog, finite_json, read_jsonl
-from bapo_megatron.runtime.run_files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.trainer.records.following import END, NEWS, TrackerState, read_state

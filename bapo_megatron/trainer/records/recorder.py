@@ -28,8 +28,8 @@ from bapo_megatron.config.validation import REWARD_FUNCTIONS, unused_settings
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
+from bapo_megatron.runtime.files import open_plain
 from bapo_megatron.runtime.jsonl_log import EventLog, tail_rows
-from bapo_megatron.runtime.run_files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress

@@ -25,7 +25,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
-from bapo_megatron.runtime.run_files import read_plain
+from bapo_megatron.runtime.files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 STEP_MARK = "time/step_s"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.out_of_memory import OutOfMemoryError, death, naming_memory
+from bapo_megatron.runtime.guards import OutOfMemoryError, death, naming_memory
 
 ROOT = Path(__file__).parents[3]
 RUN = """
@@ -20,7 +20,7 @@ import os, resource, signal, sys, time
 import torch, torch.distributed as dist
 from bapo_megatron.runtime import distributed
 from bapo_megatron.runtime.distributed import process_group, run_processes
-from bapo_megatron.runtime.out_of_memory import naming_memory
+from bapo_megatron.runtime.guards import naming_memory
 
 def worker():
     with naming_memory(), process_group("gloo", 60):

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.runtime import preemption as interrupt
+from bapo_megatron.runtime import guards
 from bapo_megatron.runtime.exit_codes import SIGNALS, handling
-from bapo_megatron.runtime.preemption import PreemptionSignal
+from bapo_megatron.runtime.guards import PreemptionSignal
 from tests.support.processes import heed_signals
 
 START = 1_000_000.0
@@ -40,7 +40,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """One rank alone, at a time that only the test moves."""
     clock = Clock()
-    monkeypatch.setattr(interrupt, "time", clock)
+    monkeypatch.setattr(guards, "time", clock)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     for name in ("BAPO_END_TIME", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(name, raising=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bapo_megatron.runtime.user_command import UserCommand, command_words, missing_program
+from bapo_megatron.runtime.child_process import UserCommand, command_words, missing_program
 
 LIMIT_S = 120.0
 

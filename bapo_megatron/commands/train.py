@@ -1,4 +1,4 @@
-"""``bapo train RECIPE [flags]`` and ``bapo sft``: the commands, the entry points of ranks, the end of a run.
+"""``bapo train RECIPE [flags]``, ``sft``, ``rollout-server``: commands, a rank's entry points, a run's end.
 
 The commands check everything before a process group exists, then run as one rank under a launcher, or start
 the layout's processes. ``bapo train``, given again, continues a run. Preempted and RunStopped propagate to
@@ -15,7 +15,7 @@ from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING
 
-from bapo_megatron.commands.recipe_flags import recipe_config
+from bapo_megatron.commands.recipe_flags import recipe_command, recipe_config
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -244,3 +244,30 @@ def sft_process(config: SftConfig) -> None:
     silence_libraries()
     with writing("the model", config.output), parallel_processes(config.parallel):
         run_sft(config)
+
+
+# --- a server for the rollouts of a run ------------------------------------------------------------
+
+
+def rollout_server_command(arguments: Sequence[str]) -> None:
+    """``bapo rollout-server RECIPE [flags]``: an SGLang server with the recipe's model, until it ends.
+
+    A run finds it by ``rollout.sglang.urls``. Slurm jobs start their servers with it.
+    """
+    from bapo_megatron.policy.device import has_cuda
+    from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, serve
+
+    # A Slurm job gives its servers the trainer's flags; a server ignores --rollout-only and --fork.
+    _, command = recipe_command("rollout-server", ServeCommand, list(_server_flags(arguments)))
+    command.run.check()
+    serve(command, has_cuda())
+
+
+def _server_flags(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments without the trainer's own flags."""
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--fork":
+            next(rest, None)
+        elif word not in ("--rollout-only", "--rollout_only") and not word.startswith("--fork="):
+            yield word

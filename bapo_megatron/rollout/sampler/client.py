@@ -24,7 +24,7 @@ from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
 from bapo_megatron.rollout.sampler.process import ALIVE, WAKE_CALLS, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_header
-from bapo_megatron.runtime.out_of_memory import death
+from bapo_megatron.runtime.guards import death
 from bapo_megatron.types import StepHeader
 
 _RESTARTS = 5

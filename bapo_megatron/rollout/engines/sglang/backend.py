@@ -43,7 +43,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_flags,
     sglang_python,
 )
-from bapo_megatron.runtime.run_files import open_plain
+from bapo_megatron.runtime.files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"

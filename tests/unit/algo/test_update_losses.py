@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo import sums, tokens
+from bapo_megatron.algo import surrogate, tokens
 from bapo_megatron.algo.losses import Loss, build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.sequences import PerSequence, sequence_means, sequence_sums
@@ -185,7 +185,7 @@ def test_one_answer_however_the_update_is_split(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_part_of_an_update_makes_the_host_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tokens, sums):
+    for module in (tokens, surrogate):
         monkeypatch.setattr(module, "selects", lambda _device: False)
     stats, batch = update(7, DRIFT[name])
     objective = Objective(build_loss(AlgorithmConfig(loss=name)))

@@ -2,7 +2,7 @@
 
 The *global* parameter is that of TP 1. All follow ``parameter_map.py`` and only move values, so a round trip
 is exact to the bit. ``shard_parts`` says which rows and columns of the HF tensors a shard is made of, so that
-a rank reads no others. Used by ``policy/state/bit_digest.py``,
+a rank reads no others. Used by ``policy/bit_digest.py``,
 ``policy/weight_map.py`` and ``benchmarks/dcp_convert.py``.
 """
 

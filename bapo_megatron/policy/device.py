@@ -3,7 +3,7 @@
 ``select_device`` comes first in every process that trains. megatron-core names "cuda" devices in a few dozen
 places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch's calls in the calling thread, what it
 patches of megatron-core in the whole process. With CUDA ``select_device`` changes no library. Used in
-``commands/``, ``evaluation/``, ``planning/``, ``policy/state/``, ``trainer/`` and this folder.
+``commands/``, ``evaluation/``, ``planning/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations

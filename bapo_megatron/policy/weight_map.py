@@ -1,6 +1,6 @@
 """The weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters.
 
-Used by ``megatron.py`` and ``policy/state/bit_digest.py``.
+Used by ``megatron.py`` and ``bit_digest.py``.
 """
 
 from __future__ import annotations

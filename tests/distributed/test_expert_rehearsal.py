@@ -17,8 +17,8 @@ from bapo_megatron.planning.memory import FIXED, stage_memory
 from bapo_megatron.planning.rehearsal.job import rehearse
 from bapo_megatron.planning.rehearsal.records import RankRequest, RankResult
 from bapo_megatron.planning.rehearsal.results import collective_mismatches
+from bapo_megatron.policy import offload
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
-from bapo_megatron.policy.state import offload
 from tests.distributed.test_rehearsal import contents, unlike
 from tests.support.cluster_recipes import cluster_recipe
 from tests.support.rehearsals import TOKENS, colocated, expert_run, real_ranks

@@ -31,7 +31,7 @@ UPDATE = {
     "algo/tokens.py constant_on": 1,  # the update's bounds go to the device, once
 }
 OF_THE_HOST = {
-    "attention/core.py padding_plan",  # made once for a pack, on a CPU alone
+    "policy/attention.py padding_plan",  # made once for a pack, on a CPU alone
     "policy/passes.py _part",  # the mask of a pack, before it goes to the device
     "policy/megatron.py update",
     "optimizer/optimizer.py step_with_ready_grads",  # torch's Adam keeps its step counters on the host

@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf import parameter_map
-from bapo_megatron.policy.attention import context_parallel, core
+from bapo_megatron.policy import attention, context_parallel
 from tests.distributed.test_layouts import LAYOUTS, Answer, answer, check_agreement, layout
 from tests.support.models import save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
@@ -110,13 +110,13 @@ def chunks_in_order() -> None:
 
 
 def change_packs(bounds_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
-    made = core.DocumentPack.of.__func__
+    made = attention.DocumentPack.of.__func__
 
-    def of(cls: Any, bounds: tuple[int, ...], _longest: int, *others: Any) -> core.DocumentPack:
+    def of(cls: Any, bounds: tuple[int, ...], _longest: int, *others: Any) -> attention.DocumentPack:
         changed = bounds_of(bounds)
         return made(cls, changed, max(end - start for start, end in pairwise(changed)), *others)
 
-    core.DocumentPack.of = classmethod(of)
+    attention.DocumentPack.of = classmethod(of)
 
 
 def bounds_of_the_rank() -> None:

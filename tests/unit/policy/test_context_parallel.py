@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.data.packing import pack_samples
-from bapo_megatron.policy.attention.context_parallel import (
+from bapo_megatron.policy.context_parallel import (
     DocumentChunk,
     document_chunks,
     gathered_rows,

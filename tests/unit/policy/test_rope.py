@@ -13,8 +13,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from bapo_megatron.policy.attention.context_parallel import positions
-from bapo_megatron.policy.attention.rope import Rotary, RotaryTable, rotate
+from bapo_megatron.policy.context_parallel import positions
+from bapo_megatron.policy.rope import Rotary, RotaryTable, rotate
 from tests.support.models import _LLAMA_ROPE
 
 DIM = 16

@@ -8,8 +8,8 @@ Under a causal mask early chunks are cheap and late ones expensive: every rank h
 Index arithmetic without communication, for ``passes.py`` and the attention in torch. ValueError for a
 document that cannot be cut evenly: the packing pads documents (``PackLayout.document_multiple``).
 
-Shapes: ``_T`` tokens of a pack, ``_L`` tokens of a pack on this rank (T / size). Used in ``planning/``,
-``policy/`` and this folder.
+Shapes: ``_T`` tokens of a pack, ``_L`` tokens of a pack on this rank (T / size). Used in ``planning/`` and
+this folder.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ layers. megatron-core's own code for packs would round them to bfloat16, compute
 queries and keys, and synchronize with the device each time for the documents' lengths.
 
 Shapes: ``_L`` tokens of a pack on this rank, ``_LHD`` [tokens, heads, d], ``_F`` frequencies (d / 2). Used
-by ``core.py`` and ``policy/model.py``.
+by ``attention.py`` and ``model.py``.
 """
 
 from __future__ import annotations

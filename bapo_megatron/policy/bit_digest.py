@@ -9,7 +9,7 @@ invertible: a change of one element always changes the digest; changes of severa
 unnoticed with probability about 2^-32 at most.
 
 A rank sums its own shards, block by block; ``state_digest``, which is collective, gathers only the sums.
-Used by ``policy/megatron.py``.
+Used by ``megatron.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bapo_megatron.hf.parameter_map import Mapping
 from bapo_megatron.hf.shards import shard
-from bapo_megatron.policy.state.optimizer_state import STATES, placements
+from bapo_megatron.policy.optimizer_state import STATES, placements
 from bapo_megatron.policy.weight_map import Key, WeightMap, cut_group
 
 WEIGHTS, STEP = "weights", "step"

@@ -1,9 +1,9 @@
 """Transformer Engine's attention for packs: its module, and whether it has a kernel for this GPU.
 
 If it has no kernel for a GPU it does not refuse: without context parallelism it computes all scores of padded
-documents (unfused), with it a layer fails in the first pass. So ``policy/model.py`` asks before it chooses
-the attention; ``check_environment`` belongs to the checks before a run starts. Used by ``policy/model.py``
-and ``trainer/preflight.py``.
+documents (unfused), with it a layer fails in the first pass. So ``model.py`` asks before it chooses
+the attention; ``check_environment`` belongs to the checks before a run starts. Used by ``model.py`` and
+``trainer/preflight.py``.
 """
 
 from __future__ import annotations

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config import ParallelConfig, ReferenceKlConfig
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.planning.rehearsal.job import rehearse
 from bapo_megatron.planning.rehearsal.records import Call, RankRequest, RankResult
 from bapo_megatron.planning.rehearsal.results import collective_mismatches
 from bapo_megatron.policy import offload
-from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from tests.support.planted import Mistake, rehearse_with
 from tests.support.rehearsals import TOKENS, RealRank, colocated, real_ranks, small_run
 from tests.support.tiers import slow_but

@@ -40,9 +40,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from bapo_megatron.policy.context_parallel import document_chunks, gathered_rows
 from bapo_megatron.policy.experts import PackLoad, PackRoutes
-from bapo_megatron.policy.rope import RotaryTable, rotate
+from bapo_megatron.policy.positions import RotaryTable, document_chunks, gathered_rows, rotate
 
 # Padding limit: a padded batch has at most this many times the tokens of its documents.
 _MAX_PADDING = 1.5

@@ -38,7 +38,7 @@ from bapo_megatron.policy.attention import DocumentAttention, DocumentPack
 from bapo_megatron.policy.device import has_cuda, has_te_attention, pack_attention
 from bapo_megatron.policy.experts import PackLoad, PackRoutes, UpdateTally, replaying, unknown_T
 from bapo_megatron.policy.layout import chunk_layers
-from bapo_megatron.policy.rope import Rotary
+from bapo_megatron.policy.positions import Rotary
 from bapo_megatron.tensor_types import MicroBatch
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.policy.attention import flash_attention
-from bapo_megatron.policy.context_parallel import document_chunks, positions
+from bapo_megatron.policy.positions import document_chunks, positions
 from benchmarks.gpu.rows import Row, Size
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 128

@@ -19,7 +19,7 @@ from bapo_megatron.policy.attention import (
     groups_of_like_length,
     prefix_attention,
 )
-from bapo_megatron.policy.context_parallel import positions
+from bapo_megatron.policy.positions import positions
 
 CONFIG = types.SimpleNamespace(attention_dropout=0.0, kv_channels=8, context_parallel_size=1)
 

@@ -163,7 +163,7 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_results_are_those_of_the_study(name: str) -> None:
-    table = (ROOT / "docs/results.md").read_text().split("| method |")[1]
+    table = (ROOT / "docs/results.md").read_text().split("## The first study")[1]
     study = (ROOT / "docs/study.md").read_text().split("At 8 passes:")[1]
     row = re.search(rf"^\|[^|]*{re.escape(name)}[^|]*\| ([^|]+) \| (\d+) \|$", table, re.MULTILINE)
     measured = re.search(rf"^\| `{METHODS[name]}` \| ([^,]+), (\d+) seeds", study, re.MULTILINE)
@@ -182,6 +182,7 @@ def test_every_figure_names_its_command() -> None:
 
 
 FIRST, SECOND = "docs/study.jsonl", "benchmarks/results/controller_study.jsonl"
+REAL = "benchmarks/results/real_model_study.jsonl"
 Figures = dict[tuple[str, int], dict[int, float]]
 """One figure of a study's own arms: by method and passes, then by seed."""
 
@@ -299,6 +300,32 @@ def test_results_say_no_more_than_the_intervals() -> None:
     rewards = [f"{fmean(reward[name, 8].values()):.2f}" for name in ("grpo", "grpo_sequence@0.35")]
     assert f"BAPO's search: {bapo} against GRPO" in readme
     assert "took the reward from {} to {} (measured, not judged)".format(*rewards) in readme
+
+
+def test_results_have_the_real_model_beside_the_toy() -> None:
+    reward, held_out, toy = _figures(REAL), _figures(REAL, "held_out"), _figures(SECOND)
+    kept, moved = _figures(REAL, "entropy_kept"), _figures(REAL, "moved")
+    assert {seeds for by_seed in reward.values() for seeds in [tuple(by_seed)]} == {(0, 1, 2, 3)}
+    text = (ROOT / "docs/results.md").read_text()
+    table = text.split("## The real model")[1].split("## The first study")[0]
+    rows = re.findall(
+        r"^\| .*(paper|fixed|sequence|gspo)[^|]* \| (.*) \| (.*) \| (.*) \|$", table, re.MULTILINE
+    )
+    arms = ("paper", "fixed_0.6_1.2", "fixed_0.9_1.2", "grpo_sequence", "gspo")
+    assert [row[1:] for row in rows] == [
+        tuple(_gain(figures, (arm, 8), ("grpo", 8)) for figures in (reward, held_out, toy)) for arm in arms
+    ]
+    words = " ".join(text.split())
+    assert f"no gain over its start here either, {_gain(reward, ('paper', 8), ('fixed_0.6_1.2', 8))}" in words
+    assert f"in {100 * fmean(moved['paper', 8].values()):.0f} % of `paper()`'s stale updates" in words
+    shares = [f"{fmean(kept[arm, 8].values()):.2f}" for arm in ("grpo", "paper", "grpo_sequence")]
+    assert "GRPO {}, `paper()` {}, the sequence mean {}".format(*shares) in words
+    algorithm = " ".join((ROOT / "docs/algorithm.md").read_text().split())
+    assert f"start did not hurt: {rows[1][1]} over GRPO, four seeds" in algorithm
+    level = [f"{fmean(reward['grpo', staleness].values()):.3f}" for staleness in (1, 8)]
+    staleness, _, search, _ = _sentences()
+    assert "four seeds, {} on-policy and {} at 8 updates".format(*level) in staleness
+    assert f"on the real model it was {_gain(reward, ('paper', 8), ('grpo', 8))}" in search
 
 
 def test_results_say_what_the_first_study_found() -> None:

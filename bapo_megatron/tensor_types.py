@@ -171,7 +171,7 @@ class UpdateResult(NamedTuple):
     grad_norm: float
     learning_rate: float
     routes: Tensor | None = None
-    """float64 [7] of an update with routes, as ``trainer/routes.py`` reads them; else None."""
+    """float64 [7] of an update with routes, as ``trainer/checks.py`` reads them; else None."""
     experts: Tensor | None = None
     """float64 [layers, experts + 2] of a mixture of experts, by layer: tokens of each expert, tokens, sum of
     their router entropies in nats (``policy/experts.py``); else None."""

@@ -20,12 +20,18 @@ from bapo_megatron.data.samples import TrainingBatch, TrainingSample, samples_of
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checks import check_updates
+from bapo_megatron.trainer.checks import (
+    check_stored_routes,
+    check_updates,
+    expert_metrics,
+    route_metrics,
+    router_names,
+)
 from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
-from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.flow_control import (
     WAIT_S,
     begin_checkpoint,
+    evaluate_if_due,
     finalize_checkpoint,
     give_gpus_to_engines,
     give_gpus_to_policy,
@@ -37,7 +43,6 @@ from bapo_megatron.trainer.profile import profiled
 from bapo_megatron.trainer.records.recorder import MOVED, StepClock, step_metrics
 from bapo_megatron.trainer.reference import check_teacher_log_probs, with_reference
 from bapo_megatron.trainer.resume import PartialStep
-from bapo_megatron.trainer.routes import check_stored_routes, expert_metrics, route_metrics, router_names
 from bapo_megatron.types import Metrics, StepHeader
 
 

@@ -6,7 +6,7 @@ layer asks for the vector in every chunk of a pack.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 
-Used by ``commands/verify/check.py`` and ``trainer/update_loss.py``.
+Used by ``commands/verify.py`` and ``trainer/update_loss.py``.
 """
 
 from __future__ import annotations

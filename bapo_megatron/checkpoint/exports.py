@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import ConfigError, printable
+from bapo_megatron.runtime.child_process import UserCommand, command_words
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_leftovers, step_name
-from bapo_megatron.runtime.user_command import UserCommand, command_words
 from bapo_megatron.runtime.written_folders import move_foreign_aside
 from checkpoints_tools import Settings, to_hf
 from checkpoints_tools.core.atomic_output import foreign, replaced_folder

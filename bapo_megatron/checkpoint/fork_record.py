@@ -25,8 +25,7 @@ from bapo_megatron.checkpoint.run_directory import (
 )
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import MOST_DESCRIPTION_BYTES, write_atomically
-from bapo_megatron.runtime.run_files import read_plain
+from bapo_megatron.runtime.files import MOST_DESCRIPTION_BYTES, read_plain, write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _FORMAT = 1

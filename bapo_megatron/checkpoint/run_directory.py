@@ -22,8 +22,7 @@ from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.run_files import check_no_links, open_lock, read_plain
+from bapo_megatron.runtime.files import check_no_links, open_lock, read_plain, write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 FORMAT = 2

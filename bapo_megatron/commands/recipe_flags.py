@@ -2,7 +2,7 @@
 
 Every command with a recipe uses it. Loading runs the recipe, a Python file. ConfigError for a wrong recipe; a
 wrong flag, ``--help`` or no argument at all prints and exits. Used in ``commands/cluster/``,
-``commands/doctor/``, ``commands/verify/`` and this folder.
+``commands/doctor/`` and this folder.
 """
 
 from __future__ import annotations

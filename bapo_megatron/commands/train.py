@@ -1,4 +1,4 @@
-"""``bapo train RECIPE [flags]`` and ``bapo sft``: the commands, the entry points of ranks, the end of a run.
+"""``bapo train RECIPE [flags]``, ``sft``, ``rollout-server``: commands, a rank's entry points, a run's end.
 
 The commands check everything before a process group exists, then run as one rank under a launcher, or start
 the layout's processes. ``bapo train``, given again, continues a run. Preempted and RunStopped propagate to
@@ -15,7 +15,7 @@ from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING
 
-from bapo_megatron.commands.recipe_flags import recipe_config
+from bapo_megatron.commands.recipe_flags import recipe_command, recipe_config
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -23,7 +23,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 if TYPE_CHECKING:
     from bapo_megatron.checkpoint.fork_record import ForkSource
     from bapo_megatron.config import RunConfig, SftConfig
-    from bapo_megatron.runtime.preemption import PreemptionSignal
+    from bapo_megatron.runtime.guards import PreemptionSignal
     from bapo_megatron.trainer.build import Run
 
 _POLL_S = 1.0
@@ -85,7 +85,7 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     from bapo_megatron.runtime.device import should_have_gpu
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run
-    from bapo_megatron.trainer.threads import pin_threads
+    from bapo_megatron.trainer.resume import pin_threads
 
     if config.rollout.replay is None:  # which has no engines
         engine_backend(config.rollout.engine).prepare_process(config.rollout, should_have_gpu())
@@ -164,8 +164,8 @@ def _summary(run: Run) -> str:
 def rollout_only_process(config: RunConfig) -> None:
     """Entry point of one rank of ``--rollout-only``. Rank 0 samples; ranks of a launcher beside it wait."""
     from bapo_megatron.runtime.distributed import process_group
+    from bapo_megatron.trainer.resume import pin_threads
     from bapo_megatron.trainer.rollout_only import sample_steps
-    from bapo_megatron.trainer.threads import pin_threads
 
     with (
         _process_guards(config) as preemption,
@@ -179,8 +179,7 @@ def rollout_only_process(config: RunConfig) -> None:
 @contextmanager
 def _process_guards(config: RunConfig) -> Iterator[PreemptionSignal]:
     """Guards of a run's process: stop signals, and readable errors for lack of memory and for disk errors."""
-    from bapo_megatron.runtime.out_of_memory import naming_memory
-    from bapo_megatron.runtime.preemption import PreemptionSignal
+    from bapo_megatron.runtime.guards import PreemptionSignal, naming_memory
     from bapo_megatron.runtime.storage import writing
 
     silence_libraries()
@@ -245,3 +244,30 @@ def sft_process(config: SftConfig) -> None:
     silence_libraries()
     with writing("the model", config.output), parallel_processes(config.parallel):
         run_sft(config)
+
+
+# --- a server for the rollouts of a run ------------------------------------------------------------
+
+
+def rollout_server_command(arguments: Sequence[str]) -> None:
+    """``bapo rollout-server RECIPE [flags]``: an SGLang server with the recipe's model, until it ends.
+
+    A run finds it by ``rollout.sglang.urls``. Slurm jobs start their servers with it.
+    """
+    from bapo_megatron.policy.device import has_cuda
+    from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, serve
+
+    # A Slurm job gives its servers the trainer's flags; a server ignores --rollout-only and --fork.
+    _, command = recipe_command("rollout-server", ServeCommand, list(_server_flags(arguments)))
+    command.run.check()
+    serve(command, has_cuda())
+
+
+def _server_flags(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments without the trainer's own flags."""
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--fork":
+            next(rest, None)
+        elif word not in ("--rollout-only", "--rollout_only") and not word.startswith("--fork="):
+            yield word

@@ -10,9 +10,15 @@ from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.config.engines import EngineConfig, SglangConfig
-from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.run import RunConfig, SftConfig
+from bapo_megatron.config.run import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ProfileConfig,
+    RunConfig,
+    SftConfig,
+)
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
     BatchConfig,

@@ -24,9 +24,9 @@ from bapo_megatron.config.sections import (
 )
 from bapo_megatron.config.sources import EnvironmentConfig, source_problems
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.events.targets import target_problems
+from bapo_megatron.runtime.child_process import command_words
+from bapo_megatron.runtime.event_targets import target_problems
 from bapo_megatron.runtime.run_paths import moment_of
-from bapo_megatron.runtime.user_command import command_words
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig

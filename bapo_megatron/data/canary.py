@@ -9,7 +9,7 @@ bound that the search tries, and the search stops between two of these, after it
 on the ties of routers: of a mixture of experts every position has a random route, which is replayed, since
 layouts round differently, and two experts that are nearly as likely would change places. The router's
 probabilities weigh the experts of a route, so they are compared; its choice is not. Used by
-``checkpoint/resume_check.py`` and ``commands/verify/check.py``.
+``checkpoint/resume_check.py`` and ``commands/verify.py``.
 """
 
 from __future__ import annotations

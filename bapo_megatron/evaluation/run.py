@@ -50,9 +50,8 @@ from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, judged_prompt, response_score
 from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment, within
 from bapo_megatron.rollout.sampler.whole_response import whole_response
-from bapo_megatron.runtime.files import check_files_inside, sha256_of, write_atomically
+from bapo_megatron.runtime.files import check_files_inside, open_lock, read_plain, sha256_of, write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
-from bapo_megatron.runtime.run_files import open_lock, read_plain
 from bapo_megatron.runtime.written_folders import is_run
 from bapo_megatron.types import Metrics, Prompt
 from checkpoints_tools.formats.locate import Format, Location, locate

@@ -2,18 +2,20 @@
 
 Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
 Problems are the random sample: intervals and tests are over problems, never over responses. Random numbers
-come from a seed. For ``bapo eval``, and for held-out evaluations during training. Used in this folder and
-``trainer/``.
+come from a seed. For ``bapo eval``, and for held-out evaluations during training, whose file of responses
+``evaluation_metrics`` reads. Used in this folder and ``trainer/``.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,6 +103,32 @@ def score(
     metrics["detectable_difference"] = detectable_difference(std * 2**0.5, len(by_problem))
     about = _about_responses(responses)
     return metrics | (about if boxed else {**about, "unanswered": None})
+
+
+def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
+    """Metrics of a held-out evaluation during training: ``eval/SUITE/...``, and ``eval/mean``.
+
+    ``path``: its file of responses. ``boxed``: as of ``score``, in suites whose rows do not say otherwise.
+    ``eval/mean``: the mean of avg@n over the suites.
+    """
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    metrics: Metrics = {}
+    means = []
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        own = [row for row in rows if row["suite"] == suite]
+        scored, in_boxes = [_scored(row) for row in own], boxed and own[0].get("boxed", True)
+        metrics |= {f"eval/{suite}/{name}": value for name, value in score(scored, boxed=in_boxes).items()}
+        means.append(sum(one.correct for one in scored) / len(scored))
+    return {**metrics, "eval/mean": sum(means) / len(means)}
+
+
+def _scored(row: dict[str, Any]) -> ScoredResponse:
+    fields = {
+        name: row[name] for name in ("problem", "sample", "correct", "tokens", "finish_reason", "failure")
+    }
+    # Rows of earlier versions have no answer; they do not say whether the prompt opened the thinking part.
+    vote = vote_for(row["answer"]) if "answer" in row else vote_of(row["response"])
+    return ScoredResponse(answer=vote, **fields)
 
 
 def _by_problem(responses: Sequence[ScoredResponse]) -> list[list[ScoredResponse]]:

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch import Tensor
 
 from bapo_megatron.policy.device import has_cuda
-from bapo_megatron.runtime.out_of_memory import OutOfMemoryError, death
+from bapo_megatron.runtime.guards import OutOfMemoryError, death
 from bapo_megatron.runtime.processes import die_with_parent
 
 BLOCK = 2**28

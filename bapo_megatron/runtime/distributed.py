@@ -40,7 +40,7 @@ from bapo_megatron.runtime.exit_codes import (
     skip_teardown,
     skips_teardown,
 )
-from bapo_megatron.runtime.out_of_memory import death
+from bapo_megatron.runtime.guards import death
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
 
 T = TypeVar("T")

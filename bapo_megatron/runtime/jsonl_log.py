@@ -3,7 +3,7 @@
 A line is whole once its newline is there. What follows the last newline is the torn end of a write that was
 cut short: readers skip it, and the process that owns the log removes it when it opens the log. Lines are not
 synced to disk (fsync) one by one. Used in ``checkpoint/``, ``commands/``, ``evaluation/``, ``rollout/``,
-``runtime/events/`` and ``trainer/``.
+``runtime/`` and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import append_whole
-from bapo_megatron.runtime.run_files import open_plain, read_plain
+from bapo_megatron.runtime.files import append_whole, open_plain, read_plain
 from bapo_megatron.runtime.storage import writing
 
 Row = dict[str, Any]

@@ -42,12 +42,11 @@ from bapo_megatron.rollout.weight_sync.broadcast import BroadcastSync, WeightBro
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from bapo_megatron.runtime.distributed import is_main
-from bapo_megatron.runtime.preemption import PreemptionSignal, Watchdog
+from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.gpu_handover import GpuHandover
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
-from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
-from bapo_megatron.trainer.records.recorder import Recorder
+from bapo_megatron.trainer.records.recorder import Recorder, recorded_end, sending_events
 from bapo_megatron.trainer.reference import load_reference, store_reference
 from bapo_megatron.trainer.resume import PartialStep, ResumePoint, check_restored, find_resume_point
 from bapo_megatron.trainer.update_loss import UpdateLoss

@@ -1,4 +1,4 @@
-"""Flow control of the training loop: GPU hand-over, waiting for the sampler, checkpoints, preemption.
+"""Flow control of the training loop: GPU hand-over, waits for the sampler, evaluations, checkpoints, stops.
 
 Functions on a ``Run``, all collective: all ranks take the same path, and while rank 0 waits for its sampler
 they meet every few seconds. An error that ends the run (Preempted, RunStopped, the sampler's ConfigError) is
@@ -6,17 +6,20 @@ raised on every rank, after a checkpoint where one can be made and something was
 
 A save between steps is begun by one call and completed by a later one (``checkpoint.background=false``: by
 the same); a new one waits for the one before. DiskError, on the rank that meets it, for a full or failing
-disk. Used by ``commands/train.py``, ``train.py`` and ``evaluation.py``.
+disk. Used by ``commands/train.py`` and ``train.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from bapo_megatron.checkpoint.resume_check import state_fingerprint
+from bapo_megatron.config.validation import BOXED_REWARDS
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
+from bapo_megatron.evaluation.scoring import evaluation_metrics
 from bapo_megatron.interfaces import Need, Sampler
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.runtime.distributed import broadcast_from_main, on_all_ranks
@@ -97,6 +100,21 @@ def bring_policy_back(run: Run) -> None:
     except RunStopped:
         if not run.handover.policy_has_gpus:
             raise
+
+
+def evaluate_if_due(run: Run, step: int) -> None:
+    """Evaluate the weights after ``step`` if an evaluation is due; training waits. Collective.
+
+    RunStopped or Preempted, after a checkpoint, as of ``wait_for_sampler``.
+    """
+    if not run.config.evaluates(step):
+        return
+    give_gpus_to_engines(run, step)
+    path: Path = wait_for_sampler(run, step, lambda sampler: sampler.evaluated(step, WAIT_S))
+    if run.recorder:
+        metrics = evaluation_metrics(path, boxed=run.config.reward.function in BOXED_REWARDS)
+        run.recorder.evaluation(step, metrics)
+        run.checkpoints.record_score(step, metrics["eval/mean"] or 0.0)
 
 
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:

@@ -44,10 +44,10 @@ from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
 from bapo_megatron.rollout.sampler.teacher import check_teacher
 from bapo_megatron.rollout.sampler.turns import check_environments
+from bapo_megatron.runtime.child_process import missing_program
 from bapo_megatron.runtime.distributed import launched_world_size
-from bapo_megatron.runtime.events.targets import unreachable_targets
+from bapo_megatron.runtime.event_targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.runtime.user_command import missing_program
 from bapo_megatron.trainer.build import load_suites
 from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
 from bapo_megatron.trainer.sft import load_solutions

@@ -31,8 +31,7 @@ from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
-from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.run_files import read_plain
+from bapo_megatron.runtime.files import read_plain, write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.corrections import measured_once, response_log_probs
 from bapo_megatron.types import StepHeader

@@ -1,29 +1,47 @@
-"""Resume point of a run: its newest whole checkpoint, the steps that are left, and the resume check.
+"""What a run goes on from: its newest whole checkpoint, the steps left, the resume check, CPU threads.
 
-``trainer/build.py`` calls both functions at a start, on every rank: ``find_resume_point`` before anything is
-loaded; ``check_restored``, if there is a checkpoint, once policy and sampler have their states. Both are
-collective. Used by ``train.py``, and in this folder.
+At a start, on every rank. First ``pin_threads``, before any computation: threads split long sums between
+them, so a run resumed at its layout keeps their number, for sums equal bit for bit. A GPU does not depend on
+it. Then ``trainer/build.py`` calls ``find_resume_point`` before anything is loaded, and ``check_restored``,
+if there is a checkpoint, once policy and sampler have their states. All three are collective. Used by
+``train.py`` and ``commands/train.py``, and in this folder.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from bapo_megatron.checkpoint.fork_record import Fork, changed_data, changes_algorithm, may_differ, read_fork
+import torch
+
+from bapo_megatron.checkpoint.fork_record import (
+    Fork,
+    began_with,
+    changed_data,
+    changes_algorithm,
+    may_differ,
+    read_fork,
+)
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
 from bapo_megatron.checkpoint.resume_check import (
     fingerprint_differences,
     has_digests,
     state_fingerprint,
 )
-from bapo_megatron.checkpoint.run_directory import Change, changed_settings, check_partial_step
+from bapo_megatron.checkpoint.run_directory import (
+    THREADS,
+    Change,
+    changed_settings,
+    check_partial_step,
+    plain_values,
+)
 from bapo_megatron.checkpoint.store import clear_leftovers
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ResumeError
 from bapo_megatron.interfaces import Policy, Sampler
+from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.rollout.sampler.event_log.events import FORKED
-from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, launched_world_size
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.types import Metrics
 
@@ -153,3 +171,63 @@ def _lacks_last_evaluation(config: RunConfig, latest: Checkpoint | None) -> bool
     if not latest or latest.moment != (last, 0) or not config.evaluates(last):
         return False
     return last not in evaluation_means(config.directory)
+
+
+Event = dict[str, Any]
+
+_LAYOUT = [f"parallel.{name}" for name in ("tensor", "pipeline", "virtual", "context", "sequence")]
+_LAYOUT += ["parallel.pipeline_layers", "parallel.expert", "parallel.expert_tensor"]
+
+
+def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
+    """Set this rank's number of threads: that of ``config``, else the run directory's, else torch's.
+
+    Returns ``config`` with it, and the event to record if the environment would have given another. On a GPU
+    only a number in ``config`` is set. Collective.
+    """
+    asked = config.threads
+    kept, is_other, present = broadcast_from_main(
+        (_kept_threads(config), _has_other_layout(config), torch.get_num_threads())
+    )
+    # Another layout adds in another order anyway, so it need not keep the number.
+    threads = asked or (None if is_other else kept) or present
+    if asked is None and has_cuda():
+        return config, None
+    torch.set_num_threads(threads)
+    config = replace(config, threads=threads)
+    if asked is not None or (kept or present) == present:
+        return config, None
+    if is_other:
+        message = (
+            f"{present} threads a rank, and not {kept} as when the run began: another layout adds in another "
+            f"order anyhow (--threads {kept} --allow-change {THREADS} takes {kept})"
+        )
+        return config, _announced("threads_anew", threads, present, message)
+    message = (
+        f"{threads} threads a rank, as when the run began, and not {present}: its sums would differ in their "
+        f"last bits (--threads {present} --allow-change {THREADS} takes {present})"
+    )
+    return config, _announced("threads_kept", threads, present, message)
+
+
+def _announced(kind: str, threads: int, environment: int, message: str) -> Event:
+    """The event of a choice of threads, which is also printed on rank 0."""
+    if is_main():
+        print(message, flush=True)
+    return {"kind": kind, "threads": threads, "environment": environment, "message": message}
+
+
+def _kept_threads(config: RunConfig) -> int | None:
+    """Threads in the stored configuration of the run, or of the run that it is forked from."""
+    kept: int | None = (began_with(config.directory) or {}).get(THREADS)
+    return kept
+
+
+def _has_other_layout(config: RunConfig) -> bool:
+    """Whether the stored layout differs in a field that changes the order of sums."""
+    stored, now, parallel = began_with(config.directory) or {}, plain_values(config), config.parallel
+    if any(stored.get(name, now[name]) != now[name] for name in _LAYOUT):
+        return True
+    data = stored.get("parallel.data")  # None: as many as were launched, which the directory does not say
+    present = parallel.data or max(1, (launched_world_size() or 1) // parallel.model_size)
+    return data is not None and data != present

@@ -25,14 +25,19 @@ from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
+from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
-from bapo_megatron.runtime.preemption import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.build import open_engines
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
-from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
-from bapo_megatron.trainer.records.recorder import StepClock, record_beginning, step_metrics
+from bapo_megatron.trainer.records.recorder import (
+    StepClock,
+    record_beginning,
+    recorded_end,
+    sending_events,
+    step_metrics,
+)
 from bapo_megatron.types import GroupHeader, Metrics, StepHeader
 
 _WAIT_S = 5.0

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.run_files import open_lock
+from bapo_megatron.runtime.files import open_lock, write_atomically
 from benchmarks.study.measures import ArmRecord, read_arm
 from benchmarks.study.plan import Arm, StudyPlan, check_same_settings, place_in_checkout
 

@@ -14,7 +14,7 @@ bapo_open_logs() {
 
 # A link in the run directory could lead what is written here to any file of the user; to open a FIFO waits.
 # The folder of the logs may be a link, to a folder of the user that others may not write to: the rule of
-# runtime/run_files.py.
+# runtime/files.py.
 bapo_refuse_links() {
     local path logs=$BAPO_RUN/$BAPO_LOGS_FOLDER
     for path in "$BAPO_RUN/$BAPO_EVENTS_FILE" "$BAPO_RUN/$BAPO_STATE_FILE" "$BAPO_RUN/$BAPO_STOP_FILE" \

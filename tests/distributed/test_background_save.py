@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.policy import background_save
 from bapo_megatron.policy.background_save import BackgroundSave
-from bapo_megatron.runtime.out_of_memory import OutOfMemoryError
+from bapo_megatron.runtime.guards import OutOfMemoryError
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed

@@ -15,8 +15,7 @@ from bapo_megatron.config import AlgorithmConfig, BatchConfig, ModelConfig, Opti
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.trainer.checks import check_route_mismatch
-from bapo_megatron.trainer.routes import route_metrics
+from bapo_megatron.trainer.checks import check_route_mismatch, route_metrics
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics
 from tests.distributed.test_layouts import BOUNDS, Answer, answers, check_agreement

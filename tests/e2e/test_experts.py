@@ -13,7 +13,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.routes import EXPERT_NAMES
+from bapo_megatron.trainer.checks import EXPERT_NAMES
 from tests.support.forked_commands import ForkedCommand, start_bapo
 from tests.support.metrics import results
 from tests.support.short_runs import LIMIT_S, exported, finish, wait_for_steps

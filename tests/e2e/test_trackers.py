@@ -15,7 +15,7 @@ import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer.following import read_state
+from bapo_megatron.trainer.records.following import read_state
 from tests.support.forked_commands import ROOT
 from tests.support.short_runs import LIMIT_S, Command, finish, start
 
@@ -46,7 +46,7 @@ elif name == "mlflow":
     histories = [(key, client.get_metric_history(run.info.run_id, key)) for key in run.data.metrics]
     values = [(key, one.step, one.value) for key, history in histories for one in history]
 else:
-    from bapo_megatron.trainer.records.observer.trackers import _records
+    from bapo_megatron.trainer.records.trackers import _records
     from wandb.proto.wandb_internal_pb2 import Record
     values, ends = [], []
     for path in sorted(glob.glob(root + "/wandb/offline-run-*/*.wandb")):

@@ -15,8 +15,8 @@ import torch
 from megatron.core import parallel_state
 
 from bapo_megatron import cli
-from bapo_megatron.commands.verify import check
-from bapo_megatron.commands.verify.layout_reference import read_layout_reference, write_layout_reference
+from bapo_megatron.commands import verify as check
+from bapo_megatron.commands.layout_reference import read_layout_reference, write_layout_reference
 from bapo_megatron.policy import attention, megatron
 from bapo_megatron.policy.experts import UpdateTally
 from bapo_megatron.policy.megatron import MegatronPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenOutputs, Totals
+from bapo_megatron.commands.layout_reference import LayoutReference, TokenOutputs, Totals
 from bapo_megatron.data.samples import Sample
 
 BOUNDS = BoundsConfig(

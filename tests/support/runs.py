@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.runtime.preemption import Watchdog
+from bapo_megatron.runtime.guards import Watchdog
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.gpu_handover import GpuHandover
 from bapo_megatron.trainer.update_loss import UpdateLoss

@@ -12,7 +12,7 @@ groups, have bounds of their own. They depend on the update's data alone: they a
 every layout and with every pack length (not so with ``bounds_tokens=None``: then the parts are the packs).
 ValueError for a pack that is not of ``data.packing.pack_samples``.
 
-Used by ``commands/verify/check.py`` and ``benchmarks/diagnostics.py``.
+Used by ``commands/verify.py`` and ``benchmarks/diagnostics.py``.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from bapo_megatron.errors import ConfigError, printable, refuse_arguments
-from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.run_files import read_plain
+from bapo_megatron.runtime.files import read_plain, write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")

@@ -28,11 +28,10 @@ from bapo_megatron.commands.cluster.run_job import (
 )
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
-from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
-from bapo_megatron.runtime.events.progress import Patience, read_progress
-from bapo_megatron.runtime.files import file_time
+from bapo_megatron.runtime.event_kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
+from bapo_megatron.runtime.event_sender import Patience, read_progress
+from bapo_megatron.runtime.files import file_time, read_plain
 from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
-from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
 

@@ -35,8 +35,7 @@ from bapo_megatron.commands.report.text import (
     svg_uri,
 )
 from bapo_megatron.errors import ConfigError, refuse_arguments
-from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.run_files import check_no_links
+from bapo_megatron.runtime.files import check_no_links, write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 PAGE = "index.html"

@@ -21,7 +21,7 @@ from bapo_megatron.interfaces import Need
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, HeartbeatWatchdog
 from bapo_megatron.rollout.sampler.process import WAKE_CALLS, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_header
-from bapo_megatron.runtime.out_of_memory import death
+from bapo_megatron.runtime.guards import death
 from bapo_megatron.types import StepHeader
 
 _RESTARTS = 5

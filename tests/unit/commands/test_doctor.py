@@ -38,7 +38,7 @@ from bapo_megatron.commands.doctor.sglang import sglang_gpu_row
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import requirements
 from bapo_megatron.rollout.engines.sglang_launch import api_key
-from bapo_megatron.runtime import child_process, device, http, processes, run_paths, text_table
+from bapo_megatron.runtime import child_process, device, files, http, processes, run_paths, text_table
 from bapo_megatron.runtime.child_process import CommandResult, run_command, within
 
 ROOT = Path(__file__).parents[3]
@@ -95,7 +95,7 @@ def test_a_range(version: str, holds: bool) -> None:
     assert is_permitted(version, "<2.14,>=2.6") is holds
 
 
-SHARED = (api_key, child_process, device, http, processes, requirements, run_paths, text_table)
+SHARED = (api_key, child_process, device, files, http, processes, requirements, run_paths, text_table)
 MODULES = [*sorted(Path(machine.__file__).parent.glob("*.py")), *(Path(str(m.__file__)) for m in SHARED)]
 
 

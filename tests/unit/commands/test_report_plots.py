@@ -36,7 +36,7 @@ from bapo_megatron.commands.report.panels import (
 )
 from bapo_megatron.commands.report.plots import COLOURS
 from bapo_megatron.commands.report.series import RATIO_CENTRES, ratio_tokens
-from bapo_megatron.trainer.routes import EXPERT_NAMES
+from bapo_megatron.trainer.checks import EXPERT_NAMES
 
 VALUE, SHARE = "kind/clipped", "kind/tokens"
 CURVE = Curve(VALUE, share=SHARE)

@@ -201,9 +201,8 @@ def test_other_settings_are_another_run_but_more_steps_are_not(tmp_path: Path) -
 
 def test_the_servers_of_a_job_take_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     served = []
-    monkeypatch.setattr(
-        "bapo_megatron.commands.rollout_server.serve", lambda command, _cuda: served.append(command)
-    )
+    serve = "bapo_megatron.rollout.engines.sglang.server_process.serve"
+    monkeypatch.setattr(serve, lambda command, _cuda: served.append(command))
     for words in (["--rollout-only"], ["--fork", "runs/a:7"], ["--fork=runs/a"]):
         assert cli.run(["rollout-server", str(RECIPE), *words, "--port=1"]) == 0
     assert [command.port for command in served] == [1, 1, 1]

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.verify import layout_reference as module
-from bapo_megatron.commands.verify.check import model_digests
-from bapo_megatron.commands.verify.layout_reference import (
+from bapo_megatron.commands import layout_reference as module
+from bapo_megatron.commands.layout_reference import (
     LayoutReference,
     QuantityRow,
     Tolerances,
@@ -26,6 +25,7 @@ from bapo_megatron.commands.verify.layout_reference import (
     read_layout_reference,
     write_layout_reference,
 )
+from bapo_megatron.commands.verify import model_digests
 from bapo_megatron.errors import ConfigError
 from tests.support.layout_references import BOUNDS, handmade
 

@@ -7,7 +7,7 @@ import re
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.runtime.events.kinds import EVENT_KINDS
+from bapo_megatron.runtime.event_kinds import EVENT_KINDS
 from tests.support.pages import ROOT, blocks
 
 PAGE = ROOT / "docs/environments.md"

@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.cli import run
 from benchmarks.study.controller.arms import CALIBRATION_SEEDS
-from benchmarks.study.paired import paired_effect
+from benchmarks.study.paired import p_value, paired_effect
 from tests.support.pages import PAGES, ROOT
 from tests.support.tiers import slow_but
 
@@ -211,42 +211,52 @@ def _sentences() -> list[str]:
 
 def test_results_open_with_four_sentences_of_the_studies() -> None:
     """What a user acts on stands before anything else, each number computed anew."""
-    staleness, rate, search, act = _sentences()
-    reward = _figures(SECOND)
+    rate, staleness, search, act = _sentences()
+    reward, kept = _figures(SECOND), _figures(SECOND, "entropy_kept")
     mean = {arm: f"{fmean(by_seed.values()):.3f}" for arm, by_seed in reward.items()}
     grpo, level = ("grpo", 8), [mean["grpo", updates] for updates in (1, 4, 8)]
-    assert "GRPO has {} on-policy, {} at 4 updates and {} at 8".format(*level) in staleness
     low, sequence, both = ("grpo@0.35", 8), ("grpo_sequence", 8), ("grpo_sequence@0.35", 8)
-    assert f"at 8 updates GRPO had {mean[grpo]}, at 0.35 of the rate {mean[low]}" in rate
+    bapo, bapo_sequence = ("paper", 8), ("paper_sequence", 8)
+    assert f"GRPO had {mean[grpo]}, at 0.35 of the rate, the lowest tried, {mean[low]}, with the" in rate
     assert (
-        f"with the sequence mean {mean[sequence]}, with both {mean[both]}: {_gain(reward, both, grpo)}"
-        in rate
-    )
-    assert mean[both] > mean["grpo", 1]
-    assert f"`paper()` minus GRPO was {_gain(reward, ('paper', 8), grpo)}" in search
-    assert f"in both {_gain(reward, ('paper_sequence', 8), sequence)}" in search
+        f"sequence mean {mean[sequence]}, with both {mean[both]}: {_gain(reward, both, grpo)}. The mean "
+        f"took entropy: {_gain(kept, sequence, grpo)}"
+    ) in rate
+    assert "GRPO has {} on-policy, {} at 4 updates and {} at 8".format(*level) in staleness
+    low_rate = [_gain(reward, (f"{mine}@0.35", 8), (f"{other}@0.35", 8)) for mine, other in PAIRS]
+    assert (
+        f"`paper()` minus GRPO was {_gain(reward, bapo, grpo)}, with the sequence mean in both "
+        f"{_gain(reward, bapo_sequence, sequence)}; at the lower rate, measured alone, "
+        + " and ".join(low_rate)
+    ) in search
+    assert f"fixed (0.6, 1.2), was {_gain(reward, bapo, ('fixed_0.6_1.2', 8))}: open" in search
     assert "--rollout-only" in act
-    assert {len(reward[arm]) for arm in (grpo, low, sequence, both, ("paper", 8), ("paper_sequence", 8))} == {
-        12
-    }
+    arms = (grpo, low, sequence, both, bapo, bapo_sequence, ("grpo", 4))
+    assert {len(reward[arm]) for arm in arms} == {12}
+
+
+PAIRS = (("paper", "grpo"), ("paper_sequence", "grpo_sequence"))
 
 
 def test_results_say_what_the_search_did_and_did_not() -> None:
     _, _, search, _ = _sentences()
-    moved, collapsed = _figures(SECOND, "moved"), _figures(SECOND, "collapsed")
+    moved, collapsed, first = (
+        _figures(SECOND, "moved"),
+        _figures(SECOND, "collapsed"),
+        _figures(FIRST, "collapsed"),
+    )
     assert f"in {100 * fmean(moved['paper', 8].values()):.0f} % of the stale updates" in search
-    pairs = (("paper", "paper_sequence"), ("grpo", "grpo_sequence"))
     share, chance = (
         fmean(_figures(SECOND, name)["paper_sequence", 8].values()) for name in ("positive_share", "moved")
     )
     page = (ROOT / "docs/algorithm.md").read_text()
     assert f"(measured: share {share:.3f}, in {100 * chance:.0f} % of stale updates)" in page
-    bapo, grpo = (sum(sum(collapsed[name, 8].values()) for name in names) for names in pairs)
-    assert (bapo, grpo) == (0, 4)
-    assert "none of its 24 runs collapsed, where 4 of GRPO's 24 did" in search
-    fixed, plain = ("fixed_0.9_1.2", 8), ("grpo", 8)
-    gains = [_gain(_figures(results), fixed, plain) for results in (FIRST, SECOND)]
-    assert f"gained {gains[0].split()[0]} in the first study and {gains[1]} in the second" in search
+    bapo, grpo = (
+        sum(sum(collapsed[name, 8].values()) for name in names) for names in zip(*PAIRS, strict=True)
+    )
+    assert f"{bapo:.0f} of BAPO's 24 runs collapsed and {grpo:.0f} of GRPO's" in search
+    before = [f"{sum(first[name, 8].values()):.0f} of {len(first[name, 8])}" for name in PAIRS[0]]
+    assert "in the first study {} did and {}".format(*before) in search
 
 
 def test_results_have_the_second_studys_verdicts() -> None:
@@ -274,11 +284,11 @@ def test_results_say_how_other_losses_compare_with_a_lower_rate() -> None:
     page = " ".join((ROOT / "docs/results.md").read_text().split())
     over = {name: _gain(reward, (name, 8), ("grpo", 8)).split()[0] for name in ("gspo", "vespo")}
     assert f"GSPO ({over['gspo']}), VESPO ({over['vespo']}) and the sequence means gained" in page
-    mean, low, high = re.findall(r"0\.\d+", _gain(reward, ("grpo@0.5", 8), ("vespo", 8)))
-    assert f"each has less than GRPO at half of it (VESPO by {mean}, {low} to {high})" in page
-    means = {one: fmean(by_seed.values()) for (one, staleness), by_seed in reward.items() if staleness == 8}
-    full = [mean for name, mean in means.items() if "@" not in name]
-    assert max(full) < means["grpo@0.5"]
+    lower = [
+        _gain(reward, (f"{name}@0.35", 8), ("grpo@0.35", 8)).split()[0]
+        for name in ("gspo", "vespo", "grpo_sequence")
+    ]
+    assert "GSPO {}, VESPO {} and GRPO's sequence mean {}".format(*lower) in page
     assert {sum(collapsed[name, 8].values()) for name in ("cispo", "m2po")} == {9}
 
 
@@ -293,12 +303,13 @@ def test_results_say_no_more_than_the_intervals() -> None:
     assert row[1] == sequence
     assert study.count("or more is not ruled out") == 1
     assert re.search(r"^- `paper` against `fixed_0.6_1.2`: .* is not ruled out$", study, re.MULTILINE)
-    assert f"ruled out but over its own start, fixed (0.6, 1.2): {start}" in page
-    assert f'{sequence}, which misses "worse" by Holm\'s correction (p = {row[2]})' in page
+    assert f"ruled out, except over its own start, fixed (0.6, 1.2): {start}" in page
+    alone = p_value([reward["paper", 8][seed] - value for seed, value in reward["grpo_sequence", 8].items()])
+    assert f"{sequence}: p = {alone:.3f} alone, and {row[2]} by Holm's correction" in page
     readme = " ".join((ROOT / "README.md").read_text().split())
     bapo = _gain(reward, ("paper", 8), ("grpo", 8)).replace("(", "(95 % interval ")
     rewards = [f"{fmean(reward[name, 8].values()):.2f}" for name in ("grpo", "grpo_sequence@0.35")]
-    assert f"BAPO's search: {bapo} against GRPO" in readme
+    assert f"Expect no more reward from BAPO than from GRPO: {bapo} where its search acts" in readme
     assert "took the reward from {} to {} (measured, not judged)".format(*rewards) in readme
 
 
@@ -309,23 +320,21 @@ def test_results_have_the_real_model_beside_the_toy() -> None:
     text = (ROOT / "docs/results.md").read_text()
     table = text.split("## The real model")[1].split("## The first study")[0]
     rows = re.findall(
-        r"^\| .*(paper|fixed|sequence|gspo)[^|]* \| (.*) \| (.*) \| (.*) \|$", table, re.MULTILINE
+        r"^\| .*(paper|fixed|sequence|gspo)[^|]* \| (.*) \| (.*) \| (.*) \| (.*) \|$", table, re.MULTILINE
     )
     arms = ("paper", "fixed_0.6_1.2", "fixed_0.9_1.2", "grpo_sequence", "gspo")
     assert [row[1:] for row in rows] == [
-        tuple(_gain(figures, (arm, 8), ("grpo", 8)) for figures in (reward, held_out, toy)) for arm in arms
+        tuple(_gain(figures, (arm, 8), ("grpo", 8)) for figures in (reward, held_out, kept, toy))
+        for arm in arms
     ]
     words = " ".join(text.split())
-    assert f"no gain over its start here either, {_gain(reward, ('paper', 8), ('fixed_0.6_1.2', 8))}" in words
+    assert f"what the search adds to its start: {_gain(reward, ('paper', 8), ('fixed_0.6_1.2', 8))}" in words
     assert f"in {100 * fmean(moved['paper', 8].values()):.0f} % of `paper()`'s stale updates" in words
-    shares = [f"{fmean(kept[arm, 8].values()):.2f}" for arm in ("grpo", "paper", "grpo_sequence")]
-    assert "GRPO {}, `paper()` {}, the sequence mean {}".format(*shares) in words
     algorithm = " ".join((ROOT / "docs/algorithm.md").read_text().split())
     assert f"start did not hurt: {rows[1][1]} over GRPO, four seeds" in algorithm
-    level = [f"{fmean(reward['grpo', staleness].values()):.3f}" for staleness in (1, 8)]
-    staleness, _, search, _ = _sentences()
-    assert "four seeds, {} on-policy and {} at 8 updates".format(*level) in staleness
-    assert f"on the real model it was {_gain(reward, ('paper', 8), ('grpo', 8))}" in search
+    rate, staleness, _, _ = _sentences()
+    assert f"8 updates gained {_gain(reward, ('grpo', 8), ('grpo', 1))} over one" in staleness
+    assert f"four seeds, the mean gained {rows[3][1]}" in rate
 
 
 def test_results_say_what_the_first_study_found() -> None:
@@ -333,11 +342,11 @@ def test_results_say_what_the_first_study_found() -> None:
     mean = {arm: fmean(by_seed.values()) for arm, by_seed in reward.items()}
     methods = {method for method, _ in reward}
     assert (
-        f"each of the {len(methods)} methods of [the first](#the-first-study) has less reward at 8"
-        in _sentences()[0]
+        f"[the first study](#the-first-study), where each of the {len(methods)} methods has less reward at 8"
+        in _sentences()[1]
     )
     assert all(mean[method, 8] < mean[method, 4] for method in methods)
     level = [f"{mean['grpo', passes]:.3f}" for passes in (1, 2, 4, 8)]
-    assert "GRPO had {} on-policy, {}, {} and {} at 2, 4 and 8 passes".format(*level) in _sentences()[0]
+    assert "{}, {}, {} and {} at 1, 2, 4 and 8 passes".format(*level) in _sentences()[1]
     page = (ROOT / "docs/results.md").read_text()
     assert f"GRPO at 2 on the same prompts: {_gain(reward, ('gspo', 8), ('grpo', 2))}" in page

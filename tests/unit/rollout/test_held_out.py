@@ -14,9 +14,9 @@ import pytest
 from bapo_megatron.config import EvaluationConfig
 from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.errors import RunStopped
+from bapo_megatron.evaluation.scoring import evaluation_metrics
 from bapo_megatron.rollout.sampler import response
 from bapo_megatron.rollout.sampler.held_out import HeldOut
-from bapo_megatron.trainer.evaluation import evaluation_metrics
 from bapo_megatron.types import Generation, Prompt
 from tests.support.episodes import EpisodeWorld
 from tests.support.sampling import ScriptedEngine, World, mixed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.runtime.events.kinds import (
+from bapo_megatron.runtime.event_kinds import (
     BEGINNINGS,
     ENDS,
     EVENT_KINDS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bapo_megatron.runtime.events.sender import QUIET_S, Outbox
-from bapo_megatron.runtime.events.targets import Refused
+from bapo_megatron.runtime.event_sender import QUIET_S, Outbox
+from bapo_megatron.runtime.event_targets import Refused
 
 
 class Target:

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.runtime.events.progress import Patience, Progress, read_progress
-from bapo_megatron.runtime.events.sender import EventSender, SenderSettings
+from bapo_megatron.runtime.event_sender import EventSender, Patience, Progress, SenderSettings, read_progress
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from tests.support.webhook import Webhook
 
@@ -254,7 +253,7 @@ def test_a_run_that_has_told_its_end_is_not_told_as_killed(run: Path, hook: Webh
 PARENT = """
 import os, subprocess, sys, time
 sender = subprocess.Popen(
-    [sys.executable, "-m", "bapo_megatron.runtime.events.sender", str(os.getpid())], stdin=subprocess.PIPE
+    [sys.executable, "-m", "bapo_megatron.runtime.event_sender", str(os.getpid())], stdin=subprocess.PIPE
 )
 sender.stdin.write(sys.argv[1].encode())
 sender.stdin.flush()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.runtime.events.targets import Refused, send, shown, target_problems, unreachable_targets
+from bapo_megatron.runtime.event_targets import Refused, send, shown, target_problems, unreachable_targets
 from tests.support.webhook import Webhook
 
 LONG_S = 120.0

@@ -201,7 +201,7 @@ def test_compute_commands_refuse_an_unusable_gpu(
     monkeypatch.setenv("SLURM_GPUS_PER_NODE", "8")
     fail_with(monkeypatch, RuntimeError("No CUDA GPUs are available"))
     monkeypatch.setattr(
-        "bapo_megatron.commands.rollout_server.serve", lambda *_: pytest.fail("it was started")
+        "bapo_megatron.rollout.engines.sglang.server_process.serve", lambda *_: pytest.fail("it was started")
     )
     recipe = Path(__file__).parents[3] / "recipes/demo_cpu.py"
     demo = recipe.parent / "demo"

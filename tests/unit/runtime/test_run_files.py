@@ -20,8 +20,8 @@ from bapo_megatron.commands.train import _run_lock
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import SegmentJournal, WriteAheadLog
 from bapo_megatron.runtime import jsonl_log
+from bapo_megatron.runtime.files import check_no_links, open_lock
 from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, read_jsonl
-from bapo_megatron.runtime.run_files import check_no_links, open_lock
 
 
 def lock_run(run: Path) -> None:

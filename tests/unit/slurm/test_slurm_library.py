@@ -13,8 +13,8 @@ import pytest
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile
 from bapo_megatron.commands.cluster.run_job import read_job_state
+from bapo_megatron.runtime.guards import LATE
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from bapo_megatron.runtime.preemption import LATE
 from tests.unit.slurm.conftest import NO_PAUSES
 
 pytestmark = pytest.mark.integration

@@ -1,10 +1,16 @@
-"""Metrics arrive in the files and in TensorBoard, once for each step, also over a resume."""
+"""Metrics arrive in the files and on boards, once for each step; observers may hang, fail or be killed."""
 
 from __future__ import annotations
 
 import errno
+import json
 import math
+import os
+import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from bapo_megatron.config import run as config
-from bapo_megatron.errors import RunStopped
-from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.runtime.jsonl_log import JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records import metrics_log
-from bapo_megatron.trainer.records.metrics_log import MetricsLog, evaluation_means
+from bapo_megatron.trainer.records.following import NEWS, read_state
+from bapo_megatron.trainer.records.metrics_log import MetricsLog, Observers, evaluation_means
 
 
 def no_report(_kind: str, **_fields: Any) -> None:
@@ -152,3 +159,256 @@ def test_a_full_disk_below_tensorboard_is_one_error(
     other.start()
     other.join()
     assert len(printed) == 1
+
+
+LIMIT_S = 300.0
+"""For what takes a second on an idle machine."""
+
+FAKE = '''
+"""A package of the name wandb, whose server is a file."""
+import json, os, time
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1]
+LOG = FOLDER / "served.jsonl"
+
+def Settings(**settings):
+    return settings
+
+def rows():
+    return [json.loads(line) for line in LOG.read_text().splitlines()] if LOG.exists() else []
+
+class Run:
+    offline = False
+    starting_step = max((row["step"] + 1 for row in rows()), default=0)
+
+    def log(self, metrics, step):
+        fault = (FOLDER / "fault").read_text()
+        if fault == "fails":
+            raise OSError("the server answers " + os.environ["WANDB_API_KEY"])
+        if fault == "dies":
+            os._exit(3)
+        while fault == "hangs":
+            time.sleep(60)
+        with LOG.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\\n")
+
+    def finish(self, exit_code):
+        (FOLDER / "finished").touch()
+
+def init(**arguments):
+    print("key", os.environ["WANDB_API_KEY"])
+    with (FOLDER / "inits.jsonl").open("a") as file:
+        file.write(json.dumps(arguments) + "\\n")
+    return Run()
+'''
+
+
+class Board:
+    """A run directory, and the fake server of its tracker."""
+
+    def __init__(self, root: Path, server: Path) -> None:
+        self.paths, self._server = RunPaths(root), server
+        config = {"name": "demo", "logging.project": "sums"}
+        self.paths.config.write_text(json.dumps({"format": 2, "config": config}))
+        self._steps = JsonlLog(self.paths.metrics)
+        JsonlLog(self.paths.evaluations).close()
+        self.events: list[dict[str, Any]] = []
+        self.fault("")
+
+    def start(self, resume_step: int = 0, catch_up_s: float = LIMIT_S) -> Observers:
+        return Observers(["wandb"], self.paths, resume_step, self.report, catch_up_s)
+
+    def report(self, kind: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+    def step(self, observers: Observers, step: int) -> None:
+        self._steps.append({"step": step, "time/step_s": 1.0})
+        observers.tell(step)
+
+    def fault(self, name: str) -> None:
+        (self._server / "fault").write_text(name)
+
+    def rows(self, name: str = "served") -> list[dict[str, Any]]:
+        path = self._server / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def shown(self) -> list[int]:
+        return [row["step"] for row in self.rows()]
+
+    def wait_for(self, done: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not done():
+            assert time.monotonic() < deadline, (self.shown, self.events, self.log())
+            time.sleep(0.02)
+
+    def log(self) -> str:
+        return self.paths.tracker_log("wandb").read_text()
+
+
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    server = tmp_path / "server"
+    (server / "wandb").mkdir(parents=True)
+    (server / "wandb/__init__.py").write_text(FAKE)
+    (tmp_path / "run").mkdir()
+    monkeypatch.syspath_prepend(str(server))
+    monkeypatch.setenv("WANDB_API_KEY", "abcdef0123")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.setattr(metrics_log, "_RESTART_S", 0.0)
+    return Board(tmp_path / "run", server)
+
+
+def pid_of(observers: Observers) -> int:
+    return observers._observers[0]._child.pid
+
+
+def test_a_run_and_its_continuation_are_one_run(board: Board) -> None:
+    """Each step once, also those that were made while the observer was being killed."""
+    observers = board.start()
+    for step in (1, 2):
+        board.step(observers, step)
+    board.wait_for(lambda: board.shown == [1, 2])
+    os.kill(pid_of(observers), signal.SIGKILL)
+    for step in (3, 4):
+        board.step(observers, step)
+    observers.close(LIMIT_S)
+    again = board.start(4)
+    board.step(again, 5)
+    again.close(LIMIT_S)
+    assert board.shown == [1, 2, 3, 4, 5]
+    first, *others = board.rows("inits")
+    assert all(other == first for other in others)
+    assert (first["project"], first["name"], first["resume"]) == ("sums", "demo", "allow")
+    assert first["id"] == board.paths.wandb_id.read_text()
+    assert first["dir"] == str(board.paths.trackers)
+    assert board.log().startswith("key ***\n")
+
+
+def test_a_dead_observer_is_an_event_and_is_restarted(board: Board) -> None:
+    observers = board.start()
+    board.fault("dies")
+    board.step(observers, 1)
+    child = observers._observers[0]._child
+    assert child.wait_end(LIMIT_S) == 3
+    board.fault("")
+    board.step(observers, 2)
+    board.wait_for(lambda: board.shown == [1, 2])
+    board.step(observers, 3)
+    observers.close(LIMIT_S)
+    assert board.shown == [1, 2, 3]
+    assert [event["kind"] for event in board.events] == ["tracker_failed", "tracker_back"]
+    assert board.events[0]["tracker"] == "wandb"
+    assert "wandb: exit code 3" in board.events[0]["message"]
+
+
+def test_a_failure_is_an_event_and_no_key_is_in_it(board: Board, capsys: pytest.CaptureFixture[str]) -> None:
+    observers = board.start()
+    board.fault("fails")
+    board.step(observers, 1)
+    board.wait_for(lambda: read_state(board.paths.tracker_state("wandb")).problem)
+    board.fault("")
+    board.step(observers, 2)
+    observers.close(LIMIT_S)
+    assert board.shown == [1, 2]
+    event, back = board.events
+    assert (event["kind"], back["kind"]) == ("tracker_failed", "tracker_back")
+    assert event["message"] == "wandb: OSError: the server answers ***; it is tried again"
+    assert f"warning: {event['message']}\n" in capsys.readouterr().out
+    assert "abcdef0123" not in board.log()
+
+
+def test_a_hanging_observer_neither_slows_nor_holds_the_run(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is restarted after a long silence; at the end the run waits its limit, and reports the lag."""
+    observers = board.start()
+    board.fault("hangs")
+    for step in range(1, 2000):
+        board.step(observers, step)
+    for _ in range(1 << 17):  # more than a pipe holds
+        observers._observers[0].send(NEWS)
+    first = pid_of(observers)
+    board.step(observers, 2000)
+    assert pid_of(observers) == first
+    monkeypatch.setattr(metrics_log, "HANG_S", 0.0)
+    board.step(observers, 2001)
+    assert pid_of(observers) != first
+    observers.close(0.5)
+    failed, behind = board.events
+    assert failed["kind"] == "tracker_failed"
+    assert "wandb: no answer for" in failed["message"]
+    assert behind["kind"] == "tracker_behind"
+    assert "wandb has steps up to 0 of 2001 (no end within " in behind["message"]
+    board.fault("")
+    board.start(2001).close(LIMIT_S)
+    assert board.shown == list(range(1, 2002))
+
+
+def test_a_preempted_run_hardly_waits_for_observers(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_log, "PREEMPTED_S", 0.25)
+    observers = board.start()
+    board.fault("hangs")
+    board.step(observers, 1)
+    with pytest.raises(Preempted, match="told to stop"), closing(observers):
+        raise Preempted("told to stop")
+    [event] = board.events
+    assert "steps up to 0 of 1 (no end within 0 s)" in event["message"]
+
+
+def test_the_end_of_a_run_waits_as_long_as_was_asked_for(board: Board) -> None:
+    observers = board.start(catch_up_s=0.25)
+    board.fault("hangs")
+    board.step(observers, 1)
+    observers.close()
+    [event] = board.events
+    assert "steps up to 0 of 1 (no end within 0 s)" in event["message"]
+
+
+def test_steps_kept_from_before_a_kill_are_an_event(board: Board) -> None:
+    observers = board.start()
+    for step in (1, 2, 3):
+        board.step(observers, step)
+    observers.close(LIMIT_S)
+    board._steps.rewind(1)
+    again = board.start(1)
+    for step in (2, 3, 4):
+        board.step(again, step)
+    again.close(LIMIT_S)
+    assert board.shown == [1, 2, 3, 4]
+    [event] = board.events
+    assert (event["kind"], event["tracker"]) == ("tracker_kept", "wandb")
+    assert "wandb has steps up to 3 from before this start" in event["message"]
+
+
+def test_signals_to_all_processes_of_a_job_do_not_end_it(board: Board) -> None:
+    observers = board.start()
+    board.step(observers, 1)
+    board.wait_for(lambda: board.shown == [1])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(pid_of(observers), number)
+    board.step(observers, 2)
+    observers.close(LIMIT_S)
+    assert board.shown == [1, 2]
+    assert not board.events
+
+
+def test_an_observer_does_not_outlive_the_run(board: Board) -> None:
+    """The run is killed: its end of the lifeline closes."""
+    observers = board.start()
+    child = observers._observers[0]._child
+    board.step(observers, 1)
+    board.wait_for(lambda: board.shown == [1])
+    os.close(child._lifeline)
+    assert child.wait_end(LIMIT_S) == -signal.SIGKILL
+    child._lifeline = os.open(os.devnull, os.O_RDONLY)
+    child.close()
+
+
+def test_without_trackers_nothing_is_made(tmp_path: Path) -> None:
+    def report(_kind: str, **_fields: Any) -> None:
+        raise AssertionError
+
+    Observers([], RunPaths(tmp_path), 0, report).close()
+    assert not list(tmp_path.iterdir())

@@ -13,8 +13,8 @@ import pytest
 
 from bapo_megatron.runtime.jsonl_log import JsonlLog
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer import following
-from bapo_megatron.trainer.records.observer.following import (
+from bapo_megatron.trainer.records import following
+from bapo_megatron.trainer.records.following import (
     END,
     NEWS,
     Inbox,
@@ -25,7 +25,7 @@ from bapo_megatron.trainer.records.observer.following import (
     read_state,
     write_state,
 )
-from bapo_megatron.trainer.records.observer.trackers import RedactingStream, TrackedRun, redacted, tracked_run
+from bapo_megatron.trainer.records.trackers import RedactingStream, TrackedRun, redacted, tracked_run
 
 Written = tuple[int, dict[str, float]]
 

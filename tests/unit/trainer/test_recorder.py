@@ -1,32 +1,51 @@
-"""The row of a step, by what its updates say together, and the notice that a search is idle."""
+"""The row of a step, the notice of an idle search, a run's last event and the process that sends events."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, fixed, grpo, paper, published_code
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
+    CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ReferenceKlConfig,
     RewardConfig,
     RunConfig,
 )
-from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped
+from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from bapo_megatron.trainer.checks import check_one_sign
-from bapo_megatron.trainer.records.recorder import MOVED, IdleSearch, Recorder, StepClock, step_metrics
+from bapo_megatron.trainer.preflight import check_hooks
+from bapo_megatron.trainer.records.recorder import (
+    MOVED,
+    IdleSearch,
+    Recorder,
+    StepClock,
+    recorded_end,
+    sending_events,
+    step_metrics,
+)
 from bapo_megatron.types import Metrics, StepHeader
 from tests.support.bapo_objective import objective
 from tests.support.batches import NO_FILE
+from tests.support.webhook import Webhook
 
 NAMES = objective(grpo()).metric_names()
 
@@ -86,7 +105,7 @@ def test_one_sign_searches_are_an_event(shares: list[float | None], noted: bool)
         )
 
 
-def config(run_dir: Path, reward: RewardConfig) -> RunConfig:
+def run_config(run_dir: Path, reward: RewardConfig) -> RunConfig:
     algorithm = AlgorithmConfig(bounds=paper())
     parts = {"reward": reward, "algorithm": algorithm, "run_dir": run_dir}
     return RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), **parts)  # type: ignore[arg-type]
@@ -101,7 +120,7 @@ def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, failed: float, warned: bool
 ) -> None:
     reward = RewardConfig(function=function, wrong=-1.0, failed=failed)
-    Recorder(config(tmp_path, reward), 1, True).close()
+    Recorder(run_config(tmp_path, reward), 1, True).close()
     said = "warning: reward.failed=0 is above reward.wrong=-1: a response that hangs its scorer gets more"
     assert (said in capsys.readouterr().out) == warned
 
@@ -149,7 +168,7 @@ def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
 def test_a_setting_that_does_nothing_is_warned_of(
     change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Recorder(replace(config(tmp_path, RewardConfig()), **change), 1, True).close()
+    Recorder(replace(run_config(tmp_path, RewardConfig()), **change), 1, True).close()
     out = capsys.readouterr().out
     assert said in out
     assert ("warning:" in out) == bool(said)
@@ -163,7 +182,7 @@ def test_a_setting_that_does_nothing_is_warned_of(
 def test_a_penalty_that_holds_nothing_is_warned_of(
     settings: tuple[Any, ...], warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = config(tmp_path, RewardConfig())
+    run = run_config(tmp_path, RewardConfig())
     algorithm = AlgorithmConfig(reference_kl=ReferenceKlConfig(*settings))
     Recorder(replace(run, algorithm=algorithm), 1, True).close()
     said = "warning: algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on"
@@ -179,7 +198,7 @@ def test_a_start_says_whether_the_journal_goes_on(
     if logged is not None:
         (tmp_path / "journal").mkdir()
         (tmp_path / "journal/segments-000001.log").write_bytes(logged)
-    Recorder(config(tmp_path, RewardConfig()), 1, True).close()
+    Recorder(run_config(tmp_path, RewardConfig()), 1, True).close()
     [event] = read_jsonl(tmp_path / "events.jsonl")
     assert (event["kind"], event.get("segments")) == ("start", "kept" if goes_on else None)
     kept = ", with the responses of its journal" if goes_on else ""
@@ -187,7 +206,7 @@ def test_a_start_says_whether_the_journal_goes_on(
 
 
 def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = Recorder(config(tmp_path, RewardConfig()), 1, True)
+    recorder = Recorder(run_config(tmp_path, RewardConfig()), 1, True)
     stale = {MOVED: 0.0, "bapo/contribution": 0.5}
     for step in (1, 2, 3):
         recorder.step(step, [stale] * 8, {"reward/mean": 0.0})
@@ -240,3 +259,156 @@ def test_a_search_has_the_metric(config: BoundsConfig) -> None:
 
 def test_fixed_bounds_have_none() -> None:
     assert MOVED not in objective(fixed(0.8, 1.2)).metric_names()
+
+
+@pytest.fixture
+def hook() -> Iterator[Webhook]:
+    hook = Webhook()
+    yield hook
+    hook.close()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(hf_path=tmp_path / "model"),
+        data=DataConfig(path=tmp_path / "data.jsonl"),
+        name="r",
+        steps=7,
+        run_dir=tmp_path,
+    )
+
+
+class Log:
+    def __init__(self, config: RunConfig) -> None:
+        self.path = config.directory / "events.jsonl"
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        log = EventLog(self.path)
+        log.event(**event)
+        log.close()
+
+    def told(self) -> list[tuple[str, str | None]]:
+        return [(row["kind"], row.get("reason")) for row in read_jsonl(self.path)]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "reason"),
+    [
+        (Preempted("told to stop by SIGTERM"), "preempted", "told to stop by SIGTERM"),
+        (RunStopped("the disk is full"), "stopped", "the disk is full"),
+        (KeyboardInterrupt(), "stopped", "Ctrl-C"),
+        (ConfigError("a gap"), "failed", "ConfigError: a gap"),
+        (ZeroDivisionError("by zero"), "failed", "ZeroDivisionError: by zero"),
+    ],
+)
+def test_the_end_event_names_how_a_run_ended(
+    error: BaseException, kind: str, reason: str, config: RunConfig
+) -> None:
+    log = Log(config)
+    with pytest.raises(type(error)), recorded_end(config, True, log):
+        raise error
+    assert log.told() == [(kind, reason)]
+
+
+def test_a_failed_end_event_does_not_hide_the_error(config: RunConfig) -> None:
+    def full(_event: dict[str, Any]) -> None:
+        raise RunStopped("the disk is full, too")
+
+    with pytest.raises(ZeroDivisionError), recorded_end(config, True, full):
+        raise ZeroDivisionError
+
+
+def test_a_finished_run_records_done_once(config: RunConfig) -> None:
+    """A start that finds nothing to do says so only where the one before did not come so far."""
+    log = Log(config)
+    log({"kind": "start"})
+    for has_work in (True, False, False):
+        with recorded_end(config, has_work, log):
+            pass
+    assert log.told() == [("start", None), ("done", None)]
+    log({"kind": "failed"})
+    with recorded_end(config, False, log):
+        pass
+    with recorded_end(config, True, log):
+        pass
+    assert [kind for kind, _ in log.told()] == ["start", "done", "failed", "done", "done"]
+    assert read_jsonl(log.path)[-1]["step"] == 7
+
+
+def test_without_a_target_there_is_no_process(config: RunConfig) -> None:
+    with sending_events(config):
+        assert not senders()
+    assert not (config.directory / "logs").exists()
+
+
+def senders() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if sends(child)]
+
+
+def sends(process: psutil.Process) -> bool:
+    try:
+        return "bapo_megatron.runtime.event_sender" in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # a child of another test
+        return False
+
+
+def the_sender() -> psutil.Process:
+    """The one sender, as soon as its interpreter has begun: until then it has this process's command line."""
+    deadline = time.monotonic() + 300
+    while not (found := senders()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    [sender] = found
+    return sender
+
+
+@pytest.mark.parametrize("error", [None, Preempted("SIGTERM")])
+def test_the_end_event_is_sent_before_the_run_exits(
+    error: Exception | None, config: RunConfig, hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", hook.url)
+    log = Log(config)
+    log({"kind": "done"})  # of an earlier time, before there was a target
+    config = replace(config, logging=LoggingConfig(on_event=("$HOOK",)))
+    try:
+        with sending_events(config), recorded_end(config, True, log):
+            sender = the_sender()
+            assert "S3CRET" not in " ".join(sender.cmdline())
+            log({"kind": "resume"})
+            if error:
+                raise error
+    except Preempted:
+        pass
+    assert hook.kinds() == ["resume", "preempted" if error else "done"]
+    assert not sender.is_running()
+
+
+def test_a_sender_that_dies_costs_a_warning(
+    config: RunConfig, hook: Webhook, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, logging=LoggingConfig(on_event=(hook.url,)))
+    with sending_events(config):
+        sender = the_sender()
+        os.kill(sender.pid, signal.SIGKILL)
+    assert (
+        "warning: logging.on_event: the process that sends events has ended with -9" in capfd.readouterr().err
+    )
+
+
+def test_a_sender_that_cannot_be_started_costs_a_warning(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with sending_events(replace(config, logging=LoggingConfig(on_event=("true",)))):
+        pass
+    assert "warning: logging.on_event: events cannot be sent: " in capfd.readouterr().err
+
+
+def test_hooks_are_checked_before_the_run() -> None:
+    check_hooks(CheckpointConfig(after_export="true {folder}"), LoggingConfig(on_event=("true",)))
+    with pytest.raises(ConfigError, match="NO_HOOK") as error:
+        check_hooks(CheckpointConfig(after_export="upload {folder}"), LoggingConfig(on_event=("$NO_HOOK",)))
+    first, second = str(error.value).splitlines()
+    assert first.startswith("logging.on_event=$NO_HOOK: that variable is not set")
+    assert second.startswith("checkpoint.after_export='upload {folder}': there is no program upload on PATH")

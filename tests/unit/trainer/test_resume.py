@@ -1,17 +1,27 @@
-"""Accepting what the resume check has found: by name, for one checkpoint, on record."""
+"""What a resumed run goes on with: differences that are accepted by name, and its number of threads."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bapo_megatron.checkpoint.reader import Checkpoint
-from bapo_megatron.config import DataConfig, ModelConfig, RunConfig
+from bapo_megatron.checkpoint.run_directory import store_config
+from bapo_megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, load_recipe
 from bapo_megatron.errors import ConfigError, ResumeError
-from bapo_megatron.runtime.events.kinds import event_text, is_trouble
+from bapo_megatron.rollout.sampler import client
+from bapo_megatron.runtime.event_kinds import event_text, is_trouble
 from bapo_megatron.trainer import resume
+from bapo_megatron.trainer.build import open_engines
+from bapo_megatron.trainer.resume import pin_threads
+from tests.support.forked_commands import ROOT
 
 FOUND = {"canary": "log-probs of the canary: 0.3", "weights": "bits of the weights: aa, bb now"}
 
@@ -86,3 +96,90 @@ def test_names_have_the_form_that_the_check_prints() -> None:
         with pytest.raises(ConfigError, match=f"accept_resume_mismatch={name}: must be CHECKPOINT:NAME"):
             RunConfig(**{**vars(config), "accept_resume_mismatch": (name,)}).check()
     RunConfig(**{**vars(config), "accept_resume_mismatch": ("step_000002_update_003:canary",)}).check()
+
+
+@pytest.fixture(autouse=True)
+def present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One process, whose environment gives three threads; its own number comes back."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(resume, "broadcast_from_main", lambda value: value)
+    monkeypatch.setattr(resume, "is_main", lambda: True)
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A run that begins."""
+    return replace(load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig), run_dir=tmp_path)
+
+
+def test_a_new_run_takes_the_environments_number_of_threads(config: RunConfig) -> None:
+    pinned, event = pin_threads(config)
+    assert (pinned.threads, event, torch.get_num_threads()) == (3, None, 3)
+
+
+def test_a_resumed_run_keeps_its_number_of_threads(config: RunConfig) -> None:
+    store_config(replace(config, threads=2))
+    pinned, event = pin_threads(config)
+    assert pinned.threads == torch.get_num_threads() == 2
+    assert event is not None
+    assert (event["kind"], event["threads"], event["environment"]) == ("threads_kept", 2, 3)
+
+
+def test_a_configured_number_of_threads_wins(config: RunConfig) -> None:
+    store_config(replace(config, threads=2))
+    pinned, event = pin_threads(replace(config, threads=1))
+    assert (pinned.threads, event, torch.get_num_threads()) == (1, None, 1)
+
+
+def test_another_layout_takes_the_environments_number_of_threads(config: RunConfig) -> None:
+    store_config(replace(config, threads=2))
+    pinned, event = pin_threads(replace(config, parallel=ParallelConfig(pipeline=2)))
+    assert pinned.threads == torch.get_num_threads() == 3
+    assert event is not None
+    assert (event["kind"], event["threads"], event["environment"]) == ("threads_anew", 3, 3)
+    assert "3 threads a rank, and not 2 as when the run began" in event["message"]
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(timeout_minutes=30), ParallelConfig(data=1)])
+def test_an_equal_layout_keeps_the_number_of_threads(config: RunConfig, parallel: ParallelConfig) -> None:
+    store_config(replace(config, threads=2))
+    assert pin_threads(replace(config, parallel=parallel))[0].threads == torch.get_num_threads() == 2
+
+
+def test_more_replicas_are_another_layout(config: RunConfig) -> None:
+    store_config(replace(config, threads=2, parallel=ParallelConfig(data=1)))
+    assert pin_threads(replace(config, parallel=ParallelConfig(data=2)))[0].threads == 3
+
+
+def test_on_a_gpu_only_a_configured_number_of_threads_is_set(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "has_cuda", lambda: True)
+    assert pin_threads(config) == (config, None)
+    assert pin_threads(replace(config, threads=1))[0].threads == torch.get_num_threads() == 1
+
+
+@pytest.mark.integration
+def test_a_sampler_that_is_started_again_takes_the_runs_number(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed alone, in a run whose environment gives the next process another number."""
+    monkeypatch.setattr(client, "_SERVICE", "tests.support.threads_service")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    config, _ = pin_threads(config)
+    events: list[dict[str, Any]] = []
+    with open_engines(config, events.append) as (sampler, _):
+        sampler.start(1, None)
+        first = sampler.state()
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        os.kill(first["pid"], signal.SIGKILL)
+        second = sampler.state()
+    assert [event["kind"] for event in events] == ["sampler_died"]
+    assert first["pid"] != second["pid"]
+    assert (first["threads"], second["threads"]) == (1, 1)

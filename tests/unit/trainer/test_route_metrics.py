@@ -11,15 +11,15 @@ import torch
 
 from bapo_megatron.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.trainer.checks import check_route_mismatch
-from bapo_megatron.trainer.preflight import check_route_replay
-from bapo_megatron.trainer.routes import (
+from bapo_megatron.trainer.checks import (
     EXPERT_NAMES,
+    check_route_mismatch,
     check_stored_routes,
     expert_metrics,
     route_metrics,
     router_names,
 )
+from bapo_megatron.trainer.preflight import check_route_replay
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch, StoredRoutes
 from tests.support.batches import header_in_memory
 from tests.support.models import save_tiny_model

@@ -17,8 +17,8 @@ from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
-from bapo_megatron.trainer.records.observer import trackers
-from bapo_megatron.trainer.records.observer.trackers import (
+from bapo_megatron.trainer.records import trackers
+from bapo_megatron.trainer.records.trackers import (
     MlflowTracker,
     TrackedRun,
     TrackioTracker,

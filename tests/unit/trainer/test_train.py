@@ -28,8 +28,7 @@ from bapo_megatron.interfaces import Need
 from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer import flow_control
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.evaluation import evaluate_if_due
-from bapo_megatron.trainer.flow_control import give_gpus_to_engines, give_gpus_to_policy
+from bapo_megatron.trainer.flow_control import evaluate_if_due, give_gpus_to_engines, give_gpus_to_policy
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import (

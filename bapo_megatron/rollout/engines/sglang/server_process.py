@@ -43,9 +43,9 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_
 from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, should_have_gpu
+from bapo_megatron.runtime.files import open_plain
 from bapo_megatron.runtime.http import ask, without_proxy
 from bapo_megatron.runtime.processes import descendants
-from bapo_megatron.runtime.run_files import open_plain
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 START_VARIABLE = "BAPO_SERVER_START_S"

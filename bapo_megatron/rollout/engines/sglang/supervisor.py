@@ -29,7 +29,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     sglang_python,
 )
 from bapo_megatron.rollout.engines.timeouts import load_seconds
-from bapo_megatron.runtime.run_files import open_plain
+from bapo_megatron.runtime.files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"

@@ -28,8 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import append_whole, sync_folder
-from bapo_megatron.runtime.run_files import open_lock, open_plain
+from bapo_megatron.runtime.files import append_whole, open_lock, open_plain, sync_folder
 from bapo_megatron.runtime.storage import writing
 
 _MAGIC = b"BPR"

@@ -1,14 +1,14 @@
 """Observer process: forwards each row of a run's metrics files to one tracker, in order, with retries.
 
-    python -m bapo_megatron.trainer.records.observer.following RUN NAME STEP LIFELINE
+    python -m bapo_megatron.trainer.records.following RUN NAME STEP LIFELINE
 
 RUN: the run directory; STEP: the last step on disk; LIFELINE: a pipe that closes when the run is gone.
-``processes.py`` starts one for each tracker. It ignores the signals that reach all processes of a job: the
+``metrics_log.py`` starts one for each tracker. It ignores the signals that reach all processes of a job: the
 run ends it, after the last rows or a limit.
 
 Each step is sent once, also over restarts: the tracker, or else the state file, RUN/trackers/NAME.json, says
 which step it has last. A tracker that cannot tell may get a row twice, after a kill or an error of its own.
-Used by ``processes.py``.
+Used by ``metrics_log.py``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from bapo_megatron.runtime.events.kinds import ENDS, last_turn
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.event_kinds import ENDS, last_turn
+from bapo_megatron.runtime.files import read_plain, write_atomically
 from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
 from bapo_megatron.runtime.processes import die_with_parent
-from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer.trackers import (
+from bapo_megatron.trainer.records.trackers import (
     EVALUATION_MARK,
     NOTHING,
     STEP_MARK,

@@ -18,9 +18,8 @@ from typing import Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
 
-from bapo_megatron.runtime.child_process import ChildDied, within
+from bapo_megatron.runtime.child_process import ChildDied, UserCommand, command_words, missing_program, within
 from bapo_megatron.runtime.http import ask
-from bapo_megatron.runtime.user_command import UserCommand, command_words, missing_program
 
 LIMIT_S = 20.0
 """Seconds that one message may take."""

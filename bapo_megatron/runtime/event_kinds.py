@@ -2,8 +2,7 @@
 
 Whoever writes an event takes a kind from here. A kind that is missing is written all the same; it is neither
 shown nor sent. A test holds this table to the kinds that the program and the job's shell write. Used by
-``commands/cluster/status.py``, ``sender.py``, ``trainer/records/notifier.py`` and
-``trainer/records/observer/``.
+``commands/cluster/status.py``, ``event_sender.py`` and ``trainer/records/``.
 """
 
 from __future__ import annotations

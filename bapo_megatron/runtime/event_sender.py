@@ -1,15 +1,17 @@
-"""Event sender process: tails RUN/events.jsonl and sends events to the targets of `logging.on_event`.
+"""Event sender process: tails RUN/events.jsonl and sends events to the targets of `logging.on_event`; stalls.
 
-    python -m bapo_megatron.runtime.events.sender PID
+    python -m bapo_megatron.runtime.event_sender PID
 
-Rank 0 starts it (``trainer/records/notifier.py``). It resumes where the process before it stopped, so it also
+Rank 0 starts it (``trainer/records/recorder.py``). It resumes where the process before it stopped, so it also
 sends the events that the job's shell wrote between two starts. It is a process of its own: it reports a run
 that hangs as `stalled` and a killed one as `failed`, and a target that hangs delays no step. Each target has
 an outbox, in which events queue, with retries and backoff, until it takes them. No torch.
 
 Standard input: the ``SenderSettings`` as a line of JSON; then, when the run has ended, the seconds that its
-queued events may take. If the pipe closes without that line, the run was killed. Used by
-``trainer/records/notifier.py``.
+queued events may take. If the pipe closes without that line, the run was killed.
+
+Whether a run makes progress follows from the modification times of its files (``read_progress``), also for
+`bapo status` in another process. Used by ``commands/cluster/status.py`` and ``trainer/records/recorder.py``.
 """
 
 from __future__ import annotations
@@ -26,16 +28,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.runtime.events.kinds import ENDS, is_sent, sent_text
-from bapo_megatron.runtime.events.progress import Patience, read_progress
-from bapo_megatron.runtime.events.targets import LIMIT_S, Refused, send, shown
-from bapo_megatron.runtime.files import file_time, write_atomically
-from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row
-from bapo_megatron.runtime.run_files import open_lock, read_plain
+from bapo_megatron.runtime.event_kinds import ENDS, is_sent, sent_text
+from bapo_megatron.runtime.event_targets import LIMIT_S, Refused, send, shown
+from bapo_megatron.runtime.files import file_time, open_lock, read_plain, write_atomically
+from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row, tail_rows
 from bapo_megatron.runtime.run_paths import RunPaths
 
 QUIET_S = 60.0
@@ -110,6 +111,72 @@ class Outbox:
             self._failures.pop(kind, None)
             self._not_before[kind] = now + QUIET_S
         return None if was_failing else reason
+
+
+_LEAST_S, _UNKNOWN_S = 600.0, 3600.0
+_TIMES_LONGER = 3.0
+_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Stall limit of a run, as plain data from its configuration: the longest silence that is no stall."""
+
+    steps: int
+    """Steps of the whole run. After the last one there is no limit."""
+    evaluate_every: int
+    """Steps between evaluations; 0 for none. One may take an hour."""
+    stalled_minutes: float | None
+    """The limit. None: three times the longest of the last ten steps, and at least ten minutes; an hour
+    before the first step, which loads and compiles."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run, as plain data: its last sign of life, in seconds since 1970, and its step times."""
+
+    at: float
+    step: int
+    longest_step_s: float | None
+
+    def silent_s(self, begun: float, now: float) -> float:
+        """Seconds since the last sign of life, or the start at ``begun``; all by the clock of the files."""
+        return now - max(self.at, begun)
+
+    def is_stalled(self, patience: Patience, begun: float, now: float) -> bool:
+        """Whether the run has been silent for longer than its limit."""
+        return self.step < patience.steps and self.silent_s(begun, now) > self._limit_s(patience)
+
+    def _limit_s(self, patience: Patience) -> float:
+        if patience.stalled_minutes is not None:
+            return 60 * patience.stalled_minutes
+        if self.longest_step_s is None:
+            return _UNKNOWN_S
+        limit_s = max(_LEAST_S, _TIMES_LONGER * self.longest_step_s)
+        evaluates = patience.evaluate_every > 0 and self.step % patience.evaluate_every == 0
+        return max(limit_s, _UNKNOWN_S) if evaluates else limit_s
+
+
+def read_progress(run: Path) -> Progress:
+    """The progress of the run in the directory ``run``, now.
+
+    Signs of life are writes of steps, updates, evaluations, checkpoints, exports and the sampler's journal.
+    """
+    paths = RunPaths(run)
+    logs = sorted(paths.journal.glob("segments-*.log"))[-1:]  # a growing file does not touch its folder
+    signs = [paths.metrics, paths.updates, paths.evaluations, *logs]
+    signs += [paths.journal, paths.evaluation, paths.checkpoints, paths.step_exports]
+    rows = list(islice(tail_rows(paths.metrics), _STEPS))
+    times = [float(seconds) for row in rows if isinstance(seconds := row.get("time/step_s"), (int, float))]
+    step = rows[0].get("step") if rows else 0
+    return Progress(max(map(_time, signs)), step if isinstance(step, int) else 0, max(times, default=None))
+
+
+def _time(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 _POLL_S = 1.0

@@ -26,8 +26,7 @@ from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
 from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.surrogate import contributions
-from bapo_megatron.commands.recipe_flags import recipe_command
-from bapo_megatron.commands.verify.layout_reference import (
+from bapo_megatron.commands.layout_reference import (
     TOLERANCES,
     LayoutReference,
     QuantityRow,
@@ -43,6 +42,7 @@ from bapo_megatron.commands.verify.layout_reference import (
     read_layout_reference,
     write_layout_reference,
 )
+from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored, with_random_routes

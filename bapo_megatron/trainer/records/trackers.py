@@ -3,7 +3,7 @@
 A tracker shows one run of a board for all starts of a run directory. It runs in an observer's process, and
 imports its package when it is made. Errors of a package or its server are raised, and the observer tries
 again. A new tracker is a class with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in
-``TrackerName`` (config/outputs.py). Secrets (API keys, passwords in URLs) are taken out of what a tracker's
+``TrackerName`` (config/run.py). Secrets (API keys, passwords in URLs) are taken out of what a tracker's
 package prints or raises, and of the configuration that it gets.
 
 ``steps_with`` reads, at a restart, which steps W&B's offline files hold: after a kill fewer than were logged.
@@ -25,7 +25,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
-from bapo_megatron.runtime.run_files import read_plain
+from bapo_megatron.runtime.files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 STEP_MARK = "time/step_s"
@@ -96,7 +96,7 @@ class TrackedRun:
 
 
 RunEnd = Literal["done", "preempted", "stopped", "failed", "killed"]
-"""How a run has ended: its end event (``runtime/events/kinds.py``), or `killed` where it has none."""
+"""How a run has ended: its end event (``runtime/event_kinds.py``), or `killed` where it has none."""
 
 
 class Tracker(Protocol):

@@ -1,21 +1,24 @@
-"""When a run stops by itself or by a signal, from its first moment on, and that every rank hears of it."""
+"""When a run stops by itself or by a signal, which every rank hears of, and a rank without memory says so."""
 
 from __future__ import annotations
 
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.runtime import preemption as interrupt
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime import guards
 from bapo_megatron.runtime.exit_codes import SIGNALS, handling
-from bapo_megatron.runtime.preemption import PreemptionSignal
+from bapo_megatron.runtime.guards import OutOfMemoryError, PreemptionSignal, death, naming_memory
 from tests.support.processes import heed_signals
 
 START = 1_000_000.0
@@ -40,7 +43,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """One rank alone, at a time that only the test moves."""
     clock = Clock()
-    monkeypatch.setattr(interrupt, "time", clock)
+    monkeypatch.setattr(guards, "time", clock)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
     for name in ("BAPO_END_TIME", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(name, raising=False)
@@ -182,3 +185,99 @@ def test_an_ignored_hangup_stays_ignored() -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert told == [signal.SIGTERM]
+
+
+ROOT = Path(__file__).parents[3]
+RUN = """
+import os, resource, signal, sys, time
+import torch, torch.distributed as dist
+from bapo_megatron.runtime import distributed
+from bapo_megatron.runtime.distributed import process_group, run_processes
+from bapo_megatron.runtime.guards import naming_memory
+
+def worker():
+    with naming_memory(), process_group("gloo", 60):
+        dist.barrier()
+        if os.environ["RANK"] == "1":
+            {harm}
+        time.sleep(3600)  # as NCCL does while it waits for a rank that is gone
+
+if __name__ == "__main__":
+    distributed._GRACE_S = 0.5  # for the rank that sleeps, and would not end by itself
+    run_processes(worker, (), 2, heeding={heeding})
+"""
+SHORT = """resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); torch.zeros(2**40)"""
+
+
+def run(harm: str, heeding: bool = False) -> tuple[int, str]:
+    """Exit code and stderr of two ranks, of which the second comes to harm."""
+    command = [sys.executable, "-c", RUN.format(harm=harm, heeding=heeding)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return done.returncode, done.stderr
+
+
+def test_a_gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    told = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 3 has 1.1 GiB free."
+    with pytest.raises(OutOfMemoryError) as caught, naming_memory():
+        raise torch.OutOfMemoryError(told)
+    said = str(caught.value)
+    assert said.startswith(
+        f"rank 5 on {socket.gethostname()} has no GPU memory left; a smaller batch.pack_tokens"
+    )
+    assert "batch.recompute=full" in said
+    assert said.endswith(": CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has 1.1 GiB free.")
+    assert str(caught.value.__cause__) == told
+
+
+@pytest.mark.parametrize("words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "NCCL: CUDA out of memory"])
+def test_libraries_of_cuda(words: str) -> None:
+    with pytest.raises(OutOfMemoryError, match="no GPU memory left"), naming_memory():
+        raise RuntimeError(words)
+
+
+def test_a_machine_without_memory() -> None:
+    for ask in (lambda: torch.zeros(2**50), lambda: bytearray(2**60)):
+        with pytest.raises(OutOfMemoryError, match="has no memory left; fewer processes"), naming_memory():
+            ask()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape"), ConfigError("out of memory"), OSError(28, "full")])
+def test_other_errors_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, naming_memory():
+        raise error
+    assert caught.value is error
+
+
+def test_how_a_process_ended() -> None:
+    assert death(3) == "exit code 3"
+    assert death(-signal.SIGKILL).startswith(
+        "killed by SIGKILL, most likely because the machine had no memory"
+    )
+    assert death(-signal.SIGSEGV) == "killed by SIGSEGV"
+
+
+def test_a_rank_whose_allocation_fails_ends_the_others() -> None:
+    code, said = run(SHORT)
+    assert code == 1, said
+    assert f"OutOfMemoryError: rank 1 on {socket.gethostname()} has no memory left" in said
+    assert "allocate memory" in said.splitlines()[-1] + said.splitlines()[-2]
+
+
+def test_a_rank_that_is_killed_ends_the_others() -> None:
+    code, said = run("os.kill(os.getpid(), signal.SIGKILL)")
+    assert code == 128 + signal.SIGKILL, said
+    assert said.splitlines()[-1].startswith(
+        "error: rank 1 was killed by SIGKILL, most likely because the machine"
+    )
+
+
+@pytest.mark.parametrize("heeding", [True, False])
+def test_a_rank_that_a_signal_to_stop_ends(heeding: bool) -> None:
+    """One of a run was still starting: it heeds them later. A warm start's, which never does, was killed."""
+    code, said = run("os.kill(os.getpid(), signal.SIGTERM)", heeding)
+    expected = (
+        (85, "stopped: told to stop before the run began") if heeding else (143, "rank 1 was killed by")
+    )
+    assert code == expected[0], said
+    assert expected[1] in said.splitlines()[-1]

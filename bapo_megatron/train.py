@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 
-from bapo_megatron.algo.measurements.staleness import age_metrics
+from bapo_megatron.algo.diagnostics import age_metrics
 from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.samples import TrainingBatch, TrainingSample, samples_of
 from bapo_megatron.rollout.sampler.step_columns import StepColumns

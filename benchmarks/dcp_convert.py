@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
-from bapo_megatron.hf.shards import join, split
+from bapo_megatron.policy.weight_map import join, split
 
 
 def to_megatron(hf_folder: Path, output: Path) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.algo.diagnostics import diagnostic_sums
 from bapo_megatron.algo.losses.clip import ClipLoss
 from bapo_megatron.algo.measurements import PackView
-from bapo_megatron.algo.measurements.diagnostics import diagnostic_sums
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy

@@ -27,7 +27,7 @@ from bapo_megatron.algo.bapo import eq8_literal
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.policy.attention.core import DocumentPack
+from bapo_megatron.policy.attention import DocumentPack
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch

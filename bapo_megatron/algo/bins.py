@@ -1,7 +1,7 @@
 """Bins of metrics over tokens: buckets of staleness, and bins of the importance ratio.
 
 Apart from the measurements, which need torch: reports name their metrics by the same bins. Used in
-``algo/measurements/`` and ``commands/report/``.
+``commands/report/`` and this folder.
 """
 
 from __future__ import annotations

@@ -16,13 +16,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bapo_megatron.algo.diagnostics import AGE_METRICS, DIAGNOSTICS, STALENESS, by_source
 from bapo_megatron.algo.losses import Loss
-from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums, token_mean
-from bapo_megatron.algo.measurements.by_source import by_source
-from bapo_megatron.algo.measurements.clipping import CLIPPING, RAISED_TOKENS
-from bapo_megatron.algo.measurements.diagnostics import DIAGNOSTICS
-from bapo_megatron.algo.measurements.engine_gap import ENGINE_GAP
-from bapo_megatron.algo.measurements.staleness import AGE_METRICS, STALENESS
+from bapo_megatron.algo.measurements import (
+    CLIPPING,
+    ENGINE_GAP,
+    RAISED_TOKENS,
+    SEARCH,
+    Measurement,
+    PackView,
+    UpdateSums,
+    token_mean,
+)
 from bapo_megatron.algo.reference_kl import distillation_measurement, kl_loss, reference_measurement
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats

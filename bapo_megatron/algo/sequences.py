@@ -7,7 +7,7 @@ Nothing here makes the host wait for a GPU, but for the first copy of the values
 
 Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
 
-Used by ``algo/losses/sequence_losses.py`` and ``trainer/corrections.py``.
+Used by ``algo/losses/update_losses.py`` and ``trainer/corrections.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""BAPO (arXiv 2510.18927): contribution sums (Eq. 8, Algorithm 1) and the clipped surrogate (Eq. 4).
+"""BAPO (arXiv 2510.18927): the clipped surrogate (Eq. 4) and contribution sums (Eq. 8, Algorithm 1).
 
     r_t = pi_theta / pi_old,    loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)
 
@@ -7,7 +7,8 @@ start of the step. ``pi_rollout`` is always the policy that sampled: it is the w
 
 Pure functions on tensors, which ``losses/clip.py`` calls for chunks of a pack (a micro-batch of packed
 sequences). The settings and the search are in ``bounds.py``. Sums are additive: the policy adds them over
-packs and all-reduces them over ranks before the search.
+packs and all-reduces them over ranks before the search. They come from histograms of log r whose bin edges
+are the candidates of the bounds: cumulative sums over the bins give the sum at every candidate.
 
 A token is clipped by its float64 ``log r`` against ``math.log(bound)``, and a token exactly on a bound is
 clipped. So the search and the loss agree about every token.
@@ -20,9 +21,10 @@ outside the loss (whatever their other fields hold, nan and inf included) and el
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
 import torch
@@ -32,6 +34,7 @@ from bapo_megatron.algo.bounds import (
     Bounds,
     BoundsConfig,
     Measure,
+    NegativeWeight,
     Share,
     Weight,
     high_values,
@@ -39,8 +42,92 @@ from bapo_megatron.algo.bounds import (
     positive_share,
     sum_count,
 )
-from bapo_megatron.algo.sums import candidate_sums, histograms
-from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, unmasked
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, selects, unmasked
+
+CHUNK_TOKENS = 2**16
+"""Chunk size on a CPU, in tokens: their float64 copies stay in the cache. Other devices take all at once."""
+
+_NEGATIVE, _POSITIVE = 0, 1
+
+
+class TokenBounds(NamedTuple):
+    """Per-token clipping bounds, [T] each, where search groups have their own: in place of one ``Bounds``."""
+
+    low_T: Tensor  # c_low
+    high_T: Tensor  # c_high
+    log_low_T: Tensor
+    """``math.log`` of c_low, float64: log r is compared with it."""
+    log_high_T: Tensor
+    dual_clip: float | None
+
+    @classmethod
+    def of(cls, groups: Sequence[Bounds], group_T: Tensor) -> TokenBounds:
+        """Bounds of each token, from those of each search group and the group of each token."""
+        values = [(one.low, one.high, math.log(one.low), math.log(one.high)) for one in groups]
+        table = constant_on(group_T.device, tuple(itertools.chain.from_iterable(values))).reshape(-1, 4)
+        low_T, high_T, log_low_T, log_high_T = table[group_T].unbind(-1)
+        return cls(low_T, high_T, log_low_T, log_high_T, groups[0].dual_clip)
+
+
+def policy_loss(
+    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
+) -> Tensor:
+    """PPO-clip loss (Eq. 4): ``-sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``, a scalar from [T].
+
+    With a dual clip ``c`` a token with ``A < 0`` and ``r > c`` has the value ``c A``. float64, differentiable
+    in ``log_ratio_T``; the gradient is exactly zero at tokens that are clipped, masked or beyond
+    ``LOG_RATIO_LIMIT``. ValueError if shapes differ.
+    """
+    check_shapes(log_ratio_T, advantage_T, mask_T)
+    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
+    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
+    ratio_T = ratio(log_ratio_T)
+    low, high = bounds[:2] if isinstance(bounds, TokenBounds) else (bounds.low, bounds.high)
+    ratio_T = torch.where(above_T, high, ratio_T)
+    ratio_T = torch.where(below_T, low, ratio_T)
+    if bounds.dual_clip is not None:
+        beyond_T = (advantage_T < 0) & (log_ratio_T > math.log(bounds.dual_clip))
+        ratio_T = torch.where(beyond_T, bounds.dual_clip, ratio_T)
+    return -(mask_T.double() * advantage_T * ratio_T).sum()
+
+
+@torch.no_grad()
+def clipped_tokens(
+    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
+) -> Tensor:
+    """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip.
+
+    ValueError if shapes differ.
+    """
+    check_shapes(log_ratio_T, advantage_T, mask_T)
+    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
+    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
+    return above_T | below_T
+
+
+@torch.no_grad()
+def gradient_factor(
+    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
+) -> Tensor:
+    """Gradient factor ``g = r X`` of each token (Eq. 7), float64 [T]: ``d loss / d log pi = -mask A g``.
+
+    ``X`` is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
+    """
+    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
+    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
+    alive_T = ~(above_T | below_T) & (log_ratio_T.abs() <= LOG_RATIO_LIMIT)
+    if bounds.dual_clip is not None:
+        alive_T &= (advantage_T >= 0) | (log_ratio_T <= math.log(bounds.dual_clip))
+    return ratio(log_ratio_T) * alive_T
+
+
+def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds | TokenBounds) -> tuple[Tensor, Tensor]:
+    """Masks of the tokens clipped above (A > 0) and below (A < 0); nan is in neither and reaches the loss."""
+    if isinstance(bounds, TokenBounds):
+        above_T, below_T = log_ratio_T >= bounds.log_high_T, log_ratio_T <= bounds.log_low_T
+    else:
+        above_T, below_T = log_ratio_T >= math.log(bounds.high), log_ratio_T <= math.log(bounds.low)
+    return (advantage_T > 0) & above_T, (advantage_T < 0) & below_T
 
 
 @torch.no_grad()
@@ -133,81 +220,180 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
     }
 
 
-class TokenBounds(NamedTuple):
-    """Per-token clipping bounds, [T] each, where search groups have their own: in place of one ``Bounds``."""
-
-    low_T: Tensor  # c_low
-    high_T: Tensor  # c_high
-    log_low_T: Tensor
-    """``math.log`` of c_low, float64: log r is compared with it."""
-    log_high_T: Tensor
-    dual_clip: float | None
-
-    @classmethod
-    def of(cls, groups: Sequence[Bounds], group_T: Tensor) -> TokenBounds:
-        """Bounds of each token, from those of each search group and the group of each token."""
-        values = [(one.low, one.high, math.log(one.low), math.log(one.high)) for one in groups]
-        table = constant_on(group_T.device, tuple(itertools.chain.from_iterable(values))).reshape(-1, 4)
-        low_T, high_T, log_low_T, log_high_T = table[group_T].unbind(-1)
-        return cls(low_T, high_T, log_low_T, log_high_T, groups[0].dual_clip)
-
-
-def policy_loss(
-    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
+def histograms(
+    log_ratio_T: Tensor,
+    advantage_T: Tensor,
+    rollout_log_prob_T: Tensor,
+    mask_T: Tensor,
+    config: BoundsConfig,
+    weights: Sequence[Weight],
+    negative_weight: NegativeWeight = "present",
+    group_T: Tensor | None = None,
+    groups: int = 1,
 ) -> Tensor:
-    """PPO-clip loss (Eq. 4): ``-sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``, a scalar from [T].
+    """Histograms of ``w |A| r`` and ``w |A|`` over log r, with the candidates of the bounds as bin edges.
 
-    With a dual clip ``c`` a token with ``A < 0`` and ``r > c`` has the value ``c A``. float64, differentiable
-    in ``log_ratio_T``; the gradient is exactly zero at tokens that are clipped, masked or beyond
-    ``LOG_RATIO_LIMIT``. ValueError if shapes differ.
+    With ``negative_weight`` ``first_pass`` the r of a negative token is max(r, 1) in the first of the two.
+    With ``group_T``, the index of each token's group below ``groups``, there is a histogram for each group.
+
+    Fast path: most tokens are clipped by no candidate. They all belong to the middle bin, which needs plain
+    sums alone; only the other tokens are sorted into bins.
+
+    Returns:
+        float64 [weights, 2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1], before it [groups]
+        if there are any: all that the sums at every candidate need, under either measure.
     """
-    check_shapes(log_ratio_T, advantage_T, mask_T)
-    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
-    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    ratio_T = ratio(log_ratio_T)
-    low, high = bounds[:2] if isinstance(bounds, TokenBounds) else (bounds.low, bounds.high)
-    ratio_T = torch.where(above_T, high, ratio_T)
-    ratio_T = torch.where(below_T, low, ratio_T)
-    if bounds.dual_clip is not None:
-        beyond_T = (advantage_T < 0) & (log_ratio_T > math.log(bounds.dual_clip))
-        ratio_T = torch.where(beyond_T, bounds.dual_clip, ratio_T)
-    return -(mask_T.double() * advantage_T * ratio_T).sum()
+    check_shapes(log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
+    if group_T is not None or negative_weight == "first_pass":
+        every = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
+        return _binned(every, config, weights, negative_weight, group_T, groups)
+    fields = [field.reshape(-1) for field in (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)]
+    edges = constant_on(log_ratio_T.device, _edges(config))
+    unclipped = _unclipped(config)
+    histogram = edges.new_zeros(len(weights), 2, 2, len(edges) + 1)
+    middle = histogram[:, 0, :, len(low_values(config))]
+    chunk = CHUNK_TOKENS if log_ratio_T.device.type == "cpu" else max(1, log_ratio_T.numel())
+    left_out_T = torch.cat(
+        [
+            _add_unclipped(middle, tokens, weights, unclipped)
+            for tokens in zip(*(field_T.split(chunk) for field_T in fields), strict=True)
+        ]
+    )
+    for tokens in _left_out(fields, left_out_T, chunk):
+        _add_clipped(histogram.flatten(2), tokens, weights, edges)
+    return histogram
 
 
-@torch.no_grad()
-def clipped_tokens(
-    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
+def _binned(
+    fields: Sequence[Tensor],
+    config: BoundsConfig,
+    weights: Sequence[Weight],
+    negative_weight: NegativeWeight,
+    group_T: Tensor | None,
+    groups: int,
 ) -> Tensor:
-    """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip.
+    """Slow path of ``histograms``: every token is sorted into its bin, for groups and ``first_pass``."""
+    edges = constant_on(fields[0].device, _edges(config))
+    bins = 2 * (len(edges) + 1)
+    histogram = edges.new_zeros(len(weights), 2, groups * bins)
+    first_T = torch.zeros((), dtype=torch.int64) if group_T is None else group_T.reshape(-1) * bins
+    tokens = [field_T.reshape(-1) for field_T in fields]
+    _add_clipped(histogram, tokens, weights, edges, first_T, negative_weight)
+    parts: Tensor = histogram.unflatten(-1, (groups, 2, len(edges) + 1)).movedim(2, 0)
+    return parts[0] if group_T is None else parts
 
-    ValueError if shapes differ.
-    """
-    check_shapes(log_ratio_T, advantage_T, mask_T)
-    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
-    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    return above_T | below_T
 
-
-@torch.no_grad()
-def gradient_factor(
-    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
+def _add_unclipped(
+    middle: Tensor, fields: Sequence[Tensor], weights: Sequence[Weight], unclipped: tuple[float, float]
 ) -> Tensor:
-    """Gradient factor ``g = r X`` of each token (Eq. 7), float64 [T]: ``d loss / d log pi = -mask A g``.
+    """Fast path: add ``w |A| r`` of the unclipped tokens to ``middle`` [weights, 2 (negative; positive)].
 
-    ``X`` is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
+    Nearly all the time of the sums goes here. So it works in place, and multiplies masked tokens with 0
+    instead of selecting the others; a token where that does not give 0 is left out.
+
+    Returns:
+        bool [tokens]: those left out, which a candidate may clip, and those with a nan or inf, masked or not.
     """
-    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
-    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    alive_T = ~(above_T | below_T) & (log_ratio_T.abs() <= LOG_RATIO_LIMIT)
-    if bounds.dual_clip is not None:
-        alive_T &= (advantage_T >= 0) | (log_ratio_T <= math.log(bounds.dual_clip))
-    return ratio(log_ratio_T) * alive_T
+    log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
+    log_ratio_T = log_ratio_T.to(torch.float64, copy=True)
+    left_out_T = log_ratio_T.clamp(*unclipped).sub_(log_ratio_T)
+    left_out_T.mul_(advantage_T).clamp_(max=0.0)  # 0 where no candidate clips
+    value_T = log_ratio_T.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_().mul_(advantage_T).mul_(mask_T)
+    values = [
+        value_T if weight == "uniform" else value_T * rollout_log_prob_T.double().exp() for weight in weights
+    ]
+    for value_T in values:
+        left_out_T.add_(value_T, alpha=0.0)  # nan where the value is nan or inf
+    left_out_T = left_out_T != 0  # nan is not 0
+    for value_T, (negative, positive) in zip(values, middle, strict=True):
+        value_T.masked_fill_(left_out_T, 0.0)
+        positive += _ordered_sum(value_T.clamp(min=0.0))
+        negative -= _ordered_sum(value_T.clamp_(max=0.0))
+    return left_out_T
 
 
-def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds | TokenBounds) -> tuple[Tensor, Tensor]:
-    """Masks of the tokens clipped above (A > 0) and below (A < 0); nan is in neither and reaches the loss."""
-    if isinstance(bounds, TokenBounds):
-        above_T, below_T = log_ratio_T >= bounds.log_high_T, log_ratio_T <= bounds.log_low_T
+def _left_out(fields: Sequence[Tensor], left_out_T: Tensor, chunk: int) -> Iterator[Sequence[Tensor]]:
+    """Fields of the tokens left out, ``chunk`` at a time; on a GPU all tokens, with the others masked."""
+    if selects(left_out_T.device):
+        for positions in left_out_T.nonzero().squeeze(1).split(chunk):
+            yield [field_T.index_select(0, positions) for field_T in fields]
     else:
-        above_T, below_T = log_ratio_T >= math.log(bounds.high), log_ratio_T <= math.log(bounds.low)
-    return (advantage_T > 0) & above_T, (advantage_T < 0) & below_T
+        yield [*fields[:-1], torch.where(left_out_T, fields[-1], 0.0)]
+
+
+def _ordered_sum(value_T: Tensor) -> Tensor:
+    """Sequential sum in the order of the tokens: zeros among them do not change its rounding."""
+    return value_T.cumsum_(0)[-1:].sum()
+
+
+def _add_clipped(
+    histogram: Tensor,
+    fields: Sequence[Tensor],
+    weights: Sequence[Weight],
+    edges: Tensor,
+    first_T: Tensor | None = None,
+    negative_weight: NegativeWeight = "present",
+) -> None:
+    """Slow path: add ``w |A| r`` and ``w |A|`` of any tokens to the bins of ``histogram``.
+
+    Args:
+        histogram: [weights, 2 (w |A| r; w |A|), 2 * (candidates + 1)], first the negative tokens; of every
+            group, where there are groups.
+        first_T: the first bin of each token's group; None: 0.
+        negative_weight: r of a negative token, or max(r, 1).
+    """
+    log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
+    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
+    positive_bins = _POSITIVE * (len(edges) + 1)
+    bin_T = torch.bucketize(log_ratio_T, edges, right=True).add_(advantage_T > 0, alpha=positive_bins)
+    if first_T is not None:
+        bin_T += first_T
+    ratio_T = ratio(log_ratio_T)
+    if negative_weight == "first_pass":
+        ratio_T = torch.where(advantage_T < 0, ratio_T.clamp(min=1.0), ratio_T)
+    for weight, (ratio_mass, mass) in zip(weights, histogram, strict=True):
+        size_T = advantage_T.abs().mul_(mask_T)
+        if weight == "rollout_probability":
+            (log_prob_T,) = unmasked(mask_T, rollout_log_prob_T)
+            size_T.mul_(log_prob_T.exp())
+        mass.scatter_add_(0, bin_T, size_T)
+        ratio_mass.scatter_add_(0, bin_T, size_T.mul_(ratio_T))
+
+
+def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
+    """Sums P at every c_high and N at every c_low, [..., H + L], from [..., 2, 2, candidates + 1]."""
+    lows, highs = low_values(config), high_values(config)
+    ratio_mass, mass = range(2)
+    up_to, since = histogram.cumsum(-1), histogram.flip(-1).cumsum(-1).flip(-1)
+    # c_high number k leaves a positive token unclipped in the bins up to L + k, c_low number k a negative one
+    # in the bins after k.
+    positive = up_to[..., ratio_mass, _POSITIVE, len(lows) : -1]
+    negative = since[..., ratio_mass, _NEGATIVE, 1 : len(lows) + 1]
+    if config.measure == "surrogate":
+        high, low = (constant_on(histogram.device, tuple(bounds)) for bounds in (highs, lows))
+        positive = positive + high * since[..., mass, _POSITIVE, len(lows) + 1 :]
+        negative = negative + low * up_to[..., mass, _NEGATIVE, : len(lows)]
+    # A nan must not hide in a bin that no candidate counts.
+    return torch.cat([positive, negative], -1) + 0.0 * histogram.sum()
+
+
+def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:
+    """Thresholds of log r: from them on a token is unclipped by each c_low, and clipped by each c_high."""
+    lows, highs = low_values(config), high_values(config)
+    if lows[-1] >= highs[0]:
+        raise ValueError(f"candidates of c_low (to {lows[-1]}) and c_high (from {highs[0]}) overlap")
+    # Unclipped by c_low is log r > log c_low, that is from the next float on.
+    return [math.nextafter(math.log(low), math.inf) for low in lows], [math.log(high) for high in highs]
+
+
+@functools.lru_cache(maxsize=16)
+def _edges(config: BoundsConfig) -> tuple[float, ...]:
+    """Bin edges: all thresholds, ascending; a bin holds its lower edge."""
+    lows, highs = _thresholds(config)
+    return (*lows, *highs)
+
+
+def _unclipped(config: BoundsConfig) -> tuple[float, float]:
+    """Range of log r that no candidate clips, for either sign of the advantage."""
+    lows, highs = _thresholds(config)
+    return lows[-1], math.nextafter(highs[0], -math.inf)

@@ -1,8 +1,8 @@
 """Parameter map: which Hugging Face tensors make up each megatron-core parameter, row by row.
 
 A megatron parameter is its HF tensors cut into segments of rows and stacked. Weights in memory follow the
-table (``shards.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which is why
-nothing here needs torch. All shapes are *global*: those of a model that no parallelism has cut.
+table (``policy/weight_map.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which
+is why nothing here needs torch. All shapes are *global*: those of a model that no parallelism has cut.
 
 Layouts, from megatron-core: ``linear_qkv`` stacks, for each KV group, its query heads, its key head and its
 value head; ``linear_fc1`` stacks the gate over the up projection, on each TP rank anew. Used in

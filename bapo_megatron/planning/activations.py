@@ -125,7 +125,7 @@ class _Widths:
 def _torch_layer(w: _Widths) -> _Layer:
     """torch's RMSNorm on a CPU keeps its input and the normalized input in float32, and a number a row.
 
-    RoPE keeps a table for all layers together (``attention/rope.py``), too small to count.
+    RoPE keeps a table for all layers together (``policy/positions.py``), too small to count.
     """
     norm = 2 * _FP32 * w.h + _FP32
     gated = 5 * w.b * w.f  # gate and up (2f), silu(gate), up once more (megatron adds a zero offset), product

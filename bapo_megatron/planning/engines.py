@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.hf.config import ModelShape, linear_flops_per_token
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.lengths import (
     ResponseLengths,
@@ -38,7 +38,6 @@ from bapo_megatron.planning.lengths import (
     read_tokens,
 )
 from bapo_megatron.planning.sizes import read_parameters, total_parameters
-from bapo_megatron.policy.flops import linear_flops_per_token
 
 SPARE = 1.25
 """Open responses over those that Little's law asks for: some of them wait for the rest of their group."""

@@ -27,7 +27,7 @@ FIXED = 3 * GB
 FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
 _BUCKET = 1 << 26  # policy/optimizer.py
-_HOST_BLOCK = 1 << 28  # policy/state/offload.py
+_HOST_BLOCK = 1 << 28  # policy/offload.py
 PACK_COLUMNS = 4 * 8 + 7 * 4 + 4
 """Bytes of a token's columns on the device (``tensor_types.COLUMNS``): four int64, six float32, one int32."""
 
@@ -193,7 +193,7 @@ def server_weights(job: Job) -> float:
 def host_bytes(job: Job) -> float:
     """Host memory of a node during a checkpoint save: (12 + b) bytes a parameter / (DP x CP), and more.
 
-    Master weight, moments and weight are split over DP x CP (``policy/state/optimizer_state.py``), those of
+    Master weight, moments and weight are split over DP x CP (``policy/optimizer_state.py``), those of
     experts over the ranks that have the same ones. Parameters
     are written whole, so a rank may write one more than its share, at most the largest. A host optimizer is
     there all the time, and once more during a save (the writer's copy-on-write pages) or a load, which holds

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapo_megatron.planning.job import Job, slots
-from bapo_megatron.planning.memory import largest_shard, largest_stage_weights, offloaded_bytes
-from bapo_megatron.planning.sizes import rank_imbalance, total_parameters
-from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, known_passes, update_traffic
-from bapo_megatron.policy.flops import (
+from bapo_megatron.hf.config import (
     attention_flops,
     head_flops_per_token,
     linear_flops_per_token,
     mlp_matmuls,
 )
+from bapo_megatron.planning.job import Job, slots
+from bapo_megatron.planning.memory import largest_shard, largest_stage_weights, offloaded_bytes
+from bapo_megatron.planning.sizes import rank_imbalance, total_parameters
+from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy.layout import stage_layers
 
 _STEP_BYTES = 40

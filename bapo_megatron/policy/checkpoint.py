@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.policy.background_save import BackgroundSave, replace_results_queue
-from bapo_megatron.policy.state.optimizer_state import shard_over_ranks
-from bapo_megatron.policy.state.stored_checkpoint import StoredCheckpoint, open_stored, read_by
+from bapo_megatron.policy.optimizer_state import shard_over_ranks
+from bapo_megatron.policy.stored_checkpoint import StoredCheckpoint, open_stored, read_by
 from bapo_megatron.runtime.distributed import all_gather
 
 _CONTENT = {
@@ -64,7 +64,7 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
 def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     """Load the checkpoint in ``path`` into the model and the optimizer. Collective.
 
-    CheckpointError, on every rank, if it is damaged or would run code (``state/stored_checkpoint.py``).
+    CheckpointError, on every rank, if it is damaged or would run code (``stored_checkpoint.py``).
     RuntimeError if it is another model's, or cannot be read.
     """
     inner = list(_torch_adams(optimizer))

@@ -1,9 +1,13 @@
-"""Device and communication backend of this process, and CPU mode: megatron-core without CUDA.
+"""What this process computes with: device, communication backend, attention kernels; and CPU mode.
 
 ``select_device`` comes first in every process that trains. megatron-core names "cuda" devices in a few dozen
 places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch's calls in the calling thread, what it
-patches of megatron-core in the whole process. With CUDA ``select_device`` changes no library. Used in
-``commands/``, ``evaluation/``, ``planning/``, ``policy/state/``, ``trainer/`` and this folder.
+patches of megatron-core in the whole process. With CUDA ``select_device`` changes no library.
+
+Where Transformer Engine has no attention kernel for a GPU it does not refuse: without context parallelism it
+computes all scores of padded documents (unfused), with it a layer fails in the first pass. So ``model.py``
+asks before it chooses the attention; ``check_environment`` belongs to the checks before a run starts. Used in
+``commands/``, ``evaluation/``, ``planning/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import fields
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,11 +27,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.device import choose_vector_kernels, has_apex, uses_gpu
 
 _CPU = torch.device("cpu")
 _TE_BASE = "transformer_engine.pytorch.module.base"
 _thread = threading.local()
+_NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+_SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _NORM_BLOCK = 2**14
 """Block size of the gradient norm, in elements: 128 KiB of float64, which a cache holds. torch sums so few on
 one thread, so the sum does not depend on the number of threads."""
@@ -76,6 +84,86 @@ def varlen_problem() -> str | None:
         f"torch {torch.__version__} has no variable-length attention with a window (torch 2.11 has): "
         "install transformer-engine[pytorch], or a newer torch"
     )
+
+
+def check_environment() -> None:
+    """Check that no variable disables a kernel of Transformer Engine, which megatron asserts. ConfigError."""
+    for name in _SWITCHES:
+        value = os.environ.get(name, "1")
+        if value != "1":
+            raise ConfigError(
+                f"{name}={value} in the environment: megatron-core wants all of {', '.join(_SWITCHES)} unset "
+                f"or 1 and chooses the kernel itself: unset {name}"
+            )
+
+
+@cache
+def pack_attention() -> type:
+    """``TEDotProductAttention`` with ``pad_between_seqs`` passed on: there is no padding between documents.
+
+    Without it Transformer Engine before 2.20 compares ``cu_seqlens`` with the padded ones in every layer,
+    which synchronizes with the GPU. A function, because its base class imports Transformer Engine.
+    """
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class PackAttention(TEDotProductAttention):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.kept_packed_seq_params.add("pad_between_seqs")
+
+    return PackAttention
+
+
+def has_te_attention(config: Any, longest: int) -> bool:
+    """Whether Transformer Engine has a flash or fused kernel for this rank's heads of ``config``.
+
+    ``longest``: length of the longest document in tokens. ConfigError if NVTE_ALLOW_NONDETERMINISTIC_ALGO=0
+    is set and it has no deterministic kernel: torch has none either.
+    """
+    deterministic = os.environ.get(_NONDETERMINISTIC, "1") == "0"
+    found = _has_te_kernel(config, longest, deterministic)
+    if deterministic and not found:
+        raise ConfigError(
+            f"{_NONDETERMINISTIC}=0 in the environment: there is no deterministic attention here for packs "
+            f"of {longest} tokens in Transformer Engine, nor in torch: unset it; a resumed run then "
+            "continues to rounding, not bit for bit"
+        )
+    return found
+
+
+def _has_te_kernel(config: Any, longest: int, deterministic: bool) -> bool:
+    """Transformer Engine's backend selection, called with the arguments of a layer in training."""
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    # The number of documents matters for determinism only: then it is the most that a pack can have.
+    documents = max(1, longest // (2 * context)) if deterministic else 1
+    asked = {
+        "qkv_dtype": config.params_dtype,
+        "qkv_layout": "thd_thd_thd",
+        "batch_size": documents,
+        "num_heads": config.num_attention_heads // tensor,
+        "num_gqa_groups": config.num_query_groups // tensor,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+        "num_tokens_q": longest // context,
+        "num_tokens_kv": longest // context,
+        "head_dim_qk": config.kv_channels,
+        "head_dim_v": config.kv_channels,
+        "attn_mask_type": "padding_causal",
+        "window_size": (-1, 0),
+        "bottom_right_diagonal": False,
+        "core_attention_bias_requires_grad": False,
+        "context_parallel": context > 1,
+        "cp_size": context,
+        "deterministic": deterministic,
+    }
+    known = {field.name for field in fields(utils.AttentionParams)}
+    answer = utils.get_attention_backend(
+        utils.AttentionParams(**{name: value for name, value in asked.items() if name in known})
+    )
+    use_flash, _, use_fused, *_ = answer
+    return bool(use_flash or use_fused)
 
 
 def backend() -> str:

@@ -24,22 +24,21 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import attention_weight, read_model_shape
 from bapo_megatron.hf.reader import HfReader, TensorReader
 from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy import device
 from bapo_megatron.policy.background_save import BackgroundSave
+from bapo_megatron.policy.bit_digest import state_digest, weights_digest
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
 from bapo_megatron.policy.experts import UpdateTally
-from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.model import build_chunks, transformer_config
+from bapo_megatron.policy.offload import FrozenReference, Offload
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, implementation
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
-from bapo_megatron.policy.state.bit_digest import state_digest, weights_digest
-from bapo_megatron.policy.state.offload import FrozenReference, Offload
 from bapo_megatron.policy.weight_map import WeightMap
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
 from bapo_megatron.types import PackLayout

@@ -34,12 +34,11 @@ from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy import device
-from bapo_megatron.policy.attention.core import DocumentAttention, DocumentPack
-from bapo_megatron.policy.attention.rope import Rotary
-from bapo_megatron.policy.attention.te_backend import has_te_attention, pack_attention
-from bapo_megatron.policy.device import has_cuda
+from bapo_megatron.policy.attention import DocumentAttention, DocumentPack
+from bapo_megatron.policy.device import has_cuda, has_te_attention, pack_attention
 from bapo_megatron.policy.experts import PackLoad, PackRoutes, UpdateTally, replaying, unknown_T
 from bapo_megatron.policy.layout import chunk_layers
+from bapo_megatron.policy.positions import Rotary
 from bapo_megatron.tensor_types import MicroBatch
 
 

@@ -57,7 +57,7 @@ def check_engine_gap(
     recorder: Recorder | None,
     is_first: bool = False,
 ) -> None:
-    """The engine mismatch check (``algo/measurements/engine_gap.py``), once the step is recorded.
+    """The engine mismatch check (``algo/measurements.py``), once the step is recorded.
 
     A gap above its limits is a warning, or GapError on every rank. ``updates``: the metrics of the step's
     updates, equal on every rank. ``is_first``: they are the first since colocated engines got their weights

@@ -36,8 +36,7 @@ from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.export import check_export_output
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
-from bapo_megatron.policy.attention.te_backend import check_environment
-from bapo_megatron.policy.device import attention_problem, has_cuda, optimizer_problem
+from bapo_megatron.policy.device import attention_problem, check_environment, has_cuda, optimizer_problem
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import check_function, needs_sandbox, settings_for
 from bapo_megatron.reward.sandbox.sandbox import checked_sandbox

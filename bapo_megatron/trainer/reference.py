@@ -51,7 +51,7 @@ class ReferenceRecord:
     dtype: str
     """The type that the weights were converted to."""
     weights: str
-    """Digest of their bits, equal at every layout (``policy/state/bit_digest.py``)."""
+    """Digest of their bits, equal at every layout (``policy/bit_digest.py``)."""
 
 
 def reference_folder(config: RunConfig) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bapo_megatron.policy import optimizer as host_optimizer
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.state.optimizer_state import STATES, placements
+from bapo_megatron.policy.optimizer_state import STATES, placements
 from benchmarks.gpu.rows import Row, Size
 from benchmarks.gpu.small_policy import adam_step, build, save
 

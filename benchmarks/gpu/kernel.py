@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo_megatron.policy.attention.context_parallel import document_chunks, positions
-from bapo_megatron.policy.attention.core import flash_attention
+from bapo_megatron.policy.attention import flash_attention
+from bapo_megatron.policy.positions import document_chunks, positions
 from benchmarks.gpu.rows import Row, Size
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 128

@@ -22,10 +22,9 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.planning.job import GB, GPUS, Job, PlanOptions
 from bapo_megatron.planning.memory import stage_memory
-from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from benchmarks.gpu.rows import Row, Size, seconds

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from bapo_megatron.policy.attention.context_parallel import positions
+from bapo_megatron.policy.positions import positions
 
 BOUNDS = (0, 8, 12, 16)  # two documents and a padding document
 RANKS = ("#4c78a8", "#f2a45c")  # context-parallel ranks

@@ -31,7 +31,7 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.state.optimizer_state import Piece, cut
+from bapo_megatron.policy.optimizer_state import Piece, cut
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_nearly_tied_experts, save_tiny_model
 from tests.support.saves import CountingReader, Written, complete, counting_reads

@@ -18,8 +18,8 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import mapping_table
-from bapo_megatron.hf.shards import join, shard
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.weight_map import join, shard
 from checkpoints_tools import to_hf, to_megatron
 from tests.support.models import FAMILIES, random_samples, save_tiny_model
 from tests.support.saves import complete

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron.algo import sums, tokens
+from bapo_megatron.algo import surrogate, tokens
 from bapo_megatron.algo.bapo import eq8_literal
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.objective import Objective
@@ -31,7 +31,7 @@ UPDATE = {
     "algo/tokens.py constant_on": 1,  # the update's bounds go to the device, once
 }
 OF_THE_HOST = {
-    "attention/core.py padding_plan",  # made once for a pack, on a CPU alone
+    "policy/attention.py padding_plan",  # made once for a pack, on a CPU alone
     "policy/passes.py _part",  # the mask of a pack, before it goes to the device
     "policy/megatron.py update",
     "optimizer/optimizer.py step_with_ready_grads",  # torch's Adam keeps its step counters on the host
@@ -41,7 +41,7 @@ OF_THE_HOST = {
 
 def waits(folder: Path, chunk_tokens: int, pack_tokens: int) -> list[Counter[str]]:
     """Of a forward pass and of an update, with tokens masked as on a GPU; the second of each."""
-    for module in (tokens, sums):
+    for module in (tokens, surrogate):
         module.selects = lambda _device: False  # type: ignore[attr-defined]
     batch = BatchConfig(pack_tokens=pack_tokens, logprob_chunk_tokens=chunk_tokens)
     policy = MegatronPolicy(ModelConfig(folder, "float32"), ONE, batch, OptimizerConfig(), 10, 0.7)

@@ -17,8 +17,8 @@ from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.policy import offload
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.state import offload
 from bapo_megatron.types import TokenStats
 from tests.distributed.test_layouts import layout
 from tests.support.bapo_objective import loss_fn

@@ -22,9 +22,9 @@ from bapo_megatron.config import (
     RunConfig,
 )
 from bapo_megatron.data.samples import Sample, samples_of
-from bapo_megatron.policy.attention.context_parallel import slice_batch
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.output_head import OutputHead
+from bapo_megatron.policy.positions import slice_batch
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss

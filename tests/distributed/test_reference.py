@@ -25,8 +25,8 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.policy import offload
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.state import offload
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import response_log_probs, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss

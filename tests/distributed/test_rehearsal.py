@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config import ParallelConfig, ReferenceKlConfig
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.planning.rehearsal.job import rehearse
 from bapo_megatron.planning.rehearsal.records import Call, RankRequest, RankResult
 from bapo_megatron.planning.rehearsal.results import collective_mismatches
-from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
-from bapo_megatron.policy.state import offload
+from bapo_megatron.policy import offload
 from tests.support.planted import Mistake, rehearse_with
 from tests.support.rehearsals import TOKENS, RealRank, colocated, real_ranks, small_run
 from tests.support.tiers import slow_but
@@ -99,7 +98,7 @@ def contents(call: Call) -> tuple[object, ...]:
 
 
 PASSES = "bapo_megatron/policy/passes.py"
-CORE = "bapo_megatron/policy/attention/core.py"
+CORE = "bapo_megatron/policy/attention.py"
 WEIGHTS = "bapo_megatron/policy/weight_map.py"
 HEAD = "bapo_megatron/policy/output_head.py"
 ONE, CP = ParallelConfig(), ParallelConfig(context=2)

@@ -17,8 +17,7 @@ from megatron.core import parallel_state
 from bapo_megatron import cli
 from bapo_megatron.commands import verify as check
 from bapo_megatron.commands.layout_reference import read_layout_reference, write_layout_reference
-from bapo_megatron.policy import megatron
-from bapo_megatron.policy.attention import core as attention
+from bapo_megatron.policy import attention, megatron
 from bapo_megatron.policy.experts import UpdateTally
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.passes import Passes

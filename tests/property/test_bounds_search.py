@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algo import bapo, sums
+from bapo_megatron.algo import bapo, surrogate
 from bapo_megatron.algo.bounds import (
     Bounds,
     BoundsConfig,
@@ -229,7 +229,7 @@ def test_the_order_of_tokens_and_the_chunks_do_not_matter(case: Any, random: Any
     permuted = {name: field[shuffled] for name, field in tensors.items()}
     one = bapo.contribution_sums(**tensors, config=config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "CHUNK_TOKENS", chunk)
+        patch.setattr(surrogate, "CHUNK_TOKENS", chunk)
         other = bapo.contribution_sums(**permuted, config=config)
     assert other.tolist() == close(one.tolist())
     assert outcome(search_bounds(one, config)) == outcome(search_bounds(other, config))

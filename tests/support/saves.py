@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.interfaces import Saving
-from bapo_megatron.policy.state.stored_checkpoint import StoredReader
+from bapo_megatron.policy.stored_checkpoint import StoredReader
 
 
 class Written:

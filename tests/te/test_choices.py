@@ -15,7 +15,7 @@ from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, Para
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.policy.attention.te_backend import check_environment, has_te_attention
+from bapo_megatron.policy.device import check_environment, has_te_attention
 from bapo_megatron.tensor_types import MicroBatch
 from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess

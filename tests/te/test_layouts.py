@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf import parameter_map
-from bapo_megatron.policy.attention import context_parallel, core
+from bapo_megatron.policy import attention, positions
 from tests.distributed.test_layouts import LAYOUTS, Answer, answer, check_agreement, layout
 from tests.support.models import save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
@@ -100,23 +100,23 @@ def test_torch_attention_where_transformer_engine_has_no_kernel(
 def chunks_in_order() -> None:
     """Chunks 2r and 2r + 1 of each document for rank r, instead of r and 2 x size - 1 - r."""
 
-    def chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[context_parallel.DocumentChunk]:
+    def chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[positions.DocumentChunk]:
         for start, end in pairwise(bounds):
             length = (end - start) // (2 * size)
             for number in (2 * rank, 2 * rank + 1):
-                yield context_parallel.DocumentChunk(length, start, start + (number + 1) * length)
+                yield positions.DocumentChunk(length, start, start + (number + 1) * length)
 
-    context_parallel.document_chunks = chunks
+    positions.document_chunks = chunks
 
 
 def change_packs(bounds_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
-    made = core.DocumentPack.of.__func__
+    made = attention.DocumentPack.of.__func__
 
-    def of(cls: Any, bounds: tuple[int, ...], _longest: int, *others: Any) -> core.DocumentPack:
+    def of(cls: Any, bounds: tuple[int, ...], _longest: int, *others: Any) -> attention.DocumentPack:
         changed = bounds_of(bounds)
         return made(cls, changed, max(end - start for start, end in pairwise(changed)), *others)
 
-    core.DocumentPack.of = classmethod(of)
+    attention.DocumentPack.of = classmethod(of)
 
 
 def bounds_of_the_rank() -> None:

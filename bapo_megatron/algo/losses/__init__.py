@@ -48,9 +48,9 @@ LOSSES = {
     "ce_gppo": "bapo_megatron.algo.losses.token_losses:CeGppo",
     "aspo": "bapo_megatron.algo.losses.token_losses:Aspo",
     "maspo": "bapo_megatron.algo.losses.token_losses:Maspo",
-    "gspo": "bapo_megatron.algo.losses.sequence_losses:Gspo",
-    "m2po": "bapo_megatron.algo.losses.m2po:M2po",
-    "vespo": "bapo_megatron.algo.losses.sequence_losses:Vespo",
+    "gspo": "bapo_megatron.algo.losses.update_losses:Gspo",
+    "m2po": "bapo_megatron.algo.losses.update_losses:M2po",
+    "vespo": "bapo_megatron.algo.losses.update_losses:Vespo",
 }
 """Registered names of losses, with the dotted paths of their classes."""
 

@@ -39,16 +39,15 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 
-from bapo_megatron.policy import checkpoint
+from bapo_megatron.policy import checkpoint, optimizer_state
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.state import optimizer_state
-from bapo_megatron.policy.state.optimizer_state import (
+from bapo_megatron.policy.optimizer_state import (
     STATES,
     placements,
     shard_of_state,
     shards_of_parameters,
 )
-from bapo_megatron.policy.state.stored_checkpoint import StoredCheckpoint
+from bapo_megatron.policy.stored_checkpoint import StoredCheckpoint
 from checkpoints_tools.formats.distcp import Metadata
 
 

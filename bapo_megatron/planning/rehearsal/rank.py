@@ -55,9 +55,9 @@ from bapo_megatron.planning.rehearsal.records import (
     RankResult,
 )
 from bapo_megatron.planning.rehearsal.transformer_engine.extension import observers
-from bapo_megatron.policy.attention.context_parallel import document_chunks
 from bapo_megatron.policy.device import cpu_mode
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.positions import document_chunks
 from bapo_megatron.tensor_types import MicroBatch
 
 _LARGEST = 10

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bapo_megatron.algo import bapo, surrogate
 from bapo_megatron.algo.bounds import Bounds, BoundsConfig, search_bounds, sum_count
-from bapo_megatron.algo.measurements.clipping import clip_fractions
+from bapo_megatron.algo.measurements import clip_fractions
 from tests.support.bapo_objective import clip_sums
 
 # c_high in 1.5, 2.0 and c_low in 0.5, 0.75.

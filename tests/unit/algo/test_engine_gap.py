@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.algo.measurements.engine_gap import gap_metrics, gap_sums
+from bapo_megatron.algo.measurements import gap_metrics, gap_sums
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError, GapError
 from bapo_megatron.trainer import checks as mismatch

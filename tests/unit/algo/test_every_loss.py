@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo import sums, tokens
+from bapo_megatron.algo import surrogate, tokens
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.losses import LOSSES, Loss, build_loss, load_loss
 from bapo_megatron.algo.objective import Objective
@@ -150,7 +150,7 @@ def test_a_nan_in_a_token_of_the_loss_reaches_the_result(name: str) -> None:
 
 
 def test_no_part_of_an_update_makes_the_host_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tokens, sums):
+    for module in (tokens, surrogate):
         monkeypatch.setattr(module, "selects", lambda _device: False)
     stats, batch = update(8)
     objective = Objective(build(name))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from bapo_megatron.algo import sums, tokens
+from bapo_megatron.algo import surrogate, tokens
 from bapo_megatron.algo.bapo import balanced, eq8_literal, measured_sums
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.measurements import PackView, token_mean
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tokens, sums):
+    for module in (tokens, surrogate):
         monkeypatch.setattr(module, "selects", lambda _device: False)
 
 

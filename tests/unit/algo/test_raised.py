@@ -9,8 +9,7 @@ import torch
 
 from bapo_megatron.algo.bounds import grpo
 from bapo_megatron.algo.losses.clip import ClipLoss
-from bapo_megatron.algo.measurements import PackView, UpdateSums
-from bapo_megatron.algo.measurements.clipping import RAISED_TOKENS
+from bapo_megatron.algo.measurements import RAISED_TOKENS, PackView, UpdateSums
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.types import TokenStats
 from tests.unit.algo.test_objective import pack

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
-from bapo_megatron.hf.shards import join
+from bapo_megatron.policy.weight_map import join
 from bapo_megatron.runtime.written_folders import MARK
 from benchmarks import dcp_convert
 from checkpoints_tools import Settings, cli, to_hf, to_megatron

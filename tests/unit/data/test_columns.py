@@ -15,7 +15,7 @@ from bapo_megatron.algo.bapo import contribution_sums, fixed
 from bapo_megatron.data.packing import pack_samples, trained_columns
 from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.planning.memory import PACK_COLUMNS
-from bapo_megatron.policy.attention.context_parallel import slice_batch
+from bapo_megatron.policy.positions import slice_batch
 from bapo_megatron.trainer.sft import next_token_loss
 from bapo_megatron.types import COLUMNS, Group, MicroBatch, PackLayout, Prompt, Rollout, TokenStats
 from tests.support.batches import in_memory

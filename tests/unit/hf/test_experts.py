@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.hf.config import ExpertShape, model_shape, read_model_shape
+from bapo_megatron.hf.config import ExpertShape, linear_flops_per_token, model_shape, read_model_shape
 from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_key, expert_tensors, mapping_table
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.policy.flops import linear_flops_per_token
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from checkpoints_tools import to_hf, to_megatron

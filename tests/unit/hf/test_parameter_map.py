@@ -15,7 +15,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
 from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_key, hf_tensors, mapping_table
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.hf.shards import join, shard, shard_parts, split, unshard
+from bapo_megatron.policy.weight_map import join, shard, shard_parts, split, unshard
 from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

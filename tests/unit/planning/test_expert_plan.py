@@ -11,7 +11,7 @@ import pytest
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ExpertShape, read_model_shape
+from bapo_megatron.hf.config import ExpertShape, attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.planning import sizes as experts
 from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import Change, smallest_changes
@@ -34,7 +34,6 @@ from bapo_megatron.planning.sizes import (
 )
 from bapo_megatron.planning.speed import speed
 from bapo_megatron.planning.traffic import sync_traffic, update_traffic
-from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from tests.unit.planning.test_plan import SMALL, job, planned
 
 SHAPES = Path(__file__).parents[3] / "recipes/shapes"

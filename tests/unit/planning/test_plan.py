@@ -33,7 +33,13 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.hf.config import (
+    ModelShape,
+    attention_flops,
+    attention_weight,
+    linear_flops_per_token,
+    read_model_shape,
+)
 from bapo_megatron.planning import memory as plan_memory
 from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
@@ -58,7 +64,6 @@ from bapo_megatron.planning.sizes import (
 from bapo_megatron.planning.speed import handover_estimate, host_update, reference_seconds, speed
 from bapo_megatron.planning.traffic import Sync, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy import output_head
-from bapo_megatron.policy.flops import attention_flops, attention_weight, linear_flops_per_token
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 RECIPE = RECIPES / "bp_math_32b_64k.py"

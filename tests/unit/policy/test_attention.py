@@ -11,15 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.policy.attention import core as attention
-from bapo_megatron.policy.attention.context_parallel import positions
-from bapo_megatron.policy.attention.core import (
+from bapo_megatron.policy import attention
+from bapo_megatron.policy.attention import (
     DocumentAttention,
     DocumentPack,
     flash_attention,
     groups_of_like_length,
     prefix_attention,
 )
+from bapo_megatron.policy.positions import positions
 
 CONFIG = types.SimpleNamespace(attention_dropout=0.0, kv_channels=8, context_parallel_size=1)
 

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from bapo_megatron.policy.state.bit_digest import WEIGHTS, RankSums, merged
-from bapo_megatron.policy.state.optimizer_state import STATES
+from bapo_megatron.policy.bit_digest import WEIGHTS, RankSums, merged
+from bapo_megatron.policy.optimizer_state import STATES
 
 CUT, WHOLE, EXPERT = 10, 1000, 100_000
 STATE = {name: (number, 0, 0) for number, name in enumerate(STATES, 1)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.policy.state.stored_checkpoint import check_size
+from bapo_megatron.policy.stored_checkpoint import check_size
 from checkpoints_tools.archives.pickle_allow_list import load_pickle
 from checkpoints_tools.archives.torch_zip import read_archive
 

@@ -1,4 +1,4 @@
-"""Losses of sequences against literal loops, autograd and numbers by hand; however the update is split."""
+"""Losses of an update against literal loops, autograd and numbers by hand; however the update is split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo import sums, tokens
+from bapo_megatron.algo import surrogate, tokens
 from bapo_megatron.algo.losses import Loss, build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.sequences import PerSequence, sequence_means, sequence_sums
@@ -185,7 +185,7 @@ def test_one_answer_however_the_update_is_split(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_part_of_an_update_makes_the_host_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tokens, sums):
+    for module in (tokens, surrogate):
         monkeypatch.setattr(module, "selects", lambda _device: False)
     stats, batch = update(7, DRIFT[name])
     objective = Objective(build_loss(AlgorithmConfig(loss=name)))
@@ -289,3 +289,68 @@ def test_an_update_without_sequences_is_nothing(name: str) -> None:
     stats, batch = TokenStats(torch.full((2,), -1.0), torch.ones(2)), MicroBatch.of((0, 2))
     found = found_by(objective.loss, stats, batch)
     assert not objective.token_fn(found, 0)(stats, batch).any()
+
+
+def test_m2po_by_hand() -> None:
+    """tau 0.3 over squares 1, 4 (A > 0) and 0.25 (A < 0): means 1.75, then 0.625, then 0.25.
+
+    So both tokens with A > 0 and r > 1 are masked. log r = -3 with A > 0 and 3 with A < 0 are no candidates.
+    Loss: -(-exp(-0.5) + exp(-3) - exp(3)); all five tokens stay in the count.
+    """
+    loss = loss_of("m2po", tau=0.3)
+    stats, batch = responses([1.0, 2.0, -0.5, -3.0, 3.0], [0] * 5, [1.0, 1.0, -1.0, 1.0, -1.0])
+    found = found_by(loss, stats, batch)
+    assert (found.moment, found.kept) == pytest.approx((1.75, 0.25))
+    assert 0.995 <= found.threshold <= 1.0
+    terms = loss.terms(stats, batch, found)
+    assert float(terms.loss) == pytest.approx(math.exp(-0.5) - math.exp(-3) + math.exp(3))
+    assert terms.clipped_T.tolist() == [True, True, False, False, False]
+    assert terms.gradient_T.tolist() == pytest.approx([0, 0, math.exp(-0.5), math.exp(-3), math.exp(3)])
+    objective = Objective(loss)
+    metrics = objective.metrics(objective.token_fn(found, 6)(stats, batch), found)
+    assert metrics["policy/tokens"] == 5.0
+    assert metrics["policy/loss"] == pytest.approx(float(terms.loss) / 5)
+    assert metrics["bapo/clip_fraction_high"] == pytest.approx(2 / 5)
+    assert metrics["m2po/second_moment_kept"] == pytest.approx(0.25)
+
+
+def test_m2po_masks_nothing_within_its_bound() -> None:
+    loss = loss_of("m2po", tau=2.0)
+    stats, batch = responses([1.0, 1.7, 0.0], [0] * 3, [1.0, 1.0, 1.0])
+    found = found_by(loss, stats, batch)
+    assert (found.threshold, found.moment) == (math.inf, pytest.approx((1 + 1.7**2) / 2))
+    assert not bool(loss.terms(stats, batch, found).clipped_T.any())
+    metrics = Objective(loss).metrics(Objective(loss).token_fn(found, 6)(stats, batch), found)
+    assert metrics["m2po/threshold"] is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_m2po_masks_what_algorithm_1_does_and_at_most_the_rest_of_a_bin(seed: int) -> None:
+    stats, batch = update(seed, drift=0.4)
+    loss = loss_of("m2po", tau=0.02)
+    found = found_by(loss, stats, batch)
+    ours = set(loss.terms(stats, batch, found).clipped_T.nonzero().flatten().tolist())
+    theirs = algorithm_1(stats, batch, 0.02)
+    assert theirs
+    assert theirs <= ours
+    last = min(abs(log_ratio(stats, batch, t)) for t in theirs)
+    assert all(abs(log_ratio(stats, batch, t)) > last / 1.005 for t in ours - theirs)
+    assert found.kept <= 0.02
+
+
+def test_a_token_on_an_edge_is_in_the_bin_above() -> None:
+    """tau 0.25: the first edge is 1/2, and the bin of 1/2 and 0.5004 has a mean above tau."""
+    loss = loss_of("m2po", tau=0.25)
+    stats, batch = responses([0.5, 0.5004], [0, 0], [1.0, 1.0])
+    found = found_by(loss, stats, batch)
+    assert (found.threshold, found.kept) == (0.5, 0.0)
+    assert loss.terms(stats, batch, found).clipped_T.tolist() == [True, True]
+
+
+def test_m2po_masks_all_that_lies_beyond_its_edges_and_hides_no_nan() -> None:
+    loss = loss_of("m2po")
+    stats, batch = responses([50.0, math.inf, 0.1], [0] * 3, [1.0, 1.0, 1.0])
+    found = found_by(loss, stats, batch)
+    assert loss.terms(stats, batch, found).clipped_T.tolist() == [True, True, False]
+    stats, batch = responses([50.0, math.nan, 0.1], [0] * 3, [1.0, 1.0, 1.0])
+    assert math.isnan(float(loss.terms(stats, batch, found_by(loss, stats, batch)).loss))

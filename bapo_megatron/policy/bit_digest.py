@@ -9,7 +9,7 @@ invertible: a change of one element always changes the digest; changes of severa
 unnoticed with probability about 2^-32 at most.
 
 A rank sums its own shards, block by block; ``state_digest``, which is collective, gathers only the sums.
-Used by ``policy/megatron.py``.
+Used by ``megatron.py``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from bapo_megatron.hf.parameter_map import Mapping
-from bapo_megatron.hf.shards import shard
-from bapo_megatron.policy.state.optimizer_state import STATES, placements
-from bapo_megatron.policy.weight_map import Key, WeightMap, cut_group
+from bapo_megatron.policy.optimizer_state import STATES, placements
+from bapo_megatron.policy.weight_map import Key, WeightMap, cut_group, shard
 
 WEIGHTS, STEP = "weights", "step"
 _INTEGERS = {2: torch.int16, 4: torch.int32}

@@ -19,7 +19,7 @@ Where m = n, and on a GPU (float32), it is one SDPA call.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
 ``_LKHD`` with keys and values in a dimension of 2, ``_PHD`` [rows of all padded batches, heads, head_dim],
-``_KHD`` for the keys of a rank's chunks, end to end. Used by ``policy/model.py``.
+``_KHD`` for the keys of a rank's chunks, end to end. Used by ``model.py``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from bapo_megatron.policy.attention.context_parallel import document_chunks, gathered_rows
-from bapo_megatron.policy.attention.rope import RotaryTable, rotate
 from bapo_megatron.policy.experts import PackLoad, PackRoutes
+from bapo_megatron.policy.positions import RotaryTable, document_chunks, gathered_rows, rotate
 
 # Padding limit: a padded batch has at most this many times the tokens of its documents.
 _MAX_PADDING = 1.5

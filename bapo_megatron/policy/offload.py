@@ -19,7 +19,7 @@ masters of float32 models would no longer be views of the weights, and pins new 
 
 Host memory is allocated in blocks that are reused. torch rounds each pinned allocation up to a power of two,
 and the block size is one. A checkpoint's writer, a fork, does not read them: it has copies of its own. Used
-by ``policy/megatron.py``.
+by ``megatron.py``.
 """
 
 from __future__ import annotations

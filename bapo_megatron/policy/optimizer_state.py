@@ -8,7 +8,7 @@ the pieces in other ranges (a range cuts two parameters at most), and the owner 
 shapes and dtypes in the files are megatron's: each reader can read the other's files.
 
 Sizes: with D ranks in DP x CP a rank holds, writes and reads about 12 P / D bytes of P parameters. Used in
-``policy/``, this folder and ``planning/rehearsal/``.
+``planning/rehearsal/`` and this folder.
 """
 
 from __future__ import annotations

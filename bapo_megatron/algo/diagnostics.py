@@ -1,0 +1,312 @@
+"""Diagnostics of an update by kinds of tokens: age, quadrant of advantage and probability, ratio, source.
+
+**Staleness** (off-policy lag) is the age of a token in updates, by its three causes:
+
+    staleness = v - version = (v - v0) + (v0 - n) + (n - version)
+                               reuse      queue      segment
+
+``version`` sampled the token, ``v`` trains on it, ``v0`` is the version at the start of the step, and ``n``
+the newest version in the token's group. Reuse: updates that this step has already made on its batch. Queue:
+updates while the finished group waited for the step. Segment: updates while the group was unfinished (partial
+rollouts: a response is sampled in segments, under several versions). ``train.py`` calls ``age_metrics``
+before an update, on the host; ``STALENESS`` measures the same tokens in its packs, by buckets of age.
+
+**Quadrants** are those of the Entropy-Clip Rule (Eq. 6, Definition 1 of arXiv 2510.18927): a token has *high*
+probability if ``log pi(y) > E[log pi] = -H``, the mean over its own next-token distribution
+(``tokens.likely``), and its advantage is positive or negative. A policy-gradient step on the sampled token
+``y`` changes the entropy of its distribution, to first order and up to the step's size, by
+
+    effect = -m g A (log pi(y) + H)
+
+with ``m`` the weight in the loss and ``g`` the loss's own factor of the gradient (``LossTerms.gradient_T``;
+BAPO's is the ratio where the token has a gradient, Eq. 7, else 0). ``X`` is 1 where ``g`` is not 0, else 0.
+The mean effect estimates minus the covariance of Eq. 6, whose constant drops out because ``log pi + H`` has
+mean zero. Derivation: docs/off_policy.md. Effects above 0 expand the entropy, those below contract it.
+
+**Sources** are those of a run with ``data.sources``. The contribution of one is the share of tokens with
+positive advantage in its gradient mass, whatever ``bounds.measure`` and ``bounds.share`` are. A token's mass
+is ``m |g| |A|``.
+
+Legend: ``_T`` tokens of a pack, ``_R`` tokens of a response, ``_B`` buckets of staleness, ``_C`` classes of
+tokens, ``_V`` values, ``_S`` sources, the first row for tokens of none.
+
+Used by ``algo/objective.py``, ``train.py`` and ``benchmarks/diagnostics.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
+from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums, share
+from bapo_megatron.algo.tokens import constant_on, likely, ratio, unmasked
+from bapo_megatron.types import Metrics, VersionSpan
+
+_BUCKET_STARTS = (1, 2, 4, 8, 16)
+_BUCKET_VALUES = ("tokens", "clipped", "ratio_gap", "entropy")
+
+BUCKET_SUMS = len(BUCKETS) * len(_BUCKET_VALUES)
+"""Length of the vector of ``bucket_sums``."""
+
+AGE_METRICS = tuple(
+    f"staleness/{name}" for name in ("mean", "max", "reuse_mean", "queue_mean", "segment_mean")
+)
+"""Names of the metrics of ``age_metrics``."""
+
+
+def age_metrics(groups: Sequence[Sequence[VersionSpan]], version: int, step_version: int) -> Metrics:
+    """Staleness of an update's tokens: mean, maximum, and the means of its three parts, in updates.
+
+    Args:
+        groups: for each group, for each response the span of the versions that sampled its tokens.
+        version: version of the policy in training.
+        step_version: version of the policy at the beginning of the step.
+
+    Returns:
+        ``AGE_METRICS``, in updates, each a mean or maximum over tokens; None where there are no tokens.
+    """
+    tokens = behind = spread = oldest = 0
+    for group in groups:
+        spans = [span for span in group if span.tokens]
+        if spans:
+            newest, count = max(span.newest for span in spans), sum(span.tokens for span in spans)
+            tokens += count
+            behind += count * (step_version - newest)
+            spread += count * newest - sum(span.total for span in spans)
+            oldest = max(oldest, version - min(span.oldest for span in spans))
+    if not tokens:
+        return dict.fromkeys(AGE_METRICS)
+    reuse, queue, segment = float(version - step_version), behind / tokens, spread / tokens
+    means = (reuse + queue + segment, float(oldest), reuse, queue, segment)
+    return dict(zip(AGE_METRICS, means, strict=True))
+
+
+def bucket_of(staleness_T: Tensor) -> Tensor:
+    """Index into ``BUCKETS`` (int64) of each token, from its staleness in updates; below 0 counts as 0."""
+    return torch.bucketize(
+        staleness_T, constant_on(staleness_T.device, _BUCKET_STARTS, torch.int64), right=True
+    )
+
+
+@torch.no_grad()
+def bucket_sums(
+    staleness_T: Tensor, live_T: Tensor, clipped_T: Tensor, log_ratio_T: Tensor, entropy_T: Tensor
+) -> Tensor:
+    """Sums over the tokens of each staleness bucket: tokens, clipped tokens, |log ratio|, entropy.
+
+    float64 [B * 4], additive over packs and ranks, from the staleness in updates (below 0, as where rollouts
+    of another run are newer, counts as 0), the tokens that are in the loss and clipped, and log-ratios and
+    entropies in nats.
+    """
+    columns = (live_T, clipped_T, log_ratio_T.abs(), entropy_T)
+    values_T4 = torch.stack([torch.where(live_T, column_T, 0).double() for column_T in columns], dim=1)
+    sums_B4 = values_T4.new_zeros(len(BUCKETS), len(_BUCKET_VALUES))
+    return sums_B4.index_add_(0, bucket_of(staleness_T), values_T4).flatten()
+
+
+def bucket_metrics(sums: Tensor) -> Metrics:
+    """Metrics ``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``.
+
+    ``tokens`` is the bucket's share of all tokens (0 where there are none); ``clipped``, ``ratio_gap`` and
+    ``entropy`` are means over the bucket's tokens, None where it has none.
+    """
+    rows = sums.reshape(len(BUCKETS), len(_BUCKET_VALUES)).tolist()
+    total = max(sum(row[0] for row in rows), 1.0)
+    metrics: Metrics = {}
+    for bucket, (tokens, *values) in zip(BUCKETS, rows, strict=True):
+        metrics[f"staleness/{bucket}/tokens"] = tokens / total
+        for name, value in zip(_BUCKET_VALUES[1:], values, strict=True):
+            metrics[f"staleness/{bucket}/{name}"] = value / tokens if tokens else None
+    return metrics
+
+
+def _buckets_of(view: PackView) -> Tensor:
+    staleness_T = view.version - view.batch.version_T
+    clipped_T, entropy_T = view.terms.clipped_T, view.stats.entropy_T
+    return bucket_sums(staleness_T, view.live_T, clipped_T, view.log_ratio_T, entropy_T)
+
+
+STALENESS = Measurement("staleness", BUCKET_SUMS, _buckets_of, lambda sums, _update: bucket_metrics(sums))
+"""The measurement ``staleness/BUCKET/...``: tokens, clipping, ratio gap and entropy by staleness bucket."""
+
+QUADRANTS = ("negative_low", "negative_high", "positive_low", "positive_high")
+"""Sign of the advantage, and probability. The second and the third expand the entropy."""
+
+EXPANDING = ("negative_high", "positive_low")
+
+_CLASSES = (*QUADRANTS, "no_advantage")
+_VALUES = ("tokens", "clipped", "mass", "effect", "log_prob", "advantage", "product")
+_PROFILE = ("tokens", "probability", "entropy")
+_TABLE = (len(BUCKETS), len(_CLASSES), len(_VALUES))
+_TABLE_SUMS = math.prod(_TABLE)
+
+DIAGNOSTIC_SUMS = _TABLE_SUMS + len(RATIO_BINS) * len(_PROFILE)
+"""Length of the vector of ``diagnostic_sums``."""
+
+
+@torch.no_grad()
+def diagnostic_sums(view: PackView) -> Tensor:
+    """Sums for ``diagnostic_metrics``: float64 [DIAGNOSTIC_SUMS], additive over packs and ranks."""
+    stats, batch, terms = view.stats, view.batch, view.terms
+    fields = (view.log_ratio_T, batch.advantage_T, stats.log_prob_T, stats.entropy_T, batch.weight_T)
+    log_ratio_T, advantage_T, log_prob_T, entropy_T, weight_T, gradient_T = unmasked(
+        batch.mask_T, *fields, terms.gradient_T
+    )
+    live_T = view.live_T.double()
+    surplus_T = log_prob_T + entropy_T
+    alive_T = advantage_T * (gradient_T != 0)
+    push_T = weight_T * gradient_T * alive_T
+    columns = (
+        *(live_T, terms.clipped_T * live_T, push_T.abs(), -push_T * surplus_T),
+        *(log_prob_T, alive_T, log_prob_T * alive_T),
+    )
+    quadrant_T = 2 * (advantage_T > 0) + likely(log_prob_T, entropy_T)
+    class_T = torch.where(advantage_T == 0, len(QUADRANTS), quadrant_T)
+    row_T = bucket_of(view.version - batch.version_T) * len(_CLASSES) + class_T
+    profile = (live_T, log_prob_T.exp() * live_T, entropy_T)
+    bin_T = torch.bucketize(log_ratio_T, constant_on(log_ratio_T.device, RATIO_EDGES).log(), right=True)
+    return torch.cat(
+        [
+            _summed(row_T, len(BUCKETS) * len(_CLASSES), columns),
+            _summed(bin_T, len(RATIO_BINS), profile),
+        ]
+    )
+
+
+def diagnostic_metrics(sums: Tensor) -> Metrics:
+    """Diagnostic metrics of an update from the (reduced) ``diagnostic_sums``; None without tokens.
+
+    - ``quadrant/Q/tokens``, ``quadrant/Q/contribution``: the quadrant's share of the tokens, and of the
+      gradient mass ``sum m g |A|``; ``quadrant/Q/clipped``: the share of its own tokens that is clipped
+    - ``entropy_rule/covariance``: ``Cov(log pi, A X)`` over tokens, Eq. 6 as a plain covariance
+    - ``entropy_rule/effect``: mean first-order effect on the entropy, in nats for a step of size 1
+    - ``polarity/...``: the share of tokens and contribution of the two quadrants that expand the entropy
+      (``EXPANDING``); the effects of these, and of all other tokens
+    - ``staleness/B/clipped_Q``, ``.../covariance``, ``.../effect``: the same within a bucket of staleness
+    - ``ratio/BIN/tokens``: share of the tokens; ``.../probability``, ``.../entropy``: means over the bin
+    """
+    table_BCV = sums[:_TABLE_SUMS].reshape(_TABLE)
+    metrics: Metrics = {**_quadrant_metrics(table_BCV.sum(0)), **_rule(table_BCV.sum((0, 1)), "entropy_rule")}
+    for bucket, table_CV in zip(BUCKETS, table_BCV, strict=True):
+        tokens, clipped, *_ = table_CV.T.tolist()
+        for number, quadrant in enumerate(QUADRANTS):
+            metrics[f"staleness/{bucket}/clipped_{quadrant}"] = share(clipped[number], tokens[number])
+        metrics.update(_rule(table_CV.sum(0), f"staleness/{bucket}"))
+    return metrics | _profile_metrics(sums[_TABLE_SUMS:].reshape(len(RATIO_BINS), len(_PROFILE)))
+
+
+def _summed(row_T: Tensor, rows: int, columns: tuple[Tensor, ...]) -> Tensor:
+    """Sums of the columns over the tokens of each row: [rows columns]."""
+    values_TV = torch.stack(columns, dim=1)
+    return values_TV.new_zeros(rows, len(columns)).index_add_(0, row_T, values_TV).flatten()
+
+
+def _quadrant_metrics(table_CV: Tensor) -> Metrics:
+    rows = dict(zip(_CLASSES, table_CV.tolist(), strict=True))
+    tokens, _, mass, *_ = table_CV.sum(0).tolist()
+    metrics: Metrics = {}
+    for quadrant in QUADRANTS:
+        metrics[f"quadrant/{quadrant}/tokens"] = share(rows[quadrant][0], tokens)
+        metrics[f"quadrant/{quadrant}/clipped"] = share(rows[quadrant][1], rows[quadrant][0])
+        metrics[f"quadrant/{quadrant}/contribution"] = share(rows[quadrant][2], mass)
+    expanding = [sum(values) for values in zip(*(rows[name] for name in EXPANDING), strict=True)]
+    all_effects = sum(row[3] for row in rows.values())
+    return {
+        **metrics,
+        "polarity/expanding_tokens": share(expanding[0], tokens),
+        "polarity/expanding_contribution": share(expanding[2], mass),
+        "polarity/expanding_effect": share(expanding[3], tokens),
+        "polarity/contracting_effect": share(all_effects - expanding[3], tokens),
+    }
+
+
+def _rule(values: Tensor, prefix: str) -> Metrics:
+    """The entropy rule (Eq. 6) of tokens with the sums ``values``: covariance and mean effect."""
+    tokens, _, _, effect, log_prob, advantage, product = values.tolist()
+    covariance = None if not tokens else product / tokens - (log_prob / tokens) * (advantage / tokens)
+    return {f"{prefix}/covariance": covariance, f"{prefix}/effect": share(effect, tokens)}
+
+
+def _profile_metrics(profile: Tensor) -> Metrics:
+    metrics: Metrics = {}
+    tokens = float(profile[:, 0].sum())
+    for name, row in zip(RATIO_BINS, profile.tolist(), strict=True):
+        metrics[f"ratio/{name}/tokens"] = share(row[0], tokens)
+        metrics[f"ratio/{name}/probability"] = share(row[1], row[0])
+        metrics[f"ratio/{name}/entropy"] = share(row[2], row[0])
+    return metrics
+
+
+DIAGNOSTICS = Measurement(
+    "diagnostics", DIAGNOSTIC_SUMS, diagnostic_sums, lambda sums, _update: diagnostic_metrics(sums)
+)
+"""Quadrants, entropy rule and ratios of the tokens of an update."""
+
+_SOURCE_VALUES = (
+    *("tokens", "positive", "clipped_high", "clipped_low", "entropy"),
+    *("positive_mass", "mass", "positive_unclipped", "unclipped"),
+)
+
+
+def by_source(names: Sequence[str]) -> Measurement:
+    """The measurement ``source/NAME/...`` of each of the sources ``names``, numbered in this order.
+
+    - ``policy/tokens``, ``policy/entropy``: number of its tokens, and their mean entropy
+    - ``token_share``, ``gradient_share``: its share of the update's tokens, and of the gradient mass
+    - ``bapo/contribution``: the positive tokens' share of its mass; ``bapo/contribution_unclipped``: the same
+      with ``g = r``, as without bounds
+    - ``bapo/clip_fraction_high``, ``bapo/clip_fraction_low``, ``bapo/positive_token_fraction``: of its tokens
+
+    A share is None where its denominator is 0.
+    """
+    rows = len(names) + 1
+
+    def sums(view: PackView) -> Tensor:
+        return source_sums(view, rows).flatten()
+
+    def metrics(sums: Tensor, update: UpdateSums) -> Metrics:
+        table = sums.reshape(rows, len(_SOURCE_VALUES))
+        total = dict(zip(_SOURCE_VALUES, table.sum(0).tolist(), strict=True))
+        found: Metrics = {}
+        for name, row in zip(names, table[1:].tolist(), strict=True):
+            found |= _source_metrics(f"source/{name}", dict(zip(_SOURCE_VALUES, row, strict=True)), total)
+        return found
+
+    return Measurement("by_source", rows * len(_SOURCE_VALUES), sums, metrics)
+
+
+@torch.no_grad()
+def source_sums(view: PackView, rows: int) -> Tensor:
+    """Sums over the tokens of each source: float64 [S, values], additive over packs and ranks."""
+    batch, terms = view.batch, view.terms
+    fields = (view.log_ratio_T, batch.advantage_T, batch.weight_T, view.stats.entropy_T, terms.gradient_T)
+    log_ratio_T, advantage_T, weight_T, entropy_T, gradient_T = unmasked(batch.mask_T, *fields)
+    live_T, size_T = view.live_T, weight_T * advantage_T.abs()
+    positive_T, negative_T = live_T & (advantage_T > 0), live_T & (advantage_T < 0)
+    mass_T, unclipped_T = size_T * gradient_T.abs(), size_T * ratio(log_ratio_T)
+    columns = (
+        *(live_T, positive_T, positive_T & terms.clipped_T, negative_T & terms.clipped_T, entropy_T),
+        *(mass_T * positive_T, mass_T, unclipped_T * positive_T, unclipped_T),
+    )
+    values_TV = torch.stack([column_T.double() for column_T in columns], dim=1)
+    of_sequences = (-1,) * batch.sequences if not batch.sources else batch.sources
+    table = constant_on(live_T.device, (0, *(1 + source for source in of_sequences)), torch.int64)
+    return values_TV.new_zeros(rows, len(columns)).index_add_(0, table[batch.sequence_T + 1], values_TV)
+
+
+def _source_metrics(prefix: str, own: dict[str, float], total: dict[str, float]) -> Metrics:
+    return {
+        f"{prefix}/policy/tokens": own["tokens"],
+        f"{prefix}/policy/entropy": share(own["entropy"], own["tokens"]),
+        f"{prefix}/token_share": share(own["tokens"], total["tokens"]),
+        f"{prefix}/gradient_share": share(own["mass"], total["mass"]),
+        f"{prefix}/bapo/contribution": share(own["positive_mass"], own["mass"]),
+        f"{prefix}/bapo/contribution_unclipped": share(own["positive_unclipped"], own["unclipped"]),
+        f"{prefix}/bapo/clip_fraction_high": share(own["clipped_high"], own["tokens"]),
+        f"{prefix}/bapo/clip_fraction_low": share(own["clipped_low"], own["tokens"]),
+        f"{prefix}/bapo/positive_token_fraction": share(own["positive"], own["tokens"]),
+    }

@@ -1,0 +1,229 @@
+"""Losses that ask something of the whole update first: GSPO and VESPO a response's ratio, M2PO its mask.
+
+A pass sees one pack, a context-parallel rank a part of a response. So what a response's ratio (of GSPO the
+geometric mean of its tokens', of VESPO their product) or the mask depends on is summed over the whole update
+first (the loss's ``Search``), which may cost a forward pass (``trainer/update_loss.py``). Here
+``r = pi / pi_old``.
+
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_B`` bins. ``build_loss`` makes the
+losses by their names in ``algorithm.loss``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt, Lt
+from torch import Tensor
+
+from bapo_megatron.algo.losses import Loss, LossTerms, Search
+from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums, token_mean
+from bapo_megatron.algo.sequences import PerSequence, sequence_means, sequence_sums
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, constant_on, ratio, unmasked
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.types import Metrics
+
+
+class Gspo(Loss):
+    """GSPO loss (arXiv 2507.18071, Eqs. 5 and 7): PPO-clip with the ratio of a sequence, its geometric mean.
+
+        loss = -sum_t weight min(s A, clip(s, 1 - clip_low, 1 + clip_high) A),    s = exp(mean_t log r_t)
+
+    The gradient is that of GSPO-token (Eqs. 13 and 14): ``d loss / d log pi_t = -weight A s``, which with one
+    weight and one advantage for all tokens of a response is GSPO's own (Eq. 10). A clipped response has no
+    gradient at any of its tokens. The paper's mean over responses is ``algorithm.loss_mean=sequence``. Metric
+    ``gspo/ratio``: the mean of s.
+    """
+
+    search: Search
+
+    def __init__(
+        self,
+        algorithm: Any,
+        clip_low: Annotated[float, Gt(0), Lt(1)] = 3e-4,
+        clip_high: Annotated[float, Gt(0)] = 4e-4,
+    ) -> None:
+        """``clip_low``, ``clip_high``: distances of the bounds from 1; defaults of the paper's Sec. 5.1."""
+        super().__init__(algorithm)
+        self.low, self.high = math.log1p(-clip_low), math.log1p(clip_high)
+        self.search = Search(
+            sequence_sums, lambda sums: PerSequence(sequence_means(sums)), "update", is_ratio=True
+        )
+        self.measurements = (token_mean("gspo/ratio", lambda view: ratio(view.found.of_tokens(view.batch))),)
+
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: PerSequence) -> LossTerms:
+        """Eq. 5. ``found``: the mean log-ratio of each sequence."""
+        fields = (stats.log_prob_T, batch.advantage_T, batch.weight_T)
+        log_prob_T, advantage_T, weight_T = unmasked(batch.mask_T, *fields)
+        mean_T = found.of_tokens(batch)
+        above_T = (advantage_T > 0) & (mean_T >= self.high)
+        clipped_T = above_T | ((advantage_T < 0) & (mean_T <= self.low))
+        stopped_T = clipped_T | (mean_T.abs() > LOG_RATIO_LIMIT)
+        ratio_T = ratio(mean_T)
+        factor_T = torch.where(stopped_T | (batch.mask_T == 0), 0.0, ratio_T)
+        one_T = (log_prob_T - log_prob_T.detach()).exp()  # 1, with the gradient of log pi
+        value_T = torch.where(stopped_T, ratio_T, ratio_T * one_T)
+        value_T = torch.where(clipped_T, mean_T.clamp(self.low, self.high).exp(), value_T)
+        loss = -(weight_T * advantage_T * value_T).sum()
+        return LossTerms(loss, factor_T, clipped_T)
+
+
+class Vespo(Loss):
+    """VESPO loss (arXiv 2602.10693): a soft weight ``phi`` of the whole response's ratio ``W = prod_t r_t``.
+
+        loss = -sum_t weight sg(phi(W)) A log pi    so that    d loss / d log pi = -weight A phi
+
+    ``W`` has no length normalization, ``sg`` is stop-gradient, and ``phi(W) = W^k exp(lambda (1 - W))``: 1 at
+    W = 1, it falls on both sides of its peak at ``k / lambda``. ``k`` and ``lambda`` depend on the sign of
+    the advantage. No token is clipped. As in the authors' code (github.com/FloyedShen/VESPO) ``log W`` is
+    clamped to +-20. Metric ``vespo/phi``: the mean phi.
+    """
+
+    search: Search
+
+    def __init__(
+        self,
+        algorithm: Any,
+        k_positive: Annotated[float, Gt(0)] = 2.0,
+        lambda_positive: Annotated[float, Gt(0)] = 3.0,
+        k_negative: Annotated[float, Gt(0)] = 3.0,
+        lambda_negative: Annotated[float, Gt(0)] = 2.0,
+    ) -> None:
+        """Defaults of the authors' runs. ConfigError with ``importance_cap``: W is the importance weight."""
+        super().__init__(algorithm)
+        self.k, self.rate = (k_negative, k_positive), (lambda_negative, lambda_positive)
+        if algorithm.importance_cap is not None:
+            raise ConfigError(
+                f"algorithm.importance_cap={algorithm.importance_cap} would weigh vespo's loss beside W: "
+                f"leave it out, and with algorithm.old_log_probs=rollout W is pi / pi_rollout"
+            )
+        self.search = Search(
+            sequence_sums, lambda sums: PerSequence(sums.chunk(2)[0]), "update", is_ratio=True
+        )
+        self.measurements = (token_mean("vespo/phi", lambda view: view.terms.gradient_T),)
+
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: PerSequence) -> LossTerms:
+        """``-sum_t weight phi A log pi``. ``found``: the sum of log r of each sequence."""
+        fields = (stats.log_prob_T, batch.advantage_T, batch.weight_T)
+        log_prob_T, advantage_T, weight_T = unmasked(batch.mask_T, *fields)
+        live_T = batch.mask_T != 0
+        phi_T = torch.where(live_T, self._phi(found.of_tokens(batch), advantage_T), 0.0)
+        loss = -(weight_T * advantage_T * phi_T * log_prob_T).sum()
+        return LossTerms(loss, phi_T, torch.zeros_like(live_T))
+
+    def _phi(self, log_weight_T: Tensor, advantage_T: Tensor) -> Tensor:
+        """``phi(W) = W^k exp(lambda (1 - W))`` of each token's sequence, [T], from ``log W``."""
+        log_weight_T = log_weight_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        negative, positive = (
+            (k * log_weight_T - rate * torch.expm1(log_weight_T)).exp()
+            for k, rate in zip(self.k, self.rate, strict=True)
+        )
+        return torch.where(advantage_T < 0, negative, positive)
+
+
+BIN = 1.005
+"""Ratio of the edges of a bin of ``|log r|``."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Result of M2PO's search, as plain data: mask threshold, second moment before and after masking.
+
+    Found by the search, before the loss of an update; ``M2po.terms`` masks by it, and the metrics show it.
+    """
+
+    threshold: float
+    """Smallest masked ``|log r|``, nats; inf where no token is masked."""
+    moment: float
+    """Mean ``(log r)^2`` of the candidates; 0 without candidates."""
+    kept: float
+    """The same mean without the masked tokens: at most ``tau``."""
+
+
+class M2po(Loss):
+    """M2PO loss (arXiv 2510.01161): ``-sum_t weight M r A``, ``M`` 0 at masked tokens, else 1.
+
+    Its candidates, the trust-region tokens, are those that PPO could clip: A > 0 with r > 1, and A < 0 with
+    r < 1. While the mean of their ``(log r)^2`` is above ``tau``, the largest is masked (Algorithm 1 of that
+    paper). The others, and all tokens outside the trust region, keep ``r A`` unclipped. A masked token stays
+    in the count of tokens that the loss is divided by, as in the paper's objective.
+
+    A sort of all tokens is not additive over packs and ranks, a histogram is: the threshold is the lower edge
+    of a bin of ``|log r|``, 0.5 % wide. So the bin in which Algorithm 1 stops is masked whole.
+
+    Clipped: the masked tokens. Metrics ``m2po/threshold``, ``m2po/second_moment`` and ``..._kept``.
+    """
+
+    search: Search
+
+    def __init__(self, algorithm: Any, tau: Annotated[float, Gt(0), Lt(LOG_RATIO_LIMIT**2)] = 0.04) -> None:
+        """``tau``: largest mean of ``(log r)^2`` over the candidates; the default is the paper's."""
+        super().__init__(algorithm)
+        self.tau, self.edges = tau, _edges(math.sqrt(tau))
+        size = 2 * (len(self.edges) + 1)
+        self.search = Search(self._measure, self._find, "update", size, is_ratio=True)
+        self.measurements = (Measurement("m2po", 0, _nothing, self._metrics),)
+
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: Threshold) -> LossTerms:
+        """``-sum_t weight M r A`` at the threshold ``found``."""
+        log_ratio_T, advantage_T, weight_T = _fields(stats, batch)
+        masked_T = _candidates(log_ratio_T, advantage_T) & (log_ratio_T.abs() >= found.threshold)
+        ratio_T = ratio(log_ratio_T)
+        loss = -(weight_T * advantage_T * torch.where(masked_T, 0.0, ratio_T)).sum()
+        no_gradient_T = masked_T | (log_ratio_T.abs() > LOG_RATIO_LIMIT) | (batch.mask_T == 0)
+        return LossTerms(loss, torch.where(no_gradient_T, 0.0, ratio_T).detach(), masked_T)
+
+    @torch.no_grad()
+    def _measure(self, stats: TokenStats, batch: MicroBatch) -> Tensor:
+        """Histogram of ``|log r|`` of the candidates: their number and sum of ``(log r)^2`` by bin, [2 B]."""
+        log_ratio_T, advantage_T, _ = _fields(stats, batch)
+        count_T = _candidates(log_ratio_T, advantage_T).double()
+        bin_T = torch.bucketize(log_ratio_T.abs(), constant_on(count_T.device, self.edges), right=True)
+        square_T = torch.where(count_T > 0, log_ratio_T, 0.0).square()
+        return (
+            count_T.new_zeros(2, len(self.edges) + 1)
+            .index_add_(1, bin_T, torch.stack([count_T, square_T]))
+            .flatten()
+        )
+
+    def _find(self, sums: Tensor) -> Threshold:
+        """Algorithm 1 on whole bins, the largest ``|log r|`` first."""
+        counts, squares = (list(itertools.accumulate(half.tolist())) for half in sums.chunk(2))
+        means_B = [square / max(count, 1.0) for count, square in zip(counts, squares, strict=True)]
+        kept = max(number for number, mean in enumerate(means_B) if mean <= self.tau or number == 0)
+        return Threshold((*self.edges, math.inf)[kept], means_B[-1], means_B[kept])
+
+    def _metrics(self, _sums: Tensor, update: UpdateSums) -> Metrics:
+        """The second moment of the candidates before and after masking, and the threshold in nats."""
+        found: Threshold = update.found or self._find(update.parts[SEARCH])
+        return {
+            "m2po/second_moment": found.moment,
+            "m2po/second_moment_kept": found.kept,
+            "m2po/threshold": found.threshold if math.isfinite(found.threshold) else None,
+        }
+
+
+def _fields(stats: TokenStats, batch: MicroBatch) -> list[Tensor]:
+    """Log-ratio, advantage and weight, 0 at masked tokens."""
+    log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
+    return unmasked(batch.mask_T, log_ratio_T, batch.advantage_T, batch.weight_T)
+
+
+def _candidates(log_ratio_T: Tensor, advantage_T: Tensor) -> Tensor:
+    """Trust-region tokens, bool [T]: ``A log r > 0``, moved in the direction of their advantage."""
+    return log_ratio_T * advantage_T > 0
+
+
+def _edges(first: float) -> tuple[float, ...]:
+    """Bin edges from ``sqrt(tau)``, below which no token need be masked, to ``LOG_RATIO_LIMIT``."""
+    count = math.ceil(math.log(LOG_RATIO_LIMIT / first) / math.log(BIN))
+    return tuple(first * BIN**number for number in range(count + 1))
+
+
+def _nothing(view: PackView) -> Tensor:
+    return view.batch.mask_T.new_zeros(0, dtype=torch.float64)

@@ -1,0 +1,249 @@
+"""Measurements of an update: additive sums over its tokens, and the metrics computed from them.
+
+Every rank computes the sums of its own packs, at the weights before the update; the policy all-reduces them
+with the loss, and the metrics are computed from the result (``algo/objective.py``). A new metric is one
+entry: write a ``Measurement`` (or a ``token_mean``) and add it to ``MEASUREMENTS`` there, or to the
+``measurements`` of a loss.
+
+Here are those of all tokens alike; ``diagnostics.py`` has those by kinds of tokens.
+
+**Raised tokens** have ``r = pi / pi_old > 1.2``, GRPO's upper bound. A higher c_high acts on the positive
+ones among them: in a run without any, or with only likely ones, no c_high can keep the entropy up (Figs. 5
+and 10 of arXiv 2510.18927).
+
+**Engine gap** (train-inference mismatch): engine and trainer compute one function with different kernels, in
+different orders, perhaps at different precisions. The difference makes on-policy data slightly off-policy. A
+large or growing gap may show an error: weights that did not arrive, another temperature, a broken kernel. The
+limits are checked by ``check_engine_gap`` in trainer/checks.py.
+
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` those of them that count. Used in
+``algo/losses/`` and this folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.tokens import constant_on, live_sum, ratio, unmasked
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.types import Metrics
+
+
+class LossTerms(NamedTuple):
+    """Result of ``Loss.terms`` for a pack or a chunk of it, as plain data: loss, and terms of each token.
+
+    The policy minimizes the loss; measurements read the terms.
+    """
+
+    loss: Tensor
+    """float64 scalar, differentiable in ``stats.log_prob_T``: the sum over the pack's tokens, each with its
+    ``weight_T``. The optimizer step divides it by the update's count of tokens."""
+    gradient_T: Tensor
+    """Gradient factor ``g`` of each token, ``d loss / d log pi = -weight A g``; 0 where the token has no
+    gradient. PPO's: the ratio, or 0 where it is clipped."""
+    clipped_T: Tensor
+    """bool: the tokens that the loss clips, for the clip fractions."""
+
+
+@dataclass(frozen=True)
+class PackView:
+    """Input of ``Measurement.sums``: one pack, or a chunk of it, with its loss terms, without gradients.
+
+    Plain data; ``live_T`` and ``log_ratio_T`` are computed once, when they are asked for. ``Objective`` makes
+    one for each chunk.
+    """
+
+    stats: TokenStats
+    """Log-probs and entropies under the policy in training, nats."""
+    batch: MicroBatch
+    """Mask, weights, advantages and versions."""
+    terms: LossTerms
+    """The loss's per-token terms of the pack."""
+    found: Any
+    """The result of the loss's search; None for a loss without one."""
+    version: int
+    """Version of the policy in training: staleness counts from it."""
+
+    @cached_property
+    def live_T(self) -> Tensor:
+        """bool: the tokens in the loss, whose mask is not 0."""
+        return self.batch.mask_T != 0
+
+    @cached_property
+    def log_ratio_T(self) -> Tensor:
+        """log(pi / pi_old) of each token, nats."""
+        return self.stats.log_prob_T - self.batch.old_log_prob_T
+
+
+@dataclass(frozen=True)
+class UpdateSums:
+    """Input of ``Measurement.metrics``, as plain data: sums of a whole update, over all packs and ranks."""
+
+    tokens: float
+    """Tokens in the loss, at least 1: a divisor."""
+    found: Any
+    """The result of a search before the update; None if there was none, or the update itself searches."""
+    parts: Mapping[str, Tensor]
+    """The summed vector of each measurement, and of the search under ``SEARCH``."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement, as two functions: sums of one pack, and metrics from their total over packs and ranks.
+
+    ``sums`` is called in every chunk of every pack, and should not make the host wait for a GPU.
+    """
+
+    name: str
+    """Unique among the measurements of an objective."""
+    size: int
+    """Length of its vector."""
+    sums: Callable[[PackView], Tensor]
+    """The vector [size] of one pack, additive over packs and ranks; masked tokens must count nowhere."""
+    metrics: Callable[[Tensor, UpdateSums], Metrics]
+    """Metrics under the names of the log, from the vector summed over the update; None where one does not
+    exist, as a share of no tokens."""
+
+
+SEARCH = "search"
+"""Name of the sums of a loss's search in ``UpdateSums.parts``."""
+
+
+def share(part: float, whole: float) -> float | None:
+    """The metric ``part / whole``; None where the whole is 0."""
+    return part / whole if whole else None
+
+
+def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:
+    """Measurement of a token mean: the metric ``name`` is the mean of ``values`` over the tokens in the loss.
+
+    ``values`` gives one value for each token of a pack, [T]; masked ones are left out here. Or it gives [K]
+    values of the tokens in the loss alone, which makes the host wait on a GPU.
+    """
+
+    def sums(view: PackView) -> Tensor:
+        value = values(view)
+        whole = value.shape == view.live_T.shape
+        return (live_sum(value, view.live_T) if whole else value.double().sum())[None]
+
+    return Measurement(name, 1, sums, lambda sums, update: {name: float(sums) / update.tokens})
+
+
+def gate_mean(name: str) -> Measurement:
+    """Measurement of a soft gate: the metric ``name`` is the mean of ``g / r``, 1 without a gate."""
+    return token_mean(name, lambda view: view.terms.gradient_T / ratio(view.log_ratio_T.double()))
+
+
+@torch.no_grad()
+def clip_sums(clipped_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Token counts for ``clip_fractions``: float64 [5], additive over packs and ranks.
+
+    ``[tokens, positive tokens, negative tokens, positive clipped, negative clipped]``, where a token counts
+    once if its mask is not 0, and positive and negative are signs of advantage.
+    """
+    live_T = mask_T != 0
+    positive_T, negative_T = live_T & (advantage_T > 0), live_T & (advantage_T < 0)
+    counted = (live_T, positive_T, negative_T, positive_T & clipped_T, negative_T & clipped_T)
+    return torch.stack([flags_T.sum() for flags_T in counted]).double()
+
+
+def clip_fractions(sums: Tensor | Sequence[float]) -> dict[str, float]:
+    """Clip fractions, clipped tokens / all tokens, from the (reduced) ``clip_sums``; 0 without tokens."""
+    tokens, positive, _, above, below = (float(number) for number in sums)
+    tokens = max(tokens, 1.0)
+    return {
+        "bapo/clip_fraction_high": above / tokens,
+        "bapo/clip_fraction_low": below / tokens,
+        "bapo/positive_token_fraction": positive / tokens,
+    }
+
+
+def _clipped_of(view: PackView) -> Tensor:
+    return clip_sums(view.terms.clipped_T, view.batch.advantage_T, view.batch.mask_T)
+
+
+CLIPPING = Measurement("clipping", 5, _clipped_of, lambda sums, _update: {**clip_fractions(sums)})
+"""The clip fractions of the loss in use."""
+
+RAISED = 1.2
+"""Ratio above which a token is raised."""
+
+
+@torch.no_grad()
+def _raised_sums(view: PackView) -> Tensor:
+    """Number and summed pi_old of the raised tokens, then of those with A > 0: [4]."""
+    batch = view.batch
+    log_ratio_T, old_log_prob_T, advantage_T = unmasked(
+        batch.mask_T, view.log_ratio_T, batch.old_log_prob_T, batch.advantage_T
+    )
+    raised_T = log_ratio_T > math.log(RAISED)  # masked tokens have the ratio 1 here
+    positive_T = raised_T & (advantage_T > 0)
+    probability_T = old_log_prob_T.exp()
+    parts = (raised_T, raised_T * probability_T, positive_T, positive_T * probability_T)
+    return torch.stack([part.double().sum() for part in parts])
+
+
+def _raised_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
+    """Shares of raised tokens, and their mean pi_old; None without raised tokens."""
+    raised, mass, positive, positive_mass = sums.tolist()
+    return {
+        "raised/tokens": raised / update.tokens,
+        "raised/probability": share(mass, raised),
+        "raised/positive_tokens": positive / update.tokens,
+        "raised/positive_probability": share(positive_mass, positive),
+    }
+
+
+RAISED_TOKENS = Measurement("raised", 4, _raised_sums, _raised_metrics)
+"""The share of tokens above a ratio of 1.2, and their mean probability under the old policy."""
+
+_PER_OCTAVE = 4
+_GAP_EDGES = tuple(2.0 ** (number / _PER_OCTAVE) for number in range(-20 * _PER_OCTAVE, 5 * _PER_OCTAVE + 1))
+"""Histogram edges in nats, from 2^-20 (about 1e-6, the rounding of float32) to 32."""
+
+GAP_SUMS = 2 + len(_GAP_EDGES) + 1
+"""Length of the vector of ``gap_sums``."""
+
+
+@torch.no_grad()
+def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Tensor) -> Tensor:
+    """Count, sum and histogram of ``|log pi_trainer - log pi_rollout|``: float64 [GAP_SUMS].
+
+    A maximum is not additive over packs and ranks, a histogram is: its last bin with tokens gives the maximum
+    to the width of a bin. Log-probs by trainer and engine in nats; ``same_weights_T``: bool, the tokens in
+    the loss that the present weights sampled.
+    """
+    gap_T = (log_prob_T.double() - rollout_log_prob_T.double()).abs()
+    bin_T = torch.bucketize(gap_T, constant_on(gap_T.device, _GAP_EDGES))
+    count_T = same_weights_T.double()
+    histogram = gap_T.new_zeros(len(_GAP_EDGES) + 1).scatter_add_(0, bin_T, count_T)
+    return torch.cat([count_T.sum()[None], live_sum(gap_T, same_weights_T)[None], histogram])
+
+
+def gap_metrics(sums: Tensor) -> Metrics:
+    """Mean and maximum engine gap in nats, from (reduced) ``gap_sums``; None without tokens.
+
+    The maximum is the upper edge of its bin, so it is never below the true one and at most 19 % above
+    (2^(1/4)). Gaps up to 2^-20 are reported as 2^-20, gaps above 32 as inf.
+    """
+    count, total, *histogram = sums.tolist()
+    if not count:
+        return {"rollout/engine_gap_mean": None, "rollout/engine_gap_max": None}
+    last = max(number for number, tokens in enumerate(histogram) if tokens)
+    return {"rollout/engine_gap_mean": total / count, "rollout/engine_gap_max": (*_GAP_EDGES, math.inf)[last]}
+
+
+def _gaps_of(view: PackView) -> Tensor:
+    same_weights_T = view.live_T & (view.batch.version_T == view.version)
+    return gap_sums(view.stats.log_prob_T, view.batch.rollout_log_prob_T, same_weights_T)
+
+
+ENGINE_GAP = Measurement("engine_gap", GAP_SUMS, _gaps_of, lambda sums, _update: gap_metrics(sums))
+"""The engine gap over the tokens that the present weights sampled."""

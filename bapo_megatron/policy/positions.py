@@ -1,0 +1,159 @@
+"""Positions of a pack's tokens: which of them a context-parallel rank holds, and their rotary embedding.
+
+**Context parallelism** with load balancing shards a pack's tokens over CP ranks:
+
+    rank r of C holds chunks r and 2C - 1 - r of each document, which is cut into 2C chunks of equal length
+
+Under a causal mask early chunks are cheap and late ones expensive: every rank has the same work (as in Llama
+3, arXiv 2407.21783, Sec. 3.3.2, and Transformer Engine). Index arithmetic without communication, for
+``passes.py`` and the attention in torch. ValueError for a document that cannot be cut evenly: the packing
+pads documents (``PackLayout.document_multiple``).
+
+**Rotary position embedding** (RoPE) of ``thd`` packs in float32, for layers without Transformer Engine:
+
+    y_i       = x_i cos(m f_i) - x_{i+d/2} sin(m f_i)
+    y_{i+d/2} = x_{i+d/2} cos(m f_i) + x_i sin(m f_i)          f_i = base^(-2 i / d)
+
+for entries i and i + d/2 of a head of width d, at position m in its document (Su et al. 2021, RoFormer, arXiv
+2104.09864; halves, not neighbours, as in Hugging Face's models). The cosines are computed once per pack, and
+serve all layers. megatron-core's own code for packs would round them to bfloat16, compute them in every
+layer, for queries and keys, and synchronize with the device each time for the documents' lengths.
+
+Shapes: ``_T`` tokens of a pack, ``_L`` tokens of a pack on this rank (T / size), ``_LHD`` [tokens, heads, d],
+``_F`` frequencies (d / 2). Used in ``planning/`` and this folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.tensor_types import MicroBatch
+
+# Llama 3's frequency scaling (transformers.modeling_rope_utils): frequencies of wavelengths above 8192 are
+# divided by the factor, those below 8192 / 4 kept, those between interpolated. hf/config.py refuses others.
+_TRAINED_POSITIONS, _HIGH_FREQUENCY = 8192, 4
+
+
+@dataclass(frozen=True)
+class DocumentChunk:
+    """A rank's chunk of a packed document: its queries, and the range of keys that they attend to."""
+
+    queries: int
+    """Number of tokens of the chunk."""
+    first_key: int
+    """Position in the pack of the document's first token."""
+    last_key: int
+    """Position after the chunk's last token. The chunk's tokens are the last ``queries`` keys."""
+
+
+def document_chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[DocumentChunk]:
+    """The chunks of documents ``bounds[d]:bounds[d + 1]`` on ``rank``, in its order.
+
+    At size 1 a document is one chunk. ValueError if a document cannot be cut evenly.
+    """
+    for start, end in pairwise(bounds):
+        if size == 1:
+            yield DocumentChunk(end - start, start, end)
+            continue
+        chunk, rest = divmod(end - start, 2 * size)
+        if rest:
+            raise ValueError(f"a document of {end - start} tokens cannot be cut into 2 x {size} chunks")
+        for number in (rank, 2 * size - 1 - rank):
+            yield DocumentChunk(chunk, start, start + (number + 1) * chunk)
+
+
+@lru_cache(maxsize=64)  # every layer of a micro-batch needs the same ones
+def positions(bounds: tuple[int, ...], size: int, rank: int) -> Tensor:
+    """Positions [L] in the pack of the tokens on ``rank``, in its order."""
+    parts = [torch.arange(s.last_key - s.queries, s.last_key) for s in document_chunks(bounds, size, rank)]
+    return torch.cat(parts)
+
+
+@lru_cache(maxsize=16)
+def gathered_rows(bounds: tuple[int, ...], size: int) -> Tensor:
+    """Rows [T]: for each position of the pack its row in the concatenation of all ranks' tokens."""
+    held = torch.cat([positions(bounds, size, rank) for rank in range(size)])
+    return torch.empty_like(held).scatter_(0, held, torch.arange(held.numel()))
+
+
+def slice_batch(batch: MicroBatch, size: int, rank: int) -> MicroBatch:
+    """The part of a pack on ``rank``; fields that are no columns still describe the whole pack."""
+    if size == 1:
+        return batch
+    return batch.take(positions(batch.cu_seqlens, size, rank))
+
+
+class RotaryTable(NamedTuple):
+    """The cosines and sines of a pack's tokens, float32, both [tokens, d / 2]."""
+
+    cos_LF: Tensor
+    sin_LF: Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The RoPE parameters of a model; ``table`` computes a pack's cosines and sines."""
+
+    head_dim: int
+    base: float
+    factor: float | None
+    """Factor of Llama 3's frequency scaling; None for none."""
+
+    def table(self, position_L: Tensor) -> RotaryTable:
+        """The table for tokens at positions [L] in their documents, on the positions' device."""
+        angle_LF = torch.outer(position_L.float(), _frequencies(self, position_L.device))
+        return RotaryTable(angle_LF.cos(), angle_LF.sin())
+
+
+@lru_cache(maxsize=16)
+def _frequencies(rotary: Rotary, device: torch.device) -> Tensor:
+    """The frequencies f, float32 [d / 2], computed in float32 as engines do."""
+    even = torch.arange(0, rotary.head_dim, 2, dtype=torch.float32)
+    frequency_F = 1.0 / (rotary.base ** (even / rotary.head_dim))
+    if rotary.factor is not None:
+        frequency_F = _scaled(frequency_F, rotary.factor)
+    return frequency_F.to(device)
+
+
+def _scaled(frequency_F: Tensor, factor: float) -> Tensor:
+    """Llama 3's scaled frequencies, for a longer context."""
+    wavelength_F = 2 * math.pi / frequency_F
+    low_F = torch.where(wavelength_F > _TRAINED_POSITIONS, frequency_F / factor, frequency_F)
+    smooth_F = (_TRAINED_POSITIONS / wavelength_F - 1) / (_HIGH_FREQUENCY - 1)
+    between_F = (1 - smooth_F) * low_F / factor + smooth_F * low_F
+    shortest = _TRAINED_POSITIONS / _HIGH_FREQUENCY
+    return torch.where((wavelength_F >= shortest) & (wavelength_F <= _TRAINED_POSITIONS), between_F, low_F)
+
+
+def rotate(x_LHD: Tensor, table: RotaryTable) -> Tensor:
+    """Rotate queries or keys, in float32, rounded once to their own dtype."""
+    rotated: Tensor = _Rotation.apply(x_LHD, *table)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """The rotation with the inverse rotation as backward: it saves only the pack's table."""
+
+    @staticmethod
+    def forward(ctx: Any, x_LHD: Tensor, cos_LF: Tensor, sin_LF: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_LF, sin_LF)
+        return _rotated(x_LHD, cos_LF, sin_LF)
+
+    @staticmethod
+    def backward(ctx: Any, grad_LHD: Tensor) -> tuple[Tensor, None, None]:
+        cos_LF, sin_LF = ctx.saved_tensors
+        return _rotated(grad_LHD, cos_LF, -sin_LF), None, None
+
+
+def _rotated(x_LHD: Tensor, cos_LF: Tensor, sin_LF: Tensor) -> Tensor:
+    cos, sin = cos_LF[:, None], sin_LF[:, None]
+    first, second = x_LHD.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_LHD.dtype)

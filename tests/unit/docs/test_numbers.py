@@ -252,7 +252,7 @@ def test_results_say_what_the_search_did_and_did_not() -> None:
         for study, arm in ((FIRST, ("paper", 4)), (SECOND, ("paper_sequence", 8)))
     )
     page = " ".join((ROOT / "docs/algorithm.md").read_text().split())
-    assert f"(about four each, measured: share {said} of stale updates)" in page
+    assert f"(four to six, measured: share {said} of stale updates)" in page
     bapo, grpo = (
         sum(sum(collapsed[name, 8].values()) for name in names) for names in zip(*PAIRS, strict=True)
     )

@@ -212,7 +212,8 @@ def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.Ca
         recorder.step(step, [stale] * 8, {"reward/mean": 0.0})
     recorder.close()
     recorder = Recorder(run_config(tmp_path, RewardConfig()), 4, True)  # resumed: it was said before
-    recorder.step(4, [stale] * 8, {"reward/mean": 0.0})
+    for step in (4, 5):
+        recorder.step(step, [stale] * 8, {"reward/mean": 0.0})
     recorder.close()
     [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bounds_idle"]
     assert event["step"] == 2

@@ -148,7 +148,7 @@ ATTACKS = {
     "owner by Python": "__import__('fcntl').fcntl(pair(), 8, PID) == 0",
     "owner by ioctl": "libc.ioctl(pair().fileno(), 0x8901, ctypes.byref(ctypes.c_int(PID))) == 0",
     "signal of a file": "libc.fcntl(pair().fileno(), 10, 9) == 0",
-    "priority": "libc.setpriority(0, PID, 5) == 0",
+    "priority": "libc.setpriority(0, PID, 19) == 0",
     "affinity": "call('sched_setaffinity', PID, 8, ctypes.create_string_buffer(b'\\xff' * 8))",
     "scheduling": "call('sched_setscheduler', PID, 3, ctypes.create_string_buffer(4))",
     "I/O priority": "call('ioprio_set', 1, PID, 0x6000)",

@@ -48,8 +48,8 @@ def _design(plan: StudyPlan) -> Iterator[str]:
     yield (
         "The question of [the second study](controller_study.md) on SmolLM2-135M-Instruct, a pretrained "
         "model: sums, differences and products of one digit (reasoning-gym) behind a prompt that asks for "
-        "reasoning. Wrong responses are the longer ones, so positive tokens hold less than BAPO's target at "
-        "first."
+        "reasoning, chosen because it makes wrong responses the longer ones, so that positive tokens hold "
+        "less than BAPO's target at first: they held 0.37 in a batch before the study."
     )
     yield (
         f"{plan.steps} steps of {base.rollout.prompts_per_step} prompts with {base.rollout.group_size} "
@@ -93,6 +93,13 @@ def _gate(records: Sequence[ArmRecord]) -> Iterator[str]:
         f"{_share(records, BASELINE, 'below_target')} of GRPO's. "
         "Here and in the gates ± is the standard error."
     )
+    first = [one.curves["positive_share"][0] for one in records if (one.method, one.passes) == (BASELINE, 1)]
+    if first:
+        yield (
+            f"In the first step, at the weights that all begin with, they held {fmean(first):.3f} of it "
+            f"on-policy ({min(first):.3f} to {max(first):.3f} over the seeds)"
+            + ("." if fmean(first) < TARGET else ", where the design expected less than the target.")
+        )
 
 
 def _share(records: Sequence[ArmRecord], method: str, figure: str) -> str:

@@ -91,7 +91,13 @@ def record(name: str, staleness: int, seed: int, reward: float, moved: float = m
     figures = dict.fromkeys(COLUMNS, math.nan) | {"mean_reward": reward, "held_out": 0.5, "moved": moved}
     figures |= {"collapsed": 0.0, "positive_share": 0.375, "clipped": 0.0625, "entropy_kept": 0.2 * reward}
     figures |= {"below_target": 0.25, "one_sign": 0.5, "update_tokens": 512.0, "response_tokens": 32.0}
-    return ArmRecord(name, staleness, seed, figures, {"reward": np.array([reward])})
+    return ArmRecord(
+        name,
+        staleness,
+        seed,
+        figures,
+        {"reward": np.array([reward]), "positive_share": np.array([0.375 + seed / 8])},
+    )
 
 
 def test_the_page_shows_differences_and_calls_nothing_better() -> None:
@@ -114,6 +120,7 @@ def test_the_page_shows_differences_and_calls_nothing_better() -> None:
     assert "A group of 256 tokens is about 8 of its responses, which have 32 tokens in the mean. An" in text
     assert "has 512 tokens, 2.0 times a group. 0.5 ± 0 of the tokens were in groups of one sign" in text
     assert "less than the target of 0.4 in 0.25 ± 0 of the stale updates of `paper`, as its searches" in text
+    assert "they held 0.500 of it on-policy (0.375 to 0.625 over the seeds), where the" in text
     assert "| `grpo` at 8 | +0.100 (+0.100 to +0.100), 3 seeds | +0.000" in text
     gates = text.partition("## The second study's gates, here")[2].partition("## The arms")[0]
     assert "2 of the 5 would fail." in gates  # two were not measured

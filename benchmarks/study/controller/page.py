@@ -32,9 +32,10 @@ from benchmarks.study.controller.options import ControllerOptions
 from benchmarks.study.controller.verdicts import claims, rate_means, tuned_gates, verdicts
 from benchmarks.study.gates import GateResult
 from benchmarks.study.measures import ArmRecord
-from benchmarks.study.methods import BASELINE, SEARCH_TOKENS
+from benchmarks.study.methods import BAPO, BASELINE, SEARCH_TOKENS
 from benchmarks.study.pages.document import COLUMNS
 from benchmarks.study.pages.tables import OUTCOMES, mean_and_spread, outcomes, table
+from benchmarks.study.paired import fisher
 from benchmarks.study.runner import Failure
 
 COMMAND = "bapo study controller --write benchmarks/results/controller_study.md"
@@ -288,11 +289,31 @@ def _against_grpo(own: list[ArmRecord], chosen: dict[str, float] | None) -> Iter
         if (staleness, name) != (STALE, BASELINE)
     ]
     yield table([f"minus `{BASELINE}`", *OUTCOMES.values()], rows)
+    yield _collapses(own)
     if chosen:
         best = {method: Variant(method, rate).name for method, rate in chosen.items()}
         grpo = best.pop(BASELINE)
         tuned = [(f"`{name}`", *outcomes(own, name, grpo, STALE)) for name in best.values()]
         yield table([f"minus `{grpo}`", *OUTCOMES.values()], tuned)
+
+
+def _collapses(own: list[ArmRecord]) -> str:
+    """How many runs of BAPO and of GRPO collapsed at the recipe's rate, those of both means together."""
+    bapo, grpo = (
+        [
+            one.figures["collapsed"]
+            for one in own
+            if one.passes == STALE and one.method in (name, f"{name}_sequence")
+        ]
+        for name in (BAPO, BASELINE)
+    )
+    if len(bapo) != len(grpo):
+        return "Collapses are not compared: arms are missing."
+    p = fisher(int(sum(bapo)), int(sum(grpo)), len(bapo))
+    return (
+        f"With both means together {sum(bapo):.0f} of BAPO's {len(bapo)} runs collapsed and {sum(grpo):.0f} "
+        f"of GRPO's: Fisher's p {p:.2g}."
+    )
 
 
 def _arms(own: list[ArmRecord]) -> str:

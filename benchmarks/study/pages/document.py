@@ -226,14 +226,14 @@ def _unplanned(records: Sequence[ArmRecord]) -> Iterator[str]:
         rows.append((pair, effect_text(found)))
     yield table(["", "difference (95 % interval), seeds"], rows)
     means = [
-        [fmean(found.values()) for name in METHODS if (found := by_seed(records, name, PRIMARY, figure))]
+        [fmean(runs.values()) for name in METHODS if (runs := by_seed(records, name, PRIMARY, figure))]
         for figure in (OUTCOME, "raised_tokens")
     ]
     if len(means[0]) == len(means[1]) > 1:
-        ranks = np.argsort(np.argsort(means))
+        correlation = np.corrcoef(*np.argsort(np.argsort(means)))[0][1]
         yield (
             f"Over the {len(means[0])} methods at {name_of(PRIMARY)} Spearman's correlation of the mean "
-            f"reward with the share of tokens whose ratio is above 1.2 is {np.corrcoef(ranks)[0, 1]:.2f}."
+            f"reward with the share of tokens whose ratio is above 1.2 is {correlation:.2f}."
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, mode
 
 from benchmarks.study.contrasts import by_seed
 from benchmarks.study.controller.arms import STALE, START, UPDATES, VARIANTS, WARM_STEPS
@@ -36,7 +36,11 @@ def page(plan: StudyPlan, records: Sequence[ArmRecord], failures: Sequence[str])
     if records:
         parts += ["## Does the search act?", *_gate(records)]
         parts += ["## The second study's gates, here", *_foreign_gates(records)]
-        parts += ["## The arms", "± is the standard deviation over seeds.", _arms(records)]
+        parts += [
+            "## The arms",
+            f"± is the standard deviation over seeds. {_first_batches(records)}",
+            _arms(records),
+        ]
         parts += [f"## Against GRPO at staleness {STALE}", *_contrasts(records)]
     if failures:
         parts += ["## Arms that failed", "\n".join(f"- {one}" for one in failures)]
@@ -118,6 +122,26 @@ def _foreign_gates(records: Sequence[ArmRecord]) -> Iterator[str]:
         f"the {len(found)} would fail."
     )
     yield gates_table(found)
+
+
+def _first_batches(records: Sequence[ArmRecord]) -> str:
+    """Whether all arms of a seed begin with the same batch: those that do have the same reward there."""
+    begins = {(one.seed, one.passes, one.method): float(one.curves["reward"][0]) for one in records}
+    usual = {
+        seed: mode(reward for (other, *_), reward in begins.items() if other == seed) for seed, *_ in begins
+    }
+    odd = [
+        f"`{method}` at {staleness}, seed {seed}"
+        for (seed, staleness, method), reward in sorted(begins.items())
+        if reward != usual[seed]
+    ]
+    said = "All arms of a seed begin with the same batch"
+    if not odd:
+        return f"{said}."
+    return (
+        f"{said}, except {', '.join(odd)}, whose first rewards are others: other kernels of the "
+        "processor round otherwise, and sample other tokens."
+    )
 
 
 def _arms(records: Sequence[ArmRecord]) -> str:

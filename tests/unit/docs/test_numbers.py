@@ -263,7 +263,9 @@ def test_results_say_what_the_search_did_and_did_not() -> None:
     bapo, grpo = (
         sum(sum(collapsed[name, 8].values()) for name in names) for names in zip(*PAIRS, strict=True)
     )
-    assert f"{bapo:.0f} of BAPO's 24 runs collapsed and {grpo:.0f} of GRPO's" in search
+    said = f"{bapo:.0f} of BAPO's 24 runs collapsed and {grpo:.0f} of GRPO's"
+    [p] = re.findall(f"{said}: Fisher's p (\\S+)\\.", (ROOT / SECOND).with_suffix(".md").read_text())
+    assert f"{said} (Fisher's p {p})" in search
     before = [f"{sum(first[name, 8].values()):.0f} of {len(first[name, 8])}" for name in PAIRS[0]]
     assert "in the first study {} did and {}".format(*before) in search
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from bapo_megatron.config import RolloutConfig, SglangConfig
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.interfaces import Confirm
+from bapo_megatron.interfaces import Confirm, HandsOver
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool, _check_transport
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
@@ -288,8 +288,9 @@ async def test_a_fourth_transport_is_a_file_and_an_entry(
     servers: list[SleepingServer], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Begin, receive, confirm and resume, from the configuration to the server's routes."""
-    for one in TRANSPORTS.values():
+    for name, one in TRANSPORTS.items():
         assert callable(one.sender_class().open)
+        assert issubclass(one.sender_class(), HandsOver) == (name == "ipc"), "what the GPU hand-over asks"
         assert issubclass(one.driver_class(), WeightUpdates)
     fourth = replace(TRANSPORTS["broadcast"], sender=f"{__name__}:ByPigeon", why="pigeons")
     monkeypatch.setitem(TRANSPORTS, "pigeon", fourth)

@@ -50,7 +50,7 @@ class EndpointEnvironment(LoopEnvironment):
 
     async def play(self, ask: Ask) -> float | None:
         """Give the program an endpoint for as long as it runs."""
-        self._refusal = ""
+        self._takes_tools, self._refusal = bool(self.settings.get("tools_in_prompts")), ""
         self._conversation = Conversation(self.task.messages, self.role, ask)
         key = secrets.token_hex(16)
         try:
@@ -62,7 +62,7 @@ class EndpointEnvironment(LoopEnvironment):
     async def _answer(self, body: dict[str, Any]) -> str:
         """The policy's turn for a request."""
         try:
-            if body.get("tools") and not self.settings.get("tools_in_prompts"):
+            if body.get("tools") and not self._takes_tools:
                 raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
             turn = await self._conversation.answer(body["messages"])
         except Refused as error:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import sysconfig
+import venv
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -363,10 +364,11 @@ def test_settings_of_a_shipped_environment(kind: str, settings: dict[str, Any], 
         pools._check_settings(EnvironmentConfig("x:Y", settings), f"{own_settings.__name__}:{kind}Settings")
 
 
-def test_settings_are_refused_before_a_run() -> None:
+def test_settings_are_refused_before_a_run(tmp_path: Path) -> None:
     """Also of a class in another interpreter, which has none of the packages that check them."""
-    python = Path(sys.base_prefix) / "bin" / "python3"
-    asked = EnvironmentConfig(f"{Calculator.__module__}:Calculator", {"formt": "plain"}, python=python)
+    venv.create(tmp_path)
+    function, python = f"{Calculator.__module__}:Calculator", tmp_path / "bin/python"
+    asked = EnvironmentConfig(function, {"formt": "plain"}, python=python)
     with pytest.raises(
         ConfigError, match=r"^environment\.settings\.formt='plain': .*, is it format\?; its set"
     ):

@@ -1,12 +1,18 @@
-"""Mean staleness of the asynchronous sampler against its closed form, in virtual time.
+"""Mean staleness of the asynchronous sampler against its closed forms, in virtual time.
 
-Count at each update of the weights the groups that are open, queued or in training: N. Each of them becomes
-one update older by it, and a group of the step that ends is the last time among them. With B groups a step
+Little's law, exact: count at each update of the weights the groups that are begun, queued or in training: N.
+Each becomes one update older by it, and a group of the step that ends is the last time among them, so
 
-    mean(lag + 1) = mean(N) / B        (Little's law),   so   mean lag = (in flight + queued) / B,
+    mean(lag + 1) = mean(N) / (groups of a step),   whatever the lengths and the order of the queue.
 
-whatever the lengths of responses, their tail, and the order of the queue. Admission holds N at (S + 1) B,
-S = ``max_staleness``, where it binds: then the mean lag is S, at any speed of training and sampling.
+N is predicted by the formula of Applied Compute ("Predicting and Controlling Staleness in Fully Asynchronous
+RL Training", July 2026). C: responses that engines sample at once; B: those of a step; M: the mean longest
+response of a group over the mean response; rho: the rate of sampling over that of training, if neither waits:
+
+    rho < 1:  C M / B + rho        rho > 1:  C M / (rho B) + (2 q + rho - 1) / (2 rho),   q = queue / B.
+
+Beyond its queue theirs throws the oldest groups away. Here admission holds N at S + 1 steps' worth, S =
+``max_staleness``: engines wait until rho is 1, and q is what S leaves, S - C M / B. Then the formula is S.
 
 Also which of the open groups a step gets: those that end first, so the first steps have short responses.
 """
@@ -14,18 +20,23 @@ Also which of the open groups a step gets: those that end first, so the first st
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from bapo_megatron.types import GenerateRequest, Generation, StepBatch
+from bapo_megatron.types import GenerateRequest, Generation
 from tests.support.sampling import ScriptedEngine, World, mixed
-from tests.support.virtual_time import run_virtually
+from tests.support.virtual_time import T, run_virtually
 
-B, STEPS, WARM = 4, 24, 6
-"""Groups of a step; steps of a run, and those before the counts begin."""
+B, STEPS, GROUP = 4, 24, 3
+"""Groups of a step, steps of a run, responses of a group."""
+
+WARM, LONG = 6, 54
+"""Steps before the counts begin, and all, of a run that is counted."""
 
 
 class TimedEngine(ScriptedEngine):
@@ -48,7 +59,15 @@ class TimedEngine(ScriptedEngine):
 
     def group_s(self, prompt: int) -> float:
         """Seconds until the last response to a prompt ends."""
-        return max(self._duration_s(prompt, sample) for sample in range(3))
+        return max(self._durations_s(prompt))
+
+    def lengths(self, prompts: int) -> tuple[float, float]:
+        """Mean seconds of a response, and M, of some prompts."""
+        mean_s = float(np.mean([self._durations_s(prompt) for prompt in range(prompts)]))
+        return mean_s, float(np.mean([self.group_s(prompt) for prompt in range(prompts)])) / mean_s
+
+    def _durations_s(self, prompt: int) -> list[float]:
+        return [self._duration_s(prompt, sample) for sample in range(GROUP)]
 
     def _duration_s(self, prompt: int, sample: int) -> float:
         """Lognormal with ``mean_s``; ``tail`` is its sigma."""
@@ -56,49 +75,61 @@ class TimedEngine(ScriptedEngine):
         return float(self._mean_s * np.exp(self._tail * random.standard_normal() - self._tail**2 / 2))
 
 
+def virtually(run: Coroutine[Any, Any, T]) -> T:
+    """Its result, without waits for the clock or the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _descriptor: None)
+        return run_virtually(run, None, patch)
+
+
 async def staleness(
-    folder: Path, ahead: int, train_s: float, sample_s: float, tail: float
-) -> tuple[float, list[int]]:
-    """Mean lag of the trained groups, and N at each update, of the steps after ``WARM``."""
-    engine = TimedEngine(sample_s, tail)
-    settings = {"prompts_per_step": B, "max_staleness": ahead, "on_stale": "train"}
+    folder: Path, engine: TimedEngine, ahead: int, groups: int, places: int, train_s: float
+) -> tuple[float, float, list[int]]:
+    """Mean lag of the trained groups, the part of it after their last token, and N at each update."""
+    settings = {"prompts_per_step": groups, "max_staleness": ahead, "on_stale": "train"}
     world = World(folder, [engine], prompts=1000, **settings)
     lags: list[int] = []
+    waits: list[int] = []
     counts: list[int] = []
-    trained = 0
-    async with world.sampling(rounds=False):
-        for step in range(1, STEPS + 1):
+    async with world.sampling(most=places, rounds=False):
+        for step in range(1, LONG + 1):
             batch = await world.batch(step, wait_s=1000)
             await asyncio.sleep(train_s)
             if step > WARM:
-                lags += lags_of(batch, step)
-                counts.append(len(engine.begun) - trained)
-            trained += len(batch.groups)
+                versions = [[one.versions_R for one in group.rollouts] for group in batch.groups]
+                lags += [step - 1 - min(int(one.min()) for one in group) for group in versions]
+                waits += [step - 1 - max(int(one.max()) for one in group) for group in versions]
+                counts.append(len(engine.begun) - (step - 1) * groups)
             await world.weights(step)
-    return float(np.mean(lags)), counts
+    return float(np.mean(lags)), float(np.mean(waits)), counts
 
 
-def lags_of(batch: StepBatch, step: int) -> list[int]:
-    """Updates between the weights of a group's first token and those that the step trains."""
-    oldest = [min(int(one.versions_R.min()) for one in group.rollouts) for group in batch.groups]
-    return [step - 1 - version for version in oldest]
-
-
-@pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(
-    ("train_s", "sample_s", "tail"),
-    [(1.0, 0.05, 0.0), (1.0, 0.3, 1.0), (0.1, 1.0, 0.0), (0.1, 1.0, 1.2)],
-    ids=["training waits never", "a tail", "sampling is the bottleneck", "and has a tail"],
+    ("ahead", "places", "groups", "rho", "tail"),
+    [
+        pytest.param(12, 24, 8, 0.8, 0.3, id="engines are the bottleneck"),
+        pytest.param(12, 24, 8, 0.8, 1.2, id="a tail"),
+        pytest.param(12, 12, 8, 0.8, 1.2, id="fewer places"),
+        pytest.param(12, 24, 4, 0.4, 0.3, id="smaller steps"),
+        pytest.param(1, 24, 4, 0.4, 1.2, id="admission binds before the engines"),
+        pytest.param(1, 24, 4, 2.0, 0.3, id="training is the bottleneck"),
+        pytest.param(3, 12, 4, 2.0, 1.2, id="and groups queue"),
+    ],
 )
-def test_the_mean_lag_is_that_of_littles_law(
-    ahead: int, train_s: float, sample_s: float, tail: float, tmp_path: Path
+def test_the_mean_lag_is_that_of_the_closed_forms(
+    ahead: int, places: int, groups: int, rho: float, tail: float, tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        run = staleness(tmp_path, ahead, train_s, sample_s, tail)
-        lag, counts = run_virtually(run, None, patch)
-    assert max(counts) <= (ahead + 1) * B
-    assert lag == pytest.approx(np.mean(counts) / B - 1, abs=0.3)
-    assert lag == pytest.approx(ahead, abs=0.3)  # admission binds, so the closed form is S
+    """Without its term of the queue, or without M, the formula is off by 0.26 to 1.2 where engines bind."""
+    engine = TimedEngine(0.05, tail)
+    mean_s, longest = engine.lengths(LONG * groups)
+    in_flight = places * longest / (groups * GROUP)
+    train_s = rho * groups * GROUP * mean_s / places
+    lag, waited, counts = virtually(staleness(tmp_path, engine, ahead, groups, places, train_s))
+    assert max(counts) <= (ahead + 1) * groups
+    assert lag == pytest.approx(np.mean(counts) / groups - 1, abs=0.15)
+    assert lag == pytest.approx(min(in_flight + rho, ahead) if rho < 1 else ahead, abs=0.15)
+    if rho < 1 and in_flight + rho < ahead:
+        assert waited == pytest.approx(rho, abs=0.15)
 
 
 async def prompts_by_step(folder: Path, ahead: int, on_stale: str) -> tuple[list[list[int]], TimedEngine]:
@@ -118,16 +149,14 @@ async def prompts_by_step(folder: Path, ahead: int, on_stale: str) -> tuple[list
 
 def test_synchronous_steps_favour_no_length(tmp_path: Path) -> None:
     """Every prompt that was asked is trained on, in its step, however long its responses take."""
-    with pytest.MonkeyPatch.context() as patch:
-        found, engine = run_virtually(prompts_by_step(tmp_path, 0, "resample"), None, patch)
+    found, engine = virtually(prompts_by_step(tmp_path, 0, "resample"))
     assert sorted(chain.from_iterable(found)) == sorted(engine.begun)
     assert len(engine.begun) == STEPS * B
 
 
 def test_the_first_asynchronous_step_has_the_groups_that_end_first(tmp_path: Path) -> None:
     """Of (S + 1) B that are open. The others come later, where ``on_stale`` throws none away."""
-    with pytest.MonkeyPatch.context() as patch:
-        found, engine = run_virtually(prompts_by_step(tmp_path, 3, "train"), None, patch)
+    found, engine = virtually(prompts_by_step(tmp_path, 3, "train"))
     opened = sorted(engine.begun)[: 4 * B]  # in the order of the file
     fastest = sorted(opened, key=engine.group_s)[:B]
     assert sorted(found[0]) == sorted(fastest)

@@ -162,8 +162,9 @@ def test_a_held_c_low_counts_as_a_moved_bound() -> None:
         sums = policy.losses(packs, loss)  # type: ignore[arg-type]
         clipping.observe(sums)
         metrics = clipping.objective.metrics(sums, clipping.found)
-        rows.append([metrics[f"bapo/{name}"] for name in ("clip_low", "rounds", "bounds_moved")])
-    assert rows == [[0.9, 25.0, 1.0], [0.9, 0.0, 1.0], [0.6, 0.0, 0.0]]
+        names = ("clip_low", "rounds", "bounds_moved", "moved_tokens")
+        rows.append([metrics[f"bapo/{name}"] for name in names])
+    assert rows == [[0.9, 25.0, 1.0, 1.0], [0.9, 0.0, 1.0, 1.0], [0.6, 0.0, 0.0, 0.0]]
 
 
 def test_a_search_without_held_bounds_has_no_state() -> None:

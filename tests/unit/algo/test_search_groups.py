@@ -177,6 +177,7 @@ def test_metrics_are_means_over_tokens_and_over_those_that_a_bound_acts_on() -> 
     in_force = (metrics["bapo/clip_low_negative"], metrics["bapo/clip_high_positive"])
     assert in_force == pytest.approx((0.9, 1.2))
     assert metrics["bapo/one_sign_tokens"] == 1.0
+    assert (metrics["bapo/bounds_moved"], metrics["bapo/moved_tokens"]) == (1.0, 0.5)
     assert metrics["bapo/contribution"] == pytest.approx(0.5)  # 1 and 0
     assert metrics["contribution/gradient_ratio_uniform"] == math.inf  # over no negative token
     together, exact, _ = metrics_of(samples, dataclasses.replace(config, bounds_tokens=8), 64)

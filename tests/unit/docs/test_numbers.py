@@ -348,7 +348,9 @@ def test_results_have_the_real_model_beside_the_toy() -> None:
     assert f"start did not hurt: {rows[1][1]} over GRPO, four seeds" in algorithm
     rate, staleness, _, _ = _sentences()
     assert f"8 updates gained {_gain(reward, ('grpo', 8), ('grpo', 1))} over one" in staleness
-    assert f"four seeds, the mean gained {rows[3][1]}" in rate
+    assert f"four seeds, the mean gained {rows[3][1]}, and {rows[3][2]} in held-out problems" in rate
+    below = fmean(_figures(REAL, "below_target")["paper", 8].values())
+    assert f"held less than the target in {100 * below:.0f} %" in words
 
 
 def test_results_say_what_the_first_study_found() -> None:

@@ -21,22 +21,12 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy import background_save
 from bapo_megatron.policy.megatron import MegatronPolicy
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import random_samples, save_tiny_model
+from tests.support.models import save_tiny_model
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
 
 
 def save_and_go_on(

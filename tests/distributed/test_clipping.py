@@ -26,7 +26,6 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics, PackLayout, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.metrics import known
-from tests.support.models import random_samples, save_tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -40,16 +39,6 @@ class Answer(NamedTuple):
     grad_norms: list[float]
     log_probs: dict[int, torch.Tensor]
     layout: PackLayout
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
 
 
 def answer(

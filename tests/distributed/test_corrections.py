@@ -14,7 +14,6 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.types import Metrics
 from tests.distributed.test_old_log_probs import Answer, answer
 from tests.support.metrics import known
-from tests.support.models import save_tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -36,11 +35,6 @@ NOTHING = dataclasses.replace(
     GSPO, corrections=CorrectionsConfig(worst_token_min=0.999999, worst_token_max=1.000001), reuse_epochs=1
 )
 """Every response is rejected in every update."""
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from bapo_megatron.config import AlgorithmConfig, ParallelConfig
 from bapo_megatron.data.samples import Sample
 from tests.distributed.test_clipping import answer
 from tests.support.metrics import known
-from tests.support.models import random_samples, save_tiny_model
 from tests.support.workers import run_layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -20,16 +19,6 @@ LAYOUTS = {
     "dp2-cp2": ParallelConfig(data=2, context=2),
     "tp2-sp-pp2": ParallelConfig(tensor=2, sequence=True, pipeline=2),
 }
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, Metrics, MicroBatch, Prompt, Rollout, TokenStats
 from tests.support.batches import MemoryBatch, in_memory
 from tests.support.metrics import known
-from tests.support.models import VOCAB, random_samples, save_tiny_model
+from tests.support.models import VOCAB, random_samples
 from tests.support.runs import run_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -97,11 +97,6 @@ def answer(folder: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, s
     metrics = train_on(run, 1, batch(shift))
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     return Answer(metrics, weights, [s.old_log_probs_R for s in found], [s.importance_R for s in found])
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,6 @@ class Turns:
             self._advance()
 
     def end(self) -> None:
-        """Of a thread."""
         with self._changed:
             self._awake -= 1
             self._advance()

@@ -1,7 +1,8 @@
 """Text page and JSON of a plan.
 
-The page: summary, memory of each stage, traffic, speed, engines, advice, and a few more numbers, such as
-activations by mode of recomputation. Used by ``commands/plan.py`` and ``planning/rehearsal/results.py``.
+The page: summary, memory of each stage, traffic, speed, engines, a teacher, advice, and a few more numbers,
+such as activations by mode of recomputation. Used by ``commands/plan.py`` and
+``planning/rehearsal/results.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bapo_megatron.planning.memory import (
 from bapo_megatron.planning.plan import JobPlan, summary
 from bapo_megatron.planning.sizes import active_parameters, total_parameters
 from bapo_megatron.planning.speed import Handover, reference_seconds
+from bapo_megatron.planning.teacher import teacher_lines, teacher_plan
 from bapo_megatron.planning.traffic import DISK_RATE
 from bapo_megatron.rollout.engines.pool_state import read_seconds
 from bapo_megatron.runtime.text_table import text_table
@@ -59,6 +61,7 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
         _speed(plan),
         _engines(plan),
         open_response_lines(open_responses(plan.job, plan.engines)),
+        teacher_lines(plan),
         *([_comparison(plan, others)] if others else []),
         _verdict(plan, advice),
     ]
@@ -88,6 +91,7 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
         "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
         "engines": vars(plan.engines),
         "environment": found.values() if (found := open_responses(plan.job, plan.engines)) else None,
+        "teacher": teacher.values() if (teacher := teacher_plan(plan)) else None,
         "turns": vars(plan.handover) if plan.handover else None,
         "servers_problem": plan.job.servers_problem,
         "train_seconds": plan.train_seconds,

@@ -26,6 +26,8 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 _TOKEN_BYTES = 12
 """Bytes of a token in a step's file: its number, log-prob and version."""
+TEACHER_BYTES = 4
+"""Bytes of a teacher's log-prob, in a step's file and in a pack."""
 _BAND = 1 << 16
 """Tokens of a file of routes that are in memory at a time."""
 
@@ -203,15 +205,16 @@ def steps_of_rollouts(run: RunConfig) -> int:
 
 
 def rollout_bytes(run: RunConfig, shape: ModelShape, mean_response: float) -> float:
-    """Disk size of the rollouts that a run keeps: 12 bytes for each token of a response, and with
-    ``rollout.route_replay`` its routes, one or two bytes for each expert of each layer. A replay keeps none.
+    """Disk size of the rollouts that a run keeps: 12 bytes for each token of a response, 4 more
+    with a teacher, and with ``rollout.route_replay`` its routes, one or two bytes for each expert of each
+    layer. A replay keeps none.
 
     Left out: segments of the responses that are not complete.
     """
     rollout, steps = run.rollout, steps_of_rollouts(run)
     if rollout.replay is not None:
         return 0.0
-    token = _TOKEN_BYTES
+    token = _TOKEN_BYTES + TEACHER_BYTES * run.algorithm.distillation.enabled
     if shape.experts is not None and rollout.route_replay != "off":
         routes = RouteShape(shape.layers, shape.experts.per_token, shape.experts.count)
         token += routes.layers * routes.per_token * routes.dtype.itemsize

@@ -77,10 +77,18 @@ def by_seed(records: Sequence[ArmRecord], method: str, passes: int, figure: str)
 
 
 def contrast(
-    records: Sequence[ArmRecord], method: str, other: str, passes: int, figure: str = OUTCOME
+    records: Sequence[ArmRecord],
+    method: str,
+    other: str,
+    passes: int,
+    figure: str = OUTCOME,
+    other_passes: int | None = None,
 ) -> Contrast:
-    """The contrast of two methods on the seeds that both have."""
-    mine, theirs = (by_seed(records, one, passes, figure) for one in (method, other))
+    """The contrast of two methods on the seeds that both have; ``other_passes``: where not ``passes``."""
+    mine, theirs = (
+        by_seed(records, method, passes, figure),
+        by_seed(records, other, other_passes or passes, figure),
+    )
     return _contrast(
         method, other, passes, figure, [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bapo_megatron.algo.bounds import paper
 from bapo_megatron.commands.report.data import RunRecord, read_run
 from bapo_megatron.commands.report.series import ratio_profile
 from bapo_megatron.runtime.jsonl_log import Row
@@ -26,6 +27,8 @@ SPIKE_WINDOW = 10
 SPIKE_HISTORY = 4
 """Steps that must lie before one that can have a spike."""
 COLLAPSE_SHARE = 0.5
+TARGET = paper().target
+"""Share of the gradient that BAPO's search wants the positive tokens to hold."""
 _FIT_STEPS = 2
 """Least steps of each arm in a fit of the entropy."""
 
@@ -195,6 +198,7 @@ def figures_of(run: RunRecord) -> dict[str, float]:
     first, (best, last) = first_entropy(run), best_and_last(reward)
     rounds = np.array([_number(row, "bapo/rounds") for row in stale], float)
     tokens, probability = raised(stale)
+    shares = np.array([positive_share(row) for row in stale], float)
     return {
         "mean_reward": _mean(reward),
         "best_reward": best,
@@ -204,12 +208,16 @@ def figures_of(run: RunRecord) -> dict[str, float]:
         "entropy_kept": best_and_last(entropy)[1] / first if first > 0 else np.nan,
         "spikes": spike_rate(run),
         "clipped": _mean(np.array([clipped(row) for row in stale], float)),
-        "positive_share": _mean(np.array([positive_share(row) for row in stale], float)),
+        "positive_share": _mean(shares),
         "raised_tokens": tokens,
         "raised_probability": probability,
         "clip_low": update_mean(stale, "bapo/clip_low_negative"),
         "clip_high": update_mean(stale, "bapo/clip_high_positive"),
         "moved": _mean(np.where(np.isfinite(rounds), rounds > 0, np.nan)),
+        "below_target": _mean(np.where(np.isfinite(shares), shares < TARGET, np.nan)),
+        "one_sign": update_mean(stale, "bapo/one_sign_tokens"),
+        "update_tokens": update_mean(stale, "policy/tokens"),
+        "response_tokens": _mean(run.by_step("rollout/length_mean").value),
     }
 
 

@@ -1,4 +1,4 @@
-"""Paired t-test of two arms over seeds: confidence interval, p-value, and Holm's correction."""
+"""Paired t-test of two arms over seeds: interval, p-value, Holm's correction; Fisher's test of collapses."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ def p_value(differences: Sequence[float]) -> float | None:
     if spread == 0:
         return float(mean == 0)
     return 2 * (1 - t_probability(abs(mean) * math.sqrt(count) / spread, count - 1))
+
+
+def fisher(one: int, other: int, runs: int) -> float:
+    """Two-sided p-value of Fisher's exact test: ``one`` and ``other`` of two times ``runs`` runs collapsed.
+
+    The chance, if all that collapsed were dealt out at random, of a division that is no likelier than this.
+    """
+    total = one + other
+    ways = [math.comb(runs, mine) * math.comb(runs, total - mine) for mine in range(total + 1)]
+    return sum(found for found in ways if found <= ways[one]) / math.comb(2 * runs, total)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

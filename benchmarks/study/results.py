@@ -37,9 +37,14 @@ def stored_arms(plan: StudyPlan) -> dict[str, Line]:
 
     ConfigError if one of the plan's arms was made with other settings, or if the file is not whole.
     """
+    return _stored(plan)[1]
+
+
+def _stored(plan: StudyPlan) -> tuple[Line, dict[str, Line]]:
+    """The head of the results file, and its other lines by arm; both empty if there is no file."""
     path = plan.options.results
     if not path.exists():
-        return {}
+        return {}, {}
     try:
         head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
         arms = {line["arm"]: line for line in lines}
@@ -49,25 +54,32 @@ def stored_arms(plan: StudyPlan) -> dict[str, Line]:
         raise ConfigError(
             f"{path} is not a study's results ({error!r}): restore it, or move it away"
         ) from error
-    return arms
+    return head, arms
 
 
 def store_results(plan: StudyPlan) -> list[ArmRecord]:
     """Add the plan's arms that are done to its results file; then all of the plan's arms, read from there.
 
-    An arm with a run directory is read from it, though the file may have it, too. Arms of other plans stay.
+    An arm with a run directory is read from it, though the file may have it, too. Arms of other plans stay,
+    and so does the head, which has the settings of the first arm: fields that came since are no part of it.
+    Without such an arm the file is not touched.
     """
     done = {arm.name: _line(arm, read_arm(arm)) for arm in plan.arms if arm.is_done()}
     with _one_at_a_time(plan.options.folder):
-        arms = stored_arms(plan) | done
-        if arms:
-            described = plan.describe()
-            base = {name: place_in_checkout(value) for name, value in described["base"].items()}
-            head = {"design": described["design"], "steps": described["steps"], "base": base}
-            lines = [head, *(arms[name] for name in sorted(arms, key=lambda name: _order(arms[name])))]
+        head, stored = _stored(plan)
+        arms = stored | done
+        if done:
+            lines = [head or _head(plan), *sorted(arms.values(), key=_order)]
             text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
             write_atomically(plan.options.results, text)
     return read_results(plan)
+
+
+def _head(plan: StudyPlan) -> Line:
+    """The first line of a new file."""
+    described = plan.describe()
+    base = {name: place_in_checkout(value) for name, value in described["base"].items()}
+    return {"design": described["design"], "steps": described["steps"], "base": base}
 
 
 @contextmanager

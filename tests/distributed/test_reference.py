@@ -1,9 +1,10 @@
 """The frozen reference at every layout: its log-probs are those of a policy that is the reference, and the
-policy's state has the same bits after each swap."""
+policy's state has the same bits after each swap. Updates with it, and with a teacher's column."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,7 @@ from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
     DataConfig,
+    DistillationConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -24,7 +26,7 @@ from bapo_megatron.config import (
     RunConfig,
 )
 from bapo_megatron.data.packing import pack_samples
-from bapo_megatron.data.samples import Sample
+from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.policy import offload
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.train import train_on
@@ -34,6 +36,7 @@ from bapo_megatron.types import Metrics
 from tests.distributed.test_layouts import layout
 from tests.distributed.test_offload import LateDevice, update
 from tests.distributed.test_old_log_probs import batch
+from tests.support.batches import MemoryBatch, in_memory
 from tests.support.metrics import known
 from tests.support.models import VOCAB, random_samples, save_tiny_model
 from tests.support.runs import run_of
@@ -271,11 +274,26 @@ IN_REWARD = AlgorithmConfig(
     updates_per_epoch=2,
     old_log_probs="trainer",
     reference_kl=ReferenceKlConfig(0.02, "k1", "reward"),
+    distillation=DistillationConfig(0.5),
 )
 
 
+def taught(given: MemoryBatch, policy: MegatronPolicy) -> MemoryBatch:
+    """The batch with the log-probs of the policy's reference as the teacher's."""
+    rows = [one.loaded() for group in samples_of(given, "grpo") for one in group]
+    columns = iter(response_log_probs(policy, rows, 96, policy.reference_log_probs))
+    groups = []
+    for group in given.batch.groups:
+        rollouts = tuple(replace(one, teacher_log_probs_R=next(columns)) for one in group.rollouts)
+        groups.append(replace(group, rollouts=rollouts))
+    return in_memory(*groups)
+
+
 def step(models: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig) -> Trained:
-    """A whole step with the penalty, whose updates shuffle groups between the replicas."""
+    """A whole step with the penalty, whose updates shuffle groups between the replicas.
+
+    The reference is the teacher, too: the step's columns have its log-probs.
+    """
     config = RunConfig(
         "test",
         ModelConfig(models / "qwen2", "float32"),
@@ -287,15 +305,24 @@ def step(models: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig) -> 
     )
     policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4, TEMPERATURE)
     policy.load_reference(models / "qwen2_reference")
-    metrics = train_on(run_of(config, policy, UpdateLoss(algorithm)), 1, batch(0.0))
+    given = batch(0.0)
+    if algorithm.distillation.enabled:
+        given = taught(given, policy)
+    metrics = train_on(run_of(config, policy, UpdateLoss(algorithm)), 1, given)
     return metrics, {name: tensor.clone() for name, tensor in policy.hf_weights()}
 
 
-@pytest.mark.parametrize("algorithm", [IN_LOSS, IN_REWARD], ids=["loss", "reward"])
+@pytest.mark.parametrize("algorithm", [IN_LOSS, IN_REWARD], ids=["loss", "reward and a teacher"])
 def test_every_layout_makes_the_same_updates(algorithm: AlgorithmConfig, models: Path) -> None:
+    """The distances to the reference and to a teacher with its log-probs are the same numbers."""
     one = ParallelConfig()
     [(metrics, weights)] = run_layout(step, one, models, one, algorithm)
     assert all(row["reference_kl/k3"] > 0.1 for row in metrics)  # type: ignore[operator]
+    for row in metrics if algorithm.distillation.enabled else ():
+        assert [row[f"distillation/{kind}"] for kind in ("k1", "k3")] == pytest.approx(
+            [row[f"reference_kl/{kind}"] for kind in ("k1", "k3")], rel=1e-6
+        )
+        assert row["distillation/loss"] > 0.1  # type: ignore[operator]
     for text in ("dp3", "tp2-sp", "pp2-vpp2", "dp2-cp2"):
         parallel = layout(text).parallel
         for ours, own_weights in run_layout(step, parallel, models, parallel, algorithm):

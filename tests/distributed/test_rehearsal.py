@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config import ParallelConfig, ReferenceKlConfig
+from bapo_megatron.config import DistillationConfig, ParallelConfig, ReferenceKlConfig
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.planning.rehearsal.job import rehearse
+from bapo_megatron.planning.rehearsal.program import full_packs
 from bapo_megatron.planning.rehearsal.records import Call, RankRequest, RankResult
 from bapo_megatron.planning.rehearsal.results import collective_mismatches
 from bapo_megatron.policy import offload
+from bapo_megatron.types import PackLayout
 from tests.support.planted import Mistake, rehearse_with
 from tests.support.rehearsals import TOKENS, RealRank, colocated, real_ranks, small_run
 from tests.support.tiers import slow_but
@@ -57,11 +59,16 @@ def test_peaks_and_collectives_are_those_of_real_ranks(
         assert rehearsed == [contents(call) for call in calls], result.rank
 
 
-def test_a_frozen_reference_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its swap and its pass as on real ranks; beside a GPU one copy of the weights is on the host."""
+def test_a_frozen_reference_and_a_teacher_are_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference's swap and pass as on real ranks; beside a GPU one copy of the weights is on the host.
+    The teacher's column is in the packs."""
     monkeypatch.setattr(offload, "BLOCK", 2**12)
     config = small_run(tmp_path, ParallelConfig(tensor=2, sequence=True), layers=1)
-    algorithm = replace(config.algorithm, reference_kl=ReferenceKlConfig(0.1))
+    algorithm = replace(
+        config.algorithm, reference_kl=ReferenceKlConfig(0.1), distillation=DistillationConfig(1.0)
+    )
     config = replace(config, algorithm=algorithm)
     results = rehearse([RankRequest(config, rank, 1, "cpu") for rank in range(2)])
     assert [result.error for result in results] == [None, None]
@@ -78,6 +85,8 @@ def test_a_frozen_reference_is_rehearsed(tmp_path: Path, monkeypatch: pytest.Mon
         assert rehearsed == [contents(call) for call in calls]
     [beside] = rehearse([RankRequest(config, 0, 1)])
     assert beside.error is None
+    [pack] = full_packs(config, PackLayout(), read_model_shape(tmp_path), 1)
+    assert pack.teacher_log_prob_T[pack.mask_T > 0].lt(0).all()
     copy, weights = beside.host["update 2"].kinds["reference"], beside.gpu["update 2"].kinds["weights"]
     assert weights <= copy < 1.05 * weights + 2**12
 

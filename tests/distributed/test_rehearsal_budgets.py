@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import DistillationConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.planning.activations import activation_bytes_per_token
@@ -95,6 +95,13 @@ def of_layers(shape: str, recompute: Any, context: int, layers: int, folder: Pat
     return Rehearsal(Job(run, read_model_shape(folder), PlanOptions()), folder)
 
 
+def with_teacher(plain: Rehearsal) -> Rehearsal:
+    """The same job with a distillation."""
+    run = plain.job.run
+    algorithm = replace(run.algorithm, distillation=DistillationConfig(1.0))
+    return Rehearsal(replace(plain.job, run=replace(run, algorithm=algorithm)), plain.folder)
+
+
 @pytest.fixture(scope="module")
 def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
     """All of this file in one go, as what they import takes as long as some of them."""
@@ -105,6 +112,7 @@ def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]
         for case in LAYERS
         for layers in FEW
     }
+    shapes["a teacher"] = with_teacher(shapes[f"{LAYERS[-1]}, {FEW[0]} layers"])
     everything = recipes | shapes
     results = rehearse([request for one in everything.values() for request in one.requests()], "te")
     for one in everything.values():
@@ -182,6 +190,21 @@ def test_a_layer_keeps_what_the_plan_says(
     run = more.job.run
     planned = activation_bytes_per_token(more.job.shape, run.parallel, 2, run.batch.recompute, "te").layer
     assert (more_bytes - few_bytes) / (FEW[1] - FEW[0]) / 8448 == pytest.approx(planned, rel=0.002)
+
+
+def test_a_teacher_costs_a_rank_only_the_term_of_the_loss(rehearsals: dict[str, Rehearsal]) -> None:
+    """A rank of the 32B's width: more kernels, but no host wait, no collective, and under 10 MB; three
+    float64 numbers more in the all-reduce of an update's sums."""
+    plain, taught = (rehearsals[name].found for name in (f"{LAYERS[-1]}, {FEW[0]} layers", "a teacher"))
+    assert taught["ranks"][0]["kernels"] > plain["ranks"][0]["kernels"]
+    assert taught["host_waits_per_update"] == plain["host_waits_per_update"]
+    more = {}
+    for ours, theirs in zip(taught["collectives"], plain["collectives"], strict=True):
+        assert {**ours, "gb": 0} == {**theirs, "gb": 0}
+        if ours["gb"] != theirs["gb"]:
+            more[ours["phase"], ours["group"]] = 1e9 * (ours["gb"] - theirs["gb"])
+    assert more == {(f"update {n}", "all"): pytest.approx(24) for n in (1, 2)}
+    assert taught["peak_gb"] == pytest.approx(plain["peak_gb"], abs=0.01)
 
 
 def test_a_recipe_with_a_tool_has_the_rank_of_one_without() -> None:

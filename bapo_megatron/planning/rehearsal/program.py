@@ -2,7 +2,8 @@
 
 The caller orders and measures the phases. The rehearsal runs them on fake tensors; on a real device they give
 the figures that test the rehearsal. Packs are synthetic: the recipe's longest sequences, and one that fills
-the rest, of random token ids that are equal at each call. Used by ``rank.py``.
+the rest, of random token ids that are equal at each call, with a teacher's log-probs in a distillation. Used
+by ``rank.py``.
 """
 
 from __future__ import annotations
@@ -179,13 +180,14 @@ def _sample(
     rng: np.random.Generator, length: int, config: RunConfig, shape: ModelShape, sign: float
 ) -> Sample:
     prompt = max(1, min(config.data.max_prompt_tokens // 8, length // 2))
-    replay = config.rollout.route_replay
+    replay, taught = config.rollout.route_replay, config.algorithm.distillation.enabled
     response = length + 1 - prompt
     return Sample(
         token_ids=rng.integers(0, shape.vocab, length + 1).astype(np.int32),
         log_probs_R=np.full(response, -0.5, dtype=np.float32),
         versions_R=np.zeros(response, dtype=np.int32),
         advantage=sign,
+        teacher_log_probs_R=np.full(response, -0.6, dtype=np.float32) if taught else None,
         routes_R=None if replay == "off" else even_routes(shape, length),
         replays_routes=replay == "replay",
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.config import RunConfig
-from benchmarks.study.contrasts import MATTERS
+from benchmarks.study.contrasts import MATTERS, contrast
 from benchmarks.study.controller.arms import (
     CALIBRATION_SEEDS,
     RATE_SEEDS,
@@ -23,6 +23,7 @@ from benchmarks.study.controller.arms import (
     UPDATES,
     VARIANTS,
     WARM_STEPS,
+    Variant,
     judged_cells,
     variant_of,
 )
@@ -31,9 +32,10 @@ from benchmarks.study.controller.options import ControllerOptions
 from benchmarks.study.controller.verdicts import claims, rate_means, tuned_gates, verdicts
 from benchmarks.study.gates import GateResult
 from benchmarks.study.measures import ArmRecord
-from benchmarks.study.methods import SEARCH_TOKENS
+from benchmarks.study.methods import BAPO, BASELINE, SEARCH_TOKENS
 from benchmarks.study.pages.document import COLUMNS
-from benchmarks.study.pages.tables import effect_text, mean_and_spread, table
+from benchmarks.study.pages.tables import OUTCOMES, mean_and_spread, outcomes, table
+from benchmarks.study.paired import fisher
 from benchmarks.study.runner import Failure
 
 COMMAND = "bapo study controller --write benchmarks/results/controller_study.md"
@@ -72,10 +74,14 @@ def page(options: ControllerOptions, base: RunConfig, progress: Progress) -> str
         *("## The rates", _rates(progress)),
     ]
     if own:
-        parts += ["## The gates", _gates(results_of(own))]
+        parts += ["## The gates", gates_table(results_of(own))]
         if progress.chosen:
-            parts += ["At the best rates of `grpo` and `paper`:", _gates(tuned_gates(own, progress.chosen))]
-        parts += ["## The contrasts", _contrasts(progress, own)]
+            parts += [
+                "At the best rates of `grpo` and `paper`:",
+                gates_table(tuned_gates(own, progress.chosen)),
+            ]
+        parts += ["## The contrasts", *_contrasts(progress, own)]
+        parts += [f"## Against GRPO at staleness {STALE}", *_against_grpo(own, progress.chosen)]
         parts += ["## All arms"]
         if progress.chosen:
             parts += [f"![Each arm at staleness {STALE} minus GRPO](figures/{picture_of(options).name})"]
@@ -210,7 +216,7 @@ def _calibration(progress: Progress) -> Iterator[str]:
     if not any(one.seeds for one in found.gates):
         yield "Not run: `bapo study controller --calibrate`."
         return
-    yield _gates(list(found.gates))
+    yield gates_table(list(found.gates))
     sound = "the study may begin" if found.is_sound else "the study does not begin"
     yield f"All gates hold together in {found.chance:.0%} of the draws: {sound}."
 
@@ -232,7 +238,8 @@ def _rates(progress: Progress) -> str:
     return f"{shown}\n\nBest: {best}, of {len(RATE_SEEDS)} seeds.{below}"
 
 
-def _gates(gates: list[GateResult]) -> str:
+def gates_table(gates: list[GateResult]) -> str:
+    """Gates with their values and margins."""
     rows = [
         (
             one.gate.text,
@@ -252,14 +259,61 @@ def _margin(one: GateResult) -> str:
     return "-" if math.isnan(margin) else "no spread" if math.isinf(margin) else f"{margin:.1f}"
 
 
-def _contrasts(progress: Progress, own: list[ArmRecord]) -> str:
+def _contrasts(progress: Progress, own: list[ArmRecord]) -> Iterator[str]:
     """Differences and p-values; the verdict, in words, stands in the answer alone."""
+    yield (
+        "Differences with 95 % intervals. The claims are those in mean reward, by Holm's p; p alone, "
+        "held-out problems and the share of entropy kept judge nothing."
+    )
     found = claims(own, progress.chosen or dict.fromkeys(TUNED, 1.0))
+    rows = []
+    for one in [*found.at_recipe_rate, *found.tuned]:
+        alone = contrast(own, one.method, one.other, STALE)
+        ps = ("-" if p is None else f"{p:.3g}" for p in (one.p, alone.p))
+        reward, *others = outcomes(own, one.method, one.other, STALE)
+        rows.append((f"`{one.method}` - `{one.other}`", reward, *ps, *others))
+    reward, *others = OUTCOMES.values()
+    yield table([f"at staleness {STALE}", reward, "Holm's p", "p alone", *others], rows)
+
+
+def _against_grpo(own: list[ArmRecord], chosen: dict[str, float] | None) -> Iterator[str]:
+    """Every other arm minus GRPO at the recipe's rate, and the tuned ones minus GRPO at its best."""
+    yield "Not judged, and not corrected for their number: about one in twenty excludes 0 by luck alone."
+    cells = dict.fromkeys((one.passes, one.method) for one in sorted(own, key=lambda one: one.passes))
     rows = [
-        (f"`{one.method}` - `{one.other}`", effect_text(one), "-" if one.p is None else f"{one.p:.3g}")
-        for one in [*found.at_recipe_rate, *found.tuned]
+        (
+            f"`{name}`" + (f" at {staleness}" if staleness != STALE else ""),
+            *outcomes(own, name, BASELINE, staleness, other_passes=STALE),
+        )
+        for staleness, name in cells
+        if (staleness, name) != (STALE, BASELINE)
     ]
-    return table(["mean reward at staleness 8", "difference (95 % interval), seeds", "Holm's p"], rows)
+    yield table([f"minus `{BASELINE}`", *OUTCOMES.values()], rows)
+    yield _collapses(own)
+    if chosen:
+        best = {method: Variant(method, rate).name for method, rate in chosen.items()}
+        grpo = best.pop(BASELINE)
+        tuned = [(f"`{name}`", *outcomes(own, name, grpo, STALE)) for name in best.values()]
+        yield table([f"minus `{grpo}`", *OUTCOMES.values()], tuned)
+
+
+def _collapses(own: list[ArmRecord]) -> str:
+    """How many runs of BAPO and of GRPO collapsed at the recipe's rate, those of both means together."""
+    bapo, grpo = (
+        [
+            one.figures["collapsed"]
+            for one in own
+            if one.passes == STALE and one.method in (name, f"{name}_sequence")
+        ]
+        for name in (BAPO, BASELINE)
+    )
+    if len(bapo) != len(grpo):
+        return "Collapses are not compared: arms are missing."
+    p = fisher(int(sum(bapo)), int(sum(grpo)), len(bapo))
+    return (
+        f"With both means together {sum(bapo):.0f} of BAPO's {len(bapo)} runs collapsed and {sum(grpo):.0f} "
+        f"of GRPO's: Fisher's p {p:.2g}."
+    )
 
 
 def _arms(own: list[ArmRecord]) -> str:

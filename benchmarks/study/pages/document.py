@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
+
+import numpy as np
 
 from bapo_megatron.config import RunConfig
 from benchmarks.study.contrasts import (
+    OUTCOME,
     Contrast,
+    by_seed,
     contrast,
     entropy_at_equal_reward,
     out_of_sample,
@@ -15,7 +20,7 @@ from benchmarks.study.contrasts import (
 )
 from benchmarks.study.gates import GateResult, gate_results
 from benchmarks.study.measures import ArmRecord
-from benchmarks.study.methods import BASELINE, COMPARED, METHODS, PASSES
+from benchmarks.study.methods import BASELINE, COMPARED, METHODS, PASSES, PRIMARY
 from benchmarks.study.pages import text
 from benchmarks.study.pages.figures import name_of
 from benchmarks.study.pages.paper_figures import READ
@@ -39,6 +44,13 @@ COLUMNS: dict[str, tuple[str, int]] = {
     "clip_high": ("c_high", 2),
 }
 """Figures of the table: heading and digits."""
+_UNPLANNED = (
+    ("paper", 4, "fixed_0.6_1.2", 4),
+    ("paper", PRIMARY, "fixed_0.6_1.2", PRIMARY),
+    ("balanced", PRIMARY, "fixed_0.6_1.2", PRIMARY),
+    ("gspo", PRIMARY, BASELINE, 2),
+)
+"""Methods and passes of the contrasts that no one had planned."""
 _SECONDARY = {"mean_reward": "mean reward", "held_out": "held-out", "spikes": "spikes / 100 updates"}
 
 
@@ -51,11 +63,12 @@ def document(
     unjudged = plan.options.quick or plan.options.calibrate or bool(_failed_gates(gates))
     parts = [
         *("# Stale data, and what helps: a study at toy scale", _summary(plan, records, failures)),
-        *_banner(plan),
+        *(text.LATER, *_banner(plan)),
         *("## The answer", *_answer(plan, records, gates), "## What was run", text.METHOD, _settings(plan)),
         *("## The gates", text.GATES, _gates(gates)),
         *("## The primary contrasts", text.PRIMARY, _primary(records, unjudged)),
         *("## All methods", _results(records), "## Against GRPO", text.SECONDARY, *_against_grpo(records)),
+        *("## Other differences", text.UNPLANNED, *_unplanned(records)),
         *("## The paper's figures, here", _read(), *drawn),
         *("## What this says about 32B", text.SCOPE, "## What the words mean", text.DEFINITIONS),
     ]
@@ -202,6 +215,26 @@ def _against_grpo(records: Sequence[ArmRecord]) -> Iterator[str]:
         if rows:
             heads = ["method", *_SECONDARY.values(), "entropy at equal reward, nats"]
             yield f"At {passes} passes:\n\n{table(heads, rows)}"
+
+
+def _unplanned(records: Sequence[ArmRecord]) -> Iterator[str]:
+    """Contrasts beside the planned ones, and how the methods' rewards go with the steps of their ratios."""
+    rows = []
+    for method, passes, other, other_passes in _UNPLANNED:
+        found = contrast(records, method, other, passes, other_passes=other_passes)
+        pair = f"`{method}`, {name_of(passes)} - `{other}`, {name_of(other_passes)}"
+        rows.append((pair, effect_text(found)))
+    yield table(["", "difference (95 % interval), seeds"], rows)
+    means = [
+        [fmean(runs.values()) for name in METHODS if (runs := by_seed(records, name, PRIMARY, figure))]
+        for figure in (OUTCOME, "raised_tokens")
+    ]
+    if len(means[0]) == len(means[1]) > 1:
+        correlation = np.corrcoef(*np.argsort(np.argsort(means)))[0][1]
+        yield (
+            f"Over the {len(means[0])} methods at {name_of(PRIMARY)} Spearman's correlation of the mean "
+            f"reward with the share of tokens whose ratio is above 1.2 is {correlation:.2f}."
+        )
 
 
 def _read() -> str:

@@ -145,7 +145,7 @@ def spread(curves: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.nda
 
 def _save(figure: Figure, folder: Path, name: str) -> str:
     picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
+    figure.savefig(picture, format="png", dpi=130, metadata={"Software": None})  # it names a version
     file = f"{name}.png"
     write_atomically(folder / file, picture.getvalue())
     return file

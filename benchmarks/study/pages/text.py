@@ -4,6 +4,12 @@ from benchmarks.study.contrasts import LEVEL, MATTERS
 from benchmarks.study.measures import COLLAPSE_SHARE, SPIKE_FACTOR, SPIKE_WINDOW
 from benchmarks.study.paired import LEAST_PAIRS
 
+LATER = """\
+This is the first of three studies, and all have run. [The
+second](../benchmarks/results/controller_study.md) asks again, with gates and rates of its own; [the
+third](../benchmarks/results/real_model_study.md) asks on a pretrained model. What follows from all:
+[results.md](results.md)."""
+
 METHOD = """\
 An arm is one `bapo train` run: one method, one number of passes, one seed. Its command stands in its line
 of the results. Staleness is the number of passes over each batch, as the paper counts it: 1x is on-policy,
@@ -18,8 +24,7 @@ error of the mean; a gate compares the mean alone."""
 
 UNJUDGED = """\
 All differences below are measured, with their intervals. They hold for this task. Whether they would hold
-where all gates hold, this study does not say; the [next
-one](../benchmarks/results/controller_study.md) is designed to."""
+where all gates hold, this study does not say."""
 
 PRIMARY = f"""\
 Mean reward over the run at 8x, `paper` (BAPO with a search in each micro-batch) minus the other, paired
@@ -36,6 +41,10 @@ Differences from GRPO at the same passes with 95 % intervals, paired by seed and
 number: about one in twenty excludes 0 by luck alone. *Entropy at equal reward* compares both arms where
 each first reaches the best reward that both reach; otherwise a method that learns less would seem to keep
 more entropy."""
+
+UNPLANNED = """\
+Differences in mean reward that no one had planned to judge; what BAPO adds to the bounds where its search
+begins, and what reuse costs."""
 
 DEFINITIONS = f"""\
 ± is the standard deviation over seeds. If a batch is used several times, clipped tokens, shares, bounds

@@ -3,9 +3,9 @@
 The system prompt asks for reasoning, so a wrong response is longer than a right one, and positive tokens hold
 less than BAPO's target of 0.4 of the gradient: 0.37 in a batch of 64 responses of up to 96 tokens before
 training (`bapo train --rollout-only`), where the demo's prompt, which asks for the result alone, has 0.41.
-Cut at 64 tokens they held 0.46 when two steps were tried: so the limit is 96. What they hold as the model
-learns, the study's gate says. Preset: none; every arm sets its own. Groups of equal rewards are dropped, in
-every arm.
+Cut at 64 tokens they held 0.46 when two steps were tried: so the limit is 96. In the first steps of the
+study's own seeds they held 0.45. What they hold as the model learns, its page says. Preset: none; every arm
+sets its own. Groups of equal rewards are dropped, in every arm.
 """
 
 from dataclasses import replace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.reference_kl import kl_estimate, kl_loss, response_penalty
 from bapo_megatron.config import AlgorithmConfig, DistillationConfig, ReferenceKlConfig
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.types import MicroBatch, TokenStats
 
 LN2 = math.log(2)
@@ -77,38 +80,91 @@ def test_estimators_where_the_reference_is_likelier(
     assert log_prob_T.grad.item() == pytest.approx(gradient, abs=1e-15)
 
 
+TRAINED = ["1", "101", "11011101011", "1111", "00"]
+"""Loss masks of ragged responses: 1, 2, 8, 4 and 0 trained tokens, so that a mean over sequences has exact
+weights, 3, 3/2, 3/8 and 3/4."""
+
+
+def ragged(generator: np.random.Generator) -> list[Sample]:
+    """Responses after prompts of 1 to 5 tokens; what is not trained on has no log-probs."""
+    samples = []
+    for number, text in enumerate(TRAINED):
+        mask_R = np.array(list(text)) == "1"
+        draws = np.where(mask_R, -6 * generator.random((3, len(mask_R))), np.nan).astype(np.float32)
+        one = Sample(
+            generator.integers(0, 9, 1 + number + len(mask_R)).astype(np.int32),
+            draws[0],
+            np.zeros(len(mask_R), np.int32),
+            advantage=1.0,
+            importance_R=generator.choice([0.5, 1, 2], len(mask_R)).astype(np.float32),
+            reference_log_probs_R=draws[1],
+            teacher_log_probs_R=draws[2],
+            loss_mask_R=mask_R,
+        )
+        samples.append(one)
+    return samples
+
+
+@pytest.mark.parametrize("mean", ["token", "sequence"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_loss_and_gradient_equal_a_plain_loop(estimator: Estimator) -> None:
-    """Against a loop in Python's float64 with central differences; weights differ, a token is masked."""
-    torch.manual_seed(0)
-    log_probs = (-torch.rand(7, dtype=torch.float64) * 6).tolist()
-    reference = (-torch.rand(7, dtype=torch.float64) * 6).tolist()
-    weights, mask = [1.0, 0.5, 2.0, 1.0, 1.5, 0.25, 3.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
-    config = ReferenceKlConfig(0.3, estimator)
+@pytest.mark.parametrize("term", ["reference", "distillation"])
+def test_loss_and_gradient_equal_a_plain_loop(term: str, estimator: Estimator, mean: str) -> None:
+    """Over responses in Python's float64, with central differences; the objective sees packs of them."""
+    generator = np.random.default_rng(7)
+    samples = ragged(generator)
+    packs = pack_samples(samples, 16, mean)
+    assert len(packs) > 1
+    places = {  # of each response's trained tokens: its pack, the position that predicts each
+        index: (number, start + positions - samples[index].response_tokens + np.arange(16))
+        for number, pack in enumerate(packs)
+        for index, start, positions in pack.rows
+    }
+    policy = [-6 * generator.random(len(pack.mask_T)) for pack in packs]
 
-    def loss(log_pi: list[float]) -> float:
+    def loop(policy: list[np.ndarray], kind: str, weighted: bool) -> float:
+        """Mean over all trained tokens, or over responses of the mean over theirs."""
         total = 0.0
-        for pi, ref, weight, live in zip(log_pi, reference, weights, mask, strict=True):
-            if live:
-                ratio = math.exp(ref) / math.exp(pi)
-                value = {
-                    "k1": -math.log(ratio),
-                    "k2": 0.5 * math.log(ratio) ** 2,
-                    "k3": ratio - 1 - math.log(ratio),
-                }
-                total += weight * value[estimator]
-        return 0.3 * total
+        for index, one in enumerate(samples):
+            column = "teacher_log_probs_R" if term == "distillation" else "reference_log_probs_R"
+            other_R, importance_R = (vars(one)[name].tolist() for name in (column, "importance_R"))
+            number, place_R = places[index]
+            divisor = 15 if mean == "token" or not weighted else 5 * TRAINED[index].count("1")
+            for token, live in enumerate(TRAINED[index]):
+                if live == "1":
+                    ratio = math.exp(other_R[token]) / math.exp(policy[number][place_R[token]])
+                    log = math.log(ratio)
+                    value = {"k1": -log, "k2": 0.5 * log**2, "k3": ratio - 1 - log}[kind]
+                    total += value * (importance_R[token] if weighted else 1.0) / divisor
+        return total
 
-    batch = pack([0.0] * 7, weights, mask)
-    batch.reference_log_prob_T.data = torch.tensor(reference, dtype=torch.float64)
-    log_prob_T = torch.tensor(log_probs, dtype=torch.float64, requires_grad=True)
-    found = kl_loss(TokenStats(log_prob_T, torch.zeros(7)), batch, batch.reference_log_prob_T, config)
-    found.backward()
-    assert found.item() == pytest.approx(loss(log_probs), rel=1e-12)
-    assert log_prob_T.grad is not None
-    for place in range(7):
-        up, down = ([p + sign * 1e-5 * (i == place) for i, p in enumerate(log_probs)] for sign in (1, -1))
-        assert log_prob_T.grad[place].item() == pytest.approx((loss(up) - loss(down)) / 2e-5, abs=1e-6)
+    config = (DistillationConfig if term == "distillation" else ReferenceKlConfig)(0.3, estimator)
+    loss = build_loss(AlgorithmConfig(loss="cispo"))
+    sums, gradients = [], []
+    for objective in (Objective(loss), Objective(loss, **{term: config})):  # type: ignore[arg-type]
+        leaves = [torch.tensor(one, requires_grad=True) for one in policy]
+        of_packs = [
+            objective.token_fn(None, 0)(TokenStats(leaf_T, torch.ones(len(leaf_T))), pack)
+            for leaf_T, pack in zip(leaves, packs, strict=True)
+        ]
+        sums.append(torch.stack(of_packs).sum(0))
+        gradients.append(torch.autograd.grad(sums[-1][0], leaves))
+    expected = 0.3 * loop(policy, estimator, True)
+    assert (sums[1][0] - sums[0][0]).item() / 15 == pytest.approx(expected, rel=1e-12)
+    name, cost = (term, "loss") if term == "distillation" else ("reference_kl", "penalty")
+    metrics = objective.metrics(sums[1].detach(), None)
+    assert metrics[f"{name}/{cost}"] == pytest.approx(expected, rel=1e-12)
+    for kind in ("k1", "k3"):
+        assert metrics[f"{name}/{kind}"] == pytest.approx(loop(policy, kind, False), rel=1e-12)
+    for number, pack in enumerate(packs):
+        found_T = gradients[1][number] - gradients[0][number]
+        for place in range(len(pack.mask_T)):
+            ends = []
+            for step in (1e-5, -1e-5):
+                moved = [one.copy() for one in policy]
+                moved[number][place] += step
+                ends.append(0.3 * loop(moved, estimator, True))
+            slope = 15 * (ends[0] - ends[1]) / 2e-5
+            assert found_T[place].item() == pytest.approx(slope, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.cli import run
 from benchmarks.study.controller.arms import CALIBRATION_SEEDS
-from benchmarks.study.paired import p_value, paired_effect
+from benchmarks.study.paired import paired_effect
 from tests.support.pages import PAGES, ROOT
 from tests.support.tiers import slow_but
 
@@ -209,6 +209,15 @@ def _sentences() -> list[str]:
     return [" ".join(one.split()) for one in re.split(r"^\d\. \*\*", first, flags=re.MULTILINE)[1:]]
 
 
+def test_every_interval_of_the_results_stands_in_a_table_of_its_study() -> None:
+    pages = "".join((ROOT / file).with_suffix(".md").read_text() for file in (FIRST, SECOND, REAL))
+    intervals = re.findall(
+        r"[+-]\d\.\d{3}\s\([+-]\d\.\d{3}\sto\s[+-]\d\.\d{3}\)", (ROOT / "docs/results.md").read_text()
+    )
+    assert len(intervals) > 40
+    assert not [one for one in intervals if f"| {' '.join(one.split())}, " not in pages]
+
+
 def test_results_open_with_four_sentences_of_the_studies() -> None:
     """What a user acts on stands before anything else, each number computed anew."""
     rate, staleness, search, act = _sentences()
@@ -254,7 +263,9 @@ def test_results_say_what_the_search_did_and_did_not() -> None:
     bapo, grpo = (
         sum(sum(collapsed[name, 8].values()) for name in names) for names in zip(*PAIRS, strict=True)
     )
-    assert f"{bapo:.0f} of BAPO's 24 runs collapsed and {grpo:.0f} of GRPO's" in search
+    said = f"{bapo:.0f} of BAPO's 24 runs collapsed and {grpo:.0f} of GRPO's"
+    [p] = re.findall(f"{said}: Fisher's p (\\S+)\\.", (ROOT / SECOND).with_suffix(".md").read_text())
+    assert f"{said} (Fisher's p {p})" in search
     before = [f"{sum(first[name, 8].values()):.0f} of {len(first[name, 8])}" for name in PAIRS[0]]
     assert "in the first study {} did and {}".format(*before) in search
 
@@ -298,14 +309,15 @@ def test_results_say_no_more_than_the_intervals() -> None:
     page = " ".join((ROOT / "docs/results.md").read_text().split())
     study = (ROOT / "benchmarks/results/controller_study.md").read_text()
     start, sequence = (_gain(reward, ("paper", 8), (name, 8)) for name in ("fixed_0.6_1.2", "grpo_sequence"))
-    row = re.search(r"^\| `paper` - `grpo_sequence` \| ([^,]*), 12 seeds \| (\S+) \|$", study, re.MULTILINE)
+    row = re.search(
+        r"^\| `paper` - `grpo_sequence` \| ([^,]*), 12 seeds \| (\S+) \| (\S+) \|", study, re.MULTILINE
+    )
     assert row
     assert row[1] == sequence
     assert study.count("or more is not ruled out") == 1
     assert re.search(r"^- `paper` against `fixed_0.6_1.2`: .* is not ruled out$", study, re.MULTILINE)
     assert f"ruled out, except over its own start, fixed (0.6, 1.2): {start}" in page
-    alone = p_value([reward["paper", 8][seed] - value for seed, value in reward["grpo_sequence", 8].items()])
-    assert f"{sequence}: p = {alone:.3f} alone, and {row[2]} by Holm's correction" in page
+    assert f"{sequence}: p = {float(row[3]):.3f} alone, and {row[2]} by Holm's correction" in page
     readme = " ".join((ROOT / "README.md").read_text().split())
     bapo = _gain(reward, ("paper", 8), ("grpo", 8)).replace("(", "(95 % interval ")
     rewards = [f"{fmean(reward[name, 8].values()):.2f}" for name in ("grpo", "grpo_sequence@0.35")]

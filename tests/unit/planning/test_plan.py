@@ -21,6 +21,7 @@ from bapo_megatron.config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
+    DistillationConfig,
     EnvironmentConfig,
     ModelConfig,
     OptimizerConfig,
@@ -52,8 +53,8 @@ from bapo_megatron.planning.memory import (
     reference_bytes,
     stage_memory,
 )
-from bapo_megatron.planning.page import plan_text
-from bapo_megatron.planning.plan import duration, make_plan, nodes_text, summary
+from bapo_megatron.planning.page import plan_dict, plan_text
+from bapo_megatron.planning.plan import JobPlan, duration, make_plan, nodes_text, summary
 from bapo_megatron.planning.sizes import (
     largest_parameter,
     rollout_bytes,
@@ -62,6 +63,7 @@ from bapo_megatron.planning.sizes import (
     total_parameters,
 )
 from bapo_megatron.planning.speed import handover_estimate, host_update, reference_seconds, speed
+from bapo_megatron.planning.teacher import teacher_plan
 from bapo_megatron.planning.traffic import Sync, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy import output_head
 
@@ -803,6 +805,44 @@ def test_a_frozen_reference_by_hand() -> None:
     assert plan.train_seconds == pytest.approx(rest + reference_seconds(on))
     assert "in which the frozen reference and the policy swap places" in plan_text(plan, [], [])
     assert "reference" not in plan_text(make_plan(off), [], [])
+
+
+@pytest.mark.parametrize(
+    ("staleness", "overlap", "says"),
+    [
+        (0, True, "then serial, on top of the step: the last group, at most 120 tokens,"),
+        (1, False, "hidden behind sampling at"),
+        (1, True, "hidden behind the step at"),
+    ],
+)
+def test_a_teacher_by_hand(staleness: int, overlap: bool, says: str) -> None:
+    """Eight responses of 14 tokens, each with a prompt of 2; groups of 4, at most 16 + 14 tokens each."""
+    run = job().run
+    rollout = replace(run.rollout, max_staleness=staleness, overlap=overlap, drop_uniform_groups=False)
+
+    def with_teacher(coefficient: float, **changes: Any) -> JobPlan:
+        algorithm = AlgorithmConfig(distillation=DistillationConfig(coefficient))
+        changed = replace(run, rollout=replace(rollout, **changes), algorithm=algorithm, steps=40)
+        return make_plan(replace(job(), run=changed))
+
+    off, on, replayed = with_teacher(0.0), with_teacher(1.0), with_teacher(1.0, replay=Path("run"))
+    found = teacher_plan(on)
+    assert found is not None
+    seconds = on.step_seconds if staleness and overlap else on.sampling_seconds
+    assert found.tokens_per_second == pytest.approx(128 / seconds)
+    assert (found.responses, found.tokens, found.serial_tokens) == (8, 128, 0 if staleness else 120)
+    assert (found.gpu_bytes, found.file_bytes) == (8 * 16 * 4, 8 * 14 * 4)
+    assert on.rollouts - off.rollouts == 40 * found.file_bytes
+    assert (on.step_seconds, on.stages) == (off.step_seconds, off.stages)
+    text = plan_text(on, [], [])
+    assert (
+        "Teacher: reads 128 tokens a step, a prefill of each of 8 responses with its prompt, on GPUs" in text
+    )
+    assert says in text
+    assert plan_dict(on)["teacher"] == found.values()
+    for without in (off, replayed):
+        assert plan_dict(without)["teacher"] is None
+        assert "Teacher" not in plan_text(without, [], [])
 
 
 def test_a_server_has_the_memory_of_the_recipe() -> None:

@@ -89,21 +89,44 @@ def _not_run(_arguments: object) -> int:
 
 def record(name: str, staleness: int, seed: int, reward: float, moved: float = math.nan) -> ArmRecord:
     figures = dict.fromkeys(COLUMNS, math.nan) | {"mean_reward": reward, "held_out": 0.5, "moved": moved}
-    return ArmRecord(name, staleness, seed, figures, {"reward": np.array([reward])})
+    figures |= {"collapsed": 0.0, "positive_share": 0.375, "clipped": 0.0625, "entropy_kept": 0.2 * reward}
+    figures |= {"below_target": 0.25, "one_sign": 0.5, "update_tokens": 512.0, "response_tokens": 32.0}
+    return ArmRecord(
+        name,
+        staleness,
+        seed,
+        figures,
+        {"reward": np.array([0.25 if seed else reward]), "positive_share": np.array([0.375 + seed / 8])},
+    )
 
 
 def test_the_page_shows_differences_and_calls_nothing_better() -> None:
     """Mean rewards of `paper` are 0.1, 0.2 and 0.3 above GRPO's: 0.2, and t(2) = 4.30 times 0.1 / sqrt(3)."""
     plan = make_plan(RealModelOptions(seeds=3))
     records = [
-        *(record("grpo", 8, seed, 0.4) for seed in range(3)),
+        *(
+            record("grpo", passes, seed, reward)
+            for passes, reward in ((1, 0.3), (8, 0.4))
+            for seed in range(3)
+        ),
         *(record("paper", 8, seed, 0.5 + 0.1 * seed, moved=0.75) for seed in range(3)),
         *(record("fixed_0.6_1.2", 8, seed, 0.3 + 0.1 * seed) for seed in range(3)),
     ]
     text = page(plan, records, ["gspo-8-seed0: out of memory"])
-    assert "9 of 21 arms are done. All numbers are computed from [study.jsonl](study.jsonl)." in text
-    assert "| `paper` | +0.200 (-0.048 to +0.448), 3 seeds | +0.000 (+0.000 to +0.000), 3 seeds |" in text
+    assert "12 of 21 arms are done. All numbers are computed from [study.jsonl](study.jsonl)." in text
+    differences = ("+0.200 (-0.048 to +0.448)", "+0.000 (+0.000 to +0.000)", "+0.040 (-0.010 to +0.090)")
+    assert f"| `paper` | {' | '.join(f'{one}, 3 seeds' for one in differences)} |" in text
     assert "Yes: a bound moved in 0.75 ± 0 of the stale updates of `paper`." in text
+    assert "A group of 256 tokens is about 8 of its responses, which have 32 tokens in the mean. An" in text
+    assert "has 512 tokens, 2.0 times a group. 0.5 ± 0 of the tokens were in groups of one sign" in text
+    assert "less than the target of 0.4 in 0.25 ± 0 of the stale updates of `paper`, as its searches" in text
+    assert "begin with the same batch, except `grpo` at 8, seed 0, `paper` at 8, seed 0, whose" in text
+    assert "they held 0.500 of it on-policy (0.375 to 0.625 over the seeds), where the" in text
+    assert "| `grpo` at 8 | +0.100 (+0.100 to +0.100), 3 seeds | +0.000" in text
+    gates = text.partition("## The second study's gates, here")[2].partition("## The arms")[0]
+    assert "2 of the 5 would fail." in gates  # two were not measured
+    assert "| positive share of the gradient | 0.2 to 0.4 | 0.375 ± 0 | no spread | 3 | holds |" in gates
+    assert "| clipped tokens | 0.02 to 0.06 | 0.0625 ± 0 | no spread | 3 | **fails** |" in gates
     assert "- gspo-8-seed0: out of memory" in text
     with_start = text.partition("| minus `fixed_0.6_1.2` |")[2]
     assert "| `paper` | +0.200 (+0.200 to +0.200), 3 seeds |" in with_start

@@ -130,7 +130,12 @@ def test_raised_tokens_by_hand() -> None:
 def arm(tmp_path: Path) -> Arm:
     """Four steps of two passes: the reward rises, the entropy halves."""
     steps = [
-        {"step": step, "reward/mean": 0.2 * step, "policy/entropy": 1.0 / step, "policy/grad_norm": 1.0}
+        {
+            "step": step,
+            "reward/mean": 0.2 * step,
+            "policy/entropy": 1.0 / step,
+            "rollout/length_mean": 8.0 * step,
+        }
         for step in range(1, 5)
     ]
     updates = [
@@ -145,7 +150,9 @@ def arm(tmp_path: Path) -> Arm:
             "bapo/clip_fraction_high": 0.01 * epoch,
             "bapo/clip_fraction_low": 0.02 * epoch,
             "quadrant/positive_low/contribution": 0.1,
-            "quadrant/positive_high/contribution": 0.3 if epoch else 0.4,
+            "quadrant/positive_high/contribution": (0.26, 0.34, 0.3, 0.3)[step - 1] if epoch else 0.4,
+            "bapo/one_sign_tokens": 0.5 if epoch and step == 4 else 0.0,
+            "policy/tokens": 100.0 * step * epoch,
             "raised/tokens": 0.04 * epoch,
             "raised/probability": 0.2 if epoch else None,
             "ratio/1.2-1.5/tokens": 0.04 * epoch,
@@ -180,6 +187,10 @@ def test_an_arm_by_hand(arm: Arm) -> None:
             "clip_low": 0.675,
             "clip_high": 1.3,
             "moved": 0.25,
+            "below_target": 0.25,  # 0.36, 0.44, and twice 0.4
+            "one_sign": 0.125,
+            "update_tokens": 250.0,
+            "response_tokens": 20.0,
             "held_out": 0.75,
         }
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.study.paired import holm, p_value, paired_effect, t_probability, t_quantile
+from benchmarks.study.paired import fisher, holm, p_value, paired_effect, t_probability, t_quantile
 
 
 # Tables of Student's t, 97.5 % and 95 %.
@@ -77,6 +77,12 @@ def test_holm_by_hand() -> None:
     assert holm([0.5, 0.6]) == [1.0, 1.0]
     assert holm([0.04]) == [0.04]
     assert holm([]) == []
+
+
+def test_fisher_by_hand() -> None:
+    """Of 24 and 24 runs 0 and 4 collapsed: C(24, 4) of C(48, 4) divisions, and as many the other way."""
+    assert fisher(0, 4, 24) == fisher(4, 0, 24) == pytest.approx(2 * 10_626 / 194_580)
+    assert fisher(2, 2, 24) == fisher(0, 0, 24) == 1.0
 
 
 def closed_test(p_values: Sequence[float]) -> list[float]:

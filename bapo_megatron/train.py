@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from bapo_megatron.algo.diagnostics import age_metrics
-from bapo_megatron.data.packing import pack_samples, split_into_updates
+from bapo_megatron.data.packing import pack_samples, updates_of_step
 from bapo_megatron.data.samples import TrainingBatch, TrainingSample, samples_of
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.tensor_types import MicroBatch
@@ -40,7 +40,7 @@ from bapo_megatron.trainer.flow_control import (
     wait_for_sampler,
 )
 from bapo_megatron.trainer.profile import profiled
-from bapo_megatron.trainer.records.recorder import MOVED, StepClock, step_metrics
+from bapo_megatron.trainer.records.recorder import MOVES, StepClock, step_metrics
 from bapo_megatron.trainer.reference import check_teacher_log_probs, with_reference
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import Metrics, StepHeader
@@ -100,11 +100,8 @@ def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
         check_teacher_log_probs(step, batch.header)
     if algorithm.reference_kl.enabled:  # after pi_old, at which a penalty in the reward is taken
         groups = with_reference(run.policy, groups, batch.header, algorithm, run.config.batch.pack_tokens)
-    parts = [
-        (epoch, part)
-        for epoch in range(algorithm.reuse_epochs)
-        for part in split_into_updates(groups, algorithm.updates_per_epoch, (run.config.seed, step, epoch))
-    ]
+    uses = algorithm.reuse_epochs, algorithm.updates_per_epoch
+    parts = updates_of_step(groups, *uses, run.config.seed, step)
     for epoch, part in parts[len(done) :]:
         run.watchdog.beat()  # each update is progress, also in a step that cannot be cut
         # With the trainer's pi_old no checkpoint lies within a step: a resumed run could not compute it.
@@ -155,8 +152,8 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_versio
     result = run.policy.update(packs, loss)
     weights = run.update_loss.observe(result.sums)
     measured = run.update_loss.objective.metrics(result.sums, run.update_loss.found)
-    if on_policy and MOVED in measured:  # it counts stale updates alone: where all ratios are 1 no bound acts
-        measured[MOVED] = None
+    if on_policy:  # they are of stale updates alone: where all ratios are 1 no bound acts
+        measured.update(dict.fromkeys(MOVES & measured.keys()))
     return {
         **measured,
         **weights,

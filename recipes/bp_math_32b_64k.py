@@ -8,6 +8,9 @@ Chosen here, because the paper does not say: prompts, group size and updates of 
 layout, which docs/planning.md explains. The paper starts from its own SFT model, BP-Math-32B; this recipe
 names DeepSeek-R1-Distill-Qwen-32B, another of its backbones, which has the same shape and is public.
 
+Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
+a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+
 Preset: `paper(131_072)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
 and no study of ours prefers another. A search sees 131,072 tokens, as many responses as the 16,384 of the
 authors' script with 8k.

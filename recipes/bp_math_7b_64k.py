@@ -9,6 +9,9 @@ weight decay, steps, segments of 8,192 tokens, layout. The paper starts from its
 this recipe names DeepSeek-R1-Distill-Qwen-7B, which has the same shape and is public. Engines run on nodes of
 their own: the cluster file says how many (docs/slurm.md).
 
+Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
+a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+
 Preset: `paper(131_072)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
 and no study of ours prefers another. A search sees 131,072 tokens, as many responses as the 16,384 of the
 authors' script with 8k.

@@ -7,6 +7,8 @@ Two data-parallel ranks have four experts of each layer each (EP 2), and send ea
 
 Chosen here: 12 steps; the rest is that of demo_cpu.py. Engine and trainer choose a token's experts each by
 itself, both in float32.
+
+Preset: `paper()`, as of demo_cpu.py.
 """
 
 from dataclasses import replace

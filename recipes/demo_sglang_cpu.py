@@ -5,6 +5,8 @@
 
 The run starts one server, loads every new version of the weights into it, and ends it. SGLang does not
 promise the same tokens for the same seed, so two runs differ.
+
+Preset: `paper()`, as of demo_cpu.py.
 """
 
 from dataclasses import replace

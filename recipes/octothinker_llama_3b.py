@@ -8,6 +8,9 @@ up to 8k tokens, learning rate and temperature of the analysis runs (2e-6, 0.6),
 four passes over each batch, weight decay, steps, layout. A plan takes the shape of its base, Llama-3.2-3B,
 from recipes/shapes.
 
+Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
+a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+
 Preset: `paper()` with the ranges above, because the paper's figures show a search in each micro-batch
 (docs/algorithm.md), and no study of ours prefers another.
 

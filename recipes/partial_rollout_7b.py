@@ -9,7 +9,7 @@ quarter of the longest), how old a response may become (4 steps), and that each 
 all staleness comes from the rollouts. Sampling continues while the policy trains, so each has GPUs of its
 own: of a node's eight four train and four sample.
 
-Preset: that of r1_distill_qwen_7b_8k.py, `paper()`.
+Preset: `paper()`, as of r1_distill_qwen_7b_8k.py.
 
 GRPO, the figure's baseline: `--algorithm.bounds.low-start 0.8 --algorithm.bounds.low-end 0.8
 --algorithm.bounds.high-start 1.2 --algorithm.bounds.high-end 1.2 --run-dir runs/partial_rollout_grpo`.

@@ -19,6 +19,9 @@ Chosen here, not in the paper: the model, the tool, and all that follows.
 - Each batch is used once: all staleness comes from the rollouts, and the bounds act on that.
 - Eight processes of 32 calls each, on rank 0's machine (docs/environments.md#shipped-tools).
 
+Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
+a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+
 Preset: `paper()`, as of the other 7B recipes: no study of ours prefers another.
 
     bapo data prepare Skywork/Skywork-OR1-RL-Data --split math --output data/skywork_python \

@@ -13,6 +13,9 @@ it keeps the activations of four packs. EP 32 spreads a layer's experts over all
 each. Every token is trained on the experts that sampled it (`rollout.route_replay`, as in qwen3_30b_a3b.py).
 A server has a node: `sglang.tensor` 8.
 
+Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
+a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+
 Preset: `paper(32_768)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
 and no study of ours prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the
 authors' script with 8k.

@@ -14,6 +14,9 @@ heads. EP 8 keeps the messages of experts on a node's NVLink; by the plan EP 16 
 trainer would choose differently (docs/parallelism.md#routes). Servers of your own need
 `--enable-return-routed-experts --moe-runner-backend triton`.
 
+Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
+a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+
 Preset: `paper(32_768)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
 and no study of ours prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the
 authors' script with 8k.

@@ -4,6 +4,8 @@ The settings from the paper (arXiv 2510.18927, section 5.1) and from the model's
 Chosen here: TP 4 and two replicas on one node, EP 8, the optimizer's state in host memory, where it takes
 366 GB, as much again while a checkpoint is written, and buffers: 0.9 TB in all.
 
+Preset: `paper(32_768)`, as of qwen3_30b_a3b.py.
+
     bapo plan recipes/qwen3_30b_a3b_two_nodes.py --engine-gpus 8
     BAPO_SERVERS_PER_NODE=4 BAPO_SERVER_GPUS=2 sbatch --nodes=1 : --nodes=1 slurm/train.sbatch \\
         recipes/qwen3_30b_a3b_two_nodes.py

@@ -11,6 +11,9 @@ Chosen here, not in the paper: the model, responses of 32k tokens (with a prompt
 context of 40,960), 64 prompts x 16 responses a step, four updates of a quarter of the batch each, which is
 staleness 4 as the paper counts (passes x batch / mini-batch), weight decay, steps, layout.
 
+Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
+a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+
 Preset: `paper(65_536)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
 and no study of ours prefers another. A search sees 65,536 tokens, as many responses as the 16,384 of the
 authors' script with 8k.

@@ -13,6 +13,9 @@ batch each, which is staleness 4 as the paper counts (passes x batch / mini-batc
 layout. All GPUs train and sample in turns: while servers sample, the policy is in host memory. By the plan at
 least 10 % of a GPU's memory stays free in both turns.
 
+Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
+a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+
 Preset: `paper()`, because the paper's figures show a search in each micro-batch (docs/algorithm.md), and no
 study of ours prefers another.
 

@@ -5,6 +5,8 @@ node, the optimizer's state in host memory, which saves 49 GB of a GPU, and reco
 The node that trains needs 1.0 TB of host memory: 393 GB for the state, as much again while a checkpoint is
 written, and buffers.
 
+Preset: `paper(65_536)`, as of r1_distill_qwen_32b.py.
+
     bapo plan recipes/r1_distill_qwen_32b_two_nodes.py --engine-gpus 8
     BAPO_SERVERS_PER_NODE=2 BAPO_SERVER_GPUS=4 sbatch --nodes=1 : --nodes=1 slurm/train.sbatch \\
         recipes/r1_distill_qwen_32b_two_nodes.py

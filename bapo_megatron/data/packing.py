@@ -46,6 +46,17 @@ def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -
     return [[groups[i] for i in part] for part in parts]
 
 
+def updates_of_step(
+    groups: Sequence[T], epochs: int, updates: int, seed: int, step: int
+) -> list[tuple[int, list[T]]]:
+    """All updates of ``step``, in order, each with the number of its pass: every pass is split anew."""
+    return [
+        (epoch, part)
+        for epoch in range(epochs)
+        for part in split_into_updates(groups, updates, (seed, step, epoch))
+    ]
+
+
 def pack_samples(
     samples: Sequence[TrainingSample],
     pack_tokens: int,

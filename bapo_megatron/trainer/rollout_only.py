@@ -3,8 +3,8 @@
 The engines load the model's own weights once, as version 0. Every step's batch is formed as in training, and
 kept in the run directory; ``--train-only`` trains on it. Started again, it continues after the last step that
 is on disk with its metrics. ``RolloutRecord`` records it: metrics, a line for each step, a table at the end.
-The share of positive tokens (``positive_share``), which BAPO's search at its default settings would see at
-ratios of 1, says whether BAPO can act. Used by ``commands/train.py``.
+The share of positive tokens that each of BAPO's searches would see at ratios of 1 (``sampled_shares``) says
+whether BAPO can act. Used by ``commands/train.py``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from bapo_megatron.algo.advantages import group_advantages, is_uniform
-from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.bounds import BoundsConfig, sum_count
+from bapo_megatron.algo.losses.clip import group_of_sequences
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.checkpoint.run_directory import store_config
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import AlgorithmConfig, RunConfig
+from bapo_megatron.data.packing import updates_of_step
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
@@ -130,73 +130,122 @@ def _batch_if_ready(sampler: SamplerClient | None, step: int) -> StepHeader | No
 SHARE = "bapo/sampled_positive_share"
 """Metric: positive share of a step's groups at ratios of 1, by the weights of ``algorithm.loss_mean``; None
 if no group has an advantage."""
+BELOW = "bapo/sampled_searches_below"
+"""Metric: share of the searches of a step that would see less than the target, cut as in training; None where
+this share does not decide what a search does."""
+RESPONSES = "bapo/sampled_search_responses"
+"""Metric: responses in one of these searches, in the mean."""
 
 
-def positive_share(
-    groups: Sequence[GroupHeader],
-    kind: Literal["grpo", "dr_grpo"],
-    loss_mean: Literal["token", "sequence"] = "token",
-) -> float | None:
-    """Share of positive tokens: the sum of A over them, divided by that of abs(A) over all trained tokens.
+def sampled_shares(
+    groups: Sequence[GroupHeader], algorithm: AlgorithmConfig, seed: int, step: int
+) -> Metrics:
+    """Metrics of the positive share in the groups of ``step``: as a whole, and in the searches of a run.
 
-    The contribution of Eq. 8 with ``share="absolute"`` and ``weight="uniform"`` where all ratios are 1, with
-    the weights of ``loss_mean``: every token counts alike, or every response. In a group the advantages add
-    up to 0, so only lengths move it from 1/2, and in a mean over sequences nothing does but responses without
-    trained tokens. None if all advantages are 0.
+    These are cut as a run with ``seed`` cuts them: the groups into updates, in each of its passes, and an
+    update's responses into searches of about ``bounds_tokens`` tokens (``scope=micro_batch``), or into one.
+    The share of a search is that of its responses: the sum of A over positive tokens, divided by that of
+    abs(A) over all trained ones. It is the contribution of Eq. 8 with ``share="absolute"`` and
+    ``weight="uniform"`` where all ratios are 1, with the weights of ``loss_mean``: every token counts alike,
+    or every response. In a group the advantages add up to 0, so only lengths move the share of whole groups
+    from 1/2, and in a mean over sequences nothing does but responses without trained tokens. A search in a
+    part of an update sees a few responses, and its share is also a matter of which they are.
     """
-    positive = total = 0.0
-    for group in groups:
-        advantages_G = group_advantages([one.reward for one in group.responses], kind).astype(np.float64)
-        counts = (one.trained_tokens for one in group.responses)
-        parts_G = advantages_G * [count if loss_mean == "token" else min(count, 1) for count in counts]
-        positive += float(parts_G[parts_G > 0].sum())
-        total += float(np.abs(parts_G).sum())
-    return positive / total if total else None
+    responses = [_responses(group, algorithm) for group in groups]
+    found: Metrics = {SHARE: _share([one for group in responses for one in group])}
+    uses = algorithm.reuse_epochs, algorithm.updates_per_epoch
+    searches = [
+        search
+        for _, update in updates_of_step(responses, *uses, seed, step)
+        for search in _searches([one for group in update for one in group], algorithm.bounds)
+        if _share(search) is not None
+    ]
+    if not searches or not _share_decides(algorithm):
+        return {**found, BELOW: None, RESPONSES: None}
+    below = [(_share(search) or 0.0) < algorithm.bounds.target for search in searches]
+    count = len(searches)
+    return {**found, BELOW: sum(below) / count, RESPONSES: sum(map(len, searches)) / count}
 
 
-def outlook(
-    shares: Sequence[float], bounds: BoundsConfig, loss_mean: Literal["token", "sequence"] = "token"
-) -> str | None:
-    """Sentence on whether BAPO can act on data with these ``shares``, one a step.
+_Response = tuple[float, int]
+"""The advantages of a response's tokens added up, weighted, and its number of trained tokens."""
 
-    None without shares, for fixed bounds, and where the search's contribution is not this share. In a mean
-    over sequences the share is 1/2 whatever the lengths: only a search of a part of an update sees another.
+
+def _responses(group: GroupHeader, algorithm: AlgorithmConfig) -> list[_Response]:
+    advantages_G = group_advantages([one.reward for one in group.responses], algorithm.advantage)
+    tokens_G = [one.trained_tokens for one in group.responses]
+    by_token = algorithm.loss_mean == "token"
+    return [
+        (float(value) * (tokens if by_token else min(tokens, 1)), tokens)
+        for value, tokens in zip(advantages_G, tokens_G, strict=True)
+    ]
+
+
+def _share(responses: Sequence[_Response]) -> float | None:
+    """Share of positive tokens; None if all advantages are 0."""
+    total = sum(abs(advantage) for advantage, _ in responses)
+    return sum(max(advantage, 0.0) for advantage, _ in responses) / total if total else None
+
+
+def _searches(update: Sequence[_Response], bounds: BoundsConfig) -> list[list[_Response]]:
+    """The responses of each search of an update."""
+    numbers = [0] * len(update)
+    if bounds.grouped and bounds.bounds_tokens:
+        numbers = [*group_of_sequences(tuple(tokens for _, tokens in update), bounds.bounds_tokens)]
+    found: list[list[_Response]] = [[] for _ in range(1 + max(numbers, default=-1))]
+    for number, response in zip(numbers, update, strict=True):
+        found[number].append(response)
+    return found
+
+
+def _share_decides(algorithm: AlgorithmConfig) -> bool:
+    """Whether bounds are searched, by this share, in parts that are known before a run has a layout."""
+    bounds = algorithm.bounds
+    if algorithm.loss != "clip" or algorithm.polarity != PapoConfig():
+        return False  # nothing is searched, or PAPO changes the advantages
+    is_known = bounds.scope != "micro_batch" or bounds.grouped
+    return is_known and sum_count(bounds) > 2 and (bounds.share, bounds.weight) == ("absolute", "uniform")
+
+
+def outlook(rows: Sequence[Row], algorithm: AlgorithmConfig) -> str | None:
+    """Sentence on whether BAPO can act on data whose steps have these ``rows``, the metrics above.
+
+    None where no row has a share that decides.
     """
-    is_fixed = bounds.low_start == bounds.low_end and bounds.high_start == bounds.high_end
-    if not shares or is_fixed or (bounds.share, bounds.weight) != ("absolute", "uniform"):
+    known = [row for row in rows if row.get(BELOW) is not None]
+    if not known:
         return None
-    below = sum(share < bounds.target for share in shares)
+    share, below, responses = (sum(row[name] for row in known) / len(known) for name in _MEASURED)
+    bounds = algorithm.bounds
     pair = f"fixed({bounds.low_start:g}, {bounds.high_start:g})"
-    if loss_mean == "sequence" and not below:
-        verdict = (
-            f"with algorithm.loss_mean=sequence no lengths move the share from 1/2, so BAPO {_rest(bounds)}"
-        )
-    elif 2 * below >= len(shares):
+    half = "with algorithm.loss_mean=sequence no lengths move the share from 1/2, so "
+    start = half if algorithm.loss_mean == "sequence" and share >= bounds.target else ""
+    if not below:
+        end = "until the data are stale" if start else "on this data, unless training changes the lengths"
+        verdict = f"BAPO will equal {pair} {end}"
+    elif bounds.grouped and share >= bounds.target:
+        verdict = "BAPO acts only by which responses each search happens to see"
+    elif below >= 0.5:
         verdict = "BAPO can act on this data"
-    elif below:
-        verdict = f"BAPO can act on this data at times, and will mostly equal {pair}"
     else:
-        verdict = f"BAPO will equal {pair} on this data, unless training changes the lengths"
+        verdict = f"BAPO can act on this data at times, and will mostly equal {pair}"
     return (
-        f"{verdict}: positive tokens hold {sum(shares) / len(shares):.3f} of the gradient at ratios of 1, "
-        f"below the target of {bounds.target:g} in {below} of {len(shares)} steps"
+        f"{start}{verdict}: positive tokens hold {share:.3f} of the gradient at ratios of 1, and less than "
+        f"the target of {bounds.target:g} in {below:.1%} of the searches, of which each sees {responses:.3g} "
+        f"responses in the mean"
     )
 
 
-def _rest(bounds: BoundsConfig) -> str:
-    """What is left to a search whose update is balanced at ratios of 1."""
-    if bounds.scope == "micro_batch":
-        return "acts only on which responses each search happens to see"
-    return f"will equal fixed({bounds.low_start:g}, {bounds.high_start:g}) until the data are stale"
-
-
+_MEASURED = (SHARE, BELOW, RESPONSES)
 _QUANTITIES = (
     ("reward", "reward/mean", ".3f"),
     ("right", "reward/correct_fraction", ".1%"),
     ("length, mean", "rollout/length_mean", ".0f"),
     ("length, longest", "rollout/length_max", ".0f"),
     ("cut off", "rollout/truncated_fraction", ".1%"),
-    ("positive share", "bapo/sampled_positive_share", ".3f"),
+    ("positive share", SHARE, ".3f"),
+    ("searches below target", BELOW, ".1%"),
+    ("responses a search", RESPONSES, ".3g"),
     ("groups sampled", "rollout/groups_sampled", ".4g"),
     ("groups uniform", "rollout/groups_uniform", ".4g"),
     ("tokens/s", "time/tokens_per_s", ".0f"),
@@ -227,11 +276,10 @@ class RolloutRecord:
 
     def step(self, step: int, header: StepHeader, clock: StepClock) -> None:
         """Write the metrics of a step, and print its line."""
-        algorithm = self._config.algorithm
         metrics = {
             **step_metrics(header, [], clock, []),
             "rollout/groups_uniform": _uniform_groups(header),
-            SHARE: positive_share(header.groups, algorithm.advantage, algorithm.loss_mean),
+            **sampled_shares(header.groups, self._config.algorithm, self._config.seed, step),
         }
         del metrics["policy/updates"]
         self._metrics.write_step(step, metrics)
@@ -246,7 +294,7 @@ class RolloutRecord:
         rows = read_jsonl(self._paths.metrics)
         events = read_events(self._paths.events)
         print("\n".join(summary(rows, events)))
-        if message := self._outlook(rows):
+        if message := outlook(rows, self._config.algorithm):
             if all(event.get("message") != message for event in events):
                 self._events.event("bapo_outlook", step=len(rows), message=message)
             print(message)
@@ -254,13 +302,6 @@ class RolloutRecord:
         print(f"responses: {self._paths.journal}")
         print(f"train on them: bapo train RECIPE --train-only {root}")
         print(f"plots: bapo report {root}", flush=True)
-
-    def _outlook(self, rows: Sequence[Row]) -> str | None:
-        algorithm = self._config.algorithm
-        if algorithm.loss != "clip" or algorithm.polarity != PapoConfig():
-            return None  # nothing is searched, or PAPO changes the advantages
-        shares = [row[SHARE] for row in rows if row.get(SHARE) is not None]
-        return outlook(shares, algorithm.bounds, algorithm.loss_mean)
 
     def close(self) -> None:
         """Flush and close all files."""

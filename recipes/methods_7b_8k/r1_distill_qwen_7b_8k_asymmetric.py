@@ -4,6 +4,8 @@ The legend of the figure has three pairs of bounds: [0.8, 1.5], which keeps the 
 this recipe; [0.8, 1.2], r1_distill_qwen_7b_8k_grpo.py; and [0.5, 1.2], with which the entropy collapses:
 `--algorithm.bounds.low-start 0.5 --algorithm.bounds.low-end 0.5 --algorithm.bounds.high-start 1.2
 --algorithm.bounds.high-end 1.2`. Everything else is that of r1_distill_qwen_7b_8k.py.
+
+Preset: `fixed(0.8, 1.5)`, because the experiment is of fixed bounds: nothing is searched.
 """
 
 from dataclasses import replace

@@ -2,6 +2,8 @@
 
 The paper gives 1.28 as DAPO's upper bound (section 4.3, "connection to prior work"); everything else is
 that of r1_distill_qwen_7b_8k.py.
+
+Preset: `clip_higher()`, because it is the baseline that BAPO is compared with.
 """
 
 from dataclasses import replace

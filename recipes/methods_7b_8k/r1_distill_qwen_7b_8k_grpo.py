@@ -2,6 +2,8 @@
 
 The paper calls its bounds "symmetric fixed, e.g. [0.8, 1.2]" (section 3); everything else is that of
 r1_distill_qwen_7b_8k.py, levels of staleness included.
+
+Preset: `grpo()`, because it is the baseline that BAPO is compared with.
 """
 
 from dataclasses import replace

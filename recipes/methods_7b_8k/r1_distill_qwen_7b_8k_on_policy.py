@@ -2,6 +2,8 @@
 
 GRPO's bounds. With one update at the weights that sampled, every ratio is 1 up to the mismatch of
 engine and trainer, and no bound clips. Everything else is that of r1_distill_qwen_7b_8k.py.
+
+Preset: `grpo()`, because no bound acts on-policy: a search would change nothing.
 """
 
 from dataclasses import replace

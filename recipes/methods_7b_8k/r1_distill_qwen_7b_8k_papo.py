@@ -2,6 +2,8 @@
 
 It is not in BAPO's paper. PAPO's abstract names no values; strength, band, memory and target are the defaults
 that docs/losses.md explains. Everything else is that of r1_distill_qwen_7b_8k.py.
+
+Preset: `paper()`, as of r1_distill_qwen_7b_8k.py.
 """
 
 from dataclasses import replace

@@ -12,7 +12,7 @@ groups, have bounds of their own. They depend on the update's data alone: they a
 every layout and with every pack length (not so with ``bounds_tokens=None``: then the parts are the packs).
 ValueError for a pack that is not of ``data.packing.pack_samples``.
 
-Used by ``commands/verify.py`` and ``benchmarks/diagnostics.py``.
+Used by ``commands/verify.py``, ``trainer/rollout_only.py`` and ``benchmarks/diagnostics.py``.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class ClipLoss(Loss):
         )
         self.measurements = (
             Measurement("bounds", 5 + 12, self._bounds_sums, self._bounds_metrics),
-            Measurement("bounds_in_force", 5, self._in_force_sums, _in_force_metrics),
+            Measurement("bounds_in_force", 6, self._in_force_sums, self._in_force_metrics),
         )
 
     def terms(
@@ -254,34 +254,37 @@ class ClipLoss(Loss):
         else:
             found = found or exact  # searched while the update held its forward passes
             used = at_bounds(found.bounds, measured, config).metrics()
-        # A held c_low may be above its start in a search that makes no move.
-        held = isinstance(found, SearchResult) and found.bounds.low > config.low_start
+        moved = float(used["bapo/rounds"] > 0 or (isinstance(found, SearchResult) and self._is_moved(found)))
         return {
             **used,
-            **(
-                {"bapo/bounds_moved": float(held or used["bapo/rounds"] > 0)} if sum_count(config) > 2 else {}
-            ),
+            **({"bapo/bounds_moved": moved} if sum_count(config) > 2 else {}),
             "bapo/clip_low_distance": used["bapo/clip_low"] - exact.bounds.low,
             "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
         }
 
+    def _is_moved(self, found: SearchResult) -> bool:
+        """Whether a bound is off its start. A held c_low may be above it in a search that makes no move."""
+        return found.bounds.rounds > 0 or found.bounds.low > self._config.low_start
+
     def _in_force_sums(self, view: PackView) -> Tensor:
         """``[sum of c_low over negative tokens, their number, sum of c_high over positive ones, their number,
-        tokens whose search saw one sign]``."""
+        tokens whose search saw one sign, tokens whose search moved a bound]``."""
         negative_T = (view.live_T & (view.batch.advantage_T < 0)).double()
         positive_T = (view.live_T & (view.batch.advantage_T > 0)).double()
+        live_T = view.live_T.double()
         low = self._of_tokens(view, lambda found: found.bounds.low)
         high = self._of_tokens(view, lambda found: found.bounds.high)
         one_sign = self._of_tokens(view, lambda found: float(found.one_sign))
-        parts = (low * negative_T, negative_T, high * positive_T, positive_T, one_sign * view.live_T.double())
-        return torch.stack([part.sum() for part in parts])
+        moved = self._of_tokens(view, lambda found: float(self._is_moved(found)))
+        bounds = (low * negative_T, negative_T, high * positive_T, positive_T)
+        return torch.stack([part.sum() for part in (*bounds, one_sign * live_T, moved * live_T)])
 
-
-def _in_force_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
-    """Mean bounds over the tokens that they act on; share of tokens whose search saw one sign alone."""
-    low, negative, high, positive, one_sign = sums.tolist()
-    return {
-        "bapo/clip_low_negative": share(low, negative),
-        "bapo/clip_high_positive": share(high, positive),
-        "bapo/one_sign_tokens": one_sign / update.tokens,
-    }
+    def _in_force_metrics(self, sums: Tensor, update: UpdateSums) -> Metrics:
+        """Mean bounds over the tokens that they act on; shares of tokens by what their search saw and did."""
+        low, negative, high, positive, one_sign, moved = sums.tolist()
+        return {
+            "bapo/clip_low_negative": share(low, negative),
+            "bapo/clip_high_positive": share(high, positive),
+            "bapo/one_sign_tokens": one_sign / update.tokens,
+            **({"bapo/moved_tokens": moved / update.tokens} if sum_count(self._config) > 2 else {}),
+        }

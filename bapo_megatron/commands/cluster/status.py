@@ -90,6 +90,8 @@ class Status:
     moved: tuple[float, int] | None
     """Share of stale updates in which a clipping bound moved, and the number of last steps it is a mean of;
     None without a search of the bounds."""
+    starts: str
+    """The fixed bounds that a run without a move equals, as a preset."""
     stalled_s: float | None
     """Seconds without progress of a running run, if above its limit (``logging.stalled_minutes``)."""
     trouble: str | None
@@ -137,6 +139,9 @@ def read_status(run: Path, now: float | None = None) -> Status:
         checkpoint_age_s=files_now - saved[1] if saved else None,
         engines=None if gone else _engines(run, metrics, files_now, job is not None),
         moved=_moved(paths.metrics),
+        starts="fixed({}, {})".format(
+            *(config.get(f"algorithm.bounds.{one}_start") for one in ("low", "high"))
+        ),
         stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,
         trouble=event_text(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
@@ -187,6 +192,11 @@ def _moved(log: Path) -> tuple[float, int] | None:
     rows = (row.get("bapo/bounds_moved") for row in tail_rows(log))
     shares = [share for share in rows if isinstance(share, (int, float))]
     return (sum(shares) / len(shares), len(shares)) if shares else None
+
+
+def _starts(config: dict[str, Any]) -> str:
+    low, high = (config.get(f"algorithm.bounds.{bound}_start") for bound in ("low", "high"))
+    return f"fixed({low}, {high})"
 
 
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
@@ -290,7 +300,8 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "stalled", f"no step, evaluation or rollout for {clock(status.stalled_s)}"
     if status.moved is not None:
         share, steps = status.moved
-        yield "bounds", f"moved in {share:.0%} of the stale updates of the last {steps} steps"
+        equal = "" if share else f", which equal {status.starts} there"
+        yield "bounds", f"moved in {share:.0%} of the stale updates of the last {steps} steps{equal}"
     if status.engines is not None:
         alive, known = status.engines
         yield "engines", f"{alive} of {known} alive"

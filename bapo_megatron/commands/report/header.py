@@ -26,18 +26,20 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of a run's bounds searches, as shares of its updates."""
+    """Outcome of a run's bounds searches, as shares of its updates, or of their tokens."""
 
     moved: float
-    """A bound moved."""
+    """At least one search moved a bound: share of updates."""
     reached: float
-    """The target was reached."""
+    """The target was reached. This and the next two: of the tokens of an update with many searches."""
     ended: float
     """The search came to its end, and the target was not reached."""
     empty: float
     """There was nothing to weigh, because all sums were 0: the bounds stay at their starts."""
     of: str = "updates"
     """Which updates ``moved`` is a share of: the stale ones, where the log tells them apart."""
+    moved_tokens: float | None = None
+    """Share of their tokens whose own search moved a bound; None where the log does not say it."""
 
 
 def search_outcome(run: RunRecord) -> SearchOutcome | None:
@@ -51,7 +53,7 @@ def search_outcome(run: RunRecord) -> SearchOutcome | None:
     ended, empty = float(np.mean((1 - reached) * (rounds > 0))), float(np.mean((1 - reached) * (rounds == 0)))
     shares = float(np.mean(reached)), ended, empty
     if (stale := mean(table.known("bapo/bounds_moved"))) is not None:
-        return SearchOutcome(stale, *shares, "stale updates")
+        return SearchOutcome(stale, *shares, "stale updates", mean(table.known("bapo/moved_tokens")))
     return SearchOutcome(float(np.mean(rounds > 0)), *shares)
 
 
@@ -120,7 +122,9 @@ def _target(run: RunRecord) -> str:
         return said
     of = "" if found.of == "updates" else f" of the {found.of}"
     moved = f"a bound moved in {percent(found.moved)}{of}"
-    return f"{said}; reached in {percent(found.reached)} of the updates, {moved}"
+    reached = "by searches over" if bounds.scope == "micro_batch" else "in"
+    counted = "tokens" if bounds.scope == "micro_batch" else "updates"
+    return f"{said}; reached {reached} {percent(found.reached)} of the {counted}, {moved}"
 
 
 def _staleness(run: RunRecord) -> str:
@@ -286,9 +290,12 @@ def _of_search(run: RunRecord) -> Iterator[str]:
     starts, elsewhere = f"{bounds.low_start:g} and {bounds.high_start:g}", ""
     if found.empty > _SELDOM:
         elsewhere = "elsewhere "
+        where = f"In {percent(found.empty)} of the updates the"
+        if bounds.scope == "micro_batch":
+            where = f"Over {percent(found.empty)} of the tokens, in updates where no bound moved, a"
         yield (
-            f"In {percent(found.empty)} of the updates the search had nothing to weigh: all advantages were "
-            f"0, as where each response of a group has the same reward. The bounds stay at {starts} there."
+            f"{where} search had nothing to weigh: all advantages were 0, as where each response of a group "
+            f"has the same reward. The bounds stay at {starts} there."
         )
     if found.empty > 1 - _SELDOM:
         return
@@ -302,13 +309,26 @@ def _of_search(run: RunRecord) -> Iterator[str]:
             f"the search."
         )
         return
-    missed = ""
-    if found.ended > _SELDOM:
-        missed = (
-            f" In {percent(found.ended)} of the updates the search came to its end, {bounds.low_end:g} "
-            f"and {bounds.high_end:g}, and the positive tokens still held less than the target."
+    of_many = bounds.scope == "micro_batch"
+    who = "at least one search" if of_many else "the search"
+    said = f"In {percent(found.moved)} of the {found.of} {who} moved a bound off {starts}"
+    if of_many and found.moved_tokens is not None:
+        said += f"; the searches that did saw {percent(found.moved_tokens)} of the tokens"
+    missed = f". {_missed(bounds, found)}" if found.ended > _SELDOM else ""
+    yield f"{said}{missed}."
+
+
+def _missed(bounds: BoundsConfig, found: SearchOutcome) -> str:
+    """What ``ended`` counts: many searches of an update are logged as one, by means over tokens."""
+    share, ends = percent(found.ended), f"{bounds.low_end:g} and {bounds.high_end:g}"
+    if bounds.scope == "micro_batch":
+        return (
+            f"Over {share} of the tokens of all updates a search did not reach the target: it came to its "
+            f"end, {ends}, or had nothing to weigh"
         )
-    yield (
-        f"In {percent(found.moved)} of the {found.of} the positive tokens held less than the target of "
-        f"{bounds.target:g} at {starts}, and the search moved a bound.{missed}"
+    if bounds.scope == "lagged":
+        return f"In {share} of the updates the bounds of the one before left less than the target"
+    return (
+        f"In {share} of the updates the search came to its end, {ends}, and the positive tokens still held "
+        f"less than the target"
     )

@@ -1,10 +1,10 @@
 """Recorder of a run: metrics, events.jsonl, progress line; the clock and metrics of a step; the run's end.
 
-``Recorder`` is on rank 0 alone. If none of the first 16 stale updates has moved BAPO's bounds, it says once
-that the run so far equals one with fixed bounds. Around it are two context managers: ``sending_events``
-outside, the life of the process that sends events (``runtime/event_sender.py``), and ``recorded_end``
-inside, so that the end (done, preempted, stopped, failed) is sent, too. Used by ``train.py`` and in
-``trainer/``.
+``Recorder`` is on rank 0 alone. If none of the first 16 stale updates, or of 64 later ones, has moved BAPO's
+bounds, it says once for such a stretch which fixed bounds the run equals in it. Around it are two context
+managers: ``sending_events`` outside, the life of the process that sends events (``runtime/event_sender.py``),
+and ``recorded_end`` inside, so that the end (done, preempted, stopped, failed) is sent, too. Used by
+``train.py`` and in ``trainer/``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +29,7 @@ from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.files import open_plain
-from bapo_megatron.runtime.jsonl_log import EventLog, tail_rows
+from bapo_megatron.runtime.jsonl_log import EventLog, Row, tail_rows
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress
@@ -38,41 +38,56 @@ from bapo_megatron.types import Metrics, StepHeader
 MOVED = "bapo/bounds_moved"
 """Metric: whether a stale update had a bound away from its start, 1 or 0; None for an on-policy update,
 absent where nothing is searched."""
+MOVES = frozenset({MOVED, "bapo/moved_tokens"})
+"""Metrics of stale updates alone: also the share of the tokens whose own search moved a bound."""
 
-_UPDATES = 16
-"""Stale updates without a move after which the notice is given: two steps of the usual reuse (2 x 4)."""
+_FIRST, _LATER = 16, 64
+"""Stale updates without a move after which the notice is given: two steps of the usual reuse (2 x 4) at a
+run's start, and eight later, where a search seldom moves before it does no more."""
 
 
 class IdleSearch:
-    """Counter of stale updates, whose ratios are not all 1, in which no bound moved, from the run's start on.
+    """Counter of the stale updates, whose ratios are not all 1, since a bound moved; a notice each stretch.
 
-    It is not in checkpoints: a process resumed after step 1 has not seen the first updates, and gives no
-    notice. Made by ``Recorder``, which asks it once a step.
+    A resumed process takes up the count from the run's logs. Made by ``Recorder``, which asks it once a step.
     """
 
-    def __init__(self, bounds: BoundsConfig, first_step: int) -> None:
+    def __init__(self, bounds: BoundsConfig) -> None:
         self._bounds = bounds
-        self._first_step: int | None = None
-        self._shares: list[float] = []
-        self._is_over = first_step > 1
+        self._stretch: list[tuple[int, float]] = []
+        """Step and contribution of each stale update of the stretch."""
+        self._has_moved = self._is_told = False
+
+    def resume(self, updates: Iterable[Row], events: Iterable[Row]) -> None:
+        """Take up the stretch that the last rows of updates.jsonl end with. Both are newest first."""
+        moved_step = 0
+        for row in updates:
+            if row.get(MOVED):
+                self._has_moved, moved_step = True, row["step"]
+                break
+            self._count(row["step"], row)
+        self._stretch.reverse()
+        told_step = next((row.get("step", 0) for row in events if row.get("kind") == "bounds_idle"), 0)
+        self._is_told = told_step > 0 and told_step >= moved_step
 
     def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
         """The notice after ``step``; None if there is none."""
         for update in updates:
-            if self._is_over or update.get(MOVED) is None:
-                continue
-            if update[MOVED]:
-                self._is_over = True
-                continue
-            self._first_step = self._first_step or step
-            self._shares.append(update["bapo/contribution"] or 0.0)
-        if self._is_over or len(self._shares) < _UPDATES:
+            if update.get(MOVED):
+                self._has_moved, self._is_told, self._stretch = True, False, []
+            self._count(step, update)
+        if self._is_told or len(self._stretch) < (_LATER if self._has_moved else _FIRST):
             return None
-        self._is_over = True
-        return self._message(step)
+        self._is_told = True
+        return self._message()
 
-    def _message(self, step: int) -> str:
-        bounds, share = self._bounds, sum(self._shares) / len(self._shares)
+    def _count(self, step: int, update: Mapping[str, Any]) -> None:
+        if update.get(MOVED) == 0:
+            self._stretch.append((step, update.get("bapo/contribution") or 0.0))
+
+    def _message(self) -> str:
+        bounds, steps = self._bounds, [step for step, _ in self._stretch]
+        share = sum(share for _, share in self._stretch) / len(steps)
         why = ""
         if math.isfinite(share) and share >= bounds.target:
             why = (
@@ -80,9 +95,9 @@ class IdleSearch:
                 f"{bounds.target:g}"
             )
         return (
-            f"the bounds have not moved in the first {len(self._shares)} stale updates (steps "
-            f"{self._first_step} to {step}): so far this run equals fixed({bounds.low_start:g}, "
-            f"{bounds.high_start:g}){why} (docs/algorithm.md#which-preset)"
+            f"the bounds have not moved in the last {len(steps)} stale updates (steps {steps[0]} to "
+            f"{steps[-1]}), in which this run equals fixed({bounds.low_start:g}, {bounds.high_start:g}){why} "
+            f"(docs/algorithm.md#which-preset)"
         )
 
 
@@ -115,7 +130,9 @@ class Recorder:
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, self._events.event)
         self._warned: set[str] = set()
         """Kinds of warnings that were printed."""
-        self._idle_search = IdleSearch(config.algorithm.bounds, first_step)
+        self._idle_search = IdleSearch(config.algorithm.bounds)
+        logs = RunPaths(directory)
+        self._idle_search.resume(tail_rows(logs.updates), tail_rows(logs.events))
         self._progress = Progress(config.steps, first_step)
         if not has_work:
             print(

@@ -191,6 +191,7 @@ def test_metrics_are_means_over_tokens_and_over_those_that_a_bound_acts_on() -> 
     in_force = (metrics["bapo/clip_low_negative"], metrics["bapo/clip_high_positive"])
     assert in_force == pytest.approx((0.9, 1.2))
     assert metrics["bapo/one_sign_tokens"] == 1.0
+    assert (metrics["bapo/bounds_moved"], metrics["bapo/moved_tokens"]) == (1.0, 0.5)
     assert metrics["bapo/contribution"] == pytest.approx(0.5)  # 1 and 0
     assert metrics["contribution/gradient_ratio_uniform"] == math.inf  # over no negative token
     together, exact, _ = metrics_of(samples, dataclasses.replace(config, bounds_tokens=8), 64)
@@ -388,8 +389,9 @@ def test_a_held_c_low_counts_as_a_moved_bound() -> None:
         sums = policy.losses(packs, loss)  # type: ignore[arg-type]
         clipping.observe(sums)
         metrics = clipping.objective.metrics(sums, clipping.found)
-        rows.append([metrics[f"bapo/{name}"] for name in ("clip_low", "rounds", "bounds_moved")])
-    assert rows == [[0.9, 25.0, 1.0], [0.9, 0.0, 1.0], [0.6, 0.0, 0.0]]
+        names = ("clip_low", "rounds", "bounds_moved", "moved_tokens")
+        rows.append([metrics[f"bapo/{name}"] for name in names])
+    assert rows == [[0.9, 25.0, 1.0, 1.0], [0.9, 0.0, 1.0, 1.0], [0.6, 0.0, 0.0, 0.0]]
 
 
 def test_a_search_without_held_bounds_has_no_state() -> None:

@@ -169,10 +169,38 @@ def test_bounds_that_stay_at_their_starts_are_noted() -> None:
 def test_bounds_that_move_are_noted_with_their_end() -> None:
     moved = readings(run_of(balanced(), rounds=(0, 51, 51, 51)))[1]
     assert moved == (
-        "In 75% of the updates the positive tokens held less than the target of 0.4 at 0.6 and 1.2, and the "
-        "search moved a bound. In 75% of the updates the search came to its end, 0.9 and 3, and the positive "
-        "tokens still held less than the target."
+        "In 75% of the updates the search moved a bound off 0.6 and 1.2. In 75% of the updates the search "
+        "came to its end, 0.9 and 3, and the positive tokens still held less than the target."
     )
+    lagged = readings(run_of(replace(balanced(), scope="lagged"), rounds=(0, 0, 51, 51)))[1]
+    assert lagged.endswith("In 50% of the updates the bounds of the one before left less than the target.")
+
+
+def test_of_many_searches_it_says_what_was_measured() -> None:
+    """One fresh update and four stale ones; in three a search moved, over 1/2, 1/4 and 1/4 of the tokens.
+
+    It does not say that the positive tokens as a whole held less than the target.
+    """
+    names = ("bapo/bounds_moved", "bapo/moved_tokens", "bapo/rounds", "bapo/reached")
+    updates = (
+        (None, None, 9, 0.75),
+        (1.0, 0.5, 9, 0.75),
+        (1.0, 0.25, 2.5, 0.75),
+        (1.0, 0.25, 3, 1),
+        (0.0, 0.0, 0, 1),
+    )
+    rows = [dict(zip(names, values, strict=True)) for values in updates]
+    run = replace(run_of(paper()), updates=MetricTable(rows))
+    said = "In 75% of the stale updates at least one search moved a bound off 0.6 and 1.2"
+    missed = (
+        "Over 15% of the tokens of all updates a search did not reach the target: it came to its end, 0.9 "
+        "and 3, or had nothing to weigh."
+    )
+    assert readings(run)[1] == f"{said}; the searches that did saw 25% of the tokens. {missed}"
+    reached = "; reached by searches over 85% of the tokens, a bound moved in 75% of the stale updates"
+    assert fact("target", run).endswith(reached)
+    old = [{name: value for name, value in row.items() if name != "bapo/moved_tokens"} for row in rows]
+    assert readings(replace(run, updates=MetricTable(old)))[1] == f"{said}. {missed}"
 
 
 def of_updates(*updates: tuple[int, bool]) -> RunRecord:

@@ -101,6 +101,22 @@ def test_status_shows_every_known_field(run: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("moved", "said"),
+    [
+        (0.5, "moved in 25% of the stale updates of the last 2 steps"),
+        (0.0, "moved in 0% of the stale updates of the last 2 steps, which equal fixed(0.6, 1.2) there"),
+    ],
+)
+def test_bounds_that_do_not_move_are_named(run: Path, moved: float, said: str) -> None:
+    """Two steps, in one of which a bound moved in this share of the stale updates; the third had none."""
+    starts = {"algorithm.bounds.low_start": 0.6, "algorithm.bounds.high_start": 1.2}
+    (run / "config.json").write_text(json.dumps({"format": FORMAT, "config": {"steps": 500, **starts}}))
+    rows = [{"step": 119 + i, "bapo/bounds_moved": share} for i, share in enumerate((0.0, None, moved))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert f"bounds      {said}\n" in status_text(read_status(run, NOW))
+
+
 def test_a_run_without_recent_steps_is_stalled(run: Path) -> None:
     """Its steps take a minute: ten minutes of silence are a stall, unless it is not running."""
     for path in (run / "metrics.jsonl", run / "checkpoints"):

@@ -15,7 +15,7 @@ from bapo_megatron.algo.bapo import clip_higher, fixed, grpo, paper
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.checkpoint.run_directory import plain_values, with_present_fields
 from bapo_megatron.cli import run as bapo
-from bapo_megatron.config import AlgorithmConfig, RunConfig
+from bapo_megatron.config import AlgorithmConfig, RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
 from bapo_megatron.environment.tools.calls import settings_of
@@ -24,7 +24,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import find_shape
 from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.trainer import preflight
-from tests.support.cluster_recipes import CLUSTER_RECIPES, cluster_recipe
+from tests.support.cluster_recipes import CLUSTER_RECIPES, FOLDER, cluster_recipe
 
 BASE = "r1_distill_qwen_7b_8k"
 
@@ -54,6 +54,7 @@ STATED = {
     "qwen3_30b_a3b_two_nodes": (16384, 8),
     "qwen3_235b_a22b": (16384, 128),
 }
+RECIPES = [*CLUSTER_RECIPES, *sorted(FOLDER.glob("demo*.py"))]
 SPLIT = ("octothinker_llama_3b", "partial_rollout_7b", "qwen2_5_7b_tools")
 """On one node, each GPU for one task."""
 COLOCATED = [
@@ -96,12 +97,38 @@ def test_a_recipe_is_sound_and_says_where_it_comes_from(path: Path) -> None:
     assert run.rollout.engine == "sglang"
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert "balanced" not in path.read_text()
-    if "bounds=paper(" in path.read_text():
-        assert "Preset: `paper(" in text  # and why
     assert any(source in text for source in ("Fig.", "section", "arXiv"))
     if BASE not in path.stem or path.stem == BASE:
         assert "paper" in text
         assert "chosen here" in text.lower()
+
+
+def docstring(path: Path) -> str:
+    return " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
+
+
+@pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_what_becomes_of_equal_rewards_and_of_cut_responses(path: Path) -> None:
+    """Or it changes another recipe, which it names."""
+    run = load(path.stem)
+    assert (run.rollout.drop_uniform_groups, run.rollout.max_oversampling) == (True, 3.0)
+    assert run.reward == RewardConfig()  # a box decides, no penalty for length
+    base = re.search(r'load_recipe\([^"]*"(.+\.py)"', path.read_text())
+    said = [
+        "Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times",
+        "A response cut at its limit is scored as it stands, wrong without a box, and trained on.",
+    ]
+    assert all(text in docstring(path) for text in ([base[1].split("/")[-1]] if base else said))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_names_its_preset_and_says_why(path: Path) -> None:
+    found = re.search(r"Preset: (none;|[^`]*`(.+?)`(,| with the ranges above,) (\w+))", docstring(path))
+    assert found, "no line begins with Preset:"
+    if found[2]:
+        named = eval(found[2], {one.__name__: one for one in (clip_higher, fixed, grpo, paper)})
+        bounds = load_recipe(path, RunConfig).algorithm.bounds
+        assert bounds == (BOUNDS[path.stem] if "ranges" in found[3] else named)
 
 
 @pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)

@@ -211,9 +211,15 @@ def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.Ca
     for step in (1, 2, 3):
         recorder.step(step, [stale] * 8, {"reward/mean": 0.0})
     recorder.close()
+    recorder = Recorder(run_config(tmp_path, RewardConfig()), 4, True)  # resumed: it was said before
+    for step in (4, 5):
+        recorder.step(step, [stale] * 8, {"reward/mean": 0.0})
+    recorder.close()
     [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bounds_idle"]
     assert event["step"] == 2
-    assert event["message"].startswith("the bounds have not moved in the first 16 stale updates (steps 1 to")
+    assert event["message"].startswith(
+        "the bounds have not moved in the last 16 stale updates (steps 1 to 2)"
+    )
     assert capsys.readouterr().out.count("note: the bounds have not moved") == 1
 
 
@@ -225,14 +231,25 @@ def stale(moved: float = 0.0, share: float = 0.52) -> Metrics:
 
 
 def test_sixteen_stale_updates_without_a_move_give_one_notice() -> None:
-    idle = IdleSearch(paper(), first_step=1)
+    idle = IdleSearch(paper())
     assert [idle.observe(step, [FRESH, *[stale()] * 7]) for step in (1, 2)] == [None, None]
     assert idle.observe(3, [FRESH, *[stale(share=0.5)] * 2]) == (
-        "the bounds have not moved in the first 16 stale updates (steps 1 to 3): so far this run equals "
+        "the bounds have not moved in the last 16 stale updates (steps 1 to 3), in which this run equals "
         "fixed(0.6, 1.2), because positive tokens hold 0.52 of the gradient, above the target of 0.4 "
         "(docs/algorithm.md#which-preset)"
     )
     assert idle.observe(4, [stale()] * 100) is None
+
+
+def test_each_later_stretch_of_sixty_four_gives_one_more() -> None:
+    """After a move more updates must be idle: a search that seldom moves would give notice at every pause."""
+    idle = IdleSearch(paper())
+    assert idle.observe(1, [stale(), stale(1.0), *[stale(share=0.25)] * 63]) is None
+    said = idle.observe(2, [FRESH, stale(share=0.25)]) or ""
+    assert said.startswith("the bounds have not moved in the last 64 stale updates (steps 1 to 2), in which")
+    assert "because" not in said  # the share is below the target, of many searches
+    assert idle.observe(3, [stale()] * 100) is None
+    assert idle.observe(4, [stale(1.0), *[stale()] * 64])
 
 
 @pytest.mark.parametrize(
@@ -245,11 +262,30 @@ def test_sixteen_stale_updates_without_a_move_give_one_notice() -> None:
     ],
 )
 def test_runs_whose_bounds_move_get_no_idle_notice(updates: list[Metrics]) -> None:
-    assert IdleSearch(paper(), first_step=1).observe(1, updates) is None
+    assert IdleSearch(paper()).observe(1, updates) is None
 
 
-def test_a_resumed_run_gives_no_idle_notice() -> None:
-    assert IdleSearch(paper(), first_step=101).observe(101, [stale()] * 16) is None
+@pytest.mark.parametrize(
+    ("moved_at", "told_at", "first", "last"),
+    [
+        (0, 0, 99, "20 stale updates (steps 99 to 102)"),  # nothing is known of earlier steps
+        (90, 0, 91, "65 stale updates (steps 91 to 103)"),
+        (90, 40, 91, "65 stale updates (steps 91 to 103)"),  # of a stretch before the move
+        (90, 90, 91, None),  # of this one
+        (0, 40, 97, None),
+    ],
+)
+def test_a_resumed_run_goes_on_with_the_stretch(
+    moved_at: int, told_at: int, first: int, last: str | None
+) -> None:
+    """Five stale updates a step; the logs end with step 100."""
+    rows = [{"step": step, **stale()} for step in range(first, 101) for _ in range(5)]
+    rows[:0] = [{"step": moved_at, **stale(1.0)}] if moved_at else []
+    idle = IdleSearch(paper())
+    idle.resume(rows[::-1], [{"kind": "bounds_idle", "step": told_at}] if told_at else [])
+    said = [message for step in range(101, 130) if (message := idle.observe(step, [stale()] * 5))]
+    assert len(said) == (last is not None)
+    assert all(last is not None and last in message for message in said)
 
 
 @pytest.mark.parametrize("config", [paper(), BoundsConfig()])

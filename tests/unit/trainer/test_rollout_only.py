@@ -13,24 +13,32 @@ import pytest
 import torch
 
 from bapo_megatron.algo.advantages import group_advantages
-from bapo_megatron.algo.bounds import BoundsConfig, fixed, search_bounds
-from bapo_megatron.algo.surrogate import contribution_sums
+from bapo_megatron.algo.bounds import balanced
+from bapo_megatron.algo.losses.clip import contribution_fn, search_groups
+from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import AlgorithmConfig, DataConfig, LoggingConfig, ModelConfig, RunConfig
-from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.tensor_types import TokenStats
 from bapo_megatron.trainer import rollout_only
 from bapo_megatron.trainer.records.recorder import StepClock
 from bapo_megatron.trainer.rollout_only import (
+    BELOW,
+    RESPONSES,
     SHARE,
     RolloutRecord,
     outlook,
-    positive_share,
+    sampled_shares,
     step_line,
     summary,
 )
-from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
+from bapo_megatron.types import Group, Metrics, Prompt, Rollout, StepBatch
 from tests.support.batches import header_in_memory
+
+LossMean = Literal["token", "sequence"]
+PARTS = {"scope": "micro_batch", "bounds_tokens": 256}
+HALF = "with algorithm.loss_mean=sequence no lengths move the share from 1/2, so "
 
 METRICS: dict[str, float | None] = {
     "reward/mean": 0.25,
@@ -112,120 +120,158 @@ def test_a_step_is_done_with_its_file_and_its_metrics(
     assert rollout_only.next_step(config) == expected
 
 
-BOUNDS = BoundsConfig(target=0.4)
+def algorithm_of(loss_mean: LossMean = "token", **bounds: Any) -> AlgorithmConfig:
+    """One search an update, of all groups of a step, or as ``bounds`` say."""
+    return AlgorithmConfig(replace(balanced(), **bounds), "dr_grpo", loss_mean=loss_mean)
+
+
+SKEWED = ((1, 2), (0, 4), (0, 4), (0, 10))
 
 
 def test_the_share_is_a_matter_of_lengths() -> None:
     # Rewards 1, 0: advantages 1/2 and -1/2, so the share is the right one's length over both lengths.
-    assert share_of(sampled_group((1, 2), (0, 3)), kind="dr_grpo") == pytest.approx(0.4)
-    assert share_of(sampled_group((1, 5), (0, 5)), kind="grpo") == pytest.approx(0.5)
+    assert share_of(sampled_group((1, 2), (0, 3))) == pytest.approx(0.4)
+    assert share_of(sampled_group((1, 5), (0, 5))) == pytest.approx(0.5)
     # Rewards 1, 0, 0, 0: advantages 3/4 and three times -1/4: 3/4 * 2 over 3/4 * 2 + 1/4 * (4 + 4 + 10).
-    assert share_of(sampled_group((1, 2), (0, 4), (0, 4), (0, 10)), kind="dr_grpo") == pytest.approx(0.25)
+    assert share_of(sampled_group(*SKEWED)) == pytest.approx(0.25)
     # Both groups of a step: (1/2 * 2 + 3/2) / (1/2 * 5 + 6).
-    both = [sampled_group((1, 2), (0, 3)), sampled_group((1, 2), (0, 4), (0, 4), (0, 10))]
-    assert share_of(*both, kind="dr_grpo") == pytest.approx(2.5 / 8.5)
+    assert share_of(sampled_group((1, 2), (0, 3)), sampled_group(*SKEWED)) == pytest.approx(2.5 / 8.5)
 
 
 def test_in_a_mean_over_sequences_no_lengths_move_the_share() -> None:
     """The loss's weights make every response count alike: 3/4 against 3 times 1/4, whatever the lengths."""
-    skewed = sampled_group((1, 2), (0, 4), (0, 4), (0, 10))
-    assert share_of(skewed, kind="dr_grpo", loss_mean="sequence") == pytest.approx(0.5)
-    assert share_of(skewed, kind="grpo", loss_mean="sequence") == pytest.approx(0.5)
+    assert share_of(sampled_group(*SKEWED), loss_mean="sequence") == pytest.approx(0.5)
     # One without a token has no weight: 3/4 over 3/4 + 2/4.
     assert share_of(sampled_group((1, 2), (0, 4), (0, 4), (0, 0)), loss_mean="sequence") == pytest.approx(0.6)
-
-
-@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
-def test_the_share_is_the_contribution_of_the_search(loss_mean: Literal["token", "sequence"]) -> None:
-    """That of the packs of an update, at ratios of 1."""
-    groups = [sampled_group((1, 2), (0, 3)), sampled_group((1, 2), (0, 4), (0, 4), (0, 10))]
-    samples = []
-    for rollouts in (one.rollouts for one in groups):
-        advantages = group_advantages([one.reward for one in rollouts], "grpo")
-        for one, value in zip(rollouts, advantages, strict=True):
-            ids = np.zeros(1 + len(one.log_probs_R), np.int32)
-            samples.append(Sample(ids, one.log_probs_R, one.versions_R, float(value)))
-    start, sums = fixed(0.6, 1.2), torch.zeros(2, dtype=torch.float64)
-    for pack in pack_samples(samples, 12, loss_mean):
-        same_T = torch.zeros_like(pack.mask_T)
-        sums += contribution_sums(same_T, pack.advantage_T, same_T, pack.weight_T, start)
-    share = search_bounds(sums, start).contribution
-    assert share_of(*groups, loss_mean=loss_mean) == pytest.approx(share)
 
 
 def test_masked_tokens_do_not_count() -> None:
     one = sampled_group((1, 6), (0, 3))
     mask_R = np.array([True, True, False, False, False, False])
-    masked = Group(one.prompt, (replace(one.rollouts[0], loss_mask_R=mask_R), one.rollouts[1]))
-    assert share_of(masked, kind="dr_grpo") == pytest.approx(2 / 5)
+    assert share_of(Group(one.prompt, (replace(one.rollouts[0], loss_mask_R=mask_R), one.rollouts[1]))) == 0.4
 
 
 def test_groups_of_equal_rewards_have_no_share() -> None:
-    assert share_of(sampled_group((1, 2), (1, 9)), kind="grpo") is None
-    assert share_of(kind="grpo") is None
+    nothing = dict.fromkeys((SHARE, BELOW, RESPONSES))
+    assert shares_of(algorithm_of(), sampled_group((1, 2), (1, 9))) == nothing
+    assert shares_of(algorithm_of()) == nothing
 
 
 @pytest.mark.parametrize(
-    ("shares", "start", "end"),
+    ("bounds", "below", "responses"),
     [
-        ([0.3, 0.5], "BAPO can act on this data:", "hold 0.400 of the gradient at ratios of 1, "
-         "below the target of 0.4 in 1 of 2 steps"),
-        ([0.3, 0.5, 0.4], "BAPO can act on this data at times, and will mostly equal fixed(0.6, 1.2):",
-         "in 1 of 3 steps"),
-        ([0.4, 0.5], "BAPO will equal fixed(0.6, 1.2) on this data,", "in 0 of 2 steps"),
-    ],
-)  # fmt: skip
-def test_the_sentence(shares: list[float], start: str, end: str) -> None:
-    said = outlook(shares, BOUNDS) or ""
-    assert said.startswith(start)
-    assert said.endswith(end)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "rest"),
-    [
-        (BOUNDS, "BAPO will equal fixed(0.6, 1.2) until the data are stale: positive tokens hold 0.500"),
-        (replace(BOUNDS, scope="micro_batch", bounds_tokens=100),
-         "BAPO acts only on which responses each search happens to see: positive tokens hold 0.500"),
-    ],
-)  # fmt: skip
-def test_the_sentence_of_a_mean_over_sequences(bounds: BoundsConfig, rest: str) -> None:
-    said = outlook([0.5, 0.5], bounds, "sequence") or ""
-    start = "with algorithm.loss_mean=sequence no lengths move the share from 1/2, so "
-    assert said.startswith(start + rest)
-    # With a target above 1/2 the search always has something to do.
-    can_act = outlook([0.5, 0.5], replace(bounds, target=0.6), "sequence") or ""
-    assert can_act.startswith("BAPO can act on this data:")
-
-
-def test_no_sentence_where_the_share_does_not_decide() -> None:
-    assert outlook([], BOUNDS) is None
-    assert outlook([0.3], fixed(0.9, 1.2)) is None
-    assert outlook([0.3], replace(BOUNDS, share="signed")) is None
-    assert outlook([0.3], replace(BOUNDS, weight="rollout_probability")) is None
-
-
-@pytest.mark.parametrize(
-    ("loss_mean", "share", "start"),
-    [
-        ("token", 0.25, "BAPO can act on this data: positive tokens hold 0.250"),
-        ("sequence", 0.5, "with algorithm.loss_mean=sequence no lengths move the share from 1/2"),
+        ({}, 1.0, 4.0),  # 1/4 as a whole
+        # 20 tokens in two parts, the middles at 1, 4, 8 and 15: 3/2 over 3/2 + 8/4, which is above, and 0.
+        ({"scope": "micro_batch", "bounds_tokens": 10}, 0.5, 2.0),
+        # In four parts of 5: (2, 4), (4), (), (10): 3/2 over 3/2 + 4/4 is above, and twice 0 below.
+        ({"scope": "micro_batch", "bounds_tokens": 5}, 2 / 3, 4 / 3),
+        ({"scope": "micro_batch", "bounds_tokens": 5, "target": 0.7}, 1.0, 4 / 3),
+        # What a search sees is known only in a run, or is another share, or nothing is searched.
+        ({"scope": "micro_batch"}, None, None),
+        ({"share": "signed"}, None, None),
+        ({"weight": "rollout_probability"}, None, None),
+        ({"low_end": 0.6, "high_end": 1.2}, None, None),
     ],
 )
-def test_a_rollout_only_run_says_it(
-    loss_mean: Literal["token", "sequence"],
-    share: float,
-    start: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_searches_of_a_part_of_an_update(
+    bounds: dict[str, Any], below: float | None, responses: float | None
 ) -> None:
+    found = shares_of(algorithm_of(**bounds), sampled_group(*SKEWED))
+    assert found[SHARE] == pytest.approx(0.25)
+    assert (found[BELOW], found[RESPONSES]) == pytest.approx((below, responses))
+
+
+@pytest.mark.parametrize("changed", [{"loss": "gspo"}, {"polarity": PapoConfig(enabled=True)}])
+def test_another_loss_has_no_such_searches(changed: dict[str, Any]) -> None:
+    found = shares_of(replace(algorithm_of(), **changed), sampled_group(*SKEWED))
+    assert (found[SHARE], found[BELOW]) == (pytest.approx(0.25), None)
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+def test_they_are_the_searches_of_a_run(loss_mean: LossMean) -> None:
+    """Two passes of three updates, cut by the run's seed: the searches of their packs, at ratios of 1."""
+    rng = np.random.default_rng(1)
+    groups = [
+        sampled_group(*((float(rng.random() < 0.5), int(rng.integers(1, 30))) for _ in range(4)))
+        for _ in range(12)
+    ]
+    algorithm = algorithm_of(loss_mean, scope="micro_batch", bounds_tokens=60)
+    algorithm = replace(algorithm, advantage="grpo", reuse_epochs=2, updates_per_epoch=3)
+    samples = []
+    for rollouts in (one.rollouts for one in groups):
+        values = group_advantages([one.reward for one in rollouts], "grpo")
+        samples.append(
+            [
+                Sample(
+                    np.zeros(1 + len(one.log_probs_R), np.int32),
+                    one.log_probs_R,
+                    one.versions_R,
+                    float(value),
+                )
+                for one, value in zip(rollouts, values, strict=True)
+            ]
+        )
+    moved = []
+    for epoch in range(2):
+        for part in split_into_updates(samples, 3, (7, 5, epoch)):
+            packs = pack_samples([one for group in part for one in group], 64, loss_mean)
+            stats = [TokenStats(pack.old_log_prob_T, pack.old_log_prob_T) for pack in packs]
+            measure = contribution_fn(algorithm.bounds)
+            sums = torch.stack([measure(*both) for both in zip(stats, packs, strict=True)]).sum(0)
+            found = search_groups(sums, algorithm.bounds)
+            moved += [one.bounds.rounds > 0 for one in found if one.bounds.reached or one.bounds.rounds]
+    ours = shares_of(algorithm, *groups, seed=7, step=5)
+    assert ours[BELOW] == pytest.approx(np.mean(moved))
+    assert 0.1 < np.mean(moved) < 0.9
+    assert len(moved) > 12
+
+
+@pytest.mark.parametrize(
+    ("loss_mean", "share", "below", "bounds", "start"),
+    [
+        ("token", 0.3, 0.5, {}, "BAPO can act on this data:"),
+        (
+            "token",
+            0.3,
+            0.25,
+            {},
+            "BAPO can act on this data at times, and will mostly equal fixed(0.6, 1.2):",
+        ),
+        ("token", 0.45, 0.0, {}, "BAPO will equal fixed(0.6, 1.2) on this data, unless training changes the"),
+        ("token", 0.3, 0.5, PARTS, "BAPO can act on this data:"),
+        # As the study's paper() at 0.454: its searches see five responses, and moved in 96 % of the updates.
+        ("token", 0.454, 0.45, PARTS, "BAPO acts only by which responses each search happens to see:"),
+        ("token", 0.454, 0.0, PARTS, "BAPO will equal fixed(0.6, 1.2) on this data, unless training changes"),
+        ("sequence", 0.5, 0.0, {}, f"{HALF}BAPO will equal fixed(0.6, 1.2) until the data are stale:"),
+        ("sequence", 0.5, 0.3, PARTS, f"{HALF}BAPO acts only by which responses each search happens to see:"),
+        ("sequence", 0.5, 1.0, {"target": 0.6}, "BAPO can act on this data:"),
+    ],
+)
+def test_the_sentence(
+    loss_mean: LossMean, share: float, below: float, bounds: dict[str, Any], start: str
+) -> None:
+    rows = [
+        {SHARE: share + 0.1, BELOW: below, RESPONSES: 4.5},
+        {SHARE: share - 0.1, BELOW: below, RESPONSES: 5.5},
+    ]
+    said = outlook([*rows, {SHARE: None, BELOW: None}, {}], algorithm_of(loss_mean, **bounds)) or ""
+    target = bounds.get("target", 0.4)
+    assert said.startswith(start)
+    assert said.endswith(
+        f"positive tokens hold {share:.3f} of the gradient at ratios of 1, and less than the target of "
+        f"{target} in {below:.1%} of the searches, of which each sees 5 responses in the mean"
+    )
+    assert outlook([{SHARE: 0.3, BELOW: None}], algorithm_of(loss_mean, **bounds)) is None
+
+
+def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = RunConfig(
         name="x",
         model=ModelConfig(tmp_path),
         data=DataConfig(tmp_path),
         steps=1,
         run_dir=tmp_path,
-        algorithm=AlgorithmConfig(loss_mean=loss_mean),
+        algorithm=algorithm_of(),
         logging=LoggingConfig(tensorboard=False),
     )
     record = RolloutRecord(config, 1)
@@ -235,18 +281,18 @@ def test_a_rollout_only_run_says_it(
     record.finish()  # a finished run that is started again says it again, and records it once
     record.close()
     [row] = read_jsonl(tmp_path / "metrics.jsonl")
-    assert row[SHARE] == pytest.approx(share)
+    assert (row[SHARE], row[BELOW], row[RESPONSES]) == (pytest.approx(0.25), 1.0, 2.0)
     [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bapo_outlook"]
-    assert event["message"].startswith(start)
+    assert event["message"].startswith("BAPO can act on this data: positive tokens hold 0.250")
     assert event["message"] in capsys.readouterr().out
 
 
-def share_of(
-    *groups: Group,
-    kind: Literal["grpo", "dr_grpo"] = "grpo",
-    loss_mean: Literal["token", "sequence"] = "token",
-) -> float | None:
-    return positive_share(header_in_memory(StepBatch(groups, {})).groups, kind, loss_mean)
+def share_of(*groups: Group, loss_mean: LossMean = "token") -> float | None:
+    return shares_of(algorithm_of(loss_mean), *groups)[SHARE]
+
+
+def shares_of(algorithm: AlgorithmConfig, *groups: Group, seed: int = 0, step: int = 1) -> Metrics:
+    return sampled_shares(header_in_memory(StepBatch(groups, {})).groups, algorithm, seed, step)
 
 
 def sampled_group(*responses: tuple[float, int]) -> Group:

@@ -167,6 +167,7 @@ def test_bounds_are_searched_over_the_whole_update() -> None:
     assert metrics["bapo/clip_high"] == pytest.approx(2.05)
     assert metrics["bapo/clip_low"] == 0.6
     assert metrics["bapo/rounds"] == 17
+    assert (metrics["bapo/bounds_moved"], metrics["bapo/moved_tokens"]) == (1.0, 1.0)
     assert metrics["bapo/reached"] == 1.0
     # The loss was made with them: half of the 14 tokens at -0.5 * 2, half at +0.5 * 2.
     assert float(policy.losses[0][0]) == pytest.approx(0.0, abs=1e-6)
@@ -394,6 +395,7 @@ def test_given_tokens_have_no_age_and_make_no_update_stale() -> None:
     [metrics] = train_on(run, 1, batch)
     assert (metrics["staleness/max"], metrics["staleness/mean"]) == (0.0, 0.0)
     assert metrics["policy/tokens"] == 7.0
+    assert (metrics["bapo/bounds_moved"], metrics["bapo/moved_tokens"]) == (None, None)
     assert policy.searched == []
     assert policy.old_calls == 1, "on-policy: no pass of the model measures the ratio"
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "rollout-server": "commands.train:rollout_server_command",
     "plan": "commands.plan:plan_command",
     "rehearse": "commands.plan:rehearse_command",
-    "verify-parallel": "commands.verify:verify_command",
+    "verify-parallel": "commands.train:verify_command",
     "data": "data.prepare.command:data_command",
     "eval": "evaluation.command:eval_command",
     "study": "cli:study_command",

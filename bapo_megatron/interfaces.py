@@ -290,7 +290,7 @@ class Sampler(Protocol):
 
 
 class WeightSync(Protocol):
-    """Weight synchronization, from the policy to the engines: ``DiskSync``, ``BroadcastSync`` or ``IpcSync``.
+    """Weight synchronization, from the policy to the engines: the sender of a transport.
 
     ``push`` is called before the first step, after the updates of every step, and again when the sampler
     answers ``Need.WEIGHTS``.
@@ -302,3 +302,21 @@ class WeightSync(Protocol):
         Colocated engines load them when they wake, lost ones when they recover. Collective, and blocking; a
         failed broadcast or IPC transfer falls back to disk. All ranks raise if the disk fails, too.
         """
+
+
+@runtime_checkable
+class HandsOver(WeightSync, Protocol):
+    """A ``WeightSync`` whose weights arrive when colocated engines wake, in the GPU hand-over.
+
+    ``push`` only announces them. ``takers`` is local, the other calls are collective.
+    """
+
+    def takers(self, names: Sequence[str]) -> list[str]:
+        """Of sleeping engines, those that the transfer is tried with."""
+
+    def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
+        """Transfer the weights to sleeping engines; returns the names of those that have them, on every rank.
+        They do not sample yet. The others must be ended."""
+
+    def write(self, policy: Policy) -> None:
+        """Fallback: write the weights to disk, and have the engines load them from there."""

@@ -13,7 +13,17 @@ import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -339,9 +349,16 @@ class BucketSpec:
     nbytes: int
 
 
-WeightPart = BucketSpec | Sequence[bytes]
+class OwnPart(Protocol):
+    """A part of the weights of another transport than broadcast and ipc: it knows how a server gets it."""
+
+    async def send(self, server: Any, timeout_s: float) -> None:
+        """Have a server load the part, by its client (``SglangServer``); the sampler's process calls it."""
+
+
+WeightPart = BucketSpec | Sequence[bytes] | OwnPart
 """A part of a version's weights: the layout of a bucket that the sender broadcasts; or a bucket's memory
-handles, for each tensor-parallel rank a pickle of (name, tensor) pairs without data."""
+handles, for each tensor-parallel rank a pickle of (name, tensor) pairs without data; or another one."""
 
 WeightParts = AsyncIterator[WeightPart]
 """The weights of one version, for an engine, which asks for a part when it has loaded the one before. The

@@ -1,10 +1,11 @@
 """Validator of settings against annotations such as ``Annotated[float, Gt(0)]``: names, types and ranges.
 
 One for all that a user sets: the fields of a configuration (``wrong_types``, ``out_of_range``) and of a
-command's options (``out_of_range``), the arguments of a loss or a reward (``check_settings``), the tables of
-a cluster file (``table_problems``). An error is one line with the field and, in most, its value and the fix.
-Rules between fields are in ``config/validation.py``. Used in ``config/``, ``planning/``, ``evaluation/``,
-``data/prepare/``, ``commands/``, ``algo/losses/`` and ``reward/endpoint_settings.py``.
+command's options (``out_of_range``), the arguments of a loss, a reward or an environment
+(``check_settings``), the tables of a cluster file (``table_problems``). An error is one line with the field
+and, in most, its value and the fix. Rules between fields are in ``config/validation.py``. Used in
+``config/``, ``planning/``, ``evaluation/``, ``data/prepare/``, ``commands/``, ``environment/``,
+``algo/losses/`` and ``reward/endpoint_settings.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from typeguard import TypeCheckError, check_type
 
 from bapo_megatron.errors import ConfigError
@@ -31,6 +32,7 @@ _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     Gt: ("above", operator.gt),
     Le: ("at most", operator.le),
     Lt: ("below", operator.lt),
+    MinLen: ("of a length of at least", lambda value, bound: len(value) >= bound),
 }
 
 _TYPES: dict[Any, str] = {
@@ -80,10 +82,11 @@ def range_words(annotation: Any) -> str:
 
 
 def range_problem(value: Any, annotation: Any) -> str | None:
-    """Range error of a number, as the end of a sentence; None if it is in range, or no number."""
-    if not isinstance(value, (int, float)):
+    """Range error of a number, a text or a list, as the end of a sentence; None if it is in range, or none of
+    these."""
+    if not isinstance(value, (int, float, str, list)):
         return None
-    if not math.isfinite(value):
+    if isinstance(value, (int, float)) and not math.isfinite(value):
         return "is not a finite number"
     if all(holds(value, bound) for _, holds, bound in _limits(annotation)):
         return None
@@ -144,12 +147,12 @@ def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:
                 yield from fields_of(one, f"{path}[{number}].")
 
 
-# --- arguments of a loss or a reward -------------------------------------------------------------
+# --- arguments of a loss, a reward or an environment -------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a loss or a reward, as plain data: a constructor's argument with type and default."""
+    """A setting of a loss, a reward, ..., as plain data: a constructor's argument with type and default."""
 
     name: str
     annotation: Any
@@ -191,7 +194,7 @@ def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
 def check_settings(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> None:
     """Validate ``settings`` against those ``taken``: ConfigError with every unknown, invalid or missing one.
 
-    ``field``: the configuration field that holds them. ``owner``: the loss or reward, for messages:
+    ``field``: the configuration field that holds them. ``owner``: whose they are, for messages:
     ``algorithm.loss=sapo``.
     """
     if problems := list(_problems(field, owner, taken, settings)):
@@ -227,7 +230,10 @@ def _type_of(default: Any) -> Any:
 
 def _type_words(annotation: Any) -> str:
     return " or ".join(
-        "None" if one is type(None) else getattr(one, "__name__", str(one)) for one in members(annotation)
+        _in_words(one)
+        if one is type(None) or get_origin(one) is Literal
+        else getattr(one, "__name__", str(one))
+        for one in members(annotation)
     )
 
 

@@ -34,9 +34,14 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.text_table import text_table
+from bapo_megatron.types import RESPONSE_COLUMNS, ResponseTokens
 
 FORMAT = 1
 """Version of the file format; a file of another version is refused."""
+
+_ARRAYS = {name: column.array for name, column in RESPONSE_COLUMNS.items() if name != "token_ids_R"}
+"""The arrays of the responses' columns, by field; token ids are stored with those of the prompts."""
+_ARRAYS["log_probs_R"] = "rollout_log_probs"  # log_probs are those of the layout
 
 _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)
 
@@ -124,29 +129,34 @@ def identity_differences(reference: LayoutReference, identity: dict[str, Any]) -
 
 
 def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
+    responses = []
+    for sample in samples:
+        ids_R = sample.token_ids[len(sample.token_ids) - sample.response_tokens :]
+        responses.append(ResponseTokens(ids_R, **{name: getattr(sample, name) for name in _ARRAYS}))
+    columns = ResponseTokens.joined(responses).columns
     return {
         "lengths": np.array([len(sample.token_ids) for sample in samples], np.int64),
         "responses": np.array([sample.response_tokens for sample in samples], np.int64),
         "advantages": np.array([sample.advantage for sample in samples], np.float64),
         "token_ids": np.concatenate([sample.token_ids for sample in samples]),
-        "rollout_log_probs": np.concatenate([sample.log_probs_R for sample in samples]),
-        "versions": np.concatenate([sample.versions_R for sample in samples]),
+        **{array: columns[name] for name, array in _ARRAYS.items() if columns[name] is not None},
     }
 
 
 def _reference_from(about: dict[str, Any], columns: dict[str, np.ndarray]) -> LayoutReference:
     lengths, responses = columns["lengths"], columns["responses"]
     low, high, loss, grad_norm = columns["totals"].tolist()
-    parts = (
-        _split(columns["token_ids"], lengths),
-        _split(columns["rollout_log_probs"], responses),
-        _split(columns["versions"], responses),
-        columns["advantages"].tolist(),
-    )
+    parts = {
+        name: _split(columns[array], responses)
+        for name, array in _ARRAYS.items()
+        if RESPONSE_COLUMNS[name].fill is None or array in columns
+    }
+    parts["token_ids"] = _split(columns["token_ids"], lengths)
+    parts["advantage"] = columns["advantages"].tolist()
     return LayoutReference(
         identity=dict(about["identity"]),
         made=dict(about["made"]),
-        samples=[Sample(*fields) for fields in zip(*parts, strict=True)],
+        samples=[Sample(**dict(zip(parts, one, strict=True))) for one in zip(*parts.values(), strict=True)],
         tokens=TokenOutputs(
             _split(columns["log_probs"], lengths - 1), _split(columns["entropies"], lengths - 1)
         ),

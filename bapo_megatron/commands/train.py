@@ -1,4 +1,4 @@
-"""``bapo train RECIPE [flags]``, ``sft``, ``rollout-server``: commands, a rank's entry points, a run's end.
+"""``bapo train``, ``sft``, ``verify-parallel``, ``rollout-server``: commands, entry points, a run's end.
 
 The commands check everything before a process group exists, then run as one rank under a launcher, or start
 the layout's processes. ``bapo train``, given again, continues a run. Preempted and RunStopped propagate to
@@ -246,6 +246,20 @@ def sft_process(config: SftConfig) -> None:
         run_sft(config)
 
 
+# --- the check of a layout -------------------------------------------------------------------------
+
+
+def verify_command(arguments: Sequence[str]) -> None:
+    """``bapo verify-parallel RECIPE [flags]``: SystemExit(1) if the layout differs from its reference."""
+    from bapo_megatron.commands.verify_flags import VerifyConfig
+
+    _, config = recipe_command("verify-parallel", VerifyConfig.of, arguments)
+
+    from bapo_megatron.commands.verify import run_verify  # after the flags: torch and megatron take seconds
+
+    run_verify(config)
+
+
 # --- a server for the rollouts of a run ------------------------------------------------------------
 
 
@@ -254,12 +268,14 @@ def rollout_server_command(arguments: Sequence[str]) -> None:
 
     A run finds it by ``rollout.sglang.urls``. Slurm jobs start their servers with it.
     """
-    from bapo_megatron.policy.device import has_cuda
     from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, serve
 
     # A Slurm job gives its servers the trainer's flags; a server ignores --rollout-only and --fork.
     _, command = recipe_command("rollout-server", ServeCommand, list(_server_flags(arguments)))
     command.run.check()
+
+    from bapo_megatron.policy.device import has_cuda  # after the flags: torch takes seconds
+
     serve(command, has_cuda())
 
 

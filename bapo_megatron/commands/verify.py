@@ -1,11 +1,11 @@
-"""``bapo verify-parallel RECIPE [flags]``: log-probs, bounds, loss and gradient norm of a canary batch.
+"""The check of ``bapo verify-parallel``: log-probs, bounds, loss and gradient norm of a canary batch.
 
 The canary batch is random sequences, so it needs the recipe and the model, but no dataset, tokenizer or run
 directory. A check writes a layout reference (``--save``), compares with one (``--certificate``), or both.
 Without either the command measures the layout of ``--reference.*`` first (by default one process), then the
 recipe's, each in new processes, and compares them; under a launcher it runs in the launcher's processes.
 The loss is always ``clip``, BAPO's, whatever ``algorithm.loss`` is. A check makes one update, to measure the
-gradient norm, unless log-probs are not finite; the updated weights are discarded.
+gradient norm, unless log-probs are not finite; the updated weights are discarded. Used by ``train.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,10 @@ from bapo_megatron.commands.layout_reference import (
     read_layout_reference,
     write_layout_reference,
 )
-from bapo_megatron.commands.recipe_flags import recipe_command
-from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.commands.verify_flags import VerifyConfig
+from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat
-from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored, with_random_routes
+from bapo_megatron.data.canary import canary_sequences, scored, unscored, with_random_routes
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
@@ -66,7 +66,6 @@ from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.preflight import check_weights
 
-_TOKENS = 16384
 _PLACES, _PLACE_BYTES = 64, 4096
 _EXPERTS = {"EP": "parallel.expert", "ETP": "parallel.expert_tensor"}
 _BySample = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -133,61 +132,8 @@ def model_digests(folder: Path) -> dict[str, str]:
     return {"config_sha256": config.hexdigest()[:16], "weights_sha256": weights.hexdigest()[:16]}
 
 
-@dataclass(frozen=True)
-class ToleranceConfig:
-    """Tolerances of the layout check. None: the default of the model's dtype. See docs/doctor.md."""
-
-    token_relative: float | None = None
-    """Allowed relative difference of each log-prob and entropy."""
-    token_absolute: float | None = None
-    """Allowed absolute difference of each log-prob and entropy in nats, added to the relative one."""
-    token_mean: float | None = None
-    """Allowed mean absolute difference over all tokens, in nats."""
-    total_relative: float | None = None
-    """Allowed relative difference of each contribution sum and the loss."""
-    norm_relative: float | None = None
-    """Allowed relative difference of the gradient norm."""
-    total_absolute: float | None = None
-    """Allowed absolute difference of the same totals and the norm, added to the relative one."""
-
-
-@dataclass(frozen=True)
-class VerifyConfig(RunConfig):
-    """Configuration of `bapo verify-parallel`: the recipe's, and the fields that the layout check adds."""
-
-    certificate: Path | None = None
-    """Compare with the layout reference stored here instead of running it."""
-    save: Path | None = None
-    """Write the recipe's layout here, as a reference for another."""
-    reference: ParallelConfig = field(default_factory=ParallelConfig)
-    """Layout of the reference run that this command starts itself."""
-    tokens: int | None = None
-    """Tokens of the canary batch. None: 16384, or twice its longest sequence where that is more."""
-    longest: int | None = None
-    """Tokens of the canary batch's longest sequence. None: the run's longest prompt and response."""
-    tolerance: ToleranceConfig = field(default_factory=ToleranceConfig)
-
-    @classmethod
-    def of(cls, run: RunConfig) -> VerifyConfig:
-        """The configuration that checks ``run``, with the fields of the check at their defaults."""
-        return cls(**{item.name: getattr(run, item.name) for item in dataclasses.fields(run)})
-
-    @property
-    def canary(self) -> CanarySpec:
-        """The specification of the canary batch."""
-        longest = self.longest or self.longest_sequence
-        tokens = self.tokens or max(_TOKENS, 2 * longest)
-        return CanarySpec(self.seed, tokens, longest, read_model_shape(self.model.hf_path).vocab)
-
-    @property
-    def runs_reference(self) -> bool:
-        """Whether this command runs the reference itself."""
-        return self.certificate is None and self.save is None
-
-
-def verify_command(arguments: Sequence[str]) -> None:
+def run_verify(config: VerifyConfig) -> None:
     """Check the layout, in as many processes as it needs. SystemExit(1) if it differs from the reference."""
-    _, config = recipe_command("verify-parallel", VerifyConfig.of, arguments)
     launched = launched_world_size()
     processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
     check_verify(config, launched is not None)

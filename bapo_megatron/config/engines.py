@@ -14,6 +14,8 @@ from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Lt
 
+from bapo_megatron.config.transports import TransportName, placement_problems
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -40,7 +42,7 @@ class EngineConfig:
     kept_gb: Annotated[float, Gt(0)] = 6.0
     """Most memory in GB (10^9 bytes) that colocated servers may keep on a GPU while the policy trains: CUDA's
     context, buffers of kernels and of NCCL."""
-    sync: Literal["disk", "broadcast", "ipc"] = "disk"
+    sync: TransportName = "disk"
     """Weight sync to the servers. `disk`: a folder in the run directory, which they must see. `broadcast`:
     over NCCL between GPUs, gloo on a CPU. `ipc`, for colocated servers: they read them from the trainer's
     memory (CUDA IPC; shared memory on a CPU). If `broadcast` or `ipc` fails: from disk."""
@@ -65,10 +67,7 @@ class EngineConfig:
                 f"colocated: the run must start the servers itself, to end those that keep their memory; "
                 f"leave out urls={', '.join(self.urls)}"
             )
-        if self.colocated and self.sync == "broadcast":
-            yield "colocated needs sync=ipc or disk, not broadcast: NCCL has no two ranks on one GPU"
-        if self.sync == "ipc" and not self.colocated:
-            yield "sync=ipc needs colocated=true: no others read the trainer's memory; use disk or broadcast"
+        yield from placement_problems(self.sync, self.colocated)
 
     def without_trainer(self) -> Self:
         """These settings for a run without a trainer: own GPUs, and weights once, from a folder."""

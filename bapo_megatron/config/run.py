@@ -8,6 +8,7 @@ Used by ``config/``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -258,6 +259,11 @@ class SftConfig:
 
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
-        problems = [*out_of_range(self), *parallel_problems(self.parallel), *data_problems(self.data)]
-        problems += range_problems(self.data, self.optimizer)
-        raise_problems(list(wrong_types(self)) or problems)
+        raise_problems(list(wrong_types(self)) or list(self._problems()))
+
+    def _problems(self) -> Iterator[str]:
+        """Mistakes that the fields show by themselves, where each has a value of its type."""
+        yield from out_of_range(self)
+        yield from parallel_problems(self.parallel)
+        yield from data_problems(self.data)
+        yield from range_problems(self.data, self.optimizer)

@@ -25,8 +25,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.config.sources import EnvironmentConfig
 from bapo_megatron.environment import Task, Turn, own_interpreter
+from bapo_megatron.environment import settings as own_settings
 from bapo_megatron.environment.worker import THREADS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path
@@ -95,6 +97,8 @@ class Traits:
     own_random: bool
     is_async: bool
     tools: tuple[dict[str, Any], ...] = ()
+    settings_type: str | None = None
+    """Where the dataclass of the settings is, ``package.module:Name``."""
 
     @staticmethod
     def of(note: str) -> Traits:
@@ -239,7 +243,8 @@ def worker_program(config: EnvironmentConfig) -> WorkerProgram:
 def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Traits:
     """Start a worker, and read the traits of the class. Blocking, while it imports, for at most ``limit_s``.
 
-    ConfigError if there is no such class, it contradicts itself, or the interpreter does not run.
+    ConfigError if there is no such class, it contradicts itself or takes other settings, or the interpreter
+    does not run.
     """
     program = worker_program(config)
     environment = with_import_path(os.environ) if program.environment is None else program.environment
@@ -259,7 +264,19 @@ def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Tr
         child.close()
     if "problem" in answer:
         raise ConfigError(answer["problem"])
-    return Traits.of(answer["notes"][0])
+    traits = Traits.of(answer["notes"][0])
+    _check_settings(config, traits.settings_type)
+    return traits
+
+
+def _check_settings(config: EnvironmentConfig, kind: str | None) -> None:
+    """ConfigError for settings that do not fit the dataclass of a class of this package. Here, not in the
+    worker: an interpreter of its own has none of what checks them."""
+    module, _, name = (kind or "").partition(":")
+    if module == own_settings.__name__:
+        owner = f"environment.function={config.function}"
+        taken = settings_of(getattr(own_settings, name), skip=0)
+        check_settings("environment.settings", owner, taken, config.settings)
 
 
 def stop_ids(traits: Traits, tokenizer: Any) -> tuple[int, ...]:

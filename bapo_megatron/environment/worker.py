@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bapo_megatron.environment import Environment, Reply, Resume, Task, Turn
+from bapo_megatron.environment.settings import settings_type
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.workers.serving import Prepared, is_over, serve
@@ -60,6 +61,7 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
     """Import the user's class. ConfigError."""
     kind = load_environment(settings["function"], settings["settings"])
     episodes = Episodes(kind, settings["settings"])
+    taken = settings_type(kind)
     traits = {
         "role": kind.role,
         "stops": kind.stops,
@@ -67,6 +69,7 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
         "resume": kind.resume,
         "own_random": bool(kind.own_random),
         "is_async": is_async(kind),
+        "settings_type": taken and f"{taken.__module__}:{taken.__qualname__}",
     }
     functions: dict[str, Callable[[Any], Any]]
     functions = {"step": episodes.step, "resume": episodes.resume, "close": episodes.close}

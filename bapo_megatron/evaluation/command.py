@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from bapo_megatron.evaluation.responses import (
     read_responses,
     read_summary,
 )
-from bapo_megatron.evaluation.run import Results, evaluate
 from bapo_megatron.evaluation.scoring import (
     Interval,
     bootstrap_intervals,
@@ -40,6 +39,9 @@ from bapo_megatron.evaluation.scoring import (
 from bapo_megatron.runtime.files import sha256_of
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.types import Metrics
+
+if TYPE_CHECKING:
+    from bapo_megatron.evaluation.run import Results
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,9 @@ def eval_command(arguments: Sequence[str]) -> None:
         _compare(arguments[1:])
         return
     options = parse_options(EvalOptions, "bapo eval", arguments)
+
+    from bapo_megatron.evaluation.run import evaluate  # after the flags: torch takes seconds
+
     print(results_text(evaluate(options)), end="")
 
 

@@ -131,7 +131,7 @@ class PlanOptions(GpuOptions):
     may take before engines run empty."""
     environment_turns: Annotated[float | None, Ge(1)] = None
     """Mean turns of a response in an environment. None: the most, `environment.max_turns`."""
-    compare: int = 0
+    compare: Annotated[int, Ge(0)] = 0
     """List this many of the fastest layouts that fit on as many GPUs."""
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
     """Print everything as one JSON object."""

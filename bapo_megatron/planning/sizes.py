@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, mapping_table
@@ -187,7 +188,7 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
     checkpoints = kept.keep_last or -(-run.steps // kept.every)
     checkpoints += kept.keep_best + (run.steps // kept.keep_every if kept.keep_every else 0)
     exports = 1 + (run.steps // kept.export_every if kept.export_every else 0)
-    copies = exports + sglang * {"disk": 2, "ipc": 1}.get(run.rollout.engine_config.sync, 0)
+    copies = exports + sglang * TRANSPORTS[run.rollout.engine_config.sync].folders
     weight = 4 if run.model.dtype == "float32" else 2
     state = 12 if run.model.dtype == "float32" else 14
     return float(total_parameters(shape) * (state * (checkpoints + 1) + weight * copies))

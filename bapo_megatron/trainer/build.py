@@ -24,13 +24,14 @@ from bapo_megatron.checkpoint.run_directory import (
 )
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RolloutConfig, RunConfig
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.problem_sets import NO_TOOLS, Suite, load_problems, load_suite
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.interfaces import Policy, Sampler, WeightSync
+from bapo_megatron.interfaces import HandsOver, Policy, Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.engines.backend import EngineServers, engine_backend
@@ -38,9 +39,7 @@ from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
 from bapo_megatron.rollout.sampler.turns import tools_of
-from bapo_megatron.rollout.weight_sync.broadcast import BroadcastSync, WeightBroadcast, sender_address
-from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
-from bapo_megatron.rollout.weight_sync.ipc import IpcSync
+from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts, WeightStaging
 from bapo_megatron.runtime.distributed import is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -137,7 +136,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
                 on_event(event)
         sync.push(policy, point.first_step - 1)
         client = sampler if isinstance(sampler, SamplerClient) else None
-        ipc = sync if isinstance(sync, IpcSync) else None
+        ipc = sync if isinstance(sync, HandsOver) else None
         handover = GpuHandover(config, policy, client, servers, on_event, ipc)
         # The watchdog starts last: loading a model and starting servers may take longer than its limit.
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
@@ -295,7 +294,7 @@ def build_weight_sync(
     servers: EngineServers | None,
     on_event: OnEvent,
 ) -> WeightSync:
-    """Weight sync to the engines: by files in ``folder``, by broadcast, or by CUDA IPC handles. Collective.
+    """Weight sync to the engines: the sender of the transport, with the one by ``folder``. Collective.
 
     ``hf_path``: the folder of the model's config. ``sampler``, ``servers``: None on every rank but 0.
     """
@@ -306,15 +305,16 @@ def build_weight_sync(
         else None
     )
     disk = DiskSync(sampler, WeightStaging(folder, hf_path) if samples else None, make)
-    if not samples or engine.sync == "disk":
+    if not samples:
         return disk
-    client = sampler if isinstance(sampler, SamplerClient) else None
-    if engine.sync == "ipc":
-        gpus = servers.gpus if servers else {}
-        return IpcSync(disk, client, gpus, policy.device, engine.bucket_mb, on_event, make)
-    if client is None:
-        return BroadcastSync(None, None, disk, on_event)
-    # Longer than the engines wait: their error, which names the engine, must come first.
-    timeout_s = 1.1 * 60 * engine.update_minutes
-    sender = WeightBroadcast(policy.device, sender_address(engine), engine.bucket_mb, timeout_s)
-    return BroadcastSync(client, sender, disk, on_event, make)
+    parts = SenderParts(
+        engine=engine,
+        disk=disk,
+        client=sampler if isinstance(sampler, SamplerClient) else None,
+        gpus=servers.gpus if servers else {},
+        device=policy.device,
+        on_event=on_event,
+        make_digester=make,
+    )
+    sender: WeightSync = TRANSPORTS[engine.sync].sender_class().open(parts)
+    return sender

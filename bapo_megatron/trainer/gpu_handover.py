@@ -26,11 +26,10 @@ import torch
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.interfaces import Policy
+from bapo_megatron.interfaces import HandsOver, Policy
 from bapo_megatron.policy.device import free_gpu_bytes, gpu_name, release_cached_memory
 from bapo_megatron.rollout.engines.backend import EngineServers
 from bapo_megatron.rollout.sampler.client import SamplerClient
-from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, on_all_ranks
 from bapo_megatron.types import Metrics
 
@@ -54,10 +53,10 @@ class GpuHandover:
         sampler: SamplerClient | None,
         servers: EngineServers | None,
         on_event: Callable[[dict[str, Any]], None],
-        ipc: IpcSync | None = None,
+        ipc: HandsOver | None = None,
     ) -> None:
         """``sampler`` and ``servers``: rank 0's; None elsewhere. ``ipc``: the run's weight sync, if it sends
-        by handles."""
+        at the hand-over."""
         engine = config.rollout.engine_config
         self.is_colocated = engine.colocated and config.rollout.replay is None
         """Whether engines share the GPUs with the policy."""
@@ -117,7 +116,7 @@ class GpuHandover:
         """Seconds of the last hand-over each way; empty where engines are not colocated."""
         return dict(self._seconds)
 
-    def _send_weights_by_handles(self, ipc: IpcSync) -> None:
+    def _send_weights_by_handles(self, ipc: HandsOver) -> None:
         """Weights to the sleeping engines by handles, and to the other engines, if any, by a folder."""
         asleep = broadcast_from_main(self._asleep())
         self._handed = []

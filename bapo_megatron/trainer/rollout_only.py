@@ -31,6 +31,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.build import open_engines
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
+from bapo_megatron.trainer.records.progress import number_text, numbered_line
 from bapo_megatron.trainer.records.recorder import (
     StepClock,
     record_beginning,
@@ -311,18 +312,16 @@ class RolloutRecord:
 
 def step_line(step: int, steps: int, metrics: Metrics) -> str:
     """Progress line of a step, with a dash for a missing number."""
-    show = {name: _text(metrics.get(metric), style) for name, metric, style in _QUANTITIES}
-    return "  ".join(
-        [
-            f"step {step:>{len(str(steps))}}/{steps}",
-            f"reward {show['reward']}",
-            f"right {show['right']}",
-            f"length {show['length, mean']} (max {show['length, longest']}, cut off {show['cut off']})",
-            f"uniform {show['groups uniform']} of {show['groups sampled']} groups",
-            f"tokens/s {show['tokens/s']}",
-            f"failed {show['rewards failed']} (timed out {show['rewards timed out']})",
-        ]
-    )
+    show = {name: number_text(metrics.get(metric), style) for name, metric, style in _QUANTITIES}
+    parts = [
+        f"reward {show['reward']}",
+        f"right {show['right']}",
+        f"length {show['length, mean']} (max {show['length, longest']}, cut off {show['cut off']})",
+        f"uniform {show['groups uniform']} of {show['groups sampled']} groups",
+        f"tokens/s {show['tokens/s']}",
+        f"failed {show['rewards failed']} (timed out {show['rewards timed out']})",
+    ]
+    return numbered_line(step, steps, parts)
 
 
 def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
@@ -332,7 +331,7 @@ def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
         values = [row[metric] for row in rows if row.get(metric) is not None]
         mean = sum(values) / len(values) if values else None
         numbers = (mean, min(values, default=None), max(values, default=None))
-        table.append([name, *(_text(value, style) for value in numbers)])
+        table.append([name, *(number_text(value, style) for value in numbers)])
     yield from text_table(table, right=(1, 2, 3))
     counts = Counter(event["kind"] for event in events if event["kind"] not in _USUAL)
     if counts:
@@ -343,7 +342,3 @@ def _uniform_groups(header: StepHeader) -> float:
     """Number of uniform groups, whose rewards are all equal: the dropped ones and those in the batch."""
     kept = sum(is_uniform([one.reward for one in group.responses]) for group in header.groups)
     return (header.metrics.get("rollout/groups_dropped") or 0.0) + kept
-
-
-def _text(value: float | None, style: str) -> str:
-    return "-" if value is None else format(value, style)

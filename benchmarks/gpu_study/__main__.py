@@ -1,11 +1,11 @@
 """Program of `make gpu-study`: the arms one after the other, each a `bapo train` run, then a page.
 
     make gpu-study MODEL=/models/Qwen2.5-0.5B-Instruct
-    python -m benchmarks.gpu_study --model FOLDER --small --arms grpo paper --steps 1    # on a CPU
+    python -m benchmarks.gpu_study --model FOLDER --small --arms grpo paper --steps 2    # on a CPU
 
 Stopped at any moment, the same command goes on where it was: with the first arm that is not done, at its
-newest checkpoint. The page, FOLDER/gpu_study.md, is written after every arm. Exit code: that of an arm that
-ended otherwise than by its last step, else 0.
+newest checkpoint. The page, gpu_study.md in the study's folder, is written after every arm. Exit code: that
+of an arm that ended otherwise than by its last step, else 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def gpu_study(options: GpuStudyOptions, bapo: Run) -> int:
         if code := bapo(command):
             return code
     arms = make_arms(options)
-    where = options.folder / "gpu_study.md"
+    where = options.home / "gpu_study.md"
     for number, arm in enumerate(arms, 1):
         if arm.is_done():
             print(f"{number}/{len(arms)} {arm.name} is done", flush=True)

@@ -52,9 +52,9 @@ ARMS = {
 _SMALL = (
     *("--model.dtype=float32", "--rollout.engine=local", "--rollout.sglang.no-colocated"),
     *("--rollout.sglang.sync=disk", "--parallel.no-offload", "--rollout.max-batch=8"),
-    *("--rollout.prompts-per-step=4", "--rollout.group-size=2", "--rollout.max-response-tokens=8"),
+    *("--rollout.prompts-per-step=4", "--rollout.group-size=4", "--rollout.max-response-tokens=32"),
     *("--rollout.max-oversampling=1.0", "--rollout.no-drop-uniform-groups"),
-    *("--data.max-prompt-tokens=64", "--batch.pack-tokens=512", "--reward.workers=1"),
+    *("--optimizer.lr=3e-5", "--batch.pack-tokens=1024", "--reward.workers=1"),
 )
 """Flags that make an arm small enough for a CPU, where there is no GPU: it shows that the program runs."""
 
@@ -75,15 +75,16 @@ class GpuStudyOptions:
     reward: str | None = None
     """The run's reward.function. None: that of `data`."""
     folder: Path = Path("runs/gpu_study")
-    """Folder of the arms; a study that is there is continued."""
+    """Folder of the arms; a study that is there is continued. With `small` its folder `small`."""
     arms: tuple[str, ...] = tuple(ARMS)
     """Which arms, by name."""
     steps: Annotated[int | None, Ge(1)] = None
     """Steps of each arm. None: the recipe's."""
     lr: Annotated[float | None, Gt(0)] = None
-    """Peak learning rate. None: the recipe's."""
+    """Peak learning rate. None: the recipe's, or that of `small`."""
     small: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Small batches, the embedded engine and float32, for a CPU: to see that the program runs."""
+    """One-digit problems of reasoning-gym, small batches, the embedded engine and float32, for a CPU: to see
+    that the program runs."""
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be done."""
@@ -95,20 +96,34 @@ class GpuStudyOptions:
             raise ConfigError("--train and --held-out belong together: give both, or --data")
         if self.train is None and self.data not in SOURCES:
             raise ConfigError(f"--data {self.data}: choose from {' '.join(SOURCES)}, or give --train")
+        if self.train is None and self.small and self.data != "reasoning-gym":
+            raise ConfigError(f"--data {self.data}: --small has problems of its own; or give --train")
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"--model {self.model}: no config.json there; name the model's folder")
+
+    @property
+    def home(self) -> Path:
+        """Folder of everything; small problems and runs never stand in for those of a real study."""
+        return self.folder / "small" if self.small else self.folder
+
+    @property
+    def source(self) -> Source:
+        """Reward, and problems where no files are given."""
+        return _ONE_DIGIT if self.small and self.train is None else SOURCES[self.data]
 
     @property
     def files(self) -> tuple[Path, Path]:
         """Files of the problems that train and that are held out."""
         if self.train is not None and self.held_out is not None:
             return self.train, self.held_out
-        folder = self.folder / "data" / self.data.replace("/", "-")
+        folder = self.home / "data" / self.data.replace("/", "-")
         return folder / "train/data.jsonl", folder / "held_out/data.jsonl"
 
 
+Source = tuple[str, tuple[str, ...], tuple[str, ...]]
+"""A reward, and the words of `bapo data prepare` for what trains and what is held out."""
 _TASKS = "reasoning-gym:chain_sum,basic_arithmetic,simple_equations"
-SOURCES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+SOURCES: dict[str, Source] = {
     "reasoning-gym": ("reasoning_gym", (_TASKS, "--size=3000"), (_TASKS, "--size=500", "--seed=1")),
     "openai/gsm8k": (
         "math",
@@ -116,14 +131,19 @@ SOURCES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("openai/gsm8k:main", "--split=test"),
     ),
 }
-"""Reward of each source, and the words of `bapo data prepare` for what trains and what is held out."""
+_PRODUCTS = (
+    *("reasoning-gym:products", '--task-settings={"min_digits": 1, "max_digits": 1}'),
+    "--system-prompt=Answer with the result only.",
+)
+_ONE_DIGIT: Source = ("reasoning_gym", (*_PRODUCTS, "--size=48"), (*_PRODUCTS, "--size=8", "--seed=1"))
+"""Problems of `small`: SmolLM2-135M-Instruct answers a quarter of them, so rewards differ within groups."""
 
 
 def prepare_commands(options: GpuStudyOptions) -> list[list[str]]:
     """Commands that prepare what is missing: held out first, so that nothing stands on both sides."""
     if options.train is not None:
         return []
-    _, train, held_out = SOURCES[options.data]
+    _, train, held_out = options.source
     common = [f"--tokenizer={options.model}", "--max-prompt-tokens=512"]
     train_file, held_file = options.files
     commands = []
@@ -144,14 +164,15 @@ def make_arms(options: GpuStudyOptions) -> list[Arm]:
 def _arm(options: GpuStudyOptions, base: RunConfig, name: str) -> Arm:
     arm, steps = ARMS[name], options.steps or base.steps
     train, held_out = options.files
-    run_dir = options.folder / "arms" / name
+    run_dir = options.home / "arms" / name
     flags = (
         *(f"--name={name}", f"--run-dir={run_dir}", f"--steps={steps}", f"--model.hf-path={options.model}"),
-        *(f"--data.path={train}", f"--reward.function={options.reward or SOURCES[options.data][0]}"),
+        *(f"--data.path={train}", f"--reward.function={options.reward or options.source[0]}"),
         *_method_flags(arm),
-        f"--optimizer.lr={options.lr or base.optimizer.lr:g}",
-        *save_flags(base, steps, samples=base.evaluation.samples),
         *(_SMALL if options.small else ()),
+        *((f"--optimizer.lr={options.lr:g}",) if options.lr else ()),
+        *save_flags(base, steps, samples=base.evaluation.samples),
+        *((f"--checkpoint.every={steps}",) if options.small else ()),
         *("--evaluation.suites", str(held_out)),
     )
     return Arm(

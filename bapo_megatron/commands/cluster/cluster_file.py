@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from bapo_megatron.algo.settings import out_of_range, table_problems
 from bapo_megatron.errors import ConfigError
@@ -66,9 +66,9 @@ class Health:
 
     probe: str = "on"
     """`on` or `off`."""
-    memory_gb: float = 1.0
-    disk_gb: float = 1.0
-    clock_s: float = 5.0
+    memory_gb: Annotated[float, Ge(0)] = 1.0
+    disk_gb: Annotated[float, Ge(0)] = 1.0
+    clock_s: Annotated[float, Gt(0)] = 5.0
     """Largest difference between the nodes' clocks, seconds."""
     wait_s: Annotated[int, Ge(0)] = 600
     """Longest wait for the whole probe, in which each node unpacks its image, seconds."""

@@ -15,24 +15,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from bapo_megatron.environment.adapters import agent_program
 from bapo_megatron.environment.adapters.agent_program import Conversation, Refused
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
-from bapo_megatron.environment.tools.calls import settings_of
-from bapo_megatron.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class EndpointSettings:
-    """``environment.settings`` of an agent program. Made for each episode."""
-
-    command: list = field(default_factory=list)  # type: ignore[type-arg]
-    """The program and its arguments."""
-    tools_in_prompts: bool = False
-    """Whether the prompts of the dataset describe the ``tools`` of the program's requests."""
+from bapo_megatron.environment.settings import AgentSettings
 
 
 class EndpointEnvironment(LoopEnvironment):
@@ -41,11 +30,11 @@ class EndpointEnvironment(LoopEnvironment):
     Subclass it with another ``run`` for an agent without a process.
     """
 
+    settings_type = AgentSettings
+
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint; its reward, or None."""
-        command = self._own.command
-        if not command:
-            raise ConfigError("environment.settings has no command: give the agent program and its arguments")
+        command = self.settings["command"]
         # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service.
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
         code, last = await agent_program.run_agent(command, json.dumps(asdict(self.task)).encode(), variables)
@@ -61,7 +50,7 @@ class EndpointEnvironment(LoopEnvironment):
 
     async def play(self, ask: Ask) -> float | None:
         """Give the program an endpoint for as long as it runs."""
-        self._own, self._refusal = settings_of(EndpointSettings, self.settings), ""
+        self._takes_tools, self._refusal = bool(self.settings.get("tools_in_prompts")), ""
         self._conversation = Conversation(self.task.messages, self.role, ask)
         key = secrets.token_hex(16)
         try:
@@ -73,7 +62,7 @@ class EndpointEnvironment(LoopEnvironment):
     async def _answer(self, body: dict[str, Any]) -> str:
         """The policy's turn for a request."""
         try:
-            if body.get("tools") and not self._own.tools_in_prompts:
+            if body.get("tools") and not self._takes_tools:
                 raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
             turn = await self._conversation.answer(body["messages"])
         except Refused as error:

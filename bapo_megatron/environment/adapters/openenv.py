@@ -12,39 +12,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from openenv.core import GenericEnvClient
 from websockets.exceptions import ConnectionClosed
 
 from bapo_megatron.environment import Environment, Reply, Task
-from bapo_megatron.environment.tools.calls import answer_part, settings_of
-from bapo_megatron.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class OpenEnvSettings:
-    """``environment.settings`` of a server. Made for each episode."""
-
-    url: str = ""
-    """Address of the server."""
-    action: str = "message"
-    """Field of the action that holds the model's turn, without its thinking part."""
-    observation: str = ""
-    """Field of the observation that the model is shown; empty: the whole observation, as JSON."""
+from bapo_megatron.environment.settings import OpenEnvSettings
+from bapo_megatron.environment.tools.calls import answer_part
 
 
 class OpenEnv(Environment):
     """An episode that is a session. Made by a worker of environments; async, so thousands wait in one."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
+    settings_type = OpenEnvSettings
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)
-        self._settings = settings_of(OpenEnvSettings, settings)
-        if not self._settings.url:
-            raise ConfigError("environment.settings has no url: give the address of an OpenEnv server")
+        self._settings = OpenEnvSettings(**settings)
         self._client: Any = None
         self._acted: list[tuple[str, str]] = []
         """Actions so far, and what was shown after each."""

@@ -12,32 +12,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import textarena
 
 from bapo_megatron.environment import Environment, Reply, Task
-from bapo_megatron.environment.tools.calls import answer_part, settings_of
-
-
-@dataclass(frozen=True)
-class TextArenaSettings:
-    """``environment.settings`` of a game. Made for each episode."""
-
-    new_text_only: bool = True
-    """Whether an observation leaves out what the one before has said: games repeat all of it each time."""
+from bapo_megatron.environment.settings import TextArenaSettings
+from bapo_megatron.environment.tools.calls import answer_part
 
 
 class TextArena(Environment):
     """An episode that is a game. Made by a worker of environments."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
+    settings_type = TextArenaSettings
     own_random = True  # games draw from the global generator, also between two moves
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)
-        self._new_text_only = settings_of(TextArenaSettings, settings).new_text_only
+        self._new_text_only = TextArenaSettings(**settings).new_text_only
         game, seed = task.extra_info["env_id"], int(task.extra_info["seed"])
         self._game = started(game, seed)
         self._shown = observed(self._game)

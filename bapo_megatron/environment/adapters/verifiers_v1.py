@@ -21,11 +21,13 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.adapters.verifiers_agents import Agents, prompt_of, traced
+from bapo_megatron.environment.settings import VerifiersSettings
 
 
 class VerifiersV1(LoopEnvironment):
     """An episode that is one of verifiers' environments. Made by a worker of environments."""
 
+    settings_type = VerifiersSettings
     own_random = True
 
     async def play(self, ask: Ask) -> float:
@@ -45,8 +47,8 @@ class VerifiersV1(LoopEnvironment):
 @cache
 def loaded(settings: str) -> Any:
     """The environment that the settings, as JSON, configure; one for all episodes of a worker."""
-    found = json.loads(settings)
-    return load_environment(resolve_env_config({**found.get("env", {}), "taskset": found["taskset"]}))
+    found = VerifiersSettings(**json.loads(settings))
+    return load_environment(resolve_env_config({**found.env, "taskset": found.taskset}))
 
 
 def rows(settings: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:

@@ -13,13 +13,12 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from bapo_megatron.environment import Environment, Reply, Task, Turn
-from bapo_megatron.environment.tools.calls import answer_part, argument, results, settings_of, tool_calls
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.environment.settings import CalculatorSettings
+from bapo_megatron.environment.tools.calls import answer_part, argument, results, tool_calls
 
 LONGEST = 1000
 """Most characters of an expression."""
@@ -42,25 +41,15 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class CalculatorSettings:
-    """``environment.settings`` of the calculator. Made for each episode."""
-
-    format: str = "tool_call"
-    """`tool_call`: `<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>`.
-    `plain`: the last line of the turn is an expression and nothing else."""
-
-
 class Calculator(Environment):
     """The episode with a calculator. Made by a worker of environments; it keeps nothing between turns."""
 
     resume = "restore"
+    settings_type = CalculatorSettings
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)
-        self._format = settings_of(CalculatorSettings, settings).format
-        if self._format not in ("tool_call", "plain"):
-            raise ConfigError(f"environment.settings: format={self._format!r}; it is `tool_call` or `plain`")
+        self._format = CalculatorSettings(**settings).format
 
     def step(self, turn: str) -> Reply:
         """The values of the turn's calls, a message each; without a call the episode is over."""

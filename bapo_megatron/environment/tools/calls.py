@@ -1,4 +1,4 @@
-"""Tool calls in a turn of the model, and the settings of a tool; pure functions on text.
+"""Tool calls in a turn of the model; pure functions on text.
 
 Read are the forms in which the templates of the models that are trained here ask for calls:
 
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_type_hints
-
-from bapo_megatron.errors import ConfigError
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 """A call of Qwen and Hermes models. The last may be open: its end is the token that ended the turn."""
@@ -32,8 +30,6 @@ _PYTHON_TAG = "<|python_tag|>"
 
 Tools = Sequence[Any]
 """Schemas of tools, as OpenAI's chat completions have them. They say which arguments are no texts."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -144,16 +140,3 @@ def argument(call: Call, tool: str, name: str) -> str:
 def results(texts: list[str]) -> str | list[str]:
     """The observation of a turn's calls: a message for each, as its template writes the model's calls."""
     return texts[0] if len(texts) == 1 else texts
-
-
-def settings_of(kind: type[T], settings: Mapping[str, Any]) -> T:
-    """``settings`` as a dataclass whose fields have defaults. ConfigError for an unknown name or type."""
-    hints, known = get_type_hints(kind), [one.name for one in fields(kind)]  # type: ignore[arg-type]
-    for name, value in settings.items():
-        if name not in known:
-            raise ConfigError(f"environment.settings has {name!r}; known are {', '.join(known)}")
-        is_number = hints[name] is float and type(value) is int
-        if type(value) is not hints[name] and not is_number:
-            wanted = hints[name].__name__
-            raise ConfigError(f"environment.settings: {name}={value!r} must be of the type {wanted}")
-    return kind(**settings)

@@ -19,12 +19,13 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from bapo_megatron.environment import Environment, Reply, Task, Turn
-from bapo_megatron.environment.tools.calls import answer_part, argument, results, settings_of, tool_calls
+from bapo_megatron.environment.settings import PythonSettings
+from bapo_megatron.environment.tools.calls import answer_part, argument, results, tool_calls
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code import last_code_block
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
@@ -114,35 +115,15 @@ into ``environment.step_limit_s``, and fail the response, in place of an error t
 _KEPT = "nothing of this call is kept"
 
 
-@dataclass(frozen=True)
-class PythonSettings:
-    """``environment.settings`` of the Python tool. Made for each episode."""
-
-    format: str = "tool_call"
-    """`tool_call`: `<tool_call>{"name": "python", "arguments": {"code": "print(2)"}}</tool_call>`. `fenced`:
-    the last closed block of Python of the turn."""
-    limit_s: float = 10.0
-    """Seconds for a call and those before it."""
-    memory_mb: int = 1024
-    """Memory of the session."""
-    most_characters: int = 4000
-    """Longest output; of a longer one the middle is left out."""
-    allow_weak_sandbox: bool = False
-    """Whether it may run where the kernel does not grant every wall of the sandbox."""
-
-
 class PythonTool(Environment):
     """The episode with a Python session. Made by a worker of environments; plain, so 32 calls at a time."""
 
     resume = "restore"
+    settings_type = PythonSettings
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)
-        self._settings = settings_of(PythonSettings, settings)
-        if self._settings.format not in ("tool_call", "fenced"):
-            raise ConfigError(
-                f"environment.settings: format={self._settings.format!r}; it is `tool_call` or `fenced`"
-            )
+        self._settings = PythonSettings(**settings)
         self._codes: list[str] = []
         """Code of all calls so far that ran."""
         self._lost: list[int] = []

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from bapo_megatron.config import RunConfig
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine, ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineError, engine_backend
@@ -54,14 +55,15 @@ async def open_pool(
 
 def _check_transport(engine: str, sync: str, engines: Sequence[Engine]) -> None:
     """Raise ConfigError if an engine does not take weights by ``sync``."""
-    call, protocol = ("wake", "ReceivesHandles") if sync == "ipc" else ("load", "ReceivesBroadcast")
+    transport = TRANSPORTS[sync]
+    call = "wake" if transport.colocated else "load"
     for one in engines:
-        if sync != "disk" and sync not in getattr(one, "transports", ()):
+        if transport.protocol and sync not in getattr(one, "transports", ()):
             raise ConfigError(
                 f"rollout.engine={engine}, sync={sync}: {type(one).__name__}.transports does not name it: "
-                f"use sync=disk, or take WeightParts in {call} (interfaces.{protocol}), in place of "
-                f"begin_update, begin_wake and the methods that followed them, which nothing calls any more; "
-                f"leave_group and join_group have no timeout_s now"
+                f"use sync=disk, or take WeightParts in {call} (interfaces.{transport.protocol}), in place "
+                f"of begin_update, begin_wake and the methods that followed them, which nothing calls any "
+                f"more; leave_group and join_group have no timeout_s now"
             )
 
 

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.pool_state import (
     CachedPrefix,
@@ -130,16 +132,19 @@ class EnginePool:
         """The prefix cache that a sequence's last segment has left at ``slot``; None without a cache."""
         return CachedPrefix(slot, slot.loads) if self._prefix_cache else None
 
-    async def generate(self, slot: EngineSlot, request: GenerateRequest) -> Generation:
+    async def generate(
+        self, slot: EngineSlot, request: GenerateRequest, is_known: Callable[[int], bool]
+    ) -> Generation:
         """Send a request to its reserved engine; returns the answer. EngineLost if the engine fails, in this
-        or another request, or has older weights than it was given; ValueError if the request is malformed."""
+        or another request, or has other weights: older ones than it was given, or of a version that is not
+        ``is_known``; ValueError if the request is malformed."""
         version = slot.version
         request_task = asyncio.ensure_future(slot.engine.generate(request))
         slot.inflight.add(request_task)
         try:
             answer = await request_task
             slot.last_answer_at = self._clock.now()
-            self._check_versions(slot, answer, version)
+            self._check_versions(slot, answer, version, is_known)
             self._worked_at = slot.last_answer_at  # an answer that is not used is no work
             return answer
         except asyncio.CancelledError:
@@ -156,20 +161,30 @@ class EnginePool:
             request_task.cancel()
             slot.inflight.discard(request_task)
 
-    def _check_versions(self, slot: EngineSlot, answer: Generation, version: int) -> None:
-        """EngineLost, and quarantine, if an answer has tokens of older weights than ``version``.
+    def _check_versions(
+        self, slot: EngineSlot, answer: Generation, version: int, is_known: Callable[[int], bool]
+    ) -> None:
+        """EngineLost, and quarantine, if an answer has tokens of older weights than ``version``, or unknown.
 
         A server that was restarted between two health checks samples so, from the weights of its start; and
         one into which another run has loaded its weights. A request that meets several is given up, as one
         that engines fail at: they would answer so after every load.
         """
-        if len(answer.token_ids_R) and (oldest := int(answer.versions_R.min())) < version:
+        if not len(versions_R := answer.versions_R):
+            return
+        oldest, newest = int(versions_R.min()), int(versions_R.max())
+        found = [oldest] if oldest == newest else np.unique(versions_R).tolist()
+        if oldest < version:
             reason = (
                 f"answers with tokens of weights {oldest} after a load of {version}: its server was "
                 "restarted, or another run uses it"
             )
-            self.quarantine(slot, reason)
-            raise EngineLost(f"{slot.engine.name}: {reason}", by_this_request=True)
+        elif unknown := [one for one in found if not is_known(one)]:
+            reason = f"answers with tokens of unknown weights {unknown[0]} after a load of {version}"
+        else:
+            return
+        self.quarantine(slot, reason)
+        raise EngineLost(f"{slot.engine.name}: {reason}", by_this_request=True)
 
     def quarantine(self, slot: EngineSlot, reason: str) -> None:
         """Put an engine in quarantine. Its requests end with EngineLost."""

@@ -112,12 +112,15 @@ class EngineLoad:
 
 
 class WeightUpdates:
-    """The driver of colocated engines' updates by memory handles, and the base of ``BroadcastUpdates``.
+    """The driver of colocated engines' updates in parts, by memory handles; the base class of the others.
 
     In order: ``begin``; ``receive`` for every bucket; ``confirm``; ``resume``. Each returns the names of the
     engines on which it succeeded. One that fails takes no further part: it is in quarantine, and must be
     ended.
     """
+
+    calls: tuple[str, ...] = ()
+    """Names of more calls that the trainer may make."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool, self._version = pool, 0
@@ -187,6 +190,8 @@ class BroadcastUpdates(WeightUpdates):
     mixed, and ``fail`` must follow. An engine that hangs must be ended: the pool finds it when it does not
     load from disk (``engine_hangs``).
     """
+
+    calls = ("gather", "join", "fail")
 
     def __init__(self, pool: EnginePool) -> None:
         super().__init__(pool)

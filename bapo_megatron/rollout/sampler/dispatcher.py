@@ -25,7 +25,6 @@ from bapo_megatron.rollout.sampler.response import (
     Sampling,
     Tokens,
     finish_reason_of,
-    foreign_weights,
     given_up,
     needs,
     next_request,
@@ -271,11 +270,8 @@ class Dispatcher:
         """Request one segment of one response; keep the result, or queue the response again."""
         request = self._request(group, key[1], need)
         try:
-            answer = await self._pool.generate(slot, request)
-            if foreign := foreign_weights(answer, self._is_known):
-                self._pool.quarantine(slot, foreign)
-                self.add(group, key[1])
-            elif useless := without_routes(answer, request, slot.engine.name):
+            answer = await self._pool.generate(slot, request, self._is_known)
+            if useless := without_routes(answer, request, slot.engine.name):
                 self._useless = ConfigError(useless)
                 self._pool.changed.set()
             elif len(answer.token_ids_R):

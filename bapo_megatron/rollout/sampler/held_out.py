@@ -35,7 +35,6 @@ from bapo_megatron.rollout.sampler.response import (
     Step,
     continued,
     finish_reason_of,
-    foreign_weights,
     given,
     given_up,
     needs,
@@ -48,7 +47,7 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
-from bapo_megatron.types import Generation, Prompt
+from bapo_megatron.types import Prompt
 
 _EPOCH = 2**32
 """The epoch in evaluation seeds, beyond all of training's. It is equal at every step: common random numbers
@@ -317,7 +316,7 @@ async def whole_response(
                 await asyncio.sleep(_POLL_S)
             request = next_request(response, need, sampling, prompt, name, seed)
             try:
-                answer = _checked(pool, slot, version, await pool.generate(slot, request))
+                answer = await pool.generate(slot, request, lambda found: found == version)
                 cached = pool.cached_at(slot)
             except EngineLost as lost:
                 losses += lost.by_this_request
@@ -348,12 +347,3 @@ async def _stepped(turns: TurnTaker, prompt: Prompt, response: Response, name: s
     if turns.must_restart(response, result):
         return restarted(response)
     return given(response, await turns.answer(response, result))
-
-
-def _checked(pool: EnginePool, slot: EngineSlot, version: int, answer: Generation) -> Generation:
-    """The answer, if all its tokens are of weight ``version``; else EngineLost, and the engine is lost."""
-    if foreign := foreign_weights(answer, lambda found: found == version):
-        reason = f"{foreign}, where an evaluation samples from {version}"
-        pool.quarantine(slot, reason)
-        raise EngineLost(f"{slot.engine.name}: {reason}", by_this_request=True)
-    return answer

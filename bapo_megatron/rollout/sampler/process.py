@@ -27,6 +27,7 @@ import torch
 import uvloop
 
 from bapo_megatron.config import RunConfig
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed, printable
@@ -37,7 +38,7 @@ from bapo_megatron.rollout.engines.backend import EngineError, engine_backend
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool, open_pool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
-from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates, WeightUpdates
+from bapo_megatron.rollout.engines.weight_updates import WeightUpdates
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
@@ -101,11 +102,12 @@ class Service:
         pool: EnginePool,
         held_out: HeldOut,
         events: list[dict[str, Any]],
+        sync: str = "disk",
     ) -> None:
+        """``sync``: the name of the run's transport of weights."""
         self._sampler, self._pool, self._held_out = sampler, pool, held_out
         self._events = events
-        is_colocated = isinstance(pool, ColocatedPool)
-        self._updates = WeightUpdates(pool) if is_colocated else BroadcastUpdates(pool)
+        self._updates: WeightUpdates = TRANSPORTS[sync].driver_class()(pool)
         self._methods = self._table()
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -132,9 +134,8 @@ class Service:
             "receive": self._updates.receive,
             "confirm": self._updates.confirm,
         }
-        if isinstance(self._updates, BroadcastUpdates):
-            methods |= {name: getattr(self._updates, name) for name in ("gather", "join", "fail")}
-            methods["resume"] = self._resume
+        methods |= {name: getattr(self._updates, name) for name in self._updates.calls}
+        methods["resume"] = self._resume
         if isinstance(self._pool, ColocatedPool):
             methods |= {
                 "release": self._pool.release,
@@ -269,7 +270,8 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             await asyncio.to_thread(pipe.recv)  # the trainer's first call, whose reply is the error
             _send(pipe, (*_failed(error), events))
             return
-        service = Service(sampler, pool, held_out, events)
+        sync = setup.config.rollout.engine_config.sync
+        service = Service(sampler, pool, held_out, events, sync)
         while True:
             try:
                 call = await asyncio.to_thread(pipe.recv)

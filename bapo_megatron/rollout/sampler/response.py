@@ -17,7 +17,7 @@ write-ahead log is between an answer and the next state), ``held_out.py`` those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
@@ -326,14 +326,6 @@ def _routed(response: Response, part: ResponseTokens) -> tuple[ResponseTokens, .
     if part.routes_R is None and not response.routed:
         return ()
     return (*(response.routed or [response.so_far] * bool(response.tokens)), part)
-
-
-def foreign_weights(answer: Generation, is_known: Callable[[int], bool]) -> str | None:
-    """Why an answer must not be used: a token of weights that are not ``is_known``. None if there is none."""
-    for version in _counts(answer.versions_R):
-        if not is_known(version):
-            return f"answers with tokens of unknown weights {version}"
-    return None
 
 
 def without_routes(answer: Generation, request: GenerateRequest, engine: str) -> str | None:

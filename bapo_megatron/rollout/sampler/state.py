@@ -25,11 +25,11 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import ENVIRONMENT, PROMPTS
 from bapo_megatron.rollout.sampler.response import Answer, Response, continued, given, restarted, summary
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
-from bapo_megatron.types import Group, Prompt, ResponseTokens
+from bapo_megatron.types import RESPONSE_COLUMNS, Group, Prompt, ResponseTokens
 
 FORMAT = 2
 """Format of the journal of a run with an environment; without one it is 1, and the same as before."""
-TEACHER_LOG_PROBS = "teacher_log_probs"
+TEACHER_LOG_PROBS = RESPONSE_COLUMNS["teacher_log_probs_R"].array
 """Array of a record ``judged``: the teacher's log-probs of all responses, end to end."""
 KEPT_STEPS = 10_000
 """Steps for which the state remembers weights and token counts, at least: far more than a group waits or a

@@ -136,7 +136,8 @@ def _example(
     prompts = [0, *accumulate(group["prompt"]["token_ids_P"] for group in groups)]
     listed = [(number, *one) for number, group in enumerate(groups) for one in group["rollouts"]]
     starts = [0, *accumulate(length for _, length, _, _ in listed)]
-    masks = (values("loss_masks", starts[place], one[1]) for place, one in enumerate(listed))
+    array = RESPONSE_COLUMNS["loss_mask_R"].array
+    masks = (values(array, starts[place], one[1]) for place, one in enumerate(listed))
     given = (place for place, mask_R in enumerate(masks) if mask_R is not None and not mask_R.all())
     chosen = next(given, 0)
     group, length, reason, reward = listed[chosen]

@@ -3,7 +3,8 @@
 Every tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``), in a process
 group that is separate from the trainer's own. Control calls to the engines go another way (the sampler's
 process, then HTTP): each returns a future that is done when all engines have answered. A broadcast that fails
-is replaced by the sync by disk. Used by ``trainer/build.py`` and ``benchmarks/weight_sync.py``.
+is replaced by the sync by disk. Opened by its path in ``config/transports.py``. Used by
+``benchmarks/weight_sync.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bapo_megatron.errors import printable
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
-from bapo_megatron.rollout.weight_sync.disk import DiskSync
+from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts
 from bapo_megatron.runtime.distributed import bound_store, broadcast_from_main
 from bapo_megatron.types import BroadcastGroup, BucketSpec
 
@@ -301,6 +302,16 @@ class BroadcastSync:
     ) -> None:
         self._engines, self._broadcast, self._disk, self._on_event = engines, broadcast, disk, on_event
         self._make_digester = make_digester
+
+    @classmethod
+    def open(cls, parts: SenderParts) -> BroadcastSync:
+        engine = parts.engine
+        if parts.client is None:
+            return cls(None, None, parts.disk, parts.on_event)
+        # Longer than the engines wait: their error, which names the engine, must come first.
+        timeout_s = 1.1 * 60 * engine.update_minutes
+        sender = WeightBroadcast(parts.device, sender_address(engine), engine.bucket_mb, timeout_s)
+        return cls(parts.client, sender, parts.disk, parts.on_event, parts.make_digester)
 
     def push(self, policy: Policy, step: int) -> None:
         """Broadcast the weights to every engine that answers; if one fails, all of them load from disk."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from bapo_megatron.config import EngineConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.fp8 import weight_of_scale, without_quantization
 from bapo_megatron.hf.parameter_map import expert_tensors
@@ -26,8 +30,28 @@ from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.storage import writing
 
+if TYPE_CHECKING:
+    from bapo_megatron.rollout.sampler.client import SamplerClient
+
 _VERSION = re.compile(r"v\d+|\.v\d+\.tmp")
 """The names of a version's folder, and of its temporary folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderParts:
+    """What a transport's sender is made of, by its class method ``open``, on every rank. Plain data."""
+
+    engine: EngineConfig
+    disk: DiskSync
+    """The fallback: every engine loads a folder."""
+    client: SamplerClient | None
+    """Rank 0's way to the sampler's process; None elsewhere."""
+    gpus: Mapping[str, Sequence[int]]
+    """GPU numbers of each server that the run has started, by its address; known on rank 0 alone."""
+    device: torch.device
+    """Where this rank's weights are."""
+    on_event: Callable[[dict[str, Any]], None]
+    make_digester: MakeDigester | None
 
 
 class DiskSync:
@@ -49,6 +73,10 @@ class DiskSync:
         self._make_digester = make_digester
         self._writers: list[int] = []
         """The ranks of the first replica, which write; empty before the first push."""
+
+    @classmethod
+    def open(cls, parts: SenderParts) -> DiskSync:
+        return parts.disk
 
     def push(self, policy: Policy, step: int) -> None:
         """All-gather the weights within rank 0's replica, write them, and have the engines load them."""

@@ -16,7 +16,7 @@ was read, and readers decrement a dummy counter. They do not wait for a CUDA eve
 opens one for each handle and closes none: the stream is synchronized before a handle is made.
 
 Fallback: an engine that fails to receive is ended; the weights are written to disk once, and its new server
-loads them. Used by ``planning/rehearsal/program.py``, ``trainer/build.py`` and ``trainer/gpu_handover.py``.
+loads them. Opened by its path in ``config/transports.py``. Used by ``planning/rehearsal/program.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
-from bapo_megatron.rollout.weight_sync.disk import DiskSync
+from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, on_all_ranks
 
@@ -94,6 +94,18 @@ class IpcSync:
         """Consecutive failed transfers of each engine; negative: hand-overs until IPC is tried again. Equal
         on all ranks."""
         self._step = 0
+
+    @classmethod
+    def open(cls, parts: SenderParts) -> IpcSync:
+        return cls(
+            parts.disk,
+            parts.client,
+            parts.gpus,
+            parts.device,
+            parts.engine.bucket_mb,
+            parts.on_event,
+            parts.make_digester,
+        )
 
     def push(self, policy: Policy, step: int) -> None:
         """Announce the weights that engines will wake with, made by ``step``."""

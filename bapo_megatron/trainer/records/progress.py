@@ -1,12 +1,14 @@
 """The progress display of a run: live in a terminal, one plain line a step in a log file.
 
-On rank 0, through ``Recorder``. It shows metrics, and reads none from disk. Used by ``recorder.py``.
+On rank 0, through ``Recorder``. It shows metrics, and reads none from disk. Used by ``recorder.py`` and
+``trainer/rollout_only.py``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TextIO
 
@@ -112,11 +114,16 @@ class _LiveView:
 
 def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float | None) -> str:
     """The line of a step, ``step 12/60  reward 0.53  entropy 0.81 ...``, with a dash for a missing number."""
-    count = f"step {step:>{len(str(total_steps))}}/{total_steps}"
     values = [f"{name} {value}" for name, value in shown_values(metrics)]
     tokens = f"tokens/s {_number(metrics, 'time/tokens_per_s', '.0f', 6)}"
     step_s = f"step_s {_number(metrics, 'time/step_s', '.1f', 6)}"
-    return "  ".join([count, *values, tokens, step_s, f"eta {_clock(remaining_s)}", *notes(metrics)])
+    parts = [*values, tokens, step_s, f"eta {_clock(remaining_s)}", *notes(metrics)]
+    return numbered_line(step, total_steps, parts)
+
+
+def numbered_line(step: int, total_steps: int, parts: Sequence[str]) -> str:
+    """The line of a step from its ``parts``, with its number first."""
+    return "  ".join([f"step {step:>{len(str(total_steps))}}/{total_steps}", *parts])
 
 
 def notes(metrics: Metrics) -> list[str]:
@@ -175,8 +182,12 @@ def _pace(metrics: Metrics, remaining_s: float | None) -> str:
 
 
 def _number(metrics: Metrics, name: str, style: str, width: int) -> str:
-    value = metrics.get(name)
-    return (_ABSENT if value is None else format(value, style)).rjust(width)
+    return number_text(metrics.get(name), style).rjust(width)
+
+
+def number_text(value: float | None, style: str) -> str:
+    """The number in a format; a dash for a missing one."""
+    return _ABSENT if value is None else format(value, style)
 
 
 def _clock(seconds: float | None) -> str:

@@ -84,6 +84,9 @@ def test_stop_signal_lead_is_below_the_time_limit(tmp_path: Path, time: str, sec
         ("[sbatch]\ngpus_per_node = 'a100:4'\n", "must ask for gpus_per_node = 8 GPUs, e.g. a100:8"),
         ("[health]\nprobe = 'maybe'\n", "health.probe = 'maybe' must be on or off"),
         ("[budgets]\ncrash = -1\n", "budgets.crash = -1 must be at least 0"),
+        ("[health]\nmemory_gb = -1\n", "health.memory_gb = -1 must be at least 0"),
+        ("[health]\ndisk_gb = -1\n", "health.disk_gb = -1 must be at least 0"),
+        ("[health]\nclock_s = 0\n", "health.clock_s = 0 must be above 0"),
     ],
 )
 def test_invalid_fields_are_named(tmp_path: Path, text: str, told: str) -> None:

@@ -26,15 +26,33 @@ from bapo_megatron.commands.layout_reference import (
     write_layout_reference,
 )
 from bapo_megatron.commands.verify import model_digests
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.types import RESPONSE_COLUMNS
 from tests.support.layout_references import BOUNDS, handmade
 
 POLICY = Path(__file__).parents[3] / "recipes/demo/policy"
 
 
-def test_round_trip(tmp_path: Path) -> None:
+ARRAYS = ["about", "lengths", "responses", "advantages", "token_ids", "rollout_log_probs", "versions"]
+OUTPUTS = ["log_probs", "entropies", "sums", "totals"]
+
+
+def optional_columns(sample: Sample) -> dict[str, np.ndarray]:
+    table = {name: column for name, column in RESPONSE_COLUMNS.items() if column.fill is not None}
+    return {name: np.arange(sample.response_tokens).astype(one.dtype or "u1") for name, one in table.items()}
+
+
+@pytest.mark.parametrize("optional", [[], ["loss_masks", "routes", "teacher_log_probs"]])
+def test_round_trip(tmp_path: Path, optional: list[str]) -> None:
+    """All columns of the responses; the arrays of a file without optional ones are as they always were."""
     written = handmade()
+    if optional:
+        samples = [dataclasses.replace(one, **optional_columns(one)) for one in written.samples]
+        written = dataclasses.replace(written, samples=samples)
     write_layout_reference(tmp_path / "c.npz", written)
+    with np.load(tmp_path / "c.npz") as stored:
+        assert stored.files == [*ARRAYS, *optional, *OUTPUTS]
     read = read_layout_reference(tmp_path / "c.npz")
     assert (read.identity, read.made) == (written.identity, written.made)
     for one, two in zip(read.samples, written.samples, strict=True):

@@ -221,10 +221,13 @@ def test_a_good_new_run_passes(tmp_path: Path) -> None:
 
 
 def test_a_mistake_in_a_warm_start_is_named() -> None:
-    """Megatron's own answer is an assertion without the field."""
+    """Megatron's own answer is an assertion without the field. A text is no number to compare with."""
     config = SftConfig(GOOD.model, GOOD.data, Path("out"), optimizer=OptimizerConfig(lr=1e-6, min_lr=1e-5))
     with pytest.raises(ConfigError, match=r"^optimizer.min_lr=1e-05 is above optimizer.lr=1e-06$"):
         config.check()
+    text = OptimizerConfig(lr="1e-4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^optimizer.lr='1e-4' must be a number$"):
+        dataclasses.replace(config, optimizer=text).check()
 
 
 def test_all_mistakes_are_told_at_once() -> None:

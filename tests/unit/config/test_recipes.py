@@ -18,8 +18,7 @@ from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import AlgorithmConfig, RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
-from bapo_megatron.environment.tools.calls import settings_of
-from bapo_megatron.environment.tools.python_tool import PythonSettings
+from bapo_megatron.environment.settings import PythonSettings
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import find_shape
 from bapo_megatron.policy.layout import layout_problems
@@ -230,7 +229,7 @@ def test_the_4b_with_a_tool_differs_in_its_prompts_and_its_environment_alone() -
 def test_a_tool_that_prints_all_it_may_leaves_the_model_half_of_its_response(name: str) -> None:
     """At 2.5 characters a token. And no call, run again behind all others, meets the limit of a step."""
     run = load(name)
-    settings = settings_of(PythonSettings, run.environment.settings)
+    settings = PythonSettings(**run.environment.settings)
     calls = run.environment.max_turns - 1
     assert calls * settings.most_characters / 2.5 <= run.rollout.max_response_tokens / 2
     assert calls * settings.limit_s < run.environment.step_limit_s

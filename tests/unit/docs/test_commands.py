@@ -16,7 +16,7 @@ from bapo_megatron.commands.doctor.doctor import DoctorArguments
 from bapo_megatron.commands.plan import PlanCommand, RehearseCommand
 from bapo_megatron.commands.recipe_flags import check_names, recipe_command, recipe_config
 from bapo_megatron.commands.train_flags import TrainCommand
-from bapo_megatron.commands.verify import VerifyConfig
+from bapo_megatron.commands.verify_flags import VerifyConfig
 from bapo_megatron.config import RunConfig, SftConfig
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.data.prepare.options import PrepareOptions

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from bapo_megatron.environment import Reply, Task
 from bapo_megatron.environment.tools.calculator import Calculator, evaluate
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import within
 from tests.support.scripted_episodes import check_durable
 
@@ -148,12 +147,3 @@ def test_a_long_line_is_no_expression_at_once(line: str) -> None:
     """Of all pairs of its places one expression tried each, for hours: a policy's turn held the worker."""
     tool = Calculator(TASK, {"format": "plain"})
     assert within(60.0, lambda: tool.step(line)).observation is None
-
-
-def test_wrong_settings_are_named() -> None:
-    with pytest.raises(ConfigError, match="format='json'; it is `tool_call` or `plain`"):
-        Calculator(TASK, {"format": "json"})
-    with pytest.raises(ConfigError, match="environment.settings has 'mode'; known are format"):
-        Calculator(TASK, {"mode": "plain"})
-    with pytest.raises(ConfigError, match="format=1 must be of the type str"):
-        Calculator(TASK, {"format": 1})

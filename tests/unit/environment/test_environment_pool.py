@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import sysconfig
+import venv
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ import pytest
 from bapo_megatron.config.sources import EnvironmentConfig
 from bapo_megatron.environment import Task, Turn
 from bapo_megatron.environment import pool as pools
+from bapo_megatron.environment import settings as own_settings
 from bapo_megatron.environment.pool import (
     EnvironmentPool,
     Question,
@@ -28,6 +30,7 @@ from bapo_megatron.environment.pool import (
     read_traits,
     stop_ids,
 )
+from bapo_megatron.environment.tools.calculator import Calculator
 from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
 from tests.support.environments import Dice
@@ -330,6 +333,54 @@ async def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
 def test_a_wrong_class_is_refused_in_words(function: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read_traits(EnvironmentConfig(function))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "text"),
+    [
+        (
+            "Calculator",
+            {"format": 1},
+            "format=1 must be one of tool_call, plain; environment.function=x:Y takes",
+        ),
+        (
+            "Python",
+            {"limit_s": -1},
+            "limit_s=-1 must be above 0; .*Y takes limit_s: float above 0, default 10.0",
+        ),
+        ("Python", {"limit_s": "9"}, "limit_s='9' must be a number"),
+        ("Python", {"most_characters": 0}, "most_characters=0 must be at least 2"),
+        ("Python", {"memory_mb": True}, "memory_mb=True must be a whole number"),
+        ("Agent", {}, "command is missing: environment.function=x:Y takes command: list of a length of at"),
+        ("Agent", {"command": []}, r"command=\[\] must be of a length of at least 1"),
+        ("Agent", {"command": "agent.py"}, "command='agent.py' must be a list"),
+        ("OpenEnv", {"url": ""}, "url='' must be of a length of at least 1"),
+        ("TextArena", {"new_text_onyl": True}, r"new_text_onyl=True: .* is it new_text_only\?"),
+        ("Verifiers", {"taskset": "gsm8k"}, "taskset='gsm8k' must be a table"),
+    ],
+)
+def test_settings_of_a_shipped_environment(kind: str, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^environment\.settings\.{text}"):
+        pools._check_settings(EnvironmentConfig("x:Y", settings), f"{own_settings.__name__}:{kind}Settings")
+
+
+def test_settings_are_refused_before_a_run(tmp_path: Path) -> None:
+    """Also of a class in another interpreter, which has none of the packages that check them."""
+    venv.create(tmp_path)
+    function, python = f"{Calculator.__module__}:Calculator", tmp_path / "bin/python"
+    asked = EnvironmentConfig(function, {"formt": "plain"}, python=python)
+    with pytest.raises(
+        ConfigError, match=r"^environment\.settings\.formt='plain': .*, is it format\?; its set"
+    ):
+        read_traits(asked)
+    assert read_traits(replace(asked, settings={"format": "plain"})).resume == "restore"
+
+
+def test_a_class_with_methods_of_its_own_inherits_no_settings() -> None:
+    described = type("Described", (Calculator,), {"tools": ({"function": {"name": "calculator"}},)})
+    other = type("Other", (described,), {"step": lambda self, turn: None})
+    kinds = [own_settings.settings_type(one) for one in (Calculator, described, other, Dice)]
+    assert kinds == [own_settings.CalculatorSettings, own_settings.CalculatorSettings, None, None]
 
 
 def test_a_wrong_name_is_answered_with_the_names_that_there_are(tmp_path: Path) -> None:

@@ -43,4 +43,5 @@ def test_the_shipped_environments_that_the_page_names() -> None:
     assert {module for module, _ in named} == set(adapters) - helpers
     for module, name in named:
         assert f"class {name}(" in adapters[module]
+        assert module == "loop" or "    settings_type = " in adapters[module]  # checked before a run
         assert len(adapters[module].splitlines()) <= 100

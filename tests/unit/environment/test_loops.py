@@ -18,7 +18,6 @@ from bapo_megatron.environment import Reply, Task
 from bapo_megatron.environment.adapters import agent_program
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
-from bapo_megatron.errors import ConfigError
 from tests.support.scripted_episodes import check_durable, play
 
 pytestmark = pytest.mark.integration
@@ -175,9 +174,7 @@ def test_tools_that_the_prompts_describe() -> None:
     assert play(EndpointEnvironment, TASK, settings, ["6"]) == [Reply(None, reward=1.0)]
 
 
-def test_a_program_without_a_command_or_a_reward_is_named() -> None:
-    with pytest.raises(ConfigError, match="environment.settings has no command: give the agent program"):
-        play(EndpointEnvironment, TASK, {}, ["3"])
+def test_a_program_without_a_reward_is_named() -> None:
     with pytest.raises(RuntimeError, match="has printed 'done' last, which is no reward: print a number"):
         play(EndpointEnvironment, TASK, program("chats"), ["6"])
 

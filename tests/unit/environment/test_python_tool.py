@@ -180,7 +180,3 @@ def test_missing_walls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="lacks walls on this machine: no network .* allow_weak_sandbox in"):
         PythonTool(TASK, FENCED)
     PythonTool(TASK, {**FENCED, "allow_weak_sandbox": True})
-    with pytest.raises(ConfigError, match="format='cells'; it is `tool_call` or `fenced`"):
-        PythonTool(TASK, {"format": "cells"})
-    with pytest.raises(ConfigError, match="limit_s='9' must be of the type float"):
-        PythonTool(TASK, {"limit_s": "9"})

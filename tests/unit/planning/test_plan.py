@@ -1015,6 +1015,7 @@ def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -
             "dropped_groups=0.3, but rollout.drop_uniform_groups=False drops none: leave --dropped-groups",
         ),
         (["--engine-gpus", "0"], "engine_gpus=0 must be at least 1"),
+        (["--compare", "-1"], "compare=-1 must be at least 0"),
         (["--length-spread", "0"], "length_spread=0.0 must be above 0"),
         (["--engine-imbalance", "0.5"], "engine_imbalance=0.5 must be at least 1"),
     ],

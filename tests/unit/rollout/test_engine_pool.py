@@ -9,13 +9,14 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts, load_seconds
 from bapo_megatron.rollout.sampler import dispatcher as dispatcher
-from bapo_megatron.types import GenerateRequest
+from bapo_megatron.types import GenerateRequest, Generation
 from tests.support import sampling
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids, until
 
@@ -154,6 +155,43 @@ async def test_an_engine_with_a_wrong_weight_version_goes_into_quarantine(tmp_pa
         "in its tokens": "tokens of unknown weights 7",
     }
     assert said[lie] in lost[0]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("fails", ["refused", "unknown weights 7"])
+async def test_unknown_weights_end_a_request_like_a_lost_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The one engine comes back each time. What it answers is no work: without another the run must end."""
+    monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
+    engine = ScriptedEngine(mixed)
+    right = engine._answer
+
+    def answer(request: GenerateRequest, aborted: bool) -> Generation:
+        found = right(request, aborted)
+        assert len(found.versions_R) > 1
+        return dataclasses.replace(found, versions_R=np.array([*found.versions_R[1:], 7], np.int32))
+
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        await world.batch(1)
+        worked_at, before = world.pool._worked_at, len(world.events)
+        if fails == "refused":
+            engine.trouble = refuse
+        else:
+            engine._answer = answer  # type: ignore[method-assign]
+        await world.weights(1)
+        asked = asyncio.create_task(world.sampler.next_batch(2, 30.0))
+        await until(lambda: "request_refused" in world.event_kinds())
+        await until(lambda: world.pool.up == 0)
+        assert world.pool.down_since == worked_at
+        asked.cancel()
+    events = world.events[before:]
+    kinds = [event["kind"] for event in events]
+    assert kinds[: kinds.index("request_refused")].count("engine_lost") == 20
+    refused = events[kinds.index("request_refused")]
+    assert refused["detail"] == "20 engines were lost with request '4-0-0'"
+    assert fails in next(event["reason"] for event in events if event["kind"] == "engine_lost")
 
 
 async def test_a_server_that_was_restarted_unnoticed_is_lost_at_its_first_tokens(tmp_path: Path) -> None:
@@ -363,7 +401,7 @@ async def test_answers_to_requests_count_as_health_checks(
         assert slot is not None
         for _ in range(12):
             await asyncio.sleep(sampling.PATIENCE.silent_s / 8)
-            await world.pool.generate(slot, busy.asked[0])
+            await world.pool.generate(slot, busy.asked[0], {0}.__contains__)
         assert world.pool.up == 1
         await until(lambda: world.pool.up == 0)  # nobody asks any more
 

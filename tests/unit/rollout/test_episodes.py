@@ -472,7 +472,9 @@ def test_a_first_step_whose_environments_all_fail_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "raise")
-    with pytest.raises(ConfigError, match=r"(?s)environment of all 6 responses .* failed.*the door is shut"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)environment of all 6 responses .*the door is shut.* environment.settings"
+    ):
         run(step_of(world), monkeypatch)
 
 

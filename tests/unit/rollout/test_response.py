@@ -23,7 +23,6 @@ from bapo_megatron.rollout.sampler.response import (
     Tokens,
     continued,
     finish_reason_of,
-    foreign_weights,
     given_up,
     needs,
     next_request,
@@ -140,14 +139,6 @@ def test_a_mask_of_one_segment_is_filled_for_the_others() -> None:
     assert found.loss_mask_R is not None
     assert found.loss_mask_R.tolist() == [True, True, False, True, True]
     assert found.loss_mask_R.dtype == np.bool_
-
-
-def test_tokens_of_other_weights_are_refused() -> None:
-    known = {4, 5}.__contains__
-    assert foreign_weights(answer(1, 2, versions=(4, 5)), known) is None
-    assert foreign_weights(answer(versions=()), known) is None
-    one_of_three = answer(1, 2, 3, versions=(4, 7, 5))
-    assert foreign_weights(one_of_three, known) == "answers with tokens of unknown weights 7"
 
 
 def test_the_twentieth_lost_engine_gives_a_response_up() -> None:

@@ -57,10 +57,25 @@ def test_the_arms_in_their_order(options: GpuStudyOptions) -> None:
 
 
 def test_small_arms_need_no_gpu(options: GpuStudyOptions) -> None:
-    for arm in make_arms(replace(options, small=True)):
+    """A real study in the same folder finds neither their runs nor their problems."""
+    small = replace(options, small=True)
+    for arm, real in zip(make_arms(small), make_arms(options), strict=True):
         run = configured(arm)
         run.check()
         assert (run.rollout.engine, run.model.dtype, run.parallel.offload) == ("local", "float32", False)
+        assert (run.optimizer.lr, configured(real).optimizer.lr) == (3e-5, 2e-6)
+        assert run.run_dir == options.folder / "small/arms" / arm.name
+        assert run.data.path.is_relative_to(options.folder / "small/data")
+    [slower, *_] = make_arms(replace(small, lr=1e-6))
+    assert configured(slower).optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_an_arm_takes_every_prompt_that_was_prepared(small: bool, options: GpuStudyOptions) -> None:
+    chosen = replace(options, small=small)
+    for arm in make_arms(chosen):
+        limit = configured(arm).data.max_prompt_tokens
+        assert all(f"--max-prompt-tokens={limit}" in command for command in prepare_commands(chosen))
 
 
 def test_held_out_problems_are_made_first(options: GpuStudyOptions) -> None:
@@ -80,6 +95,7 @@ def test_held_out_problems_are_made_first(options: GpuStudyOptions) -> None:
         ({"arms": ("ppo",)}, "--arms ppo: name some of grpo-on-policy grpo"),
         ({"arms": ()}, "name some of"),
         ({"train": Path("a")}, "belong together"),
+        ({"data": "openai/gsm8k", "small": True}, "--data openai/gsm8k: --small has problems of its own"),
         ({"data": "mnist"}, "--data mnist: choose from reasoning-gym openai/gsm8k"),
         ({"model": Path("nowhere")}, "--model nowhere: no config.json there"),
         ({"steps": 0}, "steps=0 must be at least 1"),

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import singledispatchmethod
 from pathlib import Path
 
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
@@ -26,7 +29,14 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
 )
 from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, flag
 from bapo_megatron.rollout.engines.sglang.wire import without_old_routes
-from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation, WeightParts
+from bapo_megatron.types import (
+    BroadcastGroup,
+    BucketSpec,
+    GenerateRequest,
+    Generation,
+    OwnPart,
+    WeightParts,
+)
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 """Seconds between repeated aborts, of one request or of all: one that changes its state may miss an abort."""
@@ -51,7 +61,8 @@ class SglangEngine:
     that pause, resume, abort or load weights run one at a time; requests run beside them.
     """
 
-    transports = ("broadcast", "ipc")
+    transports = tuple(name for name, one in TRANSPORTS.items() if one.protocol)
+    """All that have parts, which ``_load_part`` loads."""
 
     def __init__(
         self,
@@ -150,7 +161,9 @@ class SglangEngine:
                 # weights.
                 if self._on_update == "retract":
                     await self.server.flush_cache()
-                # The version after the digest: no token may carry it before the weights are confirmed.
+                # The version after the digest: a server whose digest is wrong runs on, in quarantine, with
+                # the requests that the pause holds: none of their tokens may carry a version that was not
+                # confirmed. (A load from a folder sets both in one call; its server stays paused, too.)
                 await confirm(await self.server.checksum(timeout))
                 await self.server.set_version(version)
                 await self.weight_version()
@@ -179,6 +192,9 @@ class SglangEngine:
                 await self.server.update_from_disk(weights, version, False, timeout)
             else:
                 await self._receive(weights)
+                # The version before the digest, other than in `load`: a sleeping server holds no request
+                # that could carry it, and one whose digest is wrong is ended. So `_confirm` checks the
+                # version, too, as after a load from a folder, which sets it in the same call.
                 await self.server.set_version(version)
             await self._confirm(version, confirm, timeout)
             # The cache's memory last: until `confirm` returns the trainer has its weights on the same GPU.
@@ -213,11 +229,21 @@ class SglangEngine:
         await self.server.end_update()
         await self.server.begin_update()
         async for part in parts:
-            if isinstance(part, BucketSpec):
-                await self.server.receive(part, self._group_name, self._deadlines.update_s)
-            else:
-                await self.server.receive_handles(part, self._deadlines.update_s)
+            await self._load_part(part)
         await self.server.end_update()
+
+    @singledispatchmethod
+    async def _load_part(self, part: OwnPart) -> None:
+        """Load one part, by its type. Those of broadcast and ipc are plain data; any other sends itself."""
+        await part.send(self.server, self._deadlines.update_s)
+
+    @_load_part.register(BucketSpec)
+    async def _(self, bucket: BucketSpec) -> None:
+        await self.server.receive(bucket, self._group_name, self._deadlines.update_s)
+
+    @_load_part.register(Sequence)
+    async def _(self, handles: Sequence[bytes]) -> None:
+        await self.server.receive_handles(handles, self._deadlines.update_s)
 
     async def _load_seconds(self, weights: Path | WeightParts) -> float:
         """Deadline of each call of a load, in seconds."""

@@ -242,6 +242,10 @@ class SglangServer:
         }
         await self._control("/update_weights_from_tensor", body, timeout)
 
+    async def load_part(self, path: str, body: dict[str, Any], timeout: float) -> None:
+        """Load one part of new weights by another route, for another transport (``types.OwnPart``)."""
+        await self._control(path, body, timeout)
+
     async def end_update(self) -> None:
         """Close a weight update. No effect if none is open."""
         await _ignoring(self._control("/end_weight_update", {}), "no weight-update session is open")

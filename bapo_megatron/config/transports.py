@@ -1,0 +1,83 @@
+"""The transports of new weights to the engines: the table behind `rollout.sglang.sync` and its like.
+
+One file more is another transport: its sender, a class of ``rollout/weight_sync/``, and an entry here. Its
+parts are buckets or memory handles, or know how a server gets them (``types.OwnPart``). Trainer, sampler's
+process, configuration and ``bapo plan`` ask the table; classes are named by their paths, so that asking
+imports no torch. The estimates of seconds (``planning/traffic.py``) are of those below. Used by
+``engines.py``, ``planning/sizes.py``, ``trainer/build.py``, and in ``rollout/engines/`` and
+``rollout/sampler/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from bapo_megatron.runtime.dotted_path import load_dotted_path
+
+_SYNC = "bapo_megatron.rollout.weight_sync"
+_UPDATES = "bapo_megatron.rollout.engines.weight_updates"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """A transport of weights: its classes on both sides, and the engines that it needs. Plain data."""
+
+    sender: str
+    """Path of the trainer's side, an ``interfaces.WeightSync``. Its class method ``open`` makes it of
+    ``weight_sync/disk.SenderParts``. It calls ``begin``, ``receive``, ``confirm`` and ``resume``."""
+    driver: str = f"{_UPDATES}:WeightUpdates"
+    """Path of the side of the sampler's process, ``WeightUpdates`` or a subclass, which answers them."""
+    colocated: bool | None = None
+    """Whether engines must be colocated (True), must not be (False), or may be either."""
+    why: str = ""
+    """Why the other engines cannot take it, for the message."""
+    protocol: str | None = None
+    """Name of the protocol of ``interfaces.py`` by which engines take its ``WeightParts``; they name the
+    transport in ``transports``. None: it has no parts, and every engine takes it."""
+    folders: int = 0
+    """Versions of the weights in the run directory at a time, at most, without a fallback."""
+
+    def sender_class(self) -> Any:
+        return load_dotted_path("sync", self.sender, "class")
+
+    def driver_class(self) -> Any:
+        return load_dotted_path("sync", self.driver, "class")
+
+
+TRANSPORTS = {
+    "disk": Transport(sender=f"{_SYNC}.disk:DiskSync", folders=2),
+    "broadcast": Transport(
+        sender=f"{_SYNC}.broadcast:BroadcastSync",
+        driver=f"{_UPDATES}:BroadcastUpdates",
+        colocated=False,
+        why="NCCL has no two ranks on one GPU",
+        protocol="ReceivesBroadcast",
+    ),
+    "ipc": Transport(
+        sender=f"{_SYNC}.ipc:IpcSync",
+        colocated=True,
+        why="no others read the trainer's memory",
+        protocol="ReceivesHandles",
+        folders=1,  # which is read at a server's start
+    ),
+}
+"""The transports by the names that `sync` takes. Classes are imported only when chosen."""
+
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal[tuple(TRANSPORTS)]
+
+
+def placement_problems(sync: str, colocated: bool) -> Iterator[str]:
+    """The validation error of a transport that does not go with where the engines are, if it does not."""
+    fitting = [name for name, one in TRANSPORTS.items() if one.colocated in (None, colocated)]
+    if sync not in TRANSPORTS or sync in fitting:  # an unknown name is a mistake of the field's type
+        return
+    why = TRANSPORTS[sync].why
+    if colocated:
+        yield f"colocated needs sync={' or '.join(reversed(fitting))}, not {sync}: {why}"
+    else:
+        yield f"sync={sync} needs colocated=true: {why}; use {' or '.join(fitting)}"

@@ -1,0 +1,92 @@
+"""Settings of the built-in environments and adapters: what ``environment.settings`` may hold, and its ranges.
+
+``pool.read_traits`` checks them before a run, in the run's own process; so they are beside no import of an
+adapter's package. Only the standard library is needed: an environment may run in an interpreter of its own.
+Used by ``pool.py`` and ``worker.py``, in ``adapters/`` and in ``tools/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from bapo_megatron.environment import Environment
+
+with contextlib.suppress(ImportError):  # not in an interpreter of its own, where nobody reads annotations
+    from annotated_types import Ge, Gt, MinLen
+
+
+def settings_type(kind: type[Environment]) -> type | None:
+    """The dataclass of a class's settings; None if it names none. One with methods of its own, which may read
+    other settings, inherits none."""
+    for one in kind.__mro__:
+        if "settings_type" in vars(one):
+            return one.settings_type  # type: ignore[attr-defined, no-any-return]
+        if any(map(callable, vars(one).values())):
+            break
+    return None
+
+
+@dataclass(frozen=True)
+class CalculatorSettings:
+    """``environment.settings`` of the calculator."""
+
+    format: Literal["tool_call", "plain"] = "tool_call"
+    """`tool_call`: `<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>`.
+    `plain`: the last line of the turn is an expression and nothing else."""
+
+
+@dataclass(frozen=True)
+class PythonSettings:
+    """``environment.settings`` of the Python tool."""
+
+    format: Literal["tool_call", "fenced"] = "tool_call"
+    """`tool_call`: `<tool_call>{"name": "python", "arguments": {"code": "print(2)"}}</tool_call>`. `fenced`:
+    the last closed block of Python of the turn."""
+    limit_s: Annotated[float, Gt(0)] = 10.0
+    """Seconds for a call and those before it."""
+    memory_mb: Annotated[int, Ge(16)] = 1024
+    """Memory of the session."""
+    most_characters: Annotated[int, Ge(2)] = 4000
+    """Longest output; of a longer one the middle is left out."""
+    allow_weak_sandbox: bool = False
+    """Whether it may run where the kernel does not grant every wall of the sandbox."""
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """``environment.settings`` of an agent program."""
+
+    command: Annotated[list[str], MinLen(1)]
+    """The program and its arguments."""
+    tools_in_prompts: bool = False
+    """Whether the prompts of the dataset describe the ``tools`` of the program's requests."""
+
+
+@dataclass(frozen=True)
+class OpenEnvSettings:
+    """``environment.settings`` of a server of OpenEnv."""
+
+    url: Annotated[str, MinLen(1)]
+    """Address of the server."""
+    action: str = "message"
+    """Field of the action that holds the model's turn, without its thinking part."""
+    observation: str = ""
+    """Field of the observation that the model is shown; empty: the whole observation, as JSON."""
+
+
+@dataclass(frozen=True)
+class TextArenaSettings:
+    """``environment.settings`` of a game of TextArena."""
+
+    new_text_only: bool = True
+    """Whether an observation leaves out what the one before has said: games repeat all of it each time."""
+
+
+@dataclass(frozen=True)
+class VerifiersSettings:
+    """``environment.settings`` of an environment of verifiers: its own configuration."""
+
+    taskset: dict[str, Any]
+    env: dict[str, Any] = field(default_factory=dict)

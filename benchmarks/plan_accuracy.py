@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_accuracy
 
-The policies, the layouts and the way to measure are those of tests/distributed/test_plan.py: weights,
+The policies, the layouts and the way to measure are those of tests/distributed/test_host_waits.py: weights,
 gradient buffers and optimizer state as they lie in memory, activations as the peak of all storages that
 autograd holds for the decoder layers. Writes benchmarks/results/plan_accuracy.md.
 """

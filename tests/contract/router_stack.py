@@ -115,7 +115,6 @@ class Stack:
         self.everywhere("/update_weights_from_disk", {**body, "abort_all_requests": False})
 
     def stop(self) -> None:
-        """End all of it."""
         for node in (*self.routers, *self.servers):
             node.process.stop(seconds=1)
         self._pool.shutdown()

@@ -33,7 +33,7 @@ from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.optimizer_state import Piece, cut
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import random_samples, save_nearly_tied_experts, save_tiny_model
+from tests.support.models import save_nearly_tied_experts, save_tiny_model
 from tests.support.saves import CountingReader, Written, complete, counting_reads
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -42,16 +42,6 @@ pytestmark = pytest.mark.distributed
 
 ONE = ParallelConfig()
 Digests = dict[str, list[str]]
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
 
 
 def build(folder: Path, dtype: str, parallel: ParallelConfig, reader: Any = None) -> MegatronPolicy:

@@ -1,14 +1,22 @@
-"""A checkpoint of the policy continues bitwise at its own layout, and at any other to rounding."""
+"""A checkpoint of the policy continues at any layout; processes that write one, and are killed meanwhile."""
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
+import os
+import signal
+import time
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from bapo_megatron.algo.bapo import grpo
@@ -19,24 +27,16 @@ from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, Para
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy import background_save
+from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.runtime.guards import OutOfMemoryError
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import random_samples, save_tiny_model
+from tests.support.models import save_tiny_model
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
 
 
 def save_and_go_on(
@@ -209,3 +209,121 @@ def test_ranks_share_the_reading_of_a_checkpoint(damaged: int, tmp_path: Path) -
     ]
     (tmp_path / f"checkpoints/step_000002/part{damaged}").write_bytes(bytes(sizes[damaged]) + b"x")
     assert [step for step, _ in run_layout(_verified, ParallelConfig(data=2), tmp_path)] == [1, 1]
+
+
+def _write(pids: Path) -> None:
+    """As megatron: a fork of the writer writes, the writer waits for its word."""
+    context = multiprocessing.get_context("fork")
+    done = context.JoinableQueue()
+    done.put(0)
+    finished = context.Process(target=int)
+    finished.start()
+    finished.join(10)
+    fork = context.Process(target=time.sleep, args=(3600,))
+    fork.start()
+    pids.with_suffix(".tmp").write_text(f"{os.getpid()} {fork.pid}")
+    pids.with_suffix(".tmp").rename(pids)
+    done.join()
+
+
+def _killed(which: int, pids: Path) -> str:
+    """Kill the writer, or its fork: what the trainer is told."""
+    saving = BackgroundSave(AsyncRequest(_write, (pids,), []))
+    begun = time.monotonic()
+    while not pids.exists():
+        assert time.monotonic() < begun + 60, "nothing is written"
+        time.sleep(0.05)
+    both = [int(word) for word in pids.read_text().split()]
+    assert not saving.is_written()
+    os.kill(both[which], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not saving.is_written():
+        assert time.monotonic() < deadline, "nobody notices"
+        time.sleep(0.05)
+    try:
+        saving.finish()
+    except OutOfMemoryError as error:
+        return str(error)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(both[1], signal.SIGKILL)
+    return "all is well"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_writer_that_is_killed_is_noticed(which: int, tmp_path: Path) -> None:
+    """By the kernel, say: a fork that copies what it writes is what it kills first."""
+    [told] = run_layout(_killed, ParallelConfig(), which, tmp_path / "pids")
+    assert told.startswith("the process that writes the checkpoint has not finished: killed by SIGKILL")
+
+
+def _waits_for(path: Path, _staged: Any, _more: Any) -> None:
+    """A writer that ends when the file is there."""
+    while not path.exists():
+        time.sleep(0.05)
+
+
+def _lifetimes(path: Path) -> tuple[bool, bool]:
+    """Whether the copies on the host are alive while they are written, and afterwards."""
+    copies: list[weakref.ref[torch.Tensor]] = []
+    stage = background_save.staged
+
+    def noted(buckets: list[Any]) -> list[Any]:
+        found = stage(buckets)
+        [(_, _, (_, [(_, copy)]))] = found
+        copies.append(weakref.ref(copy))
+        return found
+
+    background_save.staged = noted
+    background_save.is_on_host = lambda tensor: False
+    buckets = [("file", "key", ([], [("item", torch.zeros(3))]))]
+    saving = BackgroundSave(AsyncRequest(_waits_for, (path, buckets, None), [], preload_fn=list))
+    gc.collect()
+    assert not saving.is_written()
+    during = copies[0]() is not None
+    path.touch()
+    while not saving.is_written():
+        time.sleep(0.05)
+    saving.finish()
+    gc.collect()
+    return during, copies[0]() is not None
+
+
+def test_copies_are_kept_while_they_are_written(tmp_path: Path) -> None:
+    """In pinned memory, which a fork shares: a copy made there meanwhile would be what is written."""
+    assert run_layout(_lifetimes, ParallelConfig(), tmp_path / "go") == [(True, False)]
+
+
+class _Store:
+    """As a store of torch.distributed, whose end waits for a thread that a fork does not have."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.home = os.getpid()
+
+    def __del__(self) -> None:
+        while os.getpid() != self.home:
+            time.sleep(0.05)
+
+
+def _collects(path: Path) -> None:
+    """A writer that collects garbage, as megatron's does now and then."""
+    gc.collect()
+    path.touch()
+
+
+def _with_garbage(path: Path) -> bool:
+    gc.disable()
+    _Store()
+    saving = BackgroundSave(AsyncRequest(_collects, (path,), []))
+    deadline = time.monotonic() + 120
+    while not saving.is_written():
+        assert time.monotonic() < deadline, "the writer waits for ever"
+        time.sleep(0.05)
+    saving.finish()
+    gc.enable()
+    return path.exists()
+
+
+def test_the_trainers_garbage_does_not_hold_the_writer(tmp_path: Path) -> None:
+    assert run_layout(_with_garbage, ParallelConfig(), tmp_path / "done") == [True]

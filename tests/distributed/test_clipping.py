@@ -1,4 +1,4 @@
-"""The cheaper ways to the bounds, on the real policy: held forwards, the packs in hand, known ratios."""
+"""The cheaper ways to the bounds on the real policy (held forwards, known ratios), and losses by name."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics, PackLayout, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.metrics import known
-from tests.support.models import random_samples, save_tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 
+ONE = ParallelConfig()
 EXACT = dataclasses.replace(balanced(), target=0.4)
 
 
@@ -40,16 +40,6 @@ class Answer(NamedTuple):
     grad_norms: list[float]
     log_probs: dict[int, torch.Tensor]
     layout: PackLayout
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
 
 
 def answer(
@@ -219,3 +209,29 @@ def test_known_ratios_count_every_token_once(
         assert sums[:37].tolist() == pytest.approx([positive] * 37, rel=1e-6)
         assert sums[37:53].tolist() == pytest.approx([negative] * 16, rel=1e-6)
         assert float(sums[213]) == sum(s.response_tokens for s in samples)
+
+
+LAYOUTS = {
+    "dp2-cp2": ParallelConfig(data=2, context=2),
+    "tp2-sp-pp2": ParallelConfig(tensor=2, sequence=True, pipeline=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"), [("dppo_tv", {"divergence_threshold": 1e-4}), ("ce_gppo", {})], ids=str
+)
+def test_a_loss_has_one_answer_at_every_layout(
+    name: str, settings: dict[str, float], qwen2: Path, samples: list[Sample]
+) -> None:
+    """One with a mask by the rollout's probabilities, all small, one whose metrics are sums of mass."""
+    algorithm = AlgorithmConfig(loss=name, loss_settings=settings)
+    [single] = run_layout(answer, ONE, qwen2, samples, ONE, algorithm)
+    own = [metric for metric in single.metrics[0] if metric.startswith(name.split("_tv")[0])]
+    assert own
+    assert single.metrics[0]["bapo/clip_fraction_high"]
+    for layout, parallel in LAYOUTS.items():
+        for rank in run_layout(answer, parallel, qwen2, samples, parallel, algorithm):
+            assert rank.grad_norms == pytest.approx(single.grad_norms, rel=1e-4), layout
+            for ours, theirs in zip(rank.metrics, single.metrics, strict=True):
+                assert known(ours) == pytest.approx(known(theirs), rel=2e-4, abs=2e-5), layout

@@ -9,7 +9,7 @@ import torch
 
 from bapo_megatron.data.samples import Sample
 from tests.distributed.test_layouts import UPDATES, Answer, answers, check_agreement, layout
-from tests.support.models import EXPERTS, random_samples, save_tiny_model, tiny_model
+from tests.support.models import EXPERTS, save_tiny_model, tiny_model
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.distributed
@@ -29,11 +29,6 @@ QUICK = ("dp2-ep2 selective", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2", "dp2-pp
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(EXPERTS, tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
 
 
 @pytest.fixture(scope="module")

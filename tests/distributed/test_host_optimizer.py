@@ -24,7 +24,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.optimizer import HostAdamW
 from tests.distributed.test_layouts import layout
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import EXPERTS, random_samples, save_tiny_model
+from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -37,16 +37,6 @@ UPDATES = 3
 Weights = dict[str, torch.Tensor]
 Digests = dict[str, list[str]]
 Outcome = tuple[list[float], Weights, int]
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
 
 
 def build(folder: Path, text: str, dtype: str, device: str) -> MegatronPolicy:

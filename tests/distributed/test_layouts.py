@@ -25,7 +25,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import FAMILIES, FORMS, random_samples, save_tiny_model
+from tests.support.models import FAMILIES, FORMS, save_tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -197,16 +197,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
-
-
 def answers(text: str, folder: Path, samples: list[Sample]) -> list[Answer]:
     """What every rank of a layout says."""
     where = layout(text)
@@ -296,7 +286,6 @@ def test_chunks_of_unlike_size_agree(text: str, deep: tuple[Path, Answer], sampl
 
 @pytest.fixture(scope="module")
 def alone_with_one_sample(qwen2: Path, samples: list[Sample]) -> Answer:
-    """One process and one pack."""
     [found] = answers("one", qwen2, samples[1:2])
     return found
 

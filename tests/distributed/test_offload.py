@@ -22,7 +22,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import TokenStats
 from tests.distributed.test_layouts import layout
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import random_samples, save_tiny_model
+from tests.support.models import save_tiny_model
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -43,11 +43,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in ("qwen2", "llama"):
         save_tiny_model(family, folder / family)
     return folder
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return random_samples(12, seed=3)
 
 
 def build(folder: Path, text: str, dtype: str, device: Device) -> MegatronPolicy:

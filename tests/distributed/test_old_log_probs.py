@@ -1,4 +1,4 @@
-"""pi_old of the trainer at every layout: a whole step, whose updates shuffle groups between the replicas."""
+"""pi_old and corrections at every layout: whole steps, whose updates shuffle groups between the replicas."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -22,6 +23,7 @@ from bapo_megatron.config import (
     RunConfig,
 )
 from bapo_megatron.data.samples import Sample, samples_of
+from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.positions import slice_batch
@@ -31,7 +33,7 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, Metrics, MicroBatch, Prompt, Rollout, TokenStats
 from tests.support.batches import MemoryBatch, in_memory
 from tests.support.metrics import known
-from tests.support.models import VOCAB, random_samples, save_tiny_model
+from tests.support.models import VOCAB, random_samples
 from tests.support.runs import run_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -97,11 +99,6 @@ def answer(folder: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, s
     metrics = train_on(run, 1, batch(shift))
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     return Answer(metrics, weights, [s.old_log_probs_R for s in found], [s.importance_R for s in found])
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -260,3 +257,71 @@ def test_without_importance_weights_the_behaviour_policy_is_not_in_the_gradient(
     assert other.metrics[0]["policy/kl"] != pytest.approx(one.metrics[0]["policy/kl"], rel=0.1)
     for name, tensor in one.weights.items():
         torch.testing.assert_close(tensor, other.weights[name], rtol=0, atol=0)
+
+
+GSPO = AlgorithmConfig(
+    loss="gspo",
+    loss_mean="sequence",
+    old_log_probs="trainer",
+    importance_cap=1.5,
+    importance_level="sequence",
+    corrections=CorrectionsConfig(geometric_min=0.7, geometric_max=1.6, off_policy_delta=0.05),
+    reuse_epochs=2,
+    updates_per_epoch=2,
+)
+"""Two passes over six groups of two: both masks reject some, and GSPO clips some."""
+NOTHING = dataclasses.replace(
+    GSPO, corrections=CorrectionsConfig(worst_token_min=0.999999, worst_token_max=1.000001), reuse_epochs=1
+)
+"""Every response is rejected in every update."""
+
+
+@pytest.fixture(scope="module")
+def corrected(qwen2: Path) -> Answer:
+    [found] = run_layout(answer, ONE, qwen2, ONE, GSPO)
+    assert isinstance(found, Answer)
+    return found
+
+
+def rejected(rows: list[Metrics]) -> list[float | None]:
+    return [row["corrections/rejected_responses"] for row in rows]
+
+
+@pytest.mark.slow
+def test_both_masks_and_the_clipping_do_something(corrected: Answer) -> None:
+    """Or the comparison below would compare updates in which nothing happens."""
+    shares = rejected(corrected.metrics)
+    assert all(share is not None and 0 < share < 1 for share in shares), shares
+    clipped = [row["bapo/clip_fraction_high"] + row["bapo/clip_fraction_low"] for row in corrected.metrics]  # type: ignore[operator]
+    assert max(clipped) > 0
+    assert all(0 < row["corrections/weight"] <= 1.5 for row in corrected.metrics)  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(data=3),
+        ParallelConfig(context=2),
+        ParallelConfig(tensor=2, sequence=True, pipeline=2),
+    ],
+    ids=["dp3", "cp2", "tp2-sp-pp2"],
+)
+def test_every_layout_rejects_the_same(parallel: ParallelConfig, qwen2: Path, corrected: Answer) -> None:
+    for ours in run_layout(answer, parallel, qwen2, parallel, GSPO):
+        assert rejected(ours.metrics) == rejected(corrected.metrics)
+        for row, expected in zip(ours.metrics, corrected.metrics, strict=True):
+            assert known(row) == pytest.approx(known(expected), rel=1e-4, abs=1e-5)
+        for name, tensor in ours.weights.items():
+            torch.testing.assert_close(tensor, corrected.weights[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("parallel", slow_but([ONE, ParallelConfig(data=2)], ONE), ids=["one", "dp2"])
+def test_updates_that_are_rejected_whole_change_nothing(parallel: ParallelConfig, qwen2: Path) -> None:
+    before = HfReader(qwen2)
+    for ours in run_layout(answer, parallel, qwen2, parallel, NOTHING):
+        assert [row["policy/tokens"] for row in ours.metrics] == [0.0, 0.0]
+        assert [row["version"] for row in ours.metrics] == [0, 0]
+        assert rejected(ours.metrics) == [1.0, 1.0]
+        for name, tensor in ours.weights.items():
+            assert torch.equal(tensor, before.read(name))

@@ -40,7 +40,6 @@ from bapo_megatron.types import Group, Metrics, PackLayout, Prompt, Rollout, Ste
 from tests.distributed.test_layouts import layout
 from tests.distributed.test_old_log_probs import batch
 from tests.support.batches import MemoryBatch
-from tests.support.models import save_tiny_model
 from tests.support.runs import run_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -99,11 +98,6 @@ def trained(
         found = next_batch(run, 1)
     metrics = train_on(run, 1, found)
     return Trained(metrics, {name: tensor.clone() for name, tensor in policy.hf_weights()})
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ def records(run_dir: Path) -> list[RawRecord]:
 
 
 def answered(run_dir: Path, from_group: int) -> int:
-    """Answers of environments on disk."""
     parts = [part for one in records(run_dir) if one.kind == "given" for part in one.fields["parts"]]
     return len({(part[0], part[3]) for part in parts if part[0] >= from_group})
 

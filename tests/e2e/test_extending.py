@@ -48,7 +48,6 @@ class Change:
 
 
 def change_of(section: str) -> Change:
-    """The change that a section describes."""
     title, _, body = section.partition("\n")
     change = Change(title.split(". ", 1)[1], {}, [], [])
     for kind, file, text in _BLOCK.findall(body):

@@ -1,7 +1,8 @@
-"""A run's hooks, its upload command and its webhook, while the run is killed and while it hangs."""
+"""What a run starts beside itself: hooks, the upload, the webhook while it is killed or hangs; exports."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.written_folders import MARK
+from checkpoints_tools import verify
 from tests.support.short_runs import LIMIT_S, finish, start, wait_for_steps
 from tests.support.webhook import Webhook
 
@@ -87,3 +90,27 @@ def test_hooks_of_a_run_that_is_killed_in_an_upload_and_hangs(tmp_path: Path) ->
     assert sorted(uploads[1:]) == sorted(map(str, exports))
     done = [row["step"] for row in read_jsonl(events) if row["kind"] == "after_export_done"]
     assert sorted(done) == [4, 8, 12]
+
+
+@pytest.mark.slow
+def test_a_run_exports_its_checkpoints_and_a_continued_one_what_is_missing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = ["--steps=4", "--checkpoint.keep-last=1", "--checkpoint.export-every=2"]
+    finish(start(run_dir, *flags))
+    assert sorted(path.name for path in (run_dir / "exports").iterdir()) == ["step_000002", "step_000004"]
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000004"]
+    last = run_dir / "exports/step_000004"
+    assert verify(last, run_dir / "export").equal  # what the policy itself says of its weights
+    assert not verify(run_dir / "exports/step_000002", last).equal
+    for path in last.iterdir():
+        if path.suffix != ".safetensors" and path.name != MARK:
+            assert path.read_bytes() == (run_dir / "export" / path.name).read_bytes()
+    mark, of_run = (json.loads((folder / MARK).read_text()) for folder in (last, run_dir / "export"))
+    assert (mark.pop("written_by"), of_run.pop("written_by")) == ("bapo-ckpt", "bapo")
+    assert mark == of_run
+
+    last.rename(run_dir / "moved")
+    finish(start(run_dir, *flags))
+    assert verify(last, run_dir / "moved").equal
+    done = [row["step"] for row in read_jsonl(run_dir / "events.jsonl") if row["kind"] == "export_done"]
+    assert done == [2, 4, 4]

@@ -31,5 +31,4 @@ def cluster(started: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run directory."""
     return tmp_path / "run"

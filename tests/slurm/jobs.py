@@ -32,7 +32,6 @@ class Job:
         return dict(re.findall(r"(\w+)=(\S*)", text[0])) if text else {}
 
     def nodes(self, component: int = 0) -> list[str]:
-        """Of a component of the job."""
         lines = self.cluster.call("squeue", "-h", "-j", self.number, "-o", "%N").splitlines()
         return self.cluster.call("scontrol", "show", "hostnames", lines[component]).split()
 
@@ -50,7 +49,6 @@ class Job:
             time.sleep(0.3)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Rows of events.jsonl."""
         path = self.run / "events.jsonl"
         rows = read_jsonl(path) if path.exists() else []
         return [row for row in rows if kind in (None, row["kind"])]

@@ -73,13 +73,11 @@ def limit_memory(limit_bytes: int) -> bool:
 
 
 def append(name: str, row: dict[str, object]) -> None:
-    """One line of a log."""
     with (RUN / name).open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def event(kind: str, **fields: object) -> None:
-    """As the trainer writes it."""
     append(
         "events.jsonl", {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields}
     )
@@ -94,7 +92,6 @@ def save(step: int) -> None:
 
 
 def newest() -> int:
-    """Step of the newest checkpoint."""
     found = [int(path.parent.name[5:]) for path in RUN.glob("checkpoints/step_*/manifest.json")]
     return max(found, default=0)
 

@@ -246,7 +246,6 @@ def _harmed_life(
 
 
 def main() -> None:
-    """See the top of the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

@@ -215,7 +215,6 @@ class Run:
         raise AssertionError(f"the run does not heed Ctrl-C: {self.tail()}")
 
     def tail(self) -> str:
-        """The end of its output."""
         return (self.run_dir.parent / "chaos.log").read_bytes()[-3000:].decode(errors="replace")
 
 
@@ -226,7 +225,6 @@ def _from(log: Path, place: int) -> bytes:
 
 
 def main() -> None:
-    """See the top of the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, help="30, or with --kills no limit")
     parser.add_argument("--seed", type=int, default=0)

@@ -113,7 +113,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
-    """All files of a folder."""
     files = (p for p in sorted(folder.rglob("*")) if p.is_file() and MARK not in p.name)
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 

@@ -47,7 +47,6 @@ it from `bapo_megatron/config/`, and a test compares the two.
 
 
 def config_page() -> str:
-    """The text of the page."""
     sections = [*_sections(RunConfig, "", "The run"), ("Warm start: `bapo sft`", SftConfig, "")]
     body = [_section(title, kind, prefix) for title, kind, prefix in sections]
     names = [f"[{title}](#{_anchor(title)})" for title, _, _ in sections]

@@ -144,7 +144,6 @@ class Restored(Plain):
     resume = "restore"
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
-        """From the note."""
         self.turns = note["turns"]
         self.note(f"restored {[turn.text for turn in turns]}")
 

@@ -88,7 +88,6 @@ class HereSteps:
         return StepResult(**{**answer, "seconds": 0.0})
 
     def forget(self, episode: str) -> None:
-        """Note it."""
         self.forgotten.append(episode)
 
 

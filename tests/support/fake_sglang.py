@@ -41,7 +41,6 @@ class FakeServer:
         self._runner, self.url = self._wait(self._start())
 
     def stop(self) -> None:
-        """Close its port."""
         self._wait(self._runner.cleanup())
 
     async def _start(self) -> tuple[web.AppRunner, str]:

@@ -69,7 +69,6 @@ class PlainFaulty(Calculator):
         self._replies = 0
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
-        """Count the answers."""
         self._replies = len(turns) // 2
 
     def step(self, turn: str) -> Reply:

@@ -58,7 +58,6 @@ def _wait_for_the_end_of(pid: int) -> None:
 
 
 def main() -> None:
-    """See the top of the file."""
     pid, name = int(sys.argv[1]), sys.argv[2]
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)

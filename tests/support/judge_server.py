@@ -78,7 +78,6 @@ class JudgeServer:
 
 @contextmanager
 def judge_server(*answers: Answer) -> Iterator[JudgeServer]:
-    """A running server."""
     server = JudgeServer(*answers)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -92,8 +91,6 @@ def judge_server(*answers: Answer) -> Iterator[JudgeServer]:
 
 
 def says(value: Any, state: int = 200, **headers: str) -> Answer:
-    """``value`` as JSON."""
-
     async def answer(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         return web.Response(text=json.dumps(value), status=state, headers=headers)
 
@@ -101,8 +98,6 @@ def says(value: Any, state: int = 200, **headers: str) -> Answer:
 
 
 def raw(text: str, state: int = 200, **headers: str) -> Answer:
-    """``text`` as it stands."""
-
     async def answer(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         return web.Response(text=text, status=state, headers=headers)
 

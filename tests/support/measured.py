@@ -172,7 +172,6 @@ class SavedBytes:
         return key
 
     def release(self, key: int, size: int) -> None:
-        """One use less."""
         self._uses[key] -= 1
         if not self._uses[key]:
             self.now -= size

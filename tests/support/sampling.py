@@ -232,7 +232,6 @@ class World:
 
 
 def prompt_ids(batch: StepBatch) -> list[int]:
-    """The prompts of its groups."""
     return [group.prompt.prompt_id for group in batch.groups]
 
 

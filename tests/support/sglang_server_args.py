@@ -89,7 +89,6 @@ def play_h100() -> None:
 
 
 def modules() -> list[object]:
-    """The modules of SGLang that are imported."""
     return [one for name, one in sorted(sys.modules.items()) if name.startswith("sglang.") and one]
 
 

@@ -52,7 +52,6 @@ class Webhook:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def kinds(self) -> list[str]:
-        """The kinds of the events that it took."""
         return [message["event"]["kind"] for message in self.messages]
 
     def close(self) -> None:

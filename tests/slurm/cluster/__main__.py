@@ -13,7 +13,6 @@ FOLDER = Path(os.environ.get("SLURM_LOCAL", Path(tempfile.gettempdir()) / "slurm
 
 
 def main(arguments: list[str]) -> None:
-    """See the top of the file."""
     if reason := reason_not_to_run():
         sys.exit(reason)
     cluster = Cluster(FOLDER)

@@ -44,7 +44,6 @@ class GuessEnv(vf.Env[GuessEnvConfig]):
     """Says higher or lower until the number is found."""
 
     async def run(self, task, agents):
-        """The game."""
         async with agents.player.interaction(task) as game:
             segment = await game.turn()
             while (guess := int(segment.last_reply)) != task.data.number:

@@ -28,7 +28,6 @@ class Game(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def reset(self, seed=None, episode_id=None, **_):
-        """Draw the number."""
         self.draw = random.Random(seed)
         self.number, self.asked = self.draw.randint(1, 9), 0
         return Hint(text="Guess my number.")
@@ -44,7 +43,6 @@ class Game(Environment):
 
     @property
     def state(self):
-        """Nothing more."""
         return State(step_count=self.asked)
 
 

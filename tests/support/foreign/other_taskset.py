@@ -8,7 +8,6 @@ class OtherEnv(vf.Env[GuessEnvConfig]):
     """Asks a question of its own."""
 
     async def run(self, task, agents):
-        """One answer."""
         await agents.player.run(task.with_data(prompt="Guess again."))
 
 

@@ -31,7 +31,6 @@ def agent():
 
 
 def main():
-    """The episode."""
     from bapo_megatron.environment import Task
     from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
     from tests.support.scripted_episodes import check_durable

@@ -47,27 +47,24 @@ def sums(measure: str, weight: str, **changes: Any) -> list[float]:
     return bapo.contribution_sums(**{**batch(), **changes}, config=config).tolist()
 
 
-def test_surrogate_sums() -> None:
-    # P(1.5) = 1 * 1.0 + 1 * 1.5 + 0.5 * 1.5 = 3.25     P(2.0) = 1 * 1.0 + 1 * 1.75 + 0.5 * 2.0 = 3.75
-    # N(0.5) = 1 * 0.6 + 2 * 1.0 = 2.6                  N(0.75) = 1 * 0.75 + 2 * 1.0 = 2.75
-    assert sums("surrogate", "uniform") == approx([3.25, 3.75, 2.6, 2.75])
-
-
-def test_gradient_sums() -> None:
-    # P(1.5) = 1.0          P(2.0) = 1.0 + 1.75 = 2.75        (4.0 is clipped at both)
-    # N(0.5) = 0.6 + 2.0    N(0.75) = 2.0                     (0.6 is clipped at 0.75)
-    assert sums("gradient", "uniform") == approx([1.0, 2.75, 2.6, 2.0])
-
-
-def test_surrogate_sums_weighted_with_the_rollout_probability() -> None:
-    # P(1.5) = 0.5 * 1.0 + 0.25 * 1.5 + 0.1 * 0.75 = 0.95    P(2.0) = 0.5 + 0.25 * 1.75 + 0.1 * 1.0 = 1.0375
-    # N(0.5) = 0.2 * 0.6 + 0.4 * 2.0 = 0.92                  N(0.75) = 0.2 * 0.75 + 0.8 = 0.95
-    assert sums("surrogate", "rollout_probability") == approx([0.95, 1.0375, 0.92, 0.95])
-
-
-def test_gradient_sums_weighted_with_the_rollout_probability() -> None:
-    # P(1.5) = 0.5    P(2.0) = 0.5 + 0.25 * 1.75 = 0.9375    N(0.5) = 0.12 + 0.8 = 0.92    N(0.75) = 0.8
-    assert sums("gradient", "rollout_probability") == approx([0.5, 0.9375, 0.92, 0.8])
+@pytest.mark.parametrize(
+    ("measure", "weight", "expected"),
+    [
+        # P(1.5) = 1 * 1.0 + 1 * 1.5 + 0.5 * 1.5 = 3.25     P(2.0) = 1 * 1.0 + 1 * 1.75 + 0.5 * 2.0 = 3.75
+        # N(0.5) = 1 * 0.6 + 2 * 1.0 = 2.6                  N(0.75) = 1 * 0.75 + 2 * 1.0 = 2.75
+        ("surrogate", "uniform", [3.25, 3.75, 2.6, 2.75]),
+        # P(1.5) = 1.0          P(2.0) = 1.0 + 1.75 = 2.75        (4.0 is clipped at both)
+        # N(0.5) = 0.6 + 2.0    N(0.75) = 2.0                     (0.6 is clipped at 0.75)
+        ("gradient", "uniform", [1.0, 2.75, 2.6, 2.0]),
+        # P(1.5) = 0.5 * 1.0 + 0.25 * 1.5 + 0.1 * 0.75 = 0.95    P(2.0) = 0.5 + 0.25 * 1.75 + 0.1 = 1.0375
+        # N(0.5) = 0.2 * 0.6 + 0.4 * 2.0 = 0.92                  N(0.75) = 0.2 * 0.75 + 0.8 = 0.95
+        ("surrogate", "rollout_probability", [0.95, 1.0375, 0.92, 0.95]),
+        # P(1.5) = 0.5    P(2.0) = 0.5 + 0.25 * 1.75 = 0.9375    N(0.5) = 0.12 + 0.8 = 0.92    N(0.75) = 0.8
+        ("gradient", "rollout_probability", [0.5, 0.9375, 0.92, 0.8]),
+    ],
+)
+def test_sums_by_hand(measure: str, weight: str, expected: list[float]) -> None:
+    assert sums(measure, weight) == approx(expected)
 
 
 def test_mask_is_a_weight() -> None:
@@ -238,13 +235,23 @@ def test_loss_and_gradient() -> None:
     assert log_ratio_T.grad[1:4].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_loss_clips_tokens_on_a_bound() -> None:
-    log_ratio_T = float64([math.log(1.5), math.log(0.75)]).requires_grad_()
-    loss = bapo.policy_loss(log_ratio_T, float64([1.0, -1.0]), torch.ones(2), Bounds(0.75, 1.5))
+BOUNDS = Bounds(0.75, 1.5)
+
+
+def loss_and_gradient(
+    log_ratios: list[float], advantages: list[float], bounds: Bounds = BOUNDS
+) -> tuple[float, list[float]]:
+    log_ratio_T = float64(log_ratios).requires_grad_()
+    loss = bapo.policy_loss(log_ratio_T, float64(advantages), torch.ones(len(advantages)), bounds)
     loss.backward()
-    assert loss.item() == approx(-0.75)  # -(1.5 - 0.75)
     assert log_ratio_T.grad is not None
-    assert log_ratio_T.grad.tolist() == [0.0, 0.0]
+    return loss.item(), log_ratio_T.grad.tolist()
+
+
+def test_loss_clips_tokens_on_a_bound() -> None:
+    loss, gradient = loss_and_gradient([math.log(1.5), math.log(0.75)], [1.0, -1.0])
+    assert loss == approx(-0.75)  # -(1.5 - 0.75)
+    assert gradient == [0.0, 0.0]
 
 
 def test_loss_weighs_tokens_with_the_mask() -> None:
@@ -256,32 +263,23 @@ def test_loss_weighs_tokens_with_the_mask() -> None:
 
 def test_ratios_inside_the_other_bound_are_not_clipped() -> None:
     """A > 0 and r < c_low, or A < 0 and r > c_high: the minimum takes the unclipped side."""
-    log_ratio_T = float64([0.25, 4.0]).log().requires_grad_()
-    loss = bapo.policy_loss(log_ratio_T, float64([1.0, -1.0]), torch.ones(2), Bounds(0.75, 1.5))
-    loss.backward()
-    assert loss.item() == approx(3.75)  # -(0.25 - 4.0)
-    assert log_ratio_T.grad is not None
-    assert log_ratio_T.grad.tolist() == approx([-0.25, 4.0])
+    loss, gradient = loss_and_gradient([math.log(0.25), math.log(4.0)], [1.0, -1.0])
+    assert loss == approx(3.75)  # -(0.25 - 4.0)
+    assert gradient == approx([-0.25, 4.0])
 
 
 def test_dual_clip() -> None:
     # A < 0: r = 4 counts as 3, without gradient; r = 2 is untouched. A > 0: r = 4 is clipped at 1.5 as ever.
-    log_ratio_T = float64([4.0, 2.0, 4.0]).log().requires_grad_()
-    bounds = Bounds(0.75, 1.5, dual_clip=3.0)
-    loss = bapo.policy_loss(log_ratio_T, float64([-1.0, -1.0, 1.0]), torch.ones(3), bounds)
-    loss.backward()
-    assert loss.item() == approx(3.0 + 2.0 - 1.5)
-    assert log_ratio_T.grad is not None
-    assert log_ratio_T.grad.tolist() == approx([0.0, 2.0, 0.0])
+    ratios, bounds = (4.0, 2.0, 4.0), Bounds(0.75, 1.5, dual_clip=3.0)
+    loss, gradient = loss_and_gradient([math.log(ratio) for ratio in ratios], [-1.0, -1.0, 1.0], bounds)
+    assert loss == approx(3.0 + 2.0 - 1.5)
+    assert gradient == approx([0.0, 2.0, 0.0])
 
 
 def test_loss_beyond_the_limit_is_finite_and_without_gradient() -> None:
-    log_ratio_T = float64([1e3, -1e3, math.inf, -math.inf]).requires_grad_()
-    loss = bapo.policy_loss(log_ratio_T, float64([-1.0, 1.0, -1.0, 1.0]), torch.ones(4), Bounds(0.75, 1.5))
-    loss.backward()
-    assert loss.item() == approx(2 * math.exp(20.0) - 2 * math.exp(-20.0))
-    assert log_ratio_T.grad is not None
-    assert log_ratio_T.grad.tolist() == [0.0] * 4
+    loss, gradient = loss_and_gradient([1e3, -1e3, math.inf, -math.inf], [-1.0, 1.0, -1.0, 1.0])
+    assert loss == approx(2 * math.exp(20.0) - 2 * math.exp(-20.0))
+    assert gradient == [0.0] * 4
 
 
 def test_loss_of_float32_fields_is_float64_with_a_float32_gradient() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,43 +84,35 @@ def test_share(positive: float, negative: float, kind: bounds.Share, expected: f
     assert positive_share(positive, negative, kind) == expected
 
 
-def test_target_met_at_the_start_moves_nothing() -> None:
-    # P(1.5) = 3, N(0.6) = 3: 3 / 6 = 0.5, exactly the target.
-    found = search_bounds([3.0, 4.0, 3.0, 2.0, 1.0], THREE_BY_TWO)
-    assert found == Bounds(low=0.6, high=1.5, contribution=0.5, rounds=0, reached=True)
-
-
-def test_high_first_raises_c_high_to_its_end_then_c_low() -> None:
-    # (1.5, 0.6): 1/5 = 0.20; (2.0, 0.6): 2/6 = 0.33; (2.0, 0.7): 2/5 = 0.40; (2.0, 0.8): 2/4 = 0.50.
-    found = search_bounds([1.0, 2.0, 4.0, 3.0, 2.0], THREE_BY_TWO)
-    assert found == Bounds(low=0.8, high=2.0, contribution=0.5, rounds=3, reached=True)
-
-
-def test_low_first_raises_c_low_to_its_end_then_c_high() -> None:
-    # (1.5, 0.6): 1/5 = 0.20; (1.5, 0.7): 1/4 = 0.25; (1.5, 0.8): 1/2 = 0.50.
-    config = dataclasses.replace(THREE_BY_TWO, order="low_first")
-    found = search_bounds([1.0, 2.0, 4.0, 3.0, 1.0], config)
-    assert found == Bounds(low=0.8, high=1.5, contribution=0.5, rounds=2, reached=True)
-
-
-def test_exhausted_search_ends_at_the_last_pair() -> None:
-    found = search_bounds([1.0, 1.0, 9.0, 9.0, 9.0], THREE_BY_TWO)
-    assert found == Bounds(low=0.8, high=2.0, contribution=0.1, rounds=3, reached=False)
+@pytest.mark.parametrize(
+    ("sums", "changes", "expected"),
+    [
+        # P(1.5) = 3, N(0.6) = 3: 3 / 6 = 0.5, exactly the target.
+        ([3.0, 4.0, 3.0, 2.0, 1.0], {}, Bounds(0.6, 1.5, 0.5, rounds=0, reached=True)),
+        # (1.5, 0.6): 1/5 = 0.20; (2.0, 0.6): 2/6 = 0.33; (2.0, 0.7): 2/5 = 0.40; (2.0, 0.8): 2/4 = 0.50.
+        ([1.0, 2.0, 4.0, 3.0, 2.0], {}, Bounds(0.8, 2.0, 0.5, rounds=3, reached=True)),
+        # (1.5, 0.6): 1/5 = 0.20; (1.5, 0.7): 1/4 = 0.25; (1.5, 0.8): 1/2 = 0.50.
+        ([1.0, 2.0, 4.0, 3.0, 1.0], {"order": "low_first"}, Bounds(0.8, 1.5, 0.5, rounds=2, reached=True)),
+        ([1.0, 1.0, 9.0, 9.0, 9.0], {}, Bounds(0.8, 2.0, 0.1, rounds=3, reached=False)),
+        ([1.0, 4.0, 4.0], {"low_end": 0.6}, Bounds(0.6, 2.0, 0.5, rounds=1, reached=True)),
+        ([1.0, 4.0, 1.0, 1.0], {"high_end": 1.5}, Bounds(0.7, 1.5, 0.5, rounds=1, reached=True)),
+    ],
+    ids=[
+        "a target met at the start moves nothing",
+        "high_first raises c_high to its end, then c_low",
+        "low_first raises c_low to its end, then c_high",
+        "an exhausted search ends at the last pair",
+        "an empty low range leaves c_high free",
+        "an empty high range leaves c_low free",
+    ],
+)
+def test_search_by_hand(sums: list[float], changes: dict[str, Any], expected: Bounds) -> None:
+    assert search_bounds(sums, dataclasses.replace(THREE_BY_TWO, **changes)) == expected
 
 
 def test_worst_case_of_the_paper_is_51_moves() -> None:
     found = search_bounds([1.0] * 37 + [9.0] * 16, bounds.paper())
     assert (found.low, found.high, found.rounds, found.reached) == (0.9, 3.0, 51, False)  # 36 + 15
-
-
-def test_empty_low_range_leaves_c_high_free() -> None:
-    config = dataclasses.replace(THREE_BY_TWO, low_end=0.6)
-    assert search_bounds([1.0, 4.0, 4.0], config) == Bounds(0.6, 2.0, 0.5, 1, True)
-
-
-def test_empty_high_range_leaves_c_low_free() -> None:
-    config = dataclasses.replace(THREE_BY_TWO, high_end=1.5)
-    assert search_bounds([1.0, 4.0, 1.0, 1.0], config) == Bounds(0.7, 1.5, 0.5, 1, True)
 
 
 def test_fixed_bounds_still_report_their_contribution() -> None:

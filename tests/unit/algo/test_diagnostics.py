@@ -1,4 +1,4 @@
-"""The diagnostics of an update, its staleness too: numbers by hand, a plain loop over tokens, additivity."""
+"""The diagnostics of an update, also of raised tokens and by source: numbers by hand, additivity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from bapo_megatron.algo.diagnostics import (
     diagnostic_sums,
 )
 from bapo_megatron.algo.losses.clip import ClipLoss
-from bapo_megatron.algo.measurements import PackView
+from bapo_megatron.algo.measurements import RAISED_TOKENS, PackView, UpdateSums
+from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.types import Metrics, MicroBatch, TokenStats, VersionSpan
 from tests.unit.algo.test_objective import pack
@@ -282,3 +283,135 @@ def test_buckets_add_up_and_agree_with_a_loop_over_tokens() -> None:
         expected += row
     assert sum(parts).tolist() == pytest.approx(expected)
     assert parts[0].dtype == torch.float64
+
+
+# Ratios 2, 1.5, 1.19, 0.5; pi_old 0.1, 0.4, 0.5, 0.6. The fifth does not count.
+OLD = [0.1, 0.4, 0.5, 0.6]
+RATIOS = [2.0, 1.5, 1.19, 0.5]
+
+
+def raised_view(tokens: list[int], masked: bool = False) -> PackView:
+    advantage = [[1.0, -1.0, 2.0, -2.0][place] for place in tokens]
+    old = [LN(OLD[place]) for place in tokens]
+    new = [LN(OLD[place] * RATIOS[place]) for place in tokens]
+    mask, age = [1.0] * len(tokens), [0] * len(tokens)
+    if masked:
+        advantage, old, new = [*advantage, math.nan], [*old, math.nan], [*new, math.inf]
+        mask, age = [*mask, 0.0], [*age, 0]
+    batch = pack(advantage, old, mask, age)
+    stats = TokenStats(torch.tensor(new), torch.ones(len(new)))
+    loss = ClipLoss(AlgorithmConfig(bounds=grpo()))
+    return PackView(stats, batch, loss.terms(stats, batch, loss.search.known), loss.search.known, 0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_raised_tokens_by_hand(masked: bool) -> None:
+    """Two of four tokens are raised, sampled with 0.1 and 0.4; the first is positive."""
+    sums = RAISED_TOKENS.sums(raised_view([0, 1, 2, 3], masked))
+    metrics = RAISED_TOKENS.metrics(sums, UpdateSums(4.0, None, {}))
+    assert metrics == pytest.approx(
+        {
+            "raised/tokens": 0.5,
+            "raised/probability": 0.25,
+            "raised/positive_tokens": 0.25,
+            "raised/positive_probability": 0.1,
+        }
+    )
+
+
+def test_raised_sums_of_packs_add_up() -> None:
+    whole = RAISED_TOKENS.sums(raised_view([0, 1, 2, 3]))
+    assert len(whole) == RAISED_TOKENS.size
+    assert torch.allclose(
+        RAISED_TOKENS.sums(raised_view([0, 3])) + RAISED_TOKENS.sums(raised_view([1, 2])), whole
+    )
+
+
+def test_without_raised_tokens_there_is_no_probability() -> None:
+    metrics = RAISED_TOKENS.metrics(RAISED_TOKENS.sums(raised_view([2, 3])), UpdateSums(2.0, None, {}))
+    assert (metrics["raised/tokens"], metrics["raised/probability"]) == (0.0, None)
+
+
+SOURCES = ("sums", "words")
+
+# Sequences 0 and 2 are of `sums`, 1 of `words`, 3 of no source; the last token does not count.
+SOURCE_PACK = dataclasses.replace(
+    MicroBatch.of(
+        (0, 6),
+        sequences=4,
+        mask_T=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),
+        weight_T=torch.tensor([1.0, 1.0, 2.0, 0.5, 1.0, 0.0]),
+        advantage_T=torch.tensor([2.0, -1.0, 3.0, -4.0, 1.0, 9.0]),
+        sequence_T=torch.tensor([0, 0, 2, 1, 3, -1]),
+    ),
+    sources=(0, 1, 0, -1),
+)
+SOURCE_STATS = TokenStats(
+    torch.tensor([LN(2.0), LN(0.5), 0.0, LN(1.1), 0.0, 50.0]), torch.tensor([0.3, 0.5, 0.4, 0.7, 0.1, 99.0])
+)
+
+
+def measured(packs: list[MicroBatch], stats: list[TokenStats], names: tuple[str, ...] = SOURCES) -> Metrics:
+    objective = Objective(ClipLoss(AlgorithmConfig(bounds=grpo())), names)
+    found = objective.loss.search.known
+    vector = sum(objective.token_fn(found, 0)(one, pack) for one, pack in zip(stats, packs, strict=True))
+    return objective.metrics(vector, found)
+
+
+def test_metrics_by_source_by_hand() -> None:
+    """Bounds 0.8 and 1.2: of `sums` the first token (A = 2, r = 2) and the second (A = -1, r = 1/2) are
+    clipped, the third (A = 3, r = 1, weight 2) has mass 6. `words`: A = -4, r = 1.1, weight 1/2: mass 2.2.
+    The token without a source has mass 1: 9.2 in all. Without bounds `sums` has 4 + 6 positive and 0.5."""
+    metrics = measured([SOURCE_PACK], [SOURCE_STATS])
+    expected = {
+        "source/sums/policy/tokens": 3.0,
+        "source/sums/policy/entropy": 0.4,
+        "source/sums/token_share": 3 / 5,
+        "source/sums/gradient_share": 6 / 9.2,
+        "source/sums/bapo/contribution": 1.0,
+        "source/sums/bapo/contribution_unclipped": 10 / 10.5,
+        "source/sums/bapo/clip_fraction_high": 1 / 3,
+        "source/sums/bapo/clip_fraction_low": 1 / 3,
+        "source/sums/bapo/positive_token_fraction": 2 / 3,
+        "source/words/policy/tokens": 1.0,
+        "source/words/policy/entropy": 0.7,
+        "source/words/token_share": 1 / 5,
+        "source/words/gradient_share": 2.2 / 9.2,
+        "source/words/bapo/contribution": 0.0,
+        "source/words/bapo/contribution_unclipped": 0.0,
+        "source/words/bapo/clip_fraction_high": 0.0,
+        "source/words/bapo/clip_fraction_low": 0.0,
+        "source/words/bapo/positive_token_fraction": 0.0,
+    }
+    found = {name: value for name, value in metrics.items() if name.startswith("source/")}
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_with_one_source_they_are_those_of_all_tokens() -> None:
+    """By default the contribution is the reading gradient, absolute, uniform."""
+    metrics = measured([dataclasses.replace(SOURCE_PACK, sources=(0, 0, 0, 0))], [SOURCE_STATS], ("all",))
+    for name in ("policy/entropy", "policy/tokens", "bapo/contribution", "bapo/clip_fraction_high"):
+        assert metrics[f"source/all/{name}"] == pytest.approx(metrics[name]), name
+    for name in ("bapo/clip_fraction_low", "bapo/positive_token_fraction"):
+        assert metrics[f"source/all/{name}"] == pytest.approx(metrics[name]), name
+    assert metrics["source/all/token_share"] == metrics["source/all/gradient_share"] == 1.0
+
+
+def test_they_add_up_over_the_parts_of_a_pack() -> None:
+    parts = [slice(0, 2), slice(2, 6)]
+    packs = [SOURCE_PACK.take(part) for part in parts]
+    stats = [TokenStats(*(field_T[part] for field_T in SOURCE_STATS)) for part in parts]
+    assert measured(packs, stats) == pytest.approx(measured([SOURCE_PACK], [SOURCE_STATS]))
+
+
+def test_a_source_without_tokens_has_shares_of_nothing() -> None:
+    metrics = measured([SOURCE_PACK], [SOURCE_STATS], (*SOURCES, "absent"))
+    assert metrics["source/absent/policy/tokens"] == 0.0
+    assert metrics["source/absent/policy/entropy"] is None
+    assert metrics["source/absent/bapo/contribution"] is None
+    assert metrics["source/absent/token_share"] == 0.0
+
+
+def test_a_run_of_one_file_measures_nothing_by_source() -> None:
+    objective = Objective(ClipLoss(AlgorithmConfig(bounds=grpo())))
+    assert not [name for name in objective.metric_names() if name.startswith("source/")]

@@ -84,7 +84,6 @@ class Played:
         threading.Thread(target=self._httpd.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
-        """Close its port."""
         self._httpd.shutdown()
         self._httpd.server_close()
 

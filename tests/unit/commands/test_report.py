@@ -132,7 +132,6 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run with its report."""
     folder = made_up_run(tmp_path_factory.mktemp("run"))
     write_report([folder])
     return folder

@@ -1,16 +1,45 @@
-"""Header of a report: method, target, bounds, staleness and settings in words."""
+"""A report's header in words (method, bounds, staleness, settings), and its plots: pale, marked, legible."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
+from importlib.resources import files
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 
+from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.algo.bounds import BoundsConfig, balanced, clip_higher, fixed, floored, grpo, paper
-from bapo_megatron.commands.report.data import MetricTable, RunRecord
+from bapo_megatron.commands.report.data import MetricTable, RunRecord, Series
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
+from bapo_megatron.commands.report.lines import (
+    Line,
+    draw_distribution,
+    draw_line,
+    line_of,
+    mark_cut_offs,
+    thinned,
+)
+from bapo_megatron.commands.report.panels import (
+    AGES,
+    DISTRIBUTIONS,
+    EXPERT_PANELS,
+    NEGATIVE,
+    NEUTRAL,
+    PANELS,
+    POSITIVE,
+    Curve,
+    expert_panels,
+)
+from bapo_megatron.commands.report.plots import COLOURS
+from bapo_megatron.commands.report.series import RATIO_CENTRES, ratio_tokens
+from bapo_megatron.trainer.checks import EXPERT_NAMES
 
 
 def settings_of(bounds: BoundsConfig) -> dict[str, Any]:
@@ -240,3 +269,214 @@ def test_settings_in_short() -> None:
         ("seed", "0"),
     ]
     assert main_settings({}) == []
+
+
+VALUE, SHARE = "kind/clipped", "kind/tokens"
+CURVE = Curve(VALUE, share=SHARE)
+
+
+def plotted_run(*updates: tuple[int, float, float | None], tokens: float | None = 1000) -> RunRecord:
+    """Updates given as (step, share of tokens, value)."""
+    rows = [
+        {"step": step, SHARE: share, VALUE: value, "policy/tokens": tokens} for step, share, value in updates
+    ]
+    steps = [{"step": step, VALUE: 0.5} for step in sorted({step for step, *_ in updates})]
+    return RunRecord(Path("run"), MetricTable(steps), MetricTable(rows), [], {})
+
+
+def known(series: Series) -> dict[float, float]:
+    return {x: y for x, y in zip(series.step.tolist(), series.value.tolist(), strict=True) if np.isfinite(y)}
+
+
+def test_few_tokens_make_no_spikes_in_a_curve() -> None:
+    """Step 1: 400 tokens at 0.1 and 1 token at 1 give 41 / 401. Step 2: 2 tokens alone, pale."""
+    line = line_of(
+        plotted_run((1, 0.4, 0.1), (1, 0.001, 1.0), (2, 0.002, 1.0), (2, 0.0, None)), CURVE, PANELS[0]
+    )
+    assert known(line.thin) == {0.5: 0.1}
+    assert known(line.thick) == {1: pytest.approx(41 / 401)}
+    assert known(line.pale) == {1: pytest.approx(41 / 401), 2: 1.0}  # it begins where the thick line ends
+    assert line.shown.tolist() == pytest.approx([0.1, 41 / 401])  # the axis need not show the spike
+
+
+def test_a_curve_of_few_tokens_throughout_is_pale_and_shown() -> None:
+    line = line_of(plotted_run((1, 0.05, 0.2), (2, 0.05, 0.4)), CURVE, PANELS[0])
+    assert known(line.thick) == {}
+    assert known(line.pale) == {1: pytest.approx(0.2), 2: pytest.approx(0.4)}
+    assert line.shown.tolist() == pytest.approx([0.2, 0.4])
+
+
+@pytest.mark.parametrize("curve", [CURVE, Curve(VALUE)])
+def test_without_counts_nothing_is_pale(curve: Curve) -> None:
+    run = plotted_run((1, 0.001, 0.2), (2, 0.001, 0.4), tokens=None if curve.share else 1000)
+    line = line_of(run, curve, PANELS[0])
+    assert known(line.thin) == {1: 0.2, 2: 0.4}
+    assert known(line.thick) == {1: 0.5, 2: 0.5}  # the steps' own means
+    assert known(line.pale) == {}
+
+
+def test_a_panel_may_leave_single_updates_out() -> None:
+    [panel] = [panel for panel in PANELS if panel.file == "staleness"]
+    line = line_of(plotted_run((1, 0.5, 0.2), (1, 0.5, 0.4)), Curve(VALUE), panel)
+    assert len(line.thin.step) == 0
+    assert line.shown.tolist() == [0.5]
+
+
+def test_pale_parts_are_drawn_paler() -> None:
+    axes = Figure().subplots()
+    values = Series(np.arange(2.0), np.ones(2))
+    thin, pale, thick = draw_line(axes, Line(values, values, values, np.ones(1)), "#000000", "-")
+    assert thin.get_alpha() < 0.5
+    assert pale.get_alpha() < 0.5 < 1 == (thick.get_alpha() or 1)
+    assert pale.get_linewidth() < thick.get_linewidth()
+
+
+def test_a_value_between_gaps_is_seen() -> None:
+    """Such as the entropy of the only step of three that made an update: a line of one point is none."""
+    axes = Figure().subplots()
+    values = Series(np.arange(10.0), np.where(np.isin(np.arange(10), (0, 2, 3, 5)), 0.5, np.nan))
+    _, _, thick = draw_line(axes, Line(values, values, values, np.ones(1)), "#000000", "-")
+    assert thick.get_marker() == "o"
+    assert np.flatnonzero(thick.get_markevery()).tolist() == [0, 5]
+    whole = Series(np.arange(10.0), np.ones(10))
+    assert draw_line(axes, Line(whole, whole, whole, np.ones(1)), "#000000", "-")[2].get_marker() == "None"
+
+
+def test_values_outside_the_axes_are_marked_at_the_edge() -> None:
+    axes = Figure().subplots()
+    axes.set_ylim(0, 1)
+    thin = Series(np.arange(5.0), np.array([0.5, 1.5, np.nan, -0.1, 1.0]))
+    nothing = Series(np.zeros(0), np.zeros(0))
+    above, below = mark_cut_offs(axes, Line(thin, nothing, nothing, np.ones(1)), "#000000")
+    assert (above.get_marker(), above.get_xdata().tolist(), above.get_ydata().tolist()) == ("^", [1], [1])
+    assert (below.get_marker(), below.get_xdata().tolist(), below.get_ydata().tolist()) == ("v", [3], [0])
+    assert not above.get_clip_on()
+    assert mark_cut_offs(axes, Line(nothing, nothing, nothing, np.ones(1)), "#000000") == []
+
+
+def test_a_line_of_more_points_than_pixels_keeps_its_extremes_and_gaps() -> None:
+    values = np.zeros(30_000)
+    values[12_345], values[23_456], values[5_000:6_000] = 9.0, -7.0, np.nan
+    few = thinned(Series(np.arange(30_000.0), values))
+    assert len(few.value) <= 2000
+    assert (np.diff(few.step) > 0).all()
+    assert [few.value[few.step == place].tolist() for place in (12_345, 23_456)] == [[9.0], [-7.0]]
+    assert np.isnan(few.value[(few.step >= 5_030) & (few.step < 5_970)]).all()
+    assert len(thinned(Series(np.arange(2000.0), values[:2000])).value) == 2000
+
+
+def profile_run(tokens: float | None = 10_000) -> RunRecord:
+    """Half of the tokens in the bin of 1, 1 % in each of two others, and 20 tokens in the last."""
+    shares = {"0.98-1.02": 0.5, "0.9-0.98": 0.01, "1.02-1.1": 0.01, "from_3.0": 0.002}
+    row: dict[str, Any] = {"step": 1, "policy/tokens": tokens}
+    for name in RATIO_BINS:
+        row |= {f"ratio/{name}/tokens": shares.get(name, 0.0), f"ratio/{name}/probability": 0.5}
+    return RunRecord(Path("run"), MetricTable([{"step": 1}]), MetricTable([row]), [], {})
+
+
+def test_bins_of_few_tokens_are_hollow() -> None:
+    axes = Figure().subplots()
+    [[line, firm, hollow]] = draw_distribution(axes, DISTRIBUTIONS[0], [(profile_run(), "#000000")])
+    drawn = firm.get_xdata()[np.isfinite(firm.get_ydata())]
+    ones = RATIO_BINS.index("0.98-1.02")
+    assert drawn.tolist() == pytest.approx(RATIO_CENTRES[ones - 1 : ones + 2].tolist())
+    assert hollow.get_xdata().tolist() == pytest.approx([RATIO_CENTRES[-1]])
+    assert hollow.get_markerfacecolor() == "none"
+    assert line.get_alpha() < 0.5
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["<0.5", "0.7", "1", "1.4", "2", "≥3"]
+
+
+def test_bins_are_counted_over_the_run() -> None:
+    counts = ratio_tokens(profile_run())
+    assert counts is not None
+    assert counts[-1] == pytest.approx(20)
+    assert counts.sum() == pytest.approx(5220)
+    assert ratio_tokens(profile_run(tokens=None)) is None
+
+
+def test_without_counts_no_bin_is_hollow() -> None:
+    axes = Figure().subplots()
+    [[_, firm, hollow]] = draw_distribution(axes, DISTRIBUTIONS[0], [(profile_run(None), "#000000")])
+    assert np.isfinite(firm.get_ydata()).sum() == 4
+    assert len(hollow.get_xdata()) == 0
+
+
+# --- colours -------------------------------------------------------------------------------------
+
+# What people see who lack one kind of cone: Machado, Oliveira and Fernandes 2009, severity 1, linear RGB.
+VISION = {
+    "all cones": np.eye(3),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+}
+TO_XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+
+
+HALF_A_TURN = np.array([[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]])
+"""CSS's hue-rotate(180deg)."""
+
+
+def in_scheme(colour: str, scheme: str) -> np.ndarray:
+    """The colour on the page: the dark scheme inverts plots, and turns hues back (style.html)."""
+    values = np.array(to_rgb(colour))
+    return np.clip(HALF_A_TURN @ (1 - values), 0, 1) if scheme == "dark" else values
+
+
+def linear(colour: str, scheme: str = "light") -> np.ndarray:
+    values = in_scheme(colour, scheme)
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(colour: str, vision: str, scheme: str) -> np.ndarray:
+    seen = TO_XYZ @ np.clip(VISION[vision] @ linear(colour, scheme), 0, 1) / np.array([0.95047, 1, 1.08883])
+    x, y, z = np.where(seen > 216 / 24389, np.cbrt(seen), (24389 / 27 * seen + 16) / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def distance(first: str, second: str, vision: str, scheme: str = "light") -> float:
+    """The CIE76 difference of two colours; 2.3 is just noticeable side by side."""
+    return float(np.linalg.norm(lab(first, vision, scheme) - lab(second, vision, scheme)))
+
+
+def test_the_simulation_by_example() -> None:
+    """The former red and green of the curves: far apart, but hardly so for people without red cones."""
+    assert distance("#2b8a5a", "#c2453a", "all cones") > 80
+    assert distance("#2b8a5a", "#c2453a", "protanopia") < 15
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_are_distinguishable(vision: str, scheme: str) -> None:
+    def least(pairs: Iterable[tuple[str, str]]) -> float:
+        return min(distance(*pair, vision, scheme) for pair in pairs)
+
+    assert least(pairwise(AGES)) > 19  # the former six blues: 9
+    assert least(combinations((POSITIVE, NEGATIVE, NEUTRAL), 2)) > 34
+    assert least(combinations(COLOURS, 2)) > 14
+
+
+def test_the_dark_scheme_is_the_one_of_the_simulation() -> None:
+    style = files("bapo_megatron.commands.report").joinpath("style.html").read_text()
+    assert "figure img, .swatch { filter: invert(1) hue-rotate(180deg); }" in style
+    assert in_scheme("#ffffff", "dark") == pytest.approx(np.zeros(3), abs=1e-3)
+
+
+@pytest.mark.parametrize("colour", [POSITIVE, NEGATIVE, NEUTRAL, *COLOURS[:4]])
+def test_lines_stand_out_from_the_page(colour: str) -> None:
+    """A contrast of 3 to 1 with white, which WCAG asks of graphics."""
+    assert 1.05 / (float(TO_XYZ[1] @ linear(colour)) + 0.05) > 3
+
+
+def test_panels_of_experts_are_of_runs_with_experts() -> None:
+    """Each draws metrics that an update of such a model has; beside a dense run, too."""
+    rows = [{"step": 1, **dict.fromkeys(EXPERT_NAMES, 1.0)}]
+    dense, sparse = plotted_run(), RunRecord(Path("run"), MetricTable(rows), MetricTable([]), [], {})
+    assert expert_panels([dense]) == ()
+    assert expert_panels([dense, sparse]) == EXPERT_PANELS
+    assert {curve.metric for panel in EXPERT_PANELS for curve in panel.curves} == set(EXPERT_NAMES)

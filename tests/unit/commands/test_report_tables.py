@@ -1,18 +1,31 @@
-"""The report's tables: metrics as columns in eight bytes a value, episodes, sources, metrics of one's own."""
+"""The report's tables and the series that it computes of a run's metrics and events, by hand."""
 
 from __future__ import annotations
 
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_metrics, read_run
 from bapo_megatron.commands.report.episodes import episode_cells
 from bapo_megatron.commands.report.page import _metric_rows, own_metrics
-from bapo_megatron.commands.report.text import NO_VALUE, source_cells
+from bapo_megatron.commands.report.series import (
+    RATIO_CENTRES,
+    Mark,
+    bounds_in_force,
+    event_marks,
+    final_results,
+    prediction,
+    ratio_profile,
+    staleness_table,
+    updates_per_batch,
+)
+from bapo_megatron.commands.report.text import NO_VALUE, number, source_cells
 from bapo_megatron.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -153,3 +166,165 @@ def test_a_comparison_has_the_metrics_of_custom_losses() -> None:
     runs[0].steps.last["spo/factor"] = 0.5
     runs[0].steps.last["experts/router_entropy"] = 1.5  # of a mixture of experts: it has panels
     assert own_metrics(runs) == [("spo/factor", ["0.500", NO_VALUE])]
+
+
+def record_of(updates: list[dict[str, Any]], events: list[dict[str, Any]] | None = None) -> RunRecord:
+    steps = [{"step": step} for step in sorted({row["step"] for row in updates})] or [{"step": 1}]
+    return RunRecord(Path("run"), MetricTable(steps), MetricTable(updates), events or [], {})
+
+
+def update(step: int, epoch: int, entropy: float, effect: float, **rest: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": epoch,
+        "policy/lr": 2.0,
+        "policy/entropy": entropy,
+        "entropy_rule/effect": effect,
+        "entropy_rule/covariance": -3 * effect,
+        **rest,
+    }
+
+
+def test_a_profile_weighs_updates_by_the_tokens_of_the_bin() -> None:
+    """Bin 0.98-1.02: 0.5 x 100 tokens at 0.8 and 0.1 x 300 at 0.4 give (40 + 12) / 80 = 0.65."""
+    name = "ratio/0.98-1.02"
+    rows = [
+        {"step": 1, "policy/tokens": 100, f"{name}/tokens": 0.5, f"{name}/probability": 0.8},
+        {"step": 1, "policy/tokens": 300, f"{name}/tokens": 0.1, f"{name}/probability": 0.4},
+        {"step": 2, "policy/tokens": 900, f"{name}/tokens": 0.0, f"{name}/probability": None},
+    ]
+    profile = ratio_profile(record_of(rows), "probability")
+    place = RATIO_BINS.index("0.98-1.02")
+    assert profile.value[place] == pytest.approx(0.65)
+    assert np.isnan(np.delete(profile.value, place)).all()
+    assert RATIO_CENTRES[place] == pytest.approx((0.98 * 1.02) ** 0.5)
+
+
+def test_passes_over_one_batch_are_compared_by_their_tokens() -> None:
+    """Step 1: entropy (1 x 2.0 + 3 x 1.0) / 4 = 1.25, then 1.0. Predicted 2 (0.1 + 0.3) = 0.8.
+
+    No pair crosses steps.
+    """
+    rows = [
+        update(1, 0, 2.0, 0.1, **{"policy/tokens": 1}),
+        update(1, 0, 1.0, 0.3, **{"policy/tokens": 3}),
+        update(1, 1, 1.0, 9.0),
+        update(2, 0, 5.0, -0.5),
+        update(2, 1, 6.0, 9.0),
+    ]
+    found = prediction(record_of(rows), reading="effect")
+    assert found.predicted == pytest.approx([0.8, -1.0])
+    assert prediction(record_of(rows)).predicted == pytest.approx([2.4, -3.0])
+    assert found.measured == pytest.approx([-0.25, 1.0])
+    assert found.correlation is None  # two pairs correlate always
+
+
+def test_without_reuse_each_update_is_compared_with_the_next() -> None:
+    rows = [update(1, 0, 1.0, 0.1), update(2, 0, 1.2, 0.4), update(3, 0, 2.0, -0.2), update(4, 0, 1.6, 0.0)]
+    found = prediction(record_of(rows), reading="effect")
+    assert found.predicted == pytest.approx([0.2, 0.8, -0.4])
+    assert found.measured == pytest.approx([0.2, 0.8, -0.4])
+    assert found.correlation == pytest.approx(1.0)
+
+
+def test_the_part_of_a_bucket() -> None:
+    """Share 0.25 of covariance -0.4 at rate 2: 0.2; an update without such tokens adds nothing."""
+    with_tokens = {"staleness/1/tokens": 0.25, "staleness/1/covariance": -0.4}
+    without = {"staleness/1/tokens": 0.0, "staleness/1/covariance": None}
+    rows = [update(1, 0, 1.0, 0.1, **with_tokens), update(2, 0, 1.5, 0.1, **without), update(3, 0, 1.0, 0.1)]
+    found = prediction(record_of(rows), "1")
+    assert found.predicted == pytest.approx([0.2, 0.0])
+    assert found.measured == pytest.approx([0.5, -0.5])
+
+
+def test_the_staleness_table_has_the_buckets_with_tokens() -> None:
+    rows = [
+        {
+            "step": 1,
+            "staleness/16+/tokens": 0.0,
+            "staleness/0/tokens": 1.0,
+            "staleness/0/clipped": 0.2,
+            "staleness/0/entropy": 0.5,
+        },
+        {"step": 1, "staleness/0/tokens": 0.0, "staleness/16+/tokens": 1.0, "staleness/16+/clipped": 0.4},
+    ]
+    assert staleness_table(record_of(rows)) == [
+        ("0", [0.5, 0.2, 0.5, None, None]),
+        ("16+", [0.5, 0.4, None, None, None]),
+    ]
+
+
+def event(seconds: int, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"time": f"2026-01-01T00:00:{seconds:02d}.000+00:00", "kind": kind, **fields}
+
+
+def test_a_loss_lies_between_the_steps_around_it() -> None:
+    """Saved after step 4 at second 10, after step 8 at second 20: second 15 is step 6. Resumed at step 9."""
+    events = [
+        event(0, "start", step=1),
+        event(10, "saving", step=4),
+        event(15, "engine_lost", engine="http://a"),
+        event(20, "saving", step=8),
+        event(40, "resume", step=9),
+        event(50, "server_ended", server="http://a"),
+    ]
+    assert event_marks(record_of([], events)) == [Mark(8.5, False), Mark(6.0, True), Mark(8.0, True)]
+
+
+def test_final_results_of_an_empty_log_are_unknown() -> None:
+    results = final_results(record_of([]))
+    assert results["final reward"] is None
+    assert results["largest gradient norm"] is None
+    assert (results["steps"], results["losses"]) == (1, 0)
+
+
+def test_numbers_as_they_are_written() -> None:
+    values = [3, 12345, 0.0012345, 0.5, 123.45, 12345.6, None]
+    assert [number(value) for value in values] == ["3", "12,345", "0.00123", "0.500", "123.5", "12,346", "–"]  # noqa: RUF001
+
+
+BOUNDS = [  # tokens, share of positive ones, c_low and c_high in force
+    {"step": 1, "epoch": 0, "policy/tokens": 900, "bapo/positive_token_fraction": 0.5},
+    {"step": 1, "epoch": 1, "policy/tokens": 100, "bapo/positive_token_fraction": 0.4},
+    {"step": 1, "epoch": 2, "policy/tokens": 100, "bapo/positive_token_fraction": 0.2},
+]
+IN_FORCE = [(0.9, 3.0), (0.7, 1.2), (0.8, 2.4)]
+
+
+@pytest.mark.parametrize("names", [("low_negative", "high_positive"), ("low", "high")])
+def test_bounds_are_means_over_the_tokens_that_they_act_on(names: tuple[str, str]) -> None:
+    """Without the first pass: c_low (60 x 0.7 + 80 x 0.8) / 140, c_high (40 x 1.2 + 20 x 2.4) / 60 = 1.6.
+
+    Logs of earlier versions have the bounds of each update under other names.
+    """
+    rows = [
+        {**row, f"bapo/clip_{names[0]}": low, f"bapo/clip_{names[1]}": high}
+        for row, (low, high) in zip(BOUNDS, IN_FORCE, strict=True)
+    ]
+    assert bounds_in_force(record_of(rows)) == pytest.approx((106 / 140, 1.6))
+    assert bounds_in_force(record_of(rows[:1])) == pytest.approx((0.9, 3.0))  # no second pass
+    results = final_results(record_of(rows))
+    assert results["c_high over positive tokens, after the first pass"] == pytest.approx(1.6)
+
+
+def test_bounds_that_acted_on_nothing_are_unknown() -> None:
+    rows = [{**BOUNDS[1], "bapo/clip_low_negative": None, "bapo/clip_low": 0.6}]
+    assert bounds_in_force(record_of(rows)) == (None, None)
+    assert bounds_in_force(record_of(BOUNDS)) == (None, None)
+
+
+def test_staleness_is_counted_as_the_paper_does() -> None:
+    """Two passes in four mini-batches: the authors' script calls it staleness 8."""
+    counts = {"algorithm.reuse_epochs": 2, "algorithm.updates_per_epoch": 4}
+    assert (
+        updates_per_batch(RunRecord(Path("run"), MetricTable([{"step": 1}]), MetricTable([]), [], counts))
+        == 8
+    )
+    assert updates_per_batch(record_of([])) is None
+
+
+def test_a_run_with_a_damaged_event_is_reported_without_it(tmp_path: Path) -> None:
+    """A month of training has one such line where two nodes wrote at the same moment."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    (tmp_path / "events.jsonl").write_text('{"kind": "start"}\n": 3}\n{"kind": "resume", "step": 2}\n')
+    assert read_run(tmp_path).resumed_at == [2]

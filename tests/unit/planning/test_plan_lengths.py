@@ -1,21 +1,32 @@
-"""Distribution of response lengths and decode schedule of a rollout: by hand, by sampling, by simulation."""
+"""Lengths of responses, the decode schedule, and responses that stay open: by hand, by simulation."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from math import exp, log
+from pathlib import Path
 from random import Random
 from statistics import NormalDist, fmean
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.commands.plan import plan_command
+from bapo_megatron.config import EnvironmentConfig, EvaluationConfig, SourceConfig
+from bapo_megatron.planning.engines import OpenResponses, open_response_lines, open_responses
+from bapo_megatron.planning.job import Job, PlanOptions
 from bapo_megatron.planning.lengths import (
     ResponseLengths,
     busiest_engine_responses,
     decode_steps,
     read_tokens,
 )
+from bapo_megatron.planning.page import plan_dict, plan_text
+from bapo_megatron.planning.plan import JobPlan, make_plan
+from tests.unit.planning.test_plan import job
 
 
 @pytest.mark.parametrize(
@@ -97,3 +108,131 @@ def test_the_share_of_the_busiest_engine() -> None:
     assert busiest_engine_responses(256, 8, 99) == 256
     assert busiest_engine_responses(3, 8, 1.0) == 1
     assert busiest_engine_responses(7, 2, 1.0) == 4
+
+
+TOOL = EnvironmentConfig("tool.py:Tool", max_turns=4)
+
+
+def opened(plan: JobPlan) -> OpenResponses | None:
+    return open_responses(plan.job, plan.engines)
+
+
+def planned(environment: EnvironmentConfig = TOOL, sources: Any = (), **changes: Any) -> JobPlan:
+    """The small job: 2 prompts, groups of 4, responses of 14 tokens, one engine."""
+    options = {name: changes.pop(name) for name in [*changes] if name.startswith("environment_")}
+    small = job()
+    run = replace(small.run, environment=environment, rollout=replace(small.run.rollout, **changes))
+    if sources:
+        run = replace(run, data=replace(run.data, path=None, sources=sources))
+    return make_plan(Job(run, small.shape, PlanOptions(mean_response_tokens=14, **options)))
+
+
+def of(step_seconds: float | None, admitted: int, share: float = 1.0, overlap: bool = True) -> OpenResponses:
+    """64 engines of 64 places, turns of 10 s, steps of 512 groups of 8."""
+    return OpenResponses(4096.0, 10.0, share, step_seconds, admitted, 4096, overlap, overlap)
+
+
+def test_the_inequality_by_hand() -> None:
+    """1.25 x 4,096 x (1 + 30 / 10) = 20,480 are needed, 1 x 512 x 8 admitted: a fifth; staleness 5."""
+    short = of(30.0, 4096)
+    assert (short.needed, short.filled, short.needed_staleness) == (20480.0, 0.2, 5)
+    assert short.longest_step_seconds == 0.0
+    enough = of(30.0, 5 * 4096)
+    assert (enough.filled, enough.needed_staleness, enough.longest_step_seconds) == (1.0, 5, 30.0)
+    half = of(30.0, 4096, share=0.5)
+    assert (half.needed, half.filled, half.needed_staleness) == (12800.0, 0.32, 4)
+    assert of(None, 3 * 4096, share=0.5).longest_step_seconds == pytest.approx(28.0)
+    assert of(None, 4096).needed is of(None, 4096).filled is of(None, 4096).needed_staleness is None
+    waits = of(10.0, 4096, overlap=False)
+    assert (waits.needed, waits.needed_staleness) == (10240.0, 2), "(2 + 1) x 4,096 while the trainer waits"
+    assert (of(0.0, 4096).needed_staleness, of(0.0, 4096, overlap=False).needed_staleness) == (2, 1)
+    assert of(0.0, 5120).filled == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "admitted", "is_ahead"),
+    [
+        ({"max_staleness": 0}, 8, False),
+        ({"max_staleness": 1}, 8, True),
+        ({"max_staleness": 3}, 24, True),
+        ({"max_staleness": 3, "overlap": False}, 32, False),
+    ],
+)
+def test_what_admission_allows(rollout: dict[str, Any], admitted: int, is_ahead: bool) -> None:
+    found = opened(planned(**rollout))
+    assert found is not None
+    assert (found.admitted, found.is_ahead, found.round_responses) == (admitted, is_ahead, 8)
+
+
+def test_colocated_engines_sample_while_the_trainer_waits() -> None:
+    """They have no GPU meanwhile: (1 + 1) x 8 responses, as without overlap."""
+    plan = planned(max_staleness=1)
+    job = plan.job
+    sglang = replace(job.run.rollout.sglang, colocated=True)
+    run = replace(job.run, rollout=replace(job.run.rollout, engine="sglang", sglang=sglang))
+    found = opened(make_plan(replace(job, run=run)))
+    assert found is not None
+    assert (found.admitted, found.is_ahead, found.overlap) == (16, False, False)
+
+
+def test_turns_of_evaluations_do_not_count() -> None:
+    """The run's own environment answers suites alone, as all sources have another."""
+    suites = EnvironmentConfig("tool.py:Suite", max_turns=20)
+    plan = planned(suites, sources=(SourceConfig(Path("a.jsonl"), 1.0, environment=TOOL),), max_staleness=1)
+    evaluated = replace(plan.job.run, evaluation=EvaluationConfig(1, ("a.jsonl",)))
+    found = opened(make_plan(replace(plan.job, run=evaluated)))
+    assert found is not None
+    assert found.turn_seconds == pytest.approx(14 / 4 * 8 / plan.engines.tokens_per_second)
+
+
+def test_a_turn_is_its_share_of_a_response() -> None:
+    """All 8 responses are decoded at a time: in the seconds of a decode step each gets a token."""
+    plan = planned(environment_turns=2.0, max_staleness=1)
+    found = opened(plan)
+    assert found is not None
+    assert found.places == 8.0
+    assert found.turn_seconds == pytest.approx(7 * 8 / plan.engines.tokens_per_second)
+    most = opened(planned(max_staleness=1))
+    assert most is not None
+    assert most.turn_seconds == pytest.approx(found.turn_seconds / 2), "of max_turns, 4"
+
+
+def test_sources_count_by_their_weights() -> None:
+    none = EnvironmentConfig()
+    two = SourceConfig(Path("a.jsonl"), 3.0), SourceConfig(Path("b.jsonl"), 1.0, environment=none)
+    found = opened(planned(sources=two))
+    assert found is not None
+    assert found.share == 0.75
+    assert opened(planned(none, sources=two)) is None
+    assert opened(planned(none)) is None
+
+
+def test_the_page_warns_where_it_does_not_hold() -> None:
+    """The values that would hold are in it: with them it warns no more."""
+    plan = planned(environment_seconds=1.0, max_staleness=0)
+    found = opened(plan)
+    assert found is not None
+    assert found.needed_staleness is not None
+    warned = "\n".join(open_response_lines(opened(plan)))
+    assert "WARNING: steps of 1 s need" in warned
+    assert f"rollout.max_staleness={found.needed_staleness} would fill them" in warned
+    assert "\n".join(open_response_lines(opened(plan))) in plan_text(plan, [], [])
+    assert plan_dict(plan)["environment"]["needed_staleness"] == found.needed_staleness
+    for staleness, holds in ((found.needed_staleness - 1, False), (found.needed_staleness, True)):
+        found = opened(planned(environment_seconds=1.0, max_staleness=staleness))
+        text = "\n".join(open_response_lines(found))
+        assert ("the places are filled, up to" in text) == holds
+        assert ("WARNING" in text) != holds
+    unknown = "\n".join(open_response_lines(opened(planned(max_staleness=3))))
+    assert "give yours by --environment-seconds" in unknown
+    without = planned(EnvironmentConfig())
+    assert "Environment" not in plan_text(without, [], [])
+    assert plan_dict(without)["environment"] is None
+
+
+def test_the_command_takes_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipes/demo_tools_cpu.py", "--environment-seconds", "2", "--environment-turns", "2", "--json"]
+    plan_command(words)
+    found = json.loads(capsys.readouterr().out)["environment"]
+    assert found["step_seconds"] == 2.0
+    assert found["needed"] == pytest.approx(1.25 * found["places"] * (1 + 2.0 / found["turn_seconds"]))

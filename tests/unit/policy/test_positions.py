@@ -1,7 +1,4 @@
-"""Positions: the tokens of each context-parallel rank, the balance of causal work, and RoPE.
-
-RoPE by hand, against Hugging Face's in float32 and float64, and against megatron-core's for packs.
-"""
+"""Positions: tokens of each context-parallel rank, causal work, RoPE; the pipeline stage of a parameter."""
 
 from __future__ import annotations
 
@@ -29,6 +26,7 @@ from bapo_megatron.policy.positions import (
     rotate,
     slice_batch,
 )
+from bapo_megatron.policy.weight_map import stage_of
 from bapo_megatron.types import COLUMNS, PackLayout
 from tests.support.models import _LLAMA_ROPE, random_samples
 
@@ -218,3 +216,37 @@ def test_a_table_is_kept_once_for_all_layers() -> None:
         for layer in range(3):
             rotate(heads(6, seed=layer).requires_grad_(), table)
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in table}
+
+
+WEIGHT = "decoder.layers.{layer}.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "expected"),
+    [
+        (1, [8], [0, 0, 0, 0, 0, 0, 0, 0]),
+        (2, [4, 4], [0, 0, 0, 0, 1, 1, 1, 1]),
+        (4, [2, 2, 2, 2], [0, 0, 1, 1, 2, 2, 3, 3]),
+        (3, [2, 5, 1], [0, 0, 1, 1, 1, 1, 1, 2]),
+        # Interleaved: chunks of two layers, the first chunk of each stage, then the second of each.
+        (2, [2, 2, 2, 2], [0, 0, 1, 1, 0, 0, 1, 1]),
+        (2, [1] * 8, [0, 1, 0, 1, 0, 1, 0, 1]),
+        (2, [1, 3, 2, 2], [0, 1, 1, 1, 0, 0, 1, 1]),
+    ],
+)
+def test_layer_chunks_are_assigned_to_stages_in_turn(
+    stages: int, chunks: list[int], expected: list[int]
+) -> None:
+    assert [stage_of((WEIGHT, layer), chunks, stages) for layer in range(8)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("embedding.word_embeddings.weight", 0),
+        ("decoder.final_layernorm.weight", 3),
+        ("output_layer.weight", 3),
+    ],
+)
+def test_embedding_is_on_the_first_stage_and_head_on_the_last(name: str, stage: int) -> None:
+    assert stage_of((name, None), [2] * 4, 4) == stage

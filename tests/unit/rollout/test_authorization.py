@@ -109,8 +109,6 @@ def known(value: str = KEY, is_given: bool = False) -> KnownKey:
 
 
 def ask(server: Server, key: KnownKey | None, required: bool = False, call: str = "weight_version") -> Any:
-    """One call of a client."""
-
     async def run() -> Any:
         sessions = HttpSessions()
         try:

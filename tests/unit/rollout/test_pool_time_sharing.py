@@ -1,22 +1,27 @@
-"""The pool of colocated engines: hold, release, wake, admission."""
+"""The engine pool: engines that hold, release and wake in turns; prefix affinity; the lag-free clock."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bapo_megatron.config import RolloutConfig, SglangConfig
 from bapo_megatron.interfaces import Confirm, ReleasesMemory
+from bapo_megatron.rollout.engines.backend import EngineBackend, engine_backend
 from bapo_megatron.rollout.engines.pool import EnginesGone
+from bapo_megatron.rollout.engines.pool_state import CachedPrefix, EngineSlot, LoopLagClock, choose
+from bapo_megatron.types import GenerateRequest, Generation
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids, until
 from tests.support.sleeping_engine import SleepingEngine, sampling_in_turns
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 90))
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 90))
 
 
 def engines() -> list[SleepingEngine]:
@@ -170,3 +175,161 @@ async def test_the_timeout_without_engines_leaves_out_training(tmp_path: Path) -
         pool.check(minutes=30)
         await asyncio.sleep(0.1)
     assert "engine_hangs" not in world.event_kinds()
+
+
+SEGMENT = 4
+LETTERS = (23, 7, 15)
+"""Of the samples of each prompt; with the end that is 6, 2 and 4 segments."""
+PLACES = 100
+
+
+class CachingEngine(ScriptedEngine):
+    """A scripted engine with SGLang's prefix cache, which counts the tokens that it must prefill.
+
+    The keys and values of a sequence are kept, but for the last token, which was sampled and never read.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(lambda _prompt, sample: "yno"[sample] * LETTERS[sample], name)
+        self.prefilled = 0
+        self._cache: set[tuple[int, ...]] = set()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        ids = request.input_ids.tolist()
+        held = max((n for n in range(len(ids)) if tuple(ids[:n]) in self._cache), default=0)
+        self.prefilled += len(ids) - held
+        answer = await super().generate(request)
+        whole = [*ids, *answer.token_ids_R.tolist()]
+        self._cache |= {tuple(whole[:n]) for n in range(1, len(whole))}
+        return answer
+
+    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
+        self._cache.clear()
+        await super().load(folder, version, confirm)
+
+
+async def prefilled(folder: Path, prefix_cache: bool, steps: int) -> int:
+    """Tokens that four engines prefill for the batches of some steps, of 12 responses each."""
+    engines = [CachingEngine(name) for name in "abcd"]
+    world = World(folder, engines, max_response_tokens=24, segment_tokens=SEGMENT)
+    async with world.sampling(most=PLACES, rounds=False, prefix_cache=prefix_cache):
+        for step in range(1, steps + 1):
+            await world.train(step)
+        return sum(engine.prefilled for engine in engines)
+
+
+def test_prefix_affinity_prefills_each_token_once(tmp_path: Path) -> None:
+    """Segments have inputs of 1, 5, 9, ... tokens: of each one is new, that which was sampled last.
+
+    Without affinity, responses change their engines when others have ended, and come with their whole input.
+    """
+    kept = run(prefilled(tmp_path / "kept", True, 1))
+    assert kept == 4 * (6 + 2 + 4)
+    spread = run(prefilled(tmp_path / "spread", False, 1))
+    assert spread > 1.5 * kept
+
+
+def slots(*loads: int) -> list[EngineSlot]:
+    return [EngineSlot(ScriptedEngine(lambda _p, _s: "n"), is_up=True, load=load) for load in loads]
+
+
+@pytest.mark.parametrize(
+    ("loads", "chosen"),
+    [
+        ((5, 5), 1),
+        ((5, 30), 1),  # a quarter of 100 places more
+        ((5, 31), 0),
+        ((40, 5), 1),
+    ],
+)
+def test_affinity_tolerates_a_surplus_of_load(loads: Sequence[int], chosen: int) -> None:
+    engines = slots(*loads)
+    assert choose(engines, PLACES, CachedPrefix(engines[1], 0)) is engines[chosen]
+
+
+def test_no_affinity_to_a_lost_engine_or_after_a_weight_load() -> None:
+    first, last = slots(5, 6)
+    cached = CachedPrefix(last, last.loads)
+    assert choose([first, last], PLACES, cached) is last
+    assert choose([first], PLACES, cached) is first
+    last.loads += 1
+    assert choose([first, last], PLACES, cached) is first
+    assert choose([first, last], PLACES, None) is first
+
+
+async def test_new_weights_end_prefix_affinity(tmp_path: Path) -> None:
+    """A response that continues under new weights goes to the least loaded engine."""
+    engines = [CachingEngine(name) for name in "ab"]
+    world = World(tmp_path, engines)
+    async with world.sampling(prefix_cache=True):
+        pool = world.pool
+        slot = pool.reserve(over_capacity=True)
+        assert slot is not None
+        cached = pool.cached_at(slot)
+        assert cached is not None
+        assert cached.is_warm
+        assert pool.reserve(over_capacity=True, cached=cached) is slot
+        await world.weights(1)
+        assert not cached.is_warm
+        slot.load = 1 + max(one.load for one in pool._slots)  # the sampler has reserved others meanwhile
+        assert pool.reserve(over_capacity=True, cached=cached) is not slot
+
+
+async def test_without_a_prefix_cache_there_is_no_affinity(tmp_path: Path) -> None:
+    world = World(tmp_path, [CachingEngine("a")])
+    async with world.sampling(prefix_cache=False):
+        while (slot := world.pool.reserve(over_capacity=True)) is None:  # on a busy machine
+            await asyncio.sleep(0.01)
+        assert world.pool.cached_at(slot) is None
+
+
+def test_which_backends_have_a_prefix_cache() -> None:
+    def has(**sglang: Any) -> bool:
+        return engine_backend("sglang").has_prefix_cache(RolloutConfig(sglang=SglangConfig(**sglang)))
+
+    assert has()
+    assert not has(on_update="in_place")
+    assert not has(flags=("--disable-radix-cache",))
+    assert not engine_backend("local").has_prefix_cache(RolloutConfig())
+    assert EngineBackend.has_prefix_cache is type(engine_backend("local")).has_prefix_cache
+
+
+async def test_affinity_of_finished_and_dropped_responses_is_forgotten(tmp_path: Path) -> None:
+    engines = [CachingEngine(name) for name in "ab"]
+    world = World(tmp_path, engines, max_response_tokens=24, segment_tokens=SEGMENT)
+    async with world.sampling(rounds=False, prefix_cache=True) as sampler:
+        await world.train(1)
+        await world.batch(2)
+        held = {number for number, _ in sampler._dispatcher._cached}
+        assert held <= set(sampler._state.open)
+
+
+async def test_the_clock_is_real_time_while_the_loop_runs() -> None:
+    clock = LoopLagClock()
+    start = clock.now()
+    await asyncio.sleep(1.2)
+    assert clock.now() - start == pytest.approx(1.2, abs=0.4)
+
+
+async def test_the_clock_stands_still_during_loop_lag() -> None:
+    clock = LoopLagClock()
+    times = [clock.now()]
+    await asyncio.sleep(0.1)
+    time.sleep(3.0)
+    times.append(clock.now())  # before its task could look
+    await asyncio.sleep(0.1)
+    times.append(clock.now())
+    before, blocked, after = times
+    assert blocked - before <= 0.61
+    assert after - before <= 0.9
+    assert before < blocked < after
+
+
+async def test_the_clock_is_monotonic() -> None:
+    clock, times = LoopLagClock(), []
+    for pause in (0.0, 0.6, 0.01, 0.7, 0.0):
+        time.sleep(pause)
+        times.append(clock.now())
+        await asyncio.sleep(0.02)
+        times.append(clock.now())
+    assert times == sorted(times)

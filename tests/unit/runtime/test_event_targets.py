@@ -1,13 +1,26 @@
-"""The targets of `logging.on_event`: servers that are slow, dead and wrong; commands that fail and hang."""
+"""Targets of `logging.on_event`, slow, dead and wrong ones too; their outboxes, and the kinds of events."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bapo_megatron.runtime.event_kinds import (
+    BEGINNINGS,
+    ENDS,
+    EVENT_KINDS,
+    MOST_TEXT,
+    event_text,
+    is_sent,
+    is_trouble,
+    sent_text,
+)
+from bapo_megatron.runtime.event_sender import QUIET_S, Outbox
 from bapo_megatron.runtime.event_targets import Refused, send, shown, target_problems, unreachable_targets
 from tests.support.webhook import Webhook
 
@@ -136,3 +149,152 @@ def test_a_target_is_named_by_its_host() -> None:
     assert shown("https://hooks.slack.com/services/T/B/S3CRET") == "https://hooks.slack.com/..."
     assert shown("https://user:S3CRET@h:80?S3CRET") == "https://h:80/..."
     assert shown("$HOOK") == "'$HOOK'"
+
+
+class Target:
+    def __init__(self) -> None:
+        self.is_dead = False
+        self.refuses: str | None = None
+        self.tried = 0
+        self.taken: list[tuple[str, int, int]] = []
+
+    def __call__(self, event: dict[str, Any], count: int) -> None:
+        self.tried += 1
+        if self.is_dead or event["kind"] == self.refuses:
+            raise Refused("dead")
+        self.taken.append((event["kind"], event["step"], count))
+
+
+def event(kind: str, step: int = 1) -> dict[str, Any]:
+    return {"kind": kind, "step": step}
+
+
+def test_events_of_a_kind_are_sent_at_once_then_together() -> None:
+    target = Target()
+    box = Outbox(target)
+    box.add(event("lost", 1), 0)
+    assert box.deliver(0.0) is None
+    for step in (2, 3, 4):
+        box.add(event("lost", step), 100 * step)
+    box.add(event("gap", 5), 500)
+    box.deliver(QUIET_S - 1)
+    assert target.taken == [("lost", 1, 1), ("gap", 5, 1)]
+    assert box.position(600) == 200  # before the oldest that waits
+    box.deliver(QUIET_S)
+    assert target.taken[2:] == [("lost", 4, 3)]
+    assert box.position(600) == 600
+
+
+def test_the_end_of_a_run_does_not_wait_for_quiet() -> None:
+    target = Target()
+    box = Outbox(target)
+    for step in (1, 2):
+        box.add(event("lost", step), step)
+        box.deliver(0.0, at_once=True)
+    assert target.taken == [("lost", 1, 1), ("lost", 2, 1)]
+    assert box.is_empty()
+
+
+def test_a_dead_target_is_retried_with_backoff_and_reported_once() -> None:
+    target = Target()
+    target.is_dead = True
+    box = Outbox(target)
+    box.add(event("lost", 1), 7)
+    assert box.deliver(0.0) == "dead"
+    tried = []
+    for now in range(1, 1000):
+        before = target.tried
+        assert box.deliver(float(now)) is None  # once told, it is not told again
+        if target.tried > before:
+            tried.append(now)
+    assert tried == [5, 15, 35, 75, 155, 315, 615, 915]  # 5, 10, 20 ... 300 seconds apart
+    box.add(event("lost", 2), 8)
+    assert box.position(9) == 7
+    target.is_dead = False
+    box.deliver(2000.0)
+    assert target.taken == [("lost", 2, 2)]
+    target.is_dead = True
+    box.add(event("lost", 3), 9)
+    assert box.deliver(4000.0) == "dead"  # it had worked in between
+
+
+def test_a_refused_message_does_not_block_others() -> None:
+    target = Target()
+    target.refuses = "lost"
+    box = Outbox(target)
+    box.add(event("lost"), 0)
+    box.add(event("done"), 1)
+    assert box.deliver(0.0) == "dead"
+    assert target.taken == [("done", 1, 1)]
+    assert box.position(2) == 0
+
+
+ROOT = Path(__file__).parents[3]
+WRITERS = "_stop_signals|_?event|_?report(?:_problem)?|_tell(?:_of)?|_note|_announced|warning"
+WRITTEN = re.compile(rf'(?:"kind":\s*|\bevent(?:: str)?\s?=\s?|\b(?:{WRITERS})\(\s*)"(\w+)"')
+
+
+def python_kinds() -> set[str]:
+    folders = [
+        ROOT / "bapo_megatron" / name for name in ("trainer", "rollout", "checkpoint", "reward", "runtime")
+    ]
+    texts = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    return {kind for text in texts for kind in WRITTEN.findall(text)}
+
+
+def shell_kinds() -> set[str]:
+    texts = [path.read_text() for path in (*(ROOT / "slurm/lib").glob("*.sh"), ROOT / "slurm/task.sh")]
+    return {kind for text in texts for kind in re.findall(r"\bbapo_event (\w+) \"", text)}
+
+
+def test_every_kind_that_is_written_is_in_the_table_and_the_other_way_round() -> None:
+    found = python_kinds() | shell_kinds()
+    assert {
+        "engine_lost",
+        "job_requeue",
+        "stalled",
+        "threads_kept",
+        "reward_failed",
+        "after_export_failed",
+    } <= found
+    # Written under a name that is computed: by ends of a run, the beginning of a journal, helper jobs.
+    computed = {*ENDS, *BEGINNINGS, "server_hangs", "convert_done", "evaluate_done"}
+    computed |= {"journal_missing", "fork_position"}
+    assert set(EVENT_KINDS) - found <= computed
+    assert found <= set(EVENT_KINDS)
+
+
+def test_what_is_sent_is_trouble_or_news_and_never_the_failure_to_send() -> None:
+    """An event about a target that is dead, sent to that target, would make another such event."""
+    assert not is_sent({"kind": "on_event_failed"})
+    assert is_trouble({"kind": "on_event_failed"})
+    for kind in (
+        "stalled",
+        "job_requeue",
+        "engine_gap",
+        "engine_lost",
+        "done",
+        "failed",
+        "preempted",
+        "resume",
+    ):
+        assert is_sent({"kind": kind}), kind
+    for kind in ("checkpoint", "engine_ready", "saving", "after_export_done", "new one"):
+        assert not is_sent({"kind": kind})
+        assert not is_trouble({"kind": kind})
+    assert not is_sent({})
+
+
+def test_the_text_of_an_event_is_one_short_printable_line() -> None:
+    event = {"kind": "engine_lost", "engine": "http://n7:1", "reason": "gone\nfor  good", "step": 3}
+    assert event_text(event) == "engine lost: gone for good: http://n7:1"
+    assert sent_text("run", event, 1) == "run: engine lost: gone for good: http://n7:1 (step 3)"
+    assert sent_text("run", event, 4).endswith("(step 3) [4 of them]")
+    assert len(sent_text("run", {"kind": "failed", "reason": "x" * 5000}, 1)) == MOST_TEXT
+    assert "\x1b" not in sent_text("run", {"kind": "failed", "reason": "\x1b[2J"}, 1)
+
+
+@pytest.mark.parametrize("kind", ["export_failed", "job_stopped", "after_export_failed", "sampler_died"])
+def test_trouble_is_sent_too(kind: str) -> None:
+    assert is_trouble({"kind": kind})
+    assert is_sent({"kind": kind})

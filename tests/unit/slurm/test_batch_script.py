@@ -59,7 +59,6 @@ def header(script: str, flag: str) -> list[str]:
 
 
 def sruns(script: str) -> list[list[str]]:
-    """The words of the groups' sruns."""
     return [shlex.split(line) for line in script.splitlines() if line.startswith("srun --het-group")]
 
 

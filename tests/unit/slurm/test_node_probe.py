@@ -51,28 +51,28 @@ def test_gpus(
     assert found == ([told] if told else [])
 
 
-@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("", 8)])
-def test_a_run_on_the_cpu_needs_none_of_the_nodes_gpus(
-    probe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, gpus: int
+@pytest.mark.parametrize(
+    ("variables", "asked_for", "gpus"),
+    [
+        ({"BAPO_DEVICE": "cpu"}, "8", 0),
+        ({"BAPO_DEVICE": ""}, "8", 8),
+        # By --gres: then Slurm has no SLURM_GPUS_PER_NODE, of which the job's shell makes --gpus.
+        ({"SLURM_GPUS_ON_NODE": "8"}, "0", 8),
+        ({"SLURM_GPUS_ON_NODE": ""}, "0", 0),
+    ],
+    ids=["a run on the CPU needs none", "all of the node", "asked for by gres", "none"],
+)
+def test_the_gpus_that_a_node_must_have(
+    probe: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    asked_for: str,
+    gpus: int,
 ) -> None:
-    monkeypatch.setenv("BAPO_DEVICE", device)
-    monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    words = ["--folder", str(tmp_path), "--nodes", "n1", "--disk", str(tmp_path), "--gpus", "8"]
-    monkeypatch.setattr(sys, "argv", ["probe.py", *words])
-    asked: list[Any] = []
-    monkeypatch.setattr(probe, "probe_node", lambda *arguments: asked.append(arguments[3]))
-    probe.main()
-    assert [needs.gpus for needs in asked] == [gpus]
-
-
-@pytest.mark.parametrize(("on_node", "gpus"), [("8", 8), ("", 0)])
-def test_gpus_that_were_asked_for_by_gres_are_counted(
-    probe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_node: str, gpus: int
-) -> None:
-    """Then Slurm has no SLURM_GPUS_PER_NODE, of which the job's shell makes --gpus."""
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", on_node)
-    monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    words = ["--folder", str(tmp_path), "--nodes", "n1", "--disk", str(tmp_path), "--gpus", "0"]
+    for name, value in {**variables, "SLURMD_NODENAME": "n1"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["--folder", str(tmp_path), "--nodes", "n1", "--disk", str(tmp_path), "--gpus", asked_for]
     monkeypatch.setattr(sys, "argv", ["probe.py", *words])
     monkeypatch.setattr(probe, "cuda_problems", lambda _gpus: iter(()))
     asked: list[Any] = []
@@ -160,7 +160,6 @@ class Turns:
             self._advance()
 
     def end(self) -> None:
-        """Of a thread."""
         with self._changed:
             self._awake -= 1
             self._advance()

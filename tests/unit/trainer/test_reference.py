@@ -35,7 +35,7 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, MicroBatch, Prompt, Rollout, TokenStats
 from tests.support.batches import MemoryBatch, in_memory
 from tests.support.runs import run_of
-from tests.unit.trainer.test_old_log_probs import DriftingPolicy, column
+from tests.unit.trainer.test_update_loss import DriftingPolicy, column
 
 LN2 = math.log(2)
 ROOT = Path(__file__).parents[3]

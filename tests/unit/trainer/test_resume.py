@@ -115,23 +115,21 @@ def config(tmp_path: Path) -> RunConfig:
     return replace(load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig), run_dir=tmp_path)
 
 
-def test_a_new_run_takes_the_environments_number_of_threads(config: RunConfig) -> None:
-    pinned, event = pin_threads(config)
-    assert (pinned.threads, event, torch.get_num_threads()) == (3, None, 3)
-
-
-def test_a_resumed_run_keeps_its_number_of_threads(config: RunConfig) -> None:
-    store_config(replace(config, threads=2))
-    pinned, event = pin_threads(config)
-    assert pinned.threads == torch.get_num_threads() == 2
-    assert event is not None
-    assert (event["kind"], event["threads"], event["environment"]) == ("threads_kept", 2, 3)
-
-
-def test_a_configured_number_of_threads_wins(config: RunConfig) -> None:
-    store_config(replace(config, threads=2))
-    pinned, event = pin_threads(replace(config, threads=1))
-    assert (pinned.threads, event, torch.get_num_threads()) == (1, None, 1)
+@pytest.mark.parametrize(
+    ("stored", "configured", "threads", "kept"),
+    [(None, None, 3, False), (2, None, 2, True), (2, 1, 1, False)],
+    ids=["a new run takes the environment's", "a resumed run keeps its own", "a configured number wins"],
+)
+def test_number_of_threads(
+    config: RunConfig, stored: int | None, configured: int | None, threads: int, kept: bool
+) -> None:
+    if stored is not None:
+        store_config(replace(config, threads=stored))
+    pinned, event = pin_threads(replace(config, threads=configured))
+    assert pinned.threads == torch.get_num_threads() == threads
+    assert (event is not None) == kept
+    if event is not None:
+        assert (event["kind"], event["threads"], event["environment"]) == ("threads_kept", 2, 3)
 
 
 def test_another_layout_takes_the_environments_number_of_threads(config: RunConfig) -> None:

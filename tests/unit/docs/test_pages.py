@@ -1,0 +1,246 @@
+"""The pages: links lead somewhere, and settings, metrics, losses and messages on them are the program's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.algo.bapo import paper
+from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS
+from bapo_megatron.algo.losses import LOSSES, load_loss
+from bapo_megatron.algo.settings import settings_of
+from bapo_megatron.commands.report.panels import PANELS
+from bapo_megatron.config import RewardConfig, RunConfig, SftConfig, load_recipe
+from bapo_megatron.config.validation import flat
+from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
+from bapo_megatron.runtime.event_kinds import EVENT_KINDS
+from tests.support.bapo_objective import objective
+from tests.support.config_page import COMMAND, config_page, field_texts
+from tests.support.config_page import PAGE as CONFIG_PAGE
+from tests.support.pages import PAGES, ROOT, anchors, blocks, links
+
+README_LINES = 100
+PAGE_LINES = 250
+"""A page that is longer is two pages; docs/config.md is generated, a field a line."""
+PAGES_AT_MOST = 26
+
+_NAMED = re.compile(r"docs/\w+\.md(?:#[\w-]+)?")
+_CODE = ("bapo_megatron", "checkpoints_tools", "recipes", "slurm", "benchmarks", "cluster")
+
+
+def broken(page: Path, targets: list[str]) -> Iterator[str]:
+    for target in targets:
+        if re.match(r"[a-z]+:", target):  # another site's
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists():
+            yield f"{target}: {file} does not exist"
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+            yield f"{target}: no heading of {file.name} has this anchor"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not list(broken(page, links(page)))
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    files = [path for folder in _CODE for path in (ROOT / folder).rglob("*") if path.suffix != ".md"]
+    for file in [ROOT / "Makefile", *files]:
+        if file.suffix in ("", ".py", ".toml", ".sbatch", ".sh") and file.is_file():
+            named = _NAMED.findall(file.read_text())
+            assert not list(broken(ROOT / "README.md", named)), file
+
+
+def test_every_page_is_reached() -> None:
+    """From the README, in as many steps as it takes."""
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        names = [target.partition("#")[0] for target in links(page)]
+        found = {(page.parent / name).resolve() for name in names if name.endswith(".md")}
+        waiting += [path for path in found - reached if path in PAGES and path not in waiting]
+    assert not [page.name for page in PAGES if page not in reached]
+
+
+def test_anchors_are_githubs(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# c_low: `bapo` moves [it](x.md)!\n## What it does\n```\n# none\n```\n## What it does\n")
+    assert anchors(page) == {"c_low-bapo-moves-it", "what-it-does", "what-it-does-1"}
+
+
+def test_pages_stay_short() -> None:
+    lengths = {page: page.read_text().count("\n") for page in sorted((ROOT / "docs").glob("*.md"))}
+    assert len(lengths) <= PAGES_AT_MOST
+    assert {page.name for page, lines in lengths.items() if lines > PAGE_LINES} <= {"config.md"}
+    assert (ROOT / "README.md").read_text().count("\n") <= README_LINES
+
+
+def test_the_map_has_every_page() -> None:
+    pages = sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
+    text = (ROOT / "docs/README.md").read_text()
+    rows = re.findall(r"^\| \[(\w+\.md)\]\(\1\) \| .+ \|$", text, re.MULTILINE)
+    assert sorted(rows) == pages
+
+
+def test_the_page_is_what_its_generator_writes() -> None:
+    """Without pytest's own comparison: a difference of two pages is long."""
+    is_current = CONFIG_PAGE.read_text() == config_page()
+    assert is_current, f"docs/config.md is not current: `{COMMAND}` writes it anew"
+
+
+def test_it_has_every_field_of_a_run() -> None:
+    run = load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig)
+    page = CONFIG_PAGE.read_text()
+    assert not [name for name in flat(run) if f"| `{name}` |" not in page]
+
+
+def test_every_field_says_what_it_is() -> None:
+    def check(kind: type) -> None:
+        texts = field_texts(kind)
+        for field in dataclasses.fields(kind):
+            default = field.default_factory
+            if dataclasses.is_dataclass(default):
+                check(default)
+            else:
+                known = field.name in texts or field.name in ("model", "data")  # sections without a default
+                assert known, f"{kind.__name__}.{field.name} has no docstring"
+
+    check(RunConfig)
+    check(SftConfig)
+
+
+_OF_LIBRARIES = ("Unrecognized options", "Perhaps you meant", "Too many open files")
+
+
+def test_quoted_messages_exist() -> None:
+    folders = (ROOT / "bapo_megatron", ROOT / "checkpoints_tools")
+    source = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    source = re.sub(r'"\s*f?"', "", source)  # parts of a string on several lines
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = [
+        text for text in re.findall(r'"([^"]+)"', page) if text not in _OF_LIBRARIES and "--" not in text
+    ]
+    fragments = [part.strip() for text in quoted for part in text.split("...")]
+    assert len(quoted) > 10
+    assert not [part for part in fragments if part not in source]
+
+
+_QUADRANTS = [f"{sign}_{half}" for sign in ("positive", "negative") for half in ("high", "low")]
+
+
+def _named(metric: str) -> str:
+    """The name under which the pages have a metric: one for all bins, buckets, quadrants and readings."""
+    metric = re.sub(r"^contribution/.+", "contribution/MEASURE_SHARE_WEIGHT", metric)
+    for family, members, name in (("staleness", BUCKETS, "BUCKET"), ("ratio", RATIO_BINS, "BIN")):
+        for member in members:
+            metric = metric.replace(f"{family}/{member}/", f"{family}/{name}/")
+    for quadrant in _QUADRANTS:
+        metric = metric.replace(f"quadrant/{quadrant}/", "quadrant/Q/")
+        metric = metric.replace(f"/clipped_{quadrant}", "/clipped_Q")
+    return metric
+
+
+def _written() -> set[str]:
+    lines = (ROOT / "tests/fixtures/bapo/metrics.jsonl").read_text().splitlines()
+    stored = {name for line in lines for name in json.loads(line) if "/" in name}
+    return {*objective(paper()).metric_names(), *rollout_metrics([], 0, RewardConfig()), *stored}
+
+
+def test_every_metric_is_on_a_page() -> None:
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md") if path.stem != "study")
+    names = sorted({_named(metric) for metric in _written()})
+    assert len(names) > 60
+    assert [name for name in names if f"`{name}`" not in pages] == []
+
+
+@pytest.mark.parametrize(("metric", "label"), [("positive", "right"), ("negative", "wrong")])
+def test_lengths_are_those_of_right_and_wrong_responses(metric: str, label: str) -> None:
+    """Not of positive and negative advantages, whatever the metric's name: so ``rollout_metrics`` has it."""
+    [panel] = [panel for panel in PANELS if panel.file == "response_length"]
+    [curve] = [one for one in panel.curves if one.metric == f"rollout/length_{metric}_mean"]
+    assert curve.label == label
+    assert "advantage" not in panel.caption
+
+
+ENVIRONMENTS_PAGE = ROOT / "docs/environments.md"
+
+
+def test_the_first_try_fits_the_demos_policy() -> None:
+    """The limits are the policy's, and the settings that a class of the reader's gets are the recipe's."""
+    text, run = ENVIRONMENTS_PAGE.read_text(), load_recipe(ROOT / "recipes/demo_tools_cpu.py", RunConfig)
+    longest = json.loads((run.model.hf_path / "config.json").read_text())["max_position_embeddings"]
+    [said] = re.findall(r"That policy takes (\d+) tokens, prompt and response together", text)
+    assert int(said) == longest
+    [settings] = re.findall(r"`environment\.settings` of its own \(`(.*?)`\)", text)
+    assert json.loads(settings) == run.environment.settings
+    [train] = [
+        words
+        for block in blocks(ENVIRONMENTS_PAGE)
+        for words in block.commands
+        if words[1:3] == ["train", "recipes/demo_tools_cpu.py"]
+    ]
+    limits = [words_after(train, f"--{name}") for name in LIMITS]
+    assert sum(map(int, limits)) <= longest
+
+
+LIMITS = ("data.max-prompt-tokens", "rollout.max-response-tokens")
+
+
+def words_after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_the_events_of_what_survives_what_exist() -> None:
+    section = ENVIRONMENTS_PAGE.read_text().partition("## What survives what\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[3] for line in section.splitlines() if line.startswith("|")][2:]
+    named = {name for cell in cells for name in re.findall(r"`([a-z_]+)`", cell)}
+    assert {"start", "resume", "environment_failed", "episode_restarted"} == named <= set(EVENT_KINDS)
+
+
+def test_a_quoted_first_line_of_a_run_has_its_verb() -> None:
+    """As ``Recorder`` prints it: `start` at step 1 alone, `resume` after a checkpoint."""
+    quoted = [
+        (page.name, verb, int(step))
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        for verb, step in re.findall(r"`(\w+) at step (\d+)", page.read_text())
+    ]
+    assert quoted
+    assert [one for one in quoted if one[1] != ("start" if one[2] == 1 else "resume")] == []
+
+
+LOSSES_PAGE = ROOT / "docs/losses.md"
+SECTIONS = ("What each does to which token", "Formulas, settings, sources")
+
+
+def rows(section: str) -> dict[str, str]:
+    """The table's row of each loss that a first cell names."""
+    text = LOSSES_PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return {name: line for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+
+
+def shown(default: Any) -> str:
+    return "none" if default is None else f"{default:g}"
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_loss_has_its_rows(name: str) -> None:
+    for section in SECTIONS:
+        assert name in rows(section), f"{section}: a row of {name} is missing"
+    described = rows(SECTIONS[1])[name]
+    for setting in settings_of(load_loss(name)):
+        assert re.search(rf"`{setting.name}` {re.escape(shown(setting.default))}[,\s]", described), setting
+
+
+def test_both_tables_are_of_the_same_losses() -> None:
+    first, second = (rows(section) for section in SECTIONS)
+    assert first.keys() == second.keys()

@@ -1,0 +1,244 @@
+"""A policy's checkpoint: host copies of its tensors, digests over all ranks, the safe reader's limits."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import io
+import mmap
+import os
+import pickle
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.policy import background_save
+from bapo_megatron.policy.background_save import BLOCK, fork_reads, staged
+from bapo_megatron.policy.bit_digest import WEIGHTS, RankSums, merged
+from bapo_megatron.policy.optimizer_state import STATES
+from bapo_megatron.policy.stored_checkpoint import check_size
+from checkpoints_tools.archives.pickle_allow_list import load_pickle
+from checkpoints_tools.archives.torch_zip import read_archive
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor is taken for a GPU's."""
+    monkeypatch.setattr(background_save, "is_on_host", lambda _: False)
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each allocation of host memory."""
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def counted(size: int, **named: Any) -> Tensor:
+        sizes.append(size)
+        return empty(size, **named)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    return sizes
+
+
+def copies_of(tensors: list[Tensor]) -> list[Tensor]:
+    half = len(tensors) // 2
+    parts = [
+        [(f"item {number}", one) for number, one in enumerate(some)]
+        for some in (tensors[:half], tensors[half:])
+    ]
+    buckets = staged([(f"file {n}", f"key {n}", (["object"], part)) for n, part in enumerate(parts)])
+    assert [(file, key, objects) for file, key, (objects, _) in buckets] == [
+        ("file 0", "key 0", ["object"]),
+        ("file 1", "key 1", ["object"]),
+    ]
+    assert [item for _, _, (_, copies) in buckets for item, _ in copies] == [
+        item for part in parts for item, _ in part
+    ]
+    return [one for _, _, (_, copies) in buckets for _, one in copies]
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_copies_are_equal_and_a_writer_pickles_no_more_than_each() -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = [
+        torch.randn(3, 5, generator=generator),
+        torch.randn(7, generator=generator, dtype=torch.bfloat16),
+        torch.randn(64, 32, generator=generator)[:, 3:9],  # of a larger storage, and not contiguous
+        torch.tensor(4.5),
+        torch.empty(0, 8),
+        torch.arange(5),
+    ]
+    before = [one.clone() for one in tensors]
+    copies = copies_of(tensors)
+    for one in tensors:
+        one.zero_()
+    for copy, value in zip(copies, before, strict=True):
+        assert copy.dtype == value.dtype
+        assert torch.equal(copy, value)
+        assert copy.untyped_storage().nbytes() == value.numel() * value.element_size()
+        written = io.BytesIO()
+        torch.save(copy, written)
+        assert torch.equal(torch.load(io.BytesIO(written.getvalue())), value)
+        assert len(written.getvalue()) < 4096
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_blocks_take_little_more_than_their_tensors(
+    allocated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One allocation each, rounded up to a power of two as pinned memory is, would take 1.8 times as much."""
+    monkeypatch.setattr(background_save, "BLOCK", 2**16)
+    tensors = [torch.zeros(n) for n in 40 * [17 * 256, 17 * 64, 17 * 16]]  # 17, 4.25 and 1.06 KiB
+    tensors.insert(0, torch.zeros(2**16 + 1))  # larger than a block, and just above a power of two
+    copies_of(tensors)
+    whole = sum(one.nbytes for one in tensors)
+    assert sorted(set(allocated)) == [2**16, 2**19]
+    assert whole <= sum(allocated) < 1.15 * whole
+    assert BLOCK == 2**28
+
+
+def test_tensors_on_the_host_are_not_copied(allocated: list[int]) -> None:
+    tensors = [torch.ones(3), torch.ones(4)]
+    assert all(copy is one for copy, one in zip(copies_of(tensors), tensors, strict=True))
+    assert not allocated
+
+
+def test_copies_are_pageable_where_a_fork_cannot_read_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert fork_reads(address)
+    libc = ctypes.CDLL(None)
+    assert libc.madvise(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.MADV_DONTFORK) == 0
+    assert not fork_reads(address)
+
+    with monkeypatch.context() as patched:  # an exception: the fork must not go on as a second trainer
+        patched.delattr(ctypes, "string_at")
+        number = os.getpid()
+        try:
+            reads = fork_reads(address)
+        finally:
+            if os.getpid() != number:
+                os._exit(0)
+        assert not reads
+    pinned = SimpleNamespace(data_ptr=lambda: address)
+    monkeypatch.setattr(background_save, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pinned)
+    assert not background_save._pins.__wrapped__()
+    assert "a fork of this process cannot read pinned memory" in capsys.readouterr().err
+
+
+CUT, WHOLE, EXPERT = 10, 1000, 100_000
+STATE = {name: (number, 0, 0) for number, name in enumerate(STATES, 1)}
+
+
+def ranks(replicas: int = 2, tensor: int = 2, expert_replicas: int = 2) -> list[RankSums]:
+    """Every rank has CUT of the cut parameters, all WHOLE of the others, and EXPERT of the experts."""
+    places = list(product(range(replicas), range(tensor)))
+    return [
+        RankSums(t, r, number % expert_replicas, {WEIGHTS: (CUT, WHOLE, EXPERT), **STATE}, [7])
+        for number, (r, t) in enumerate(places)
+    ]
+
+
+def changed(all_ranks: list[RankSums], index: int, **more: int) -> list[RankSums]:
+    """The ranks, with other sums of the weights on one of them."""
+    sums = dict(zip(("cut", "whole", "expert"), all_ranks[index].sums[WEIGHTS], strict=True)) | more
+    one = dataclasses.replace(all_ranks[index], sums={**all_ranks[index].sums, WEIGHTS: tuple(sums.values())})
+    return [*all_ranks[:index], one, *all_ranks[index + 1 :]]
+
+
+def hexadecimal(*values: int) -> list[str]:
+    return [f"{value:016x}" for value in values]
+
+
+def test_copies_that_agree_have_one_digest() -> None:
+    """By hand: two TP shards of a replica, one copy of the whole ones, two ranks of an expert replica."""
+    found = merged(ranks())
+    assert found[WEIGHTS] == hexadecimal(2 * CUT + WHOLE + 2 * EXPERT)
+    assert [found[name] for name in STATES] == [
+        hexadecimal(4 * number) for number in range(1, len(STATES) + 1)
+    ]
+    assert found["step"] == ["7"]
+
+
+def test_the_order_of_ranks_says_nothing() -> None:
+    shuffled = changed(ranks(), 1, whole=1)[::-1]
+    assert merged(shuffled) == merged(changed(ranks(), 1, whole=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "others"),
+    [
+        ({"cut": 11}, [2 * CUT + 1 + WHOLE + 2 * EXPERT]),
+        ({"whole": 1001}, [2 * CUT + WHOLE + 1 + 2 * EXPERT]),
+        ({"expert": 100_003}, [2 * CUT + WHOLE + 2 * EXPERT + 3]),
+    ],
+)
+def test_a_copy_that_differs_has_a_digest_of_its_own(change: dict[str, int], others: list[int]) -> None:
+    """On the last rank: that of the checkpoint's copy comes first."""
+    assert merged(changed(ranks(), 3, **change))[WEIGHTS] == hexadecimal(
+        2 * CUT + WHOLE + 2 * EXPERT, *others
+    )
+
+
+def test_a_fault_in_the_only_copy_changes_the_digest() -> None:
+    alone = ranks(1, 1, 1)
+    assert merged(changed(alone, 0, expert=1))[WEIGHTS] == hexadecimal(CUT + WHOLE + 1)
+
+
+def test_the_work_grows_with_the_ranks_and_not_with_their_square() -> None:
+    """1,024 ranks: each rank's sums are read once for each name."""
+    reads = 0
+
+    class Counted(dict):  # type: ignore[type-arg]
+        def __getitem__(self, name: str) -> object:
+            nonlocal reads
+            reads += 1
+            return super().__getitem__(name)
+
+    many = [dataclasses.replace(one, sums=Counted(one.sums)) for one in ranks(256, 4, 1024)]
+    merged(many)
+    assert reads == len(many) * (1 + len(STATES))
+
+
+def read(file: Path) -> Any:
+    with file.open("rb") as stream:
+        return read_archive(stream, file, file.name)
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = [1]
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("value", [nested(60), [torch.zeros(1 << 20)] * 300], ids=["lists", "one tensor"])
+def test_unbounded_references_are_refused(value: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "common.pt"
+    torch.save(value, file)
+    with pytest.raises(CheckpointError, match=r"common\.pt unfolds to more than it holds"):
+        check_size(read(file), file)
+
+
+def test_a_runs_own_records_are_within_the_limit(tmp_path: Path) -> None:
+    file = tmp_path / "common.pt"
+    torch.save({"rng": [torch.get_rng_state()] * 64, "args": {str(n): n for n in range(10_000)}}, file)
+    check_size(read(file), file)
+
+
+def test_repeated_copies_of_one_tuple_are_refused() -> None:
+    count = 5_000
+    items = b"(" + b"K\x01" * count + b"tq\x00"
+    calls = b"".join(b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nh\x00R0" for _ in range(count))
+    with pytest.raises(CheckpointError, match="copies more than it holds"):
+        load_pickle(pickle.PROTO + b"\x02" + items + calls + b".", "a file")

@@ -1,0 +1,431 @@
+"""What a server process is given: its temporary folder, NCCL's settings, the library that is preloaded."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bapo_megatron.commands import train
+from bapo_megatron.commands.doctor.sglang import compilers_row, preload_row
+from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
+from bapo_megatron.policy import layout
+from bapo_megatron.rollout.engines.sglang import server_process
+from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
+from bapo_megatron.rollout.engines.sglang.requirements import library_path, tried_preload
+from bapo_megatron.rollout.engines.sglang.server_process import ServerFolder, server_environment
+from bapo_megatron.rollout.engines.sglang_cpu import stand_ins
+from bapo_megatron.rollout.weight_sync.broadcast import SendingGroup
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A parent whose path is short."""
+    made = Path(f"/tmp/folders-{os.getpid()}")
+    made.mkdir()
+    yield made
+    shutil.rmtree(made)
+
+
+def test_a_folder_is_private_whatever_the_umask(base: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = ServerFolder(str(base))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat(made.path).st_mode) == 0o700
+    Path(made.path, "socket").touch()
+    made.remove()
+    assert list(base.iterdir()) == []
+
+
+def test_the_folder_is_short_enough_for_socket_paths(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    made = ServerFolder(str(long))
+    assert Path(made.path).parent == Path("/tmp")
+    assert len(made.path) + 45 < 107
+    made.remove()
+
+
+@pytest.mark.parametrize("kind", ["missing", "a file", "relative", "read-only"])
+def test_an_unusable_parent_is_replaced_by_tmp(
+    base: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TMPDIR of a job's node is often not there in its container."""
+    parent = str(base / "parent") if kind != "relative" else "."
+    if kind == "a file":
+        (base / "parent").touch()
+    if kind == "read-only":
+        real = os.mkdir
+
+        def mkdir(path: str, mode: int = 0o777) -> None:
+            if str(path).startswith(parent):  # no file mode stops root
+                raise OSError(errno.EROFS, "read-only", path)
+            real(path, mode)
+
+        monkeypatch.setattr(os, "mkdir", mkdir)
+    monkeypatch.setenv("TMPDIR", parent)
+    for given in (parent, None):
+        made = ServerFolder(given)
+        assert Path(made.path).parent == Path("/tmp")
+        made.remove()
+
+
+def old(path: str) -> None:
+    os.utime(path, (0, 0))
+
+
+def test_a_folder_of_another_machine_is_left_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of another machine may not be visible here."""
+    with monkeypatch.context() as patch:
+        patch.setattr(server_process.socket, "gethostname", lambda: "another")
+        assert server_process._host() != server_process._PREFIX.split("-")[1]
+        patch.setattr(server_process, "_PREFIX", f"bapo-{server_process._host()}-")
+        theirs = ServerFolder(str(base))
+    fcntl.flock(theirs._lock, fcntl.LOCK_UN)
+    old(theirs.path)
+    ServerFolder(str(base)).remove()
+    assert Path(theirs.path).is_dir()
+    theirs.remove()
+
+
+def test_folders_without_locks_are_never_swept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server_process.fcntl, "flock", no_locks)
+        made = ServerFolder(str(base))
+        old(made.path)
+        ServerFolder(str(base)).remove()
+    assert len(Path(made.path).name) == 20
+    ServerFolder(str(base)).remove()
+    assert [str(path) for path in base.iterdir()] == [made.path]
+    made.remove()
+    assert list(base.iterdir()) == []
+
+
+def test_stale_folders_are_swept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next folder sweeps those that killed servers have left."""
+    program = (
+        "import os, sys; from bapo_megatron.rollout.engines.sglang.server_process import ServerFolder;"
+        "print(ServerFolder(sys.argv[1]).path, flush=True); os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(base)], capture_output=True, text=True)
+    left = Path(ended.stdout.strip())
+    assert left.parent == base
+    ServerFolder(str(base)).remove()
+    assert left.is_dir()  # so young that its owner may not hold it yet
+    monkeypatch.setattr(server_process, "_YOUNG_S", 0.0)
+    held = ServerFolder(str(base))
+    assert not left.exists()
+    ServerFolder(str(base)).remove()
+    assert [str(path) for path in base.iterdir()] == [held.path]
+    held.remove()
+
+
+MEMORY, MULTICAST = NAMES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {name: value for name, value in os.environ.items() if name not in NAMES}
+    monkeypatch.setattr(os, "environ", own)
+
+
+def settings(cuda: bool = True, **sglang: Any) -> dict[str, str]:
+    """What a training process has then."""
+    rollout = RolloutConfig(engine="sglang", sglang=SglangConfig(**{"sync": "broadcast", **sglang}))
+    SglangBackend().prepare_process(rollout, cuda)
+    return {name: os.environ[name] for name in NAMES if name in os.environ}
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_training_process_takes_the_settings_that_a_server_gives_itself() -> None:
+    """``_set_envs_and_config`` in SGLang's engine.py: 0, unless the environment says otherwise."""
+    assert settings() == {MEMORY: "0", MULTICAST: "0"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "set_by_it"),
+    [
+        ("--enable-symm-mem", {MEMORY: "1", MULTICAST: "1"}),
+        ("--enable-nccl-nvls", {MEMORY: "0", MULTICAST: "1"}),
+    ],
+)
+@pytest.mark.usefixtures("environment")
+def test_flags_that_change_a_servers_settings_change_the_trainers(
+    flag: str, set_by_it: dict[str, str]
+) -> None:
+    assert settings(flags=(flag,)) == set_by_it
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_users_settings_stay() -> None:
+    """Servers leave them alone, too."""
+    os.environ[MEMORY] = "1"
+    assert settings() == {MEMORY: "1", MULTICAST: "0"}
+
+
+@pytest.mark.parametrize(("cuda", "sync"), [(False, "broadcast"), (True, "disk"), (True, "ipc")])
+@pytest.mark.usefixtures("environment")
+def test_without_a_common_group_nothing_is_set(cuda: bool, sync: str) -> None:
+    assert settings(cuda, sync=sync, colocated=sync == "ipc") == {}
+
+
+@pytest.mark.usefixtures("environment")
+def test_every_rank_has_them_before_its_first_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL reads them once, when the first group is made."""
+    seen: list[str | None] = []
+
+    class Stopped(Exception):
+        """In place of the process group."""
+
+    def groups(_: Any) -> None:
+        seen.append(os.environ.get(MEMORY))
+        raise Stopped
+
+    monkeypatch.setattr(layout, "parallel_processes", groups)
+    monkeypatch.setattr("bapo_megatron.runtime.device.should_have_gpu", lambda: True)
+    rollout = RolloutConfig(engine="sglang", sglang=SglangConfig(sync="broadcast"))
+    config = RunConfig("x", ModelConfig(Path("m")), DataConfig(Path("d")), rollout=rollout, run_dir=tmp_path)
+    by_disk, replayed = replace(rollout, sglang=SglangConfig()), replace(rollout, replay=tmp_path)
+    for one in (config, *(replace(config, rollout=other) for other in (by_disk, replayed))):
+        os.environ.pop(MEMORY, None)
+        with pytest.raises(Stopped):
+            train.train_process(one)
+    assert seen == ["0", None, None]
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_dead_receiver_is_an_error_of_the_broadcast_and_no_watchdogs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a played GPU. A watchdog of the group would end the process, long after the sync by disk."""
+    made_with: list[str | None] = []
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+
+    def make(*_arguments: Any, **_named: Any) -> tuple[str, None]:
+        made_with.append(os.environ.get(name))
+        return "group", None
+
+    def wait() -> None:
+        raise RuntimeError("remote process exited")
+
+    work = SimpleNamespace(is_completed=lambda: True, wait=wait)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(record_event=object))
+    monkeypatch.setattr(c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(dist, "broadcast", lambda *_arguments, **_named: work)
+    group = SendingGroup("127.0.0.1", "weights", 1, torch.device("cpu"), 60.0)
+    group._stream = SimpleNamespace(wait_event=lambda _: None)  # type: ignore[assignment]
+    try:
+        group.form().result()
+        assert made_with == ["1"]
+        assert name not in os.environ
+        assert "remote process exited" in str(group.broadcast(torch.zeros(1)).exception())
+    finally:
+        c10d._world.pg_group_ranks.pop("group", None)  # type: ignore[call-overload]
+
+
+RUNTIME = "libcudart.so.99"
+"""No machine has it elsewhere."""
+SAVER = """
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+@contextmanager
+def configure_subprocess():
+    os.environ["LD_PRELOAD"] = str(Path(__file__).with_name("preload.so"))
+    yield
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """An interpreter whose environment has the two libraries."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    folder = packages / "nvidia/cu13/lib"
+    folder.mkdir(parents=True)
+    (packages / "torch_memory_saver.py").write_text(SAVER)
+    made = (
+        ("int runtime(void) { return 0; }", folder / RUNTIME, [f"-Wl,-soname,{RUNTIME}"]),
+        (
+            "int runtime(void); int saver(void) { return runtime(); }",
+            packages / "preload.so",
+            [str(folder / RUNTIME)],
+        ),
+    )
+    for text, library, flags in made:
+        source = tmp_path / "source.c"
+        source.write_text(text)
+        command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source), *flags]
+        subprocess.run(command, check=True)
+    return environment / "bin/python"
+
+
+def test_library_path_finds_the_cuda_runtime_of_the_servers_environment(
+    python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/site")
+    alone = tried_preload(python, server_environment(cuda=True), 60)
+    assert alone.code == 127
+    row = preload_row(alone, python, required=True)
+    assert (row.state, row.name) == ("problem", "memory saver")
+    assert f"{RUNTIME}: cannot open shared object file" in row.found
+    assert "pip install nvidia-cuda-runtime" in row.fix
+    environment = server_environment(cuda=True, colocated=True, python=python)
+    folder, site = environment["LD_LIBRARY_PATH"].split(os.pathsep)
+    assert Path(folder).parts[-3:] == ("nvidia", "cu13", "lib")
+    assert site == "/of/the/site"
+    found = tried_preload(python, environment, 60)
+    assert not found.ended, found
+    assert preload_row(found, python, required=True).state == "ok"
+
+
+def test_a_gpu_server_finds_the_programs_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang and FlashInfer start `ninja` by its name, and no one activates their environment: not Slurm, not
+    a container. The trainer's, which may be active, has another."""
+    for folder in ("servers", "trainers"):
+        for name in ("python", "ninja"):
+            program = tmp_path / folder / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text("#!/bin/sh\n")
+            program.chmod(0o755)
+    python = tmp_path / "servers/python"
+    for path in (str(tmp_path / "trainers"), "/usr/bin", None):
+        if path is None:
+            monkeypatch.delenv("PATH")
+        else:
+            monkeypatch.setenv("PATH", path)
+        environment = server_environment(cuda=True, python=python)
+        assert shutil.which("ninja", path=environment["PATH"]) == str(tmp_path / "servers/ninja")
+        assert environment["PATH"].split(os.pathsep)[1:] == (path or os.defpath).split(os.pathsep)
+    present = os.pathsep.join(["/of/a/module", str(python.parent)])
+    monkeypatch.setenv("PATH", present)
+    assert server_environment(cuda=True, python=python)["PATH"] == present, "its compilers stay first"
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setenv("BAPO_SGLANG_PYTHON", str(python))
+    assert server_environment(cuda=True)["PATH"].startswith(f"{python.parent}{os.pathsep}")
+
+
+def test_doctor_looks_for_the_compilers_where_servers_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.doctor.sglang._CUDA", tmp_path / "usr")
+    programs = {
+        name: tmp_path / name for name in ("path/ninja", "path/nvcc", "home/bin/nvcc", "usr/bin/nvcc")
+    }
+    for program in programs.values():
+        program.parent.mkdir(parents=True, exist_ok=True)
+
+    def found(**variables: Path) -> tuple[str, str]:
+        environment = {"PATH": str(tmp_path / "path")} | {
+            name: str(value) for name, value in variables.items()
+        }
+        row = compilers_row(environment, required=True)
+        return row.state, row.found
+
+    assert found() == ("problem", "no ninja and no nvcc")
+    for name in ("path/ninja", "usr/bin/nvcc"):
+        programs[name].write_text("#!/bin/sh\n")
+        programs[name].chmod(0o755)
+    assert found() == ("ok", str(programs["usr/bin/nvcc"]))
+    programs["path/nvcc"].write_text("#!/bin/sh\n")
+    programs["path/nvcc"].chmod(0o755)
+    assert found() == ("ok", str(programs["path/nvcc"]))
+    assert found(CUDA_HOME=tmp_path / "home") == ("problem", "no nvcc")  # it has precedence
+    assert compilers_row({"PATH": "", "CUDA_PATH": "/none"}, required=False).state == "optional"
+
+
+def test_library_path_works_with_an_interpreter_before_3_11(python: Path, tmp_path: Path) -> None:
+    """Such an interpreter has no ``-P``."""
+    older = tmp_path / "python3.10"
+    older.write_text(f'#!/bin/sh\nif [ "$1" = -P ]; then exit 2; fi\nexec {python} "$@"\n')
+    older.chmod(0o755)
+    found = library_path(older, None)
+    assert found is not None
+    assert Path(found).parts[-3:] == ("nvidia", "cu13", "lib")
+
+
+def test_library_path_is_unchanged_without_a_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert library_path(Path(sys.executable), None) is None
+    assert library_path(Path(sys.executable), "/of/the/site") == "/of/the/site"
+    assert library_path(Path("/nowhere/python"), None) is None
+
+
+VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of SGLang with a few models, and no variable of it."""
+    models = tmp_path / "sglang/srt/models"
+    models.mkdir(parents=True)
+    for name in ("qwen2", "qwen3", "qwen3_moe", "llava", "registry"):
+        (models / f"{name}.py").touch()
+    monkeypatch.setattr(stand_ins, "_package", lambda: tmp_path / "sglang")
+    monkeypatch.setenv(VARIABLE, "")  # so that it is as before when the test is over
+    monkeypatch.delenv(VARIABLE)
+
+
+def folder(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "config.json").write_text(text)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("package")
+def test_a_model_that_is_trained_here_is_imported_alone(tmp_path: Path) -> None:
+    stand_ins.import_one_model(folder(tmp_path, json.dumps({"architectures": ["Qwen3ForCausalLM"]})))
+    assert os.environ[VARIABLE] == "llava,qwen2,qwen3_moe,registry"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"architectures": ["LlavaForCausalLM"]}', '{"architectures": null}', "[]", "no JSON", "{}"],
+)
+@pytest.mark.usefixtures("package")
+def test_of_any_other_all_are_imported(text: str, tmp_path: Path) -> None:
+    stand_ins.import_one_model(folder(tmp_path, text))
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.usefixtures("package")
+def test_without_a_model_all_are_imported(tmp_path: Path) -> None:
+    stand_ins.import_one_model(tmp_path / "absent")
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.usefixtures("package")
+def test_what_the_user_disables_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "llava")
+    stand_ins.import_one_model(folder(tmp_path, json.dumps({"architectures": ["Qwen2ForCausalLM"]})))
+    assert os.environ[VARIABLE] == "llava"

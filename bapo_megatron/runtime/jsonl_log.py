@@ -153,6 +153,17 @@ def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def rows_from_end(path: Path) -> Iterator[Row]:
+    """All rows of a log that is whole, the newest first, a block of it in memory; bad lines are left out.
+
+    For the process that owns the log and has it open. ConfigError for a log that is no plain file.
+    """
+    with read_plain(path) as file:
+        for _, line in _lines_from_end(file):
+            with suppress(ValueError):
+                yield parse_row(line)
+
+
 def finite_json(value: Any) -> Any:
     """``value`` with every infinity and NaN in it replaced by None."""
     if isinstance(value, float):

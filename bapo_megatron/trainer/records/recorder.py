@@ -29,7 +29,7 @@ from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.files import open_plain
-from bapo_megatron.runtime.jsonl_log import EventLog, Row, tail_rows
+from bapo_megatron.runtime.jsonl_log import EventLog, Row, rows_from_end, tail_rows
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress
@@ -44,6 +44,8 @@ MOVES = frozenset({MOVED, "bapo/moved_tokens"})
 _FIRST, _LATER = 16, 64
 """Stale updates without a move after which the notice is given: two steps of the usual reuse (2 x 4) at a
 run's start, and eight later, where a search seldom moves before it does no more."""
+_MOST_ROWS = 4096
+"""Rows of updates.jsonl that a resume reads, 7 kB each. One with too few stale updates in them had moves."""
 
 
 class IdleSearch:
@@ -59,13 +61,17 @@ class IdleSearch:
         self._has_moved = self._is_told = False
 
     def resume(self, updates: Iterable[Row], events: Iterable[Row]) -> None:
-        """Take up the stretch that the last rows of updates.jsonl end with. Both are newest first."""
+        """Take up the stretch that updates.jsonl ends with. Both are newest first, and read no further than
+        needed: a stretch of ``_LATER`` was told of when it was as long, in a run that has such an event.
+        """
         moved_step = 0
-        for row in updates:
-            if row.get(MOVED):
+        for number, row in enumerate(updates, 1):
+            if row.get(MOVED) or number == _MOST_ROWS:
                 self._has_moved, moved_step = True, row["step"]
                 break
             self._count(row["step"], row)
+            if len(self._stretch) == _LATER:
+                break
         self._stretch.reverse()
         told_step = next((row.get("step", 0) for row in events if row.get("kind") == "bounds_idle"), 0)
         self._is_told = told_step > 0 and told_step >= moved_step
@@ -132,7 +138,7 @@ class Recorder:
         """Kinds of warnings that were printed."""
         self._idle_search = IdleSearch(config.algorithm.bounds)
         logs = RunPaths(directory)
-        self._idle_search.resume(tail_rows(logs.updates), tail_rows(logs.events))
+        self._idle_search.resume(rows_from_end(logs.updates), rows_from_end(logs.events))
         self._progress = Progress(config.steps, first_step)
         if not has_work:
             print(

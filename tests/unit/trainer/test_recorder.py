@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -205,6 +206,7 @@ def test_a_start_says_whether_the_journal_goes_on(
     assert re.search(rf": start at step 1 of \d+, processes: 1{kept}\n", capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("one_process_group")
 def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder(run_config(tmp_path, RewardConfig()), 1, True)
     stale = {MOVED: 0.0, "bapo/contribution": 0.5}
@@ -265,27 +267,44 @@ def test_runs_whose_bounds_move_get_no_idle_notice(updates: list[Metrics]) -> No
     assert IdleSearch(paper()).observe(1, updates) is None
 
 
+@pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize(
     ("moved_at", "told_at", "first", "last"),
     [
-        (0, 0, 99, "20 stale updates (steps 99 to 102)"),  # nothing is known of earlier steps
+        (0, 0, 99, "20 stale updates (steps 99 to 102)"),
         (90, 0, 91, "65 stale updates (steps 91 to 103)"),
         (90, 40, 91, "65 stale updates (steps 91 to 103)"),  # of a stretch before the move
         (90, 90, 91, None),  # of this one
-        (0, 40, 97, None),
+        (0, 94, 91, None),
+        (60, 73, 61, None),
+        (60, 0, 61, "69 stale updates (steps 88 to 101)"),  # by an earlier version without the notice
     ],
 )
 def test_a_resumed_run_goes_on_with_the_stretch(
-    moved_at: int, told_at: int, first: int, last: str | None
+    moved_at: int, told_at: int, first: int, last: str | None, tmp_path: Path
 ) -> None:
-    """Five stale updates a step; the logs end with step 100."""
-    rows = [{"step": step, **stale()} for step in range(first, 101) for _ in range(5)]
+    """Five stale updates a step, of 7 kB each; the logs end with step 100, long after the notice."""
+    rows = [{"step": step, **stale(), "x": "x" * 7000} for step in range(first, 101) for _ in range(5)]
     rows[:0] = [{"step": moved_at, **stale(1.0)}] if moved_at else []
-    idle = IdleSearch(paper())
-    idle.resume(rows[::-1], [{"kind": "bounds_idle", "step": told_at}] if told_at else [])
-    said = [message for step in range(101, 130) if (message := idle.observe(step, [stale()] * 5))]
+    told = [{"kind": "bounds_idle", "step": told_at}] if told_at else []
+    later = [{"kind": "checkpoint", "x": "x" * 9000}] * 30
+    for name, content in (("updates", rows), ("events", told + later)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    recorder = Recorder(run_config(tmp_path, RewardConfig()), 101, True)
+    for step in range(101, 130):
+        recorder.step(step, [stale()] * 5, {})
+    recorder.close()
+    events = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bounds_idle"]
+    said = [event["message"] for event in events[len(told) :]]
     assert len(said) == (last is not None)
     assert all(last is not None and last in message for message in said)
+
+
+def test_a_resume_reads_so_many_rows_and_takes_what_it_does_not_see_for_moves() -> None:
+    idle, left = IdleSearch(paper()), iter([{"step": 9, **FRESH}] * 10_000)
+    idle.resume(left, [])
+    assert len(list(left)) > 5000
+    assert [idle.observe(step, [stale()] * 63) is None for step in (10, 11)] == [True, False]
 
 
 @pytest.mark.parametrize("config", [paper(), BoundsConfig()])

@@ -18,7 +18,7 @@ Used by ``commands/verify.py``, ``trainer/rollout_only.py`` and ``benchmarks/dia
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
@@ -217,12 +217,20 @@ class ClipLoss(Loss):
         assert self._config.bounds_tokens is not None
         return group_of_tokens(batch, self._config.bounds_tokens)
 
-    def _of_tokens(self, view: PackView, value: Callable[[SearchResult], float]) -> float | Tensor:
-        """``value`` of each token's search: a number where all have the same, else [T]."""
+    def _in_force(self, view: PackView) -> Sequence[float | Tensor]:
+        """c_low, c_high, one sign, moved of each token's search: numbers where all have the same, else [T].
+
+        One table: each costs a copy to a GPU, for which the host waits, and a pass over the tokens.
+        """
+        searches = view.found if isinstance(view.found, tuple) else (view.found,)
+        rows = [
+            (one.bounds.low, one.bounds.high, float(one.one_sign), float(self._is_moved(one)))
+            for one in searches
+        ]
         if not isinstance(view.found, tuple):
-            return value(view.found)
-        table_G = constant_on(view.live_T.device, tuple(value(one) for one in view.found))
-        return table_G[self._group_T(view.batch)]
+            return rows[0]
+        table_G = constant_on(view.live_T.device, tuple(chain.from_iterable(rows))).reshape(len(rows), -1)
+        return table_G[self._group_T(view.batch)].unbind(1)
 
     def _bounds_sums(self, view: PackView) -> Tensor:
         """Metrics of the bounds, each multiplied by the number of tokens in the loss: [5 + 12]."""
@@ -272,10 +280,7 @@ class ClipLoss(Loss):
         negative_T = (view.live_T & (view.batch.advantage_T < 0)).double()
         positive_T = (view.live_T & (view.batch.advantage_T > 0)).double()
         live_T = view.live_T.double()
-        low = self._of_tokens(view, lambda found: found.bounds.low)
-        high = self._of_tokens(view, lambda found: found.bounds.high)
-        one_sign = self._of_tokens(view, lambda found: float(found.one_sign))
-        moved = self._of_tokens(view, lambda found: float(self._is_moved(found)))
+        low, high, one_sign, moved = self._in_force(view)
         bounds = (low * negative_T, negative_T, high * positive_T, positive_T)
         return torch.stack([part.sum() for part in (*bounds, one_sign * live_T, moved * live_T)])
 

@@ -31,6 +31,7 @@ from bapo_megatron.algo.losses.clip import (
     search_groups,
 )
 from bapo_megatron.algo.objective import Objective
+from bapo_megatron.algo.tokens import constant_on
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
@@ -196,6 +197,17 @@ def test_metrics_are_means_over_tokens_and_over_those_that_a_bound_acts_on() -> 
     assert metrics["contribution/gradient_ratio_uniform"] == math.inf  # over no negative token
     together, exact, _ = metrics_of(samples, dataclasses.replace(config, bounds_tokens=8), 64)
     assert (len(together), exact["bapo/one_sign_tokens"]) == (1, 0.0)
+
+
+def test_new_bounds_are_three_copies_to_the_device() -> None:
+    """Of what the loss needs, of the metrics' means, and of the bounds in force: the host waits for each."""
+    config = dataclasses.replace(balanced(), scope="micro_batch", bounds_tokens=4)
+    constant_on.cache_clear()
+    copies = []
+    for advantage in (1.0, -1.0):
+        metrics_of([one_response(4, advantage), one_response(4, -advantage)], config, 64)
+        copies.append(constant_on.cache_info().misses)
+    assert copies[1] - copies[0] == 3
 
 
 def one_response(tokens: int, advantage: float) -> Sample:

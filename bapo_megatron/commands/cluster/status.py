@@ -139,9 +139,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         checkpoint_age_s=files_now - saved[1] if saved else None,
         engines=None if gone else _engines(run, metrics, files_now, job is not None),
         moved=_moved(paths.metrics),
-        starts="fixed({}, {})".format(
-            *(config.get(f"algorithm.bounds.{one}_start") for one in ("low", "high"))
-        ),
+        starts=_starts(config),
         stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,
         trouble=event_text(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,

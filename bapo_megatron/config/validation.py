@@ -319,15 +319,25 @@ def unused_settings(run: RunConfig) -> Iterator[str]:
         )
 
 
+def searches_groups_advantages(algorithm: AlgorithmConfig) -> bool:
+    """Whether clipping bounds are searched by a share that at ratios of 1 is of the groups' advantages alone.
+
+    Not where training changes these advantages, or leaves responses out.
+    """
+    bounds = algorithm.bounds
+    changed = algorithm.polarity.enabled or algorithm.reference_kl.in_reward or algorithm.corrections.rejects
+    is_theirs = (bounds.share, bounds.weight) == ("absolute", "uniform")
+    return algorithm.loss == "clip" and sum_count(bounds) > 2 and is_theirs and not changed
+
+
 def _balanced_by_mean(algorithm: AlgorithmConfig) -> Iterator[str]:
     """A search of clipping bounds whose updates are balanced by the mean over sequences: a warning.
 
     In a group the advantages add up to 0, so responses that count alike give both signs half of the gradient.
     """
     bounds = algorithm.bounds
-    searches = algorithm.loss == "clip" and sum_count(bounds) > 2 and not algorithm.polarity.enabled
-    is_half = (bounds.share, bounds.weight, algorithm.loss_mean) == ("absolute", "uniform", "sequence")
-    if searches and is_half and bounds.target <= 0.5:
+    is_half = searches_groups_advantages(algorithm) and algorithm.loss_mean == "sequence"
+    if is_half and bounds.target <= 0.5:
         parts = ", and those of its parts move by which responses they see"
         yield (
             f"algorithm.loss_mean=sequence gives positive tokens half of the gradient at ratios of 1, and "

@@ -15,11 +15,11 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from bapo_megatron.algo.advantages import group_advantages, is_uniform
-from bapo_megatron.algo.bounds import BoundsConfig, sum_count
+from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.losses.clip import group_of_sequences
-from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import AlgorithmConfig, RunConfig
+from bapo_megatron.config.validation import searches_groups_advantages
 from bapo_megatron.data.packing import updates_of_step
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient
@@ -202,10 +202,8 @@ def _searches(update: Sequence[_Response], bounds: BoundsConfig) -> list[list[_R
 def _share_decides(algorithm: AlgorithmConfig) -> bool:
     """Whether bounds are searched, by this share, in parts that are known before a run has a layout."""
     bounds = algorithm.bounds
-    if algorithm.loss != "clip" or algorithm.polarity != PapoConfig():
-        return False  # nothing is searched, or PAPO changes the advantages
     is_known = bounds.scope != "micro_batch" or bounds.grouped
-    return is_known and sum_count(bounds) > 2 and (bounds.share, bounds.weight) == ("absolute", "uniform")
+    return is_known and searches_groups_advantages(algorithm)
 
 
 def outlook(rows: Sequence[Row], algorithm: AlgorithmConfig) -> str | None:

@@ -14,9 +14,17 @@ import torch
 
 from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.algo.bounds import balanced
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.losses.clip import contribution_fn, search_groups
 from bapo_megatron.algo.papo_schedule import PapoConfig
-from bapo_megatron.config import AlgorithmConfig, DataConfig, LoggingConfig, ModelConfig, RunConfig
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    ReferenceKlConfig,
+    RunConfig,
+)
 from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.runtime.jsonl_log import read_jsonl
@@ -181,8 +189,16 @@ def test_searches_of_a_part_of_an_update(
     assert (found[BELOW], found[RESPONSES]) == pytest.approx((below, responses))
 
 
-@pytest.mark.parametrize("changed", [{"loss": "gspo"}, {"polarity": PapoConfig(enabled=True)}])
-def test_another_loss_has_no_such_searches(changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"loss": "gspo"},
+        {"polarity": PapoConfig(enabled=True)},
+        {"reference_kl": ReferenceKlConfig(0.1, "k1", "reward")},
+        {"corrections": CorrectionsConfig(off_policy_delta=0.1)},
+    ],
+)
+def test_another_loss_or_other_advantages_have_no_such_searches(changed: dict[str, Any]) -> None:
     found = shares_of(replace(algorithm_of(), **changed), sampled_group(*SKEWED))
     assert (found[SHARE], found[BELOW]) == (pytest.approx(0.25), None)
 

@@ -209,11 +209,17 @@ def _share_decides(algorithm: AlgorithmConfig) -> bool:
 def outlook(rows: Sequence[Row], algorithm: AlgorithmConfig) -> str | None:
     """Sentence on whether BAPO can act on data whose steps have these ``rows``, the metrics above.
 
-    None where no row has a share that decides.
+    Of the share alone for steps of an earlier version, without the other two. None where no row has a share
+    that decides.
     """
-    known = [row for row in rows if row.get(BELOW) is not None]
-    if not known:
+    if not _share_decides(algorithm):
         return None
+    known = [row for row in rows if row.get(BELOW) is not None]
+    old = [row[SHARE] for row in rows if row.get(SHARE) is not None and BELOW not in row]
+    if not known:
+        return _outlook_of_shares(old, algorithm.bounds.target) if old else None
+    both = len(known) + len(old)
+    steps = f", in {len(known)} of {both} steps: an earlier version did not measure the others" if old else ""
     share, below, responses = (sum(row[name] for row in known) / len(known) for name in _MEASURED)
     bounds = algorithm.bounds
     pair = f"fixed({bounds.low_start:g}, {bounds.high_start:g})"
@@ -231,7 +237,16 @@ def outlook(rows: Sequence[Row], algorithm: AlgorithmConfig) -> str | None:
     return (
         f"{start}{verdict}: positive tokens hold {share:.3f} of the gradient at ratios of 1, and less than "
         f"the target of {bounds.target:g} in {below:.1%} of the searches, of which each sees {responses:.3g} "
-        f"responses in the mean"
+        f"responses in the mean{steps}"
+    )
+
+
+def _outlook_of_shares(shares: Sequence[float], target: float) -> str:
+    below = sum(share < target for share in shares)
+    return (
+        f"positive tokens hold {sum(shares) / len(shares):.3f} of the gradient at ratios of 1, and less than "
+        f"the target of {target:g} in {below} of {len(shares)} steps; what each search sees, an earlier "
+        f"version did not measure"
     )
 
 

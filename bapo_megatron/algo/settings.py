@@ -183,12 +183,15 @@ def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
     """
     parameters = list(inspect.signature(build).parameters.values())[skip:]
     cls: type = getattr(build, "func", build)  # type: ignore[arg-type]
-    hints = _hints(cls)
-    return [
-        Setting(one.name, hints.get(one.name, _type_of(one.default)), one.default)
-        for one in parameters
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
+    hints, factories = _hints(cls), getattr(cls, "__dataclass_fields__", {})
+    found = []
+    for one in parameters:
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            default = one.default
+            if repr(default) == "<factory>":  # a dataclass's, in place of what its factory makes
+                default = factories[one.name].default_factory()
+            found.append(Setting(one.name, hints.get(one.name, _type_of(default)), default))
+    return found
 
 
 def check_settings(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> None:

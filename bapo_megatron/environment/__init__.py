@@ -76,8 +76,8 @@ class Environment:
     `restore`: ``restore`` gets the turns and the last note; nothing is done twice but a step that was
     interrupted. `never`: the response begins again."""
     settings_type: ClassVar[type | None] = None
-    """Dataclass of ``environment/settings.py`` that the settings must fit, checked before a run. None, as in
-    a class of your own: they come as they were given."""
+    """Dataclass of ``environment/settings.py`` that the settings must fit, checked before a run; a subclass
+    inherits it, if it has no ``__init__``, ``play`` or ``run`` of its own. None: they come as given."""
     own_random: ClassVar[bool] = False
     """Whether it draws from the global generators of ``random`` or numpy. Then each episode has states of its
     own, and one step at a time runs in a worker: another episode's draws would make a replay diverge."""

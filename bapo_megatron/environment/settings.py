@@ -16,14 +16,17 @@ from bapo_megatron.environment import Environment
 with contextlib.suppress(ImportError):  # not in an interpreter of its own, where nobody reads annotations
     from annotated_types import Ge, Gt, MinLen
 
+READERS = frozenset({"__init__", "play", "run"})
+"""Methods in which environments read their settings; the last two are those of loops and of agents."""
+
 
 def settings_type(kind: type[Environment]) -> type | None:
-    """The dataclass of a class's settings; None if it names none. One with methods of its own, which may read
-    other settings, inherits none."""
+    """The dataclass of a class's settings: its own, or that of its base; None if there is none, or if the
+    class has one of ``READERS`` of its own, and may take other settings than its base."""
     for one in kind.__mro__:
         if "settings_type" in vars(one):
             return one.settings_type  # type: ignore[attr-defined, no-any-return]
-        if any(map(callable, vars(one).values())):
+        if not READERS.isdisjoint(vars(one)):
             break
     return None
 

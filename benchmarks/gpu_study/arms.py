@@ -73,7 +73,7 @@ class GpuStudyOptions:
     held_out: Path | None = None
     """File of problems that are held out."""
     reward: str | None = None
-    """The run's reward.function. None: that of `data`."""
+    """The run's reward.function. None: that of `data`, if it is one of these."""
     folder: Path = Path("runs/gpu_study")
     """Folder of the arms; a study that is there is continued. With `small` its folder `small`."""
     arms: tuple[str, ...] = tuple(ARMS)
@@ -96,6 +96,8 @@ class GpuStudyOptions:
             raise ConfigError("--train and --held-out belong together: give both, or --data")
         if self.train is None and self.data not in SOURCES:
             raise ConfigError(f"--data {self.data}: choose from {' '.join(SOURCES)}, or give --train")
+        if self.reward is None and self.data not in SOURCES:
+            raise ConfigError(f"--data {self.data} says no reward for --train: give --reward")
         if self.train is None and self.small and self.data != "reasoning-gym":
             raise ConfigError(f"--data {self.data}: --small has problems of its own; or give --train")
         if not (self.model / "config.json").is_file():

@@ -133,18 +133,18 @@ class EnginePool:
         return CachedPrefix(slot, slot.loads) if self._prefix_cache else None
 
     async def generate(
-        self, slot: EngineSlot, request: GenerateRequest, is_known: Callable[[int], bool]
+        self, slot: EngineSlot, request: GenerateRequest, is_known: Callable[[int], bool], expected: str
     ) -> Generation:
         """Send a request to its reserved engine; returns the answer. EngineLost if the engine fails, in this
         or another request, or has other weights: older ones than it was given, or of a version that is not
-        ``is_known``; ValueError if the request is malformed."""
+        ``is_known``, which the reason calls not ``expected``; ValueError if the request is malformed."""
         version = slot.version
         request_task = asyncio.ensure_future(slot.engine.generate(request))
         slot.inflight.add(request_task)
         try:
             answer = await request_task
             slot.last_answer_at = self._clock.now()
-            self._check_versions(slot, answer, version, is_known)
+            self._check_versions(slot, answer, version, is_known, expected)
             self._worked_at = slot.last_answer_at  # an answer that is not used is no work
             return answer
         except asyncio.CancelledError:
@@ -162,7 +162,12 @@ class EnginePool:
             slot.inflight.discard(request_task)
 
     def _check_versions(
-        self, slot: EngineSlot, answer: Generation, version: int, is_known: Callable[[int], bool]
+        self,
+        slot: EngineSlot,
+        answer: Generation,
+        version: int,
+        is_known: Callable[[int], bool],
+        expected: str,
     ) -> None:
         """EngineLost, and quarantine, if an answer has tokens of older weights than ``version``, or unknown.
 
@@ -180,7 +185,9 @@ class EnginePool:
                 "restarted, or another run uses it"
             )
         elif unknown := [one for one in found if not is_known(one)]:
-            reason = f"answers with tokens of unknown weights {unknown[0]} after a load of {version}"
+            reason = (
+                f"answers with tokens of weights {unknown[0]}, not of {expected}, after a load of {version}"
+            )
         else:
             return
         self.quarantine(slot, reason)

@@ -270,7 +270,7 @@ class Dispatcher:
         """Request one segment of one response; keep the result, or queue the response again."""
         request = self._request(group, key[1], need)
         try:
-            answer = await self._pool.generate(slot, request, self._is_known)
+            answer = await self._pool.generate(slot, request, self._is_known, "the run's weights")
             if useless := without_routes(answer, request, slot.engine.name):
                 self._useless = ConfigError(useless)
                 self._pool.changed.set()

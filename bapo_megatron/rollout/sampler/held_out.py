@@ -316,7 +316,9 @@ async def whole_response(
                 await asyncio.sleep(_POLL_S)
             request = next_request(response, need, sampling, prompt, name, seed)
             try:
-                answer = await pool.generate(slot, request, lambda found: found == version)
+                answer = await pool.generate(
+                    slot, request, lambda found: found == version, f"the evaluation's weights {version}"
+                )
                 cached = pool.cached_at(slot)
             except EngineLost as lost:
                 losses += lost.by_this_request

@@ -356,7 +356,7 @@ def test_a_wrong_class_is_refused_in_words(function: str, text: str) -> None:
         ("Agent", {"command": "agent.py"}, "command='agent.py' must be a list"),
         ("OpenEnv", {"url": ""}, "url='' must be of a length of at least 1"),
         ("TextArena", {"new_text_onyl": True}, r"new_text_onyl=True: .* is it new_text_only\?"),
-        ("Verifiers", {"taskset": "gsm8k"}, "taskset='gsm8k' must be a table"),
+        ("Verifiers", {"taskset": {}, "envs": {}}, "envs={}: .* is it env.*; env: dict.*, default {}$"),
     ],
 )
 def test_settings_of_a_shipped_environment(kind: str, settings: dict[str, Any], text: str) -> None:
@@ -376,11 +376,34 @@ def test_settings_are_refused_before_a_run(tmp_path: Path) -> None:
     assert read_traits(replace(asked, settings={"format": "plain"})).resume == "restore"
 
 
-def test_a_class_with_methods_of_its_own_inherits_no_settings() -> None:
-    described = type("Described", (Calculator,), {"tools": ({"function": {"name": "calculator"}},)})
-    other = type("Other", (described,), {"step": lambda self, turn: None})
-    kinds = [own_settings.settings_type(one) for one in (Calculator, described, other, Dice)]
-    assert kinds == [own_settings.CalculatorSettings, own_settings.CalculatorSettings, None, None]
+@pytest.mark.parametrize(
+    ("path", "settings", "own"),
+    [
+        ("tools.calculator:Calculator", {"format": "fenced"}, "__init__"),
+        ("tools.python_tool:PythonTool", {"format": "fence"}, "__init__"),
+        ("adapters.endpoint:EndpointEnvironment", {}, "run"),
+        ("adapters.openenv:OpenEnv", {"url": 1}, "__init__"),
+        ("adapters.textarena:TextArena", {"new_text_only": "no"}, "__init__"),
+        ("adapters.verifiers_v1:VerifiersV1", {"taskset": "gsm8k"}, "play"),
+    ],
+)
+def test_a_subclass_is_checked_as_its_base_is(
+    tmp_path: Path, path: str, settings: dict[str, Any], own: str
+) -> None:
+    """But for one whose own method may read other settings. The adapters' packages are stubs."""
+    stubs = "textarena", "openenv/core", "websockets/exceptions", "verifiers/v1/__init__"
+    for stub in (*stubs, "verifiers/v1/utils/loaders"):
+        (tmp_path / stub).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{stub}.py").write_text("def __getattr__(name):\n    return object\n")
+    module, _, name = path.partition(":")
+    (tmp_path / "mine.py").write_text(
+        f"from bapo_megatron.environment.{module} import {name}\n"
+        f"class Mine({name}):\n    word: int = 3\n    def close(self):\n        return super().close()\n"
+        f"class Own(Mine):\n    def {own}(self, *given):\n        return super().{own}(*given)\n"
+    )
+    with pytest.raises(ConfigError, match=r"^environment\.settings\..*mine\.py:Mine takes "):
+        read_traits(EnvironmentConfig(f"{tmp_path}/mine.py:Mine", settings))
+    assert read_traits(EnvironmentConfig(f"{tmp_path}/mine.py:Own", settings)).settings_type is None
 
 
 def test_a_wrong_name_is_answered_with_the_names_that_there_are(tmp_path: Path) -> None:

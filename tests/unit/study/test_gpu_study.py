@@ -97,6 +97,7 @@ def test_held_out_problems_are_made_first(options: GpuStudyOptions) -> None:
         ({"train": Path("a")}, "belong together"),
         ({"data": "openai/gsm8k", "small": True}, "--data openai/gsm8k: --small has problems of its own"),
         ({"data": "mnist"}, "--data mnist: choose from reasoning-gym openai/gsm8k"),
+        ({"data": "mnist", "train": Path("a"), "held_out": Path("b")}, "--data mnist .*: give --reward"),
         ({"model": Path("nowhere")}, "--model nowhere: no config.json there"),
         ({"steps": 0}, "steps=0 must be at least 1"),
     ],

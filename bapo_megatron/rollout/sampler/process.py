@@ -102,7 +102,7 @@ class Service:
         pool: EnginePool,
         held_out: HeldOut,
         events: list[dict[str, Any]],
-        sync: str = "disk",
+        sync: str,
     ) -> None:
         """``sync``: the name of the run's transport of weights."""
         self._sampler, self._pool, self._held_out = sampler, pool, held_out

@@ -28,7 +28,8 @@ class Transport:
     """Path of the trainer's side, an ``interfaces.WeightSync``. Its class method ``open`` makes it of
     ``weight_sync/disk.SenderParts``. It calls ``begin``, ``receive``, ``confirm`` and ``resume``."""
     driver: str = f"{_UPDATES}:WeightUpdates"
-    """Path of the side of the sampler's process, ``WeightUpdates`` or a subclass, which answers them."""
+    """Path of the side of the sampler's process, ``WeightUpdates`` or a subclass, which answers them. The
+    default finds sleeping engines alone, which ``begin`` names."""
     colocated: bool | None = None
     """Whether engines must be colocated (True), must not be (False), or may be either."""
     why: str = ""

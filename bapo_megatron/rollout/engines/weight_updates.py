@@ -129,11 +129,19 @@ class WeightUpdates:
     async def begin(self, version: int, names: Collection[str] = ()) -> list[str]:
         """Make engines ready for the weights of ``version``.
 
-        ``names``: of sleeping engines, which reclaim the memory of their weights.
+        ``names``: of sleeping engines, which reclaim the memory of their weights. EngineError if no engine
+        receives: a later ``resume`` would put all of them in quarantine.
         """
         self.cancel()
         self._version = version
-        self._loads = [EngineLoad(slot, load, version) for slot, load in self._receivers(names)]
+        receivers = self._receivers(names)
+        if not receivers:
+            raise EngineError(
+                f"{type(self).__name__}: no engine receives these weights in parts (named: "
+                f"{', '.join(names) or 'none'}); a transport to engines that do not sleep needs a driver "
+                f"of its own, as BroadcastUpdates"
+            )
+        self._loads = [EngineLoad(slot, load, version) for slot, load in receivers]
         return await self._on_all(lambda load: load.begin())
 
     async def receive(self, part: WeightPart | Mapping[str, WeightPart]) -> list[str]:

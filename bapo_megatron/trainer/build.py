@@ -136,8 +136,8 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
                 on_event(event)
         sync.push(policy, point.first_step - 1)
         client = sampler if isinstance(sampler, SamplerClient) else None
-        ipc = sync if isinstance(sync, HandsOver) else None
-        handover = GpuHandover(config, policy, client, servers, on_event, ipc)
+        handing_over = sync if isinstance(sync, HandsOver) else None
+        handover = GpuHandover(config, policy, client, servers, on_event, handing_over)
         # The watchdog starts last: loading a model and starting servers may take longer than its limit.
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(

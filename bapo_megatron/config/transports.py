@@ -1,7 +1,7 @@
 """The transports of new weights to the engines: the table behind `rollout.sglang.sync` and its like.
 
 One file more is another transport: its sender, a class of ``rollout/weight_sync/``, and an entry here. Its
-parts are buckets or memory handles, or know how a server gets them (``types.OwnPart``). Trainer, sampler's
+parts are buckets or memory handles, or send themselves (``types.SelfSendingPart``). Trainer, sampler's
 process, configuration and ``bapo plan`` ask the table; classes are named by their paths, so that asking
 imports no torch. The estimates of seconds (``planning/traffic.py``) are of those below. Used by
 ``engines.py``, ``planning/sizes.py``, ``trainer/build.py``, and in ``rollout/engines/`` and

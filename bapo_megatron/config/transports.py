@@ -2,19 +2,16 @@
 
 One file more is another transport: its sender, a class of ``rollout/weight_sync/``, and an entry here. Its
 parts are buckets or memory handles, or send themselves (``types.SelfSendingPart``). Trainer, sampler's
-process, configuration and ``bapo plan`` ask the table; classes are named by their paths, so that asking
-imports no torch. The estimates of seconds (``planning/traffic.py``) are of those below. Used by
-``engines.py``, ``planning/sizes.py``, ``trainer/build.py``, and in ``rollout/engines/`` and
-``rollout/sampler/``.
+process, configuration and ``bapo plan`` ask the table. Classes are named by their paths, which ``rollout/``
+alone imports: asking imports no torch. The estimates of seconds (``planning/traffic.py``) are of those below.
+Used by ``engines.py`` and ``planning/sizes.py``, and in ``rollout/engines/`` and ``rollout/weight_sync/``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-from bapo_megatron.runtime.dotted_path import load_dotted_path
+from typing import TYPE_CHECKING, Literal
 
 _SYNC = "bapo_megatron.rollout.weight_sync"
 _UPDATES = "bapo_megatron.rollout.engines.weight_updates"
@@ -25,8 +22,8 @@ class Transport:
     """A transport of weights: its classes on both sides, and the engines that it needs. Plain data."""
 
     sender: str
-    """Path of the trainer's side, an ``interfaces.WeightSync``. Its class method ``open`` makes it of
-    ``weight_sync/disk.SenderParts``. It calls ``begin``, ``receive``, ``confirm`` and ``resume``."""
+    """Path of the trainer's side, a ``weight_sync/disk.Sender``. It calls ``begin``, ``receive``,
+    ``confirm`` and ``resume``."""
     driver: str = f"{_UPDATES}:WeightUpdates"
     """Path of the side of the sampler's process, ``WeightUpdates`` or a subclass, which answers them. The
     default finds sleeping engines alone, which ``begin`` names."""
@@ -39,12 +36,6 @@ class Transport:
     transport in ``transports``. None: it has no parts, and every engine takes it."""
     folders: int = 0
     """Versions of the weights in the run directory at a time, at most, without a fallback."""
-
-    def sender_class(self) -> Any:
-        return load_dotted_path("sync", self.sender, "class")
-
-    def driver_class(self) -> Any:
-        return load_dotted_path("sync", self.driver, "class")
 
 
 TRANSPORTS = {

@@ -12,11 +12,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.interfaces import Confirm, ReceivesBroadcast, ReceivesHandles
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineSlot
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch, DigestQuorum, SentDigests
+from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.types import BroadcastGroup, WeightPart, WeightParts
 
 Load = Callable[[WeightParts, int, Confirm], Coroutine[Any, Any, None]]
@@ -188,6 +190,12 @@ class WeightUpdates:
                 load.cancel()
         self._loads = [load for load, succeeded in zip(self._loads, done, strict=True) if succeeded]
         return [load.name for load in self._loads]
+
+
+def driver_class(sync: str) -> type[WeightUpdates]:
+    """The driver of the transport of weights ``sync``, by ``config/transports.py``."""
+    found: type[WeightUpdates] = load_dotted_path("sync", TRANSPORTS[sync].driver, "class")
+    return found
 
 
 class BroadcastUpdates(WeightUpdates):

@@ -1,10 +1,11 @@
 """The transports of new weights to the engines: the table behind `rollout.sglang.sync` and its like.
 
-One file more is another transport: its sender, a class of ``rollout/weight_sync/``, and an entry here. Its
+One file more trains by another transport: its sender, of ``rollout/weight_sync/``, and an entry here. Its
 parts are buckets or memory handles, or send themselves (``types.SelfSendingPart``). Trainer, sampler's
 process, configuration and ``bapo plan`` ask the table. Classes are named by their paths, which ``rollout/``
-alone imports: asking imports no torch. The estimates of seconds (``planning/traffic.py``) are of those below.
-Used by ``engines.py`` and ``planning/sizes.py``, and in ``rollout/engines/`` and ``rollout/weight_sync/``.
+alone imports: asking imports no torch. By name is asked what holds for one of these alone: measured rates
+(``planning/traffic.py`` refuses a transport without one), and the check of NCCL for ``broadcast``.
+Used by ``engines.py``, and in ``planning/``, ``rollout/engines/`` and ``rollout/weight_sync/``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Transport:
     protocol: str | None = None
     """Name of the protocol of ``interfaces.py`` by which engines take its ``WeightParts``; they name the
     transport in ``transports``. None: it has no parts, and every engine takes it."""
+    reads_trainer_memory: bool = False
+    """Whether engines read the memory of the process that trains on their GPU, which must be one."""
     folders: int = 0
     """Versions of the weights in the run directory at a time, at most, without a fallback."""
 
@@ -52,6 +55,7 @@ TRANSPORTS = {
         colocated=True,
         why="no others read the trainer's memory",
         protocol="ReceivesHandles",
+        reads_trainer_memory=True,
         folders=1,  # which is read at a server's start
     ),
 }

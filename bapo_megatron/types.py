@@ -349,16 +349,18 @@ class BucketSpec:
     nbytes: int
 
 
-class OwnPart(Protocol):
-    """A part of the weights of another transport than broadcast and ipc: it knows how a server gets it."""
+class SelfSendingPart(Protocol):
+    """A part of new weights that says how a server gets it, for your own transport (docs/extending.md)."""
 
     async def send(self, server: Any, timeout_s: float) -> None:
-        """Have a server load the part, by its client (``SglangServer``); the sampler's process calls it."""
+        """Have a server load the part, by its client (``SglangServer.load_part``, say). In the sampler's
+        process, which gets a pickle of the part."""
 
 
-WeightPart = BucketSpec | Sequence[bytes] | OwnPart
+WeightPart = BucketSpec | Sequence[bytes] | SelfSendingPart
 """A part of a version's weights: the layout of a bucket that the sender broadcasts; or a bucket's memory
-handles, for each tensor-parallel rank a pickle of (name, tensor) pairs without data; or another one."""
+handles, for each tensor-parallel rank a pickle of (name, tensor) pairs without data; or one that sends
+itself."""
 
 WeightParts = AsyncIterator[WeightPart]
 """The weights of one version, for an engine, which asks for a part when it has loaded the one before. The

@@ -1,20 +1,18 @@
 """The transports of new weights to the engines: the table behind `rollout.sglang.sync` and its like.
 
-One file more is another transport: its sender, a class of ``rollout/weight_sync/``, and an entry here. Its
-parts are buckets or memory handles, or know how a server gets them (``types.OwnPart``). Trainer, sampler's
-process, configuration and ``bapo plan`` ask the table; classes are named by their paths, so that asking
-imports no torch. The estimates of seconds (``planning/traffic.py``) are of those below. Used by
-``engines.py``, ``planning/sizes.py``, ``trainer/build.py``, and in ``rollout/engines/`` and
-``rollout/sampler/``.
+One file more trains by another transport: its sender, of ``rollout/weight_sync/``, and an entry here. Its
+parts are buckets or memory handles, or send themselves (``types.SelfSendingPart``). Trainer, sampler's
+process, configuration and ``bapo plan`` ask the table. Classes are named by their paths, which ``rollout/``
+alone imports: asking imports no torch. By name is asked what holds for one of these alone: measured rates
+(``planning/traffic.py`` refuses a transport without one), and the check of NCCL for ``broadcast``.
+Used by ``engines.py``, and in ``planning/``, ``rollout/engines/`` and ``rollout/weight_sync/``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-from bapo_megatron.runtime.dotted_path import load_dotted_path
+from typing import TYPE_CHECKING, Literal
 
 _SYNC = "bapo_megatron.rollout.weight_sync"
 _UPDATES = "bapo_megatron.rollout.engines.weight_updates"
@@ -25,10 +23,11 @@ class Transport:
     """A transport of weights: its classes on both sides, and the engines that it needs. Plain data."""
 
     sender: str
-    """Path of the trainer's side, an ``interfaces.WeightSync``. Its class method ``open`` makes it of
-    ``weight_sync/disk.SenderParts``. It calls ``begin``, ``receive``, ``confirm`` and ``resume``."""
+    """Path of the trainer's side, a ``weight_sync/disk.Sender``. It calls ``begin``, ``receive``,
+    ``confirm`` and ``resume``."""
     driver: str = f"{_UPDATES}:WeightUpdates"
-    """Path of the side of the sampler's process, ``WeightUpdates`` or a subclass, which answers them."""
+    """Path of the side of the sampler's process, ``WeightUpdates`` or a subclass, which answers them. The
+    default finds sleeping engines alone, which ``begin`` names."""
     colocated: bool | None = None
     """Whether engines must be colocated (True), must not be (False), or may be either."""
     why: str = ""
@@ -36,14 +35,10 @@ class Transport:
     protocol: str | None = None
     """Name of the protocol of ``interfaces.py`` by which engines take its ``WeightParts``; they name the
     transport in ``transports``. None: it has no parts, and every engine takes it."""
+    reads_trainer_memory: bool = False
+    """Whether engines read the memory of the process that trains on their GPU, which must be one."""
     folders: int = 0
     """Versions of the weights in the run directory at a time, at most, without a fallback."""
-
-    def sender_class(self) -> Any:
-        return load_dotted_path("sync", self.sender, "class")
-
-    def driver_class(self) -> Any:
-        return load_dotted_path("sync", self.driver, "class")
 
 
 TRANSPORTS = {
@@ -60,6 +55,7 @@ TRANSPORTS = {
         colocated=True,
         why="no others read the trainer's memory",
         protocol="ReceivesHandles",
+        reads_trainer_memory=True,
         folders=1,  # which is read at a server's start
     ),
 }

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import optimizer_shard
 from bapo_megatron.planning.sizes import stage_parameters, total_parameters
@@ -221,13 +222,15 @@ class Sync(Traffic):
 
 def sync_traffic(job: Job) -> Sync:
     """The weight sync of a step: the whole model leaves one trainer GPU by its network port. With
-    ``sync=ipc`` it is part of the GPU hand-over."""
+    ``sync=ipc`` it is part of the GPU hand-over. ConfigError for a transport without a rate here."""
     sent = float(total_parameters(job.shape) * job.element)
     if job.weights_by_ipc:
         return Sync("sync", sent, 0.0, "GPU memory", 0.0, "see turns")
     wire, way = sent / job.gpu.network, job.run.rollout.engine_config.sync
     if way == "broadcast":
         return Sync("sync", sent, wire, "network", max(wire, sent / BROADCAST_RATE), "measured with verl")
+    if way != "disk":
+        raise ConfigError(f"sync={way}: no rate of it is known; add one to planning/traffic.py, or plan disk")
     # All nodes write at the same time; each node of servers reads everything, colocated ones in their turn.
     writing = sent / DISK_RATE / -(-job.gpus // GPUS_PER_NODE)
     reading = 0.0 if job.colocated else sent / DISK_RATE

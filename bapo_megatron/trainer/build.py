@@ -24,7 +24,6 @@ from bapo_megatron.checkpoint.run_directory import (
 )
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RolloutConfig, RunConfig
-from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.problem_sets import NO_TOOLS, Suite, load_problems, load_suite
 from bapo_megatron.data.prompts import Tools
@@ -39,7 +38,7 @@ from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
 from bapo_megatron.rollout.sampler.turns import tools_of
-from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts, WeightStaging
+from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts, WeightStaging, sender_class
 from bapo_megatron.runtime.distributed import is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -136,8 +135,8 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
                 on_event(event)
         sync.push(policy, point.first_step - 1)
         client = sampler if isinstance(sampler, SamplerClient) else None
-        ipc = sync if isinstance(sync, HandsOver) else None
-        handover = GpuHandover(config, policy, client, servers, on_event, ipc)
+        handing_over = sync if isinstance(sync, HandsOver) else None
+        handover = GpuHandover(config, policy, client, servers, on_event, handing_over)
         # The watchdog starts last: loading a model and starting servers may take longer than its limit.
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
@@ -316,5 +315,4 @@ def build_weight_sync(
         on_event=on_event,
         make_digester=make,
     )
-    sender: WeightSync = TRANSPORTS[engine.sync].sender_class().open(parts)
-    return sender
+    return sender_class(engine.sync).open(parts)

@@ -53,15 +53,15 @@ class GpuHandover:
         sampler: SamplerClient | None,
         servers: EngineServers | None,
         on_event: Callable[[dict[str, Any]], None],
-        ipc: HandsOver | None = None,
+        handing_over: HandsOver | None = None,
     ) -> None:
-        """``sampler`` and ``servers``: rank 0's; None elsewhere. ``ipc``: the run's weight sync, if it sends
-        at the hand-over."""
+        """``sampler`` and ``servers``: rank 0's; None elsewhere. ``handing_over``: the run's weight sync, if
+        it sends at the hand-over."""
         engine = config.rollout.engine_config
         self.is_colocated = engine.colocated and config.rollout.replay is None
         """Whether engines share the GPUs with the policy."""
         self._policy, self._sampler, self._servers, self._on_event = policy, sampler, servers, on_event
-        self._ipc = ipc
+        self._handing_over = handing_over
         self._offloads = config.parallel.offload
         self._limit_s, self._kept_bytes = 60 * engine.release_minutes, int(1e9 * engine.kept_gb)
         self.policy_has_gpus = True
@@ -69,7 +69,7 @@ class GpuHandover:
         self._released: list[str] = []
         """Rank 0's: sleeping engines, which have released their memory."""
         self._handed: list[str] = []
-        """Rank 0's: engines that have the weights by handles, and do not sample yet."""
+        """Rank 0's: engines that have the weights handed over, and do not sample yet."""
         self._baseline_free: int | None = None
         """Free bytes on this rank's GPU with the policy offloaded and all engines asleep."""
         self._free_after_release: int | None = None
@@ -106,8 +106,9 @@ class GpuHandover:
             return
         start = perf_counter()
         self.policy_has_gpus = False  # also if what follows fails: `to_policy` must reload it
-        if self._ipc is not None:  # before the weights are offloaded: engines read them from GPU memory
-            self._send_weights_by_handles(self._ipc)
+        if self._handing_over is not None:
+            # Before the weights are offloaded: engines read them from GPU memory.
+            self._hand_over_weights(self._handing_over)
         on_all_ranks(self._offload_policy)  # on every rank before any engine takes memory
         on_all_ranks(self._wake_engines)
         self._seconds["time/wake_s"] = perf_counter() - start
@@ -116,17 +117,17 @@ class GpuHandover:
         """Seconds of the last hand-over each way; empty where engines are not colocated."""
         return dict(self._seconds)
 
-    def _send_weights_by_handles(self, ipc: HandsOver) -> None:
-        """Weights to the sleeping engines by handles, and to the other engines, if any, by a folder."""
+    def _hand_over_weights(self, handing_over: HandsOver) -> None:
+        """Weights to the sleeping engines by the sync, and to the other engines, if any, by a folder."""
         asleep = broadcast_from_main(self._asleep())
         self._handed = []
-        if takers := ipc.takers(asleep):
+        if takers := handing_over.takers(asleep):
             on_all_ranks(self._offload_all_but_weights)
             self._released = [name for name in asleep if name not in takers]
-            self._handed = ipc.hand_over(self._policy, takers)
+            self._handed = handing_over.hand_over(self._policy, takers)
         lack = self._servers is not None and set(self._servers.urls) > set(self._handed)
         if broadcast_from_main(lack):
-            ipc.write(self._policy)
+            handing_over.write(self._policy)
 
     def _offload_all_but_weights(self) -> None:
         self._offload(keep_weights=True)

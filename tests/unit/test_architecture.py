@@ -91,6 +91,20 @@ def test_imports_run_one_way() -> None:
                 assert room(name) == room(other), f"{name} imports {other}, of a sibling room"
 
 
+BY_PATH = {"config.transports": {"rollout"}, "runtime.device": {"policy"}}
+"""Rooms above that a module names by string paths. Who loads those of transports is in ``rollout``."""
+
+
+def test_paths_in_strings_run_one_way_too() -> None:
+    found: dict[str, set[str]] = {}
+    for name, path in modules().items():
+        constants = [one.value for one in ast.walk(tree_of(path)) if isinstance(one, ast.Constant)]
+        named = {one.partition(":")[0] for one in constants if isinstance(one, str)} & modules().keys()
+        if above := {room(one) for one in named if room(one) and layer(one) > layer(name)}:
+            found[name.removeprefix("bapo_megatron.")] = above
+    assert found == BY_PATH
+
+
 def test_the_core_knows_no_planning_and_a_plan_no_rehearsal() -> None:
     """What trains is neither estimated nor rehearsed by itself; arithmetic needs no dry run."""
     core = set().union(*LAYERS[: LAYERS.index({"planning"})])

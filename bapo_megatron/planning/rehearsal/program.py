@@ -17,6 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from bapo_megatron.config import RunConfig
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import ModelShape, read_model_shape
@@ -103,7 +104,7 @@ class RankProgram:
         engine, offload = self._config.rollout.engine_config, self._config.parallel.offload
         if not engine.colocated:
             return
-        if engine.sync == "ipc":
+        if TRANSPORTS[engine.sync].reads_trainer_memory:
             self._hand_over_weights(int(engine.bucket_mb * 2**20), offload)
         if offload:
             with self._phase("offload"):

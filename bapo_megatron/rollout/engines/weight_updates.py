@@ -12,11 +12,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.interfaces import Confirm, ReceivesBroadcast, ReceivesHandles
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineSlot
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch, DigestQuorum, SentDigests
+from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.types import BroadcastGroup, WeightPart, WeightParts
 
 Load = Callable[[WeightParts, int, Confirm], Coroutine[Any, Any, None]]
@@ -129,11 +131,19 @@ class WeightUpdates:
     async def begin(self, version: int, names: Collection[str] = ()) -> list[str]:
         """Make engines ready for the weights of ``version``.
 
-        ``names``: of sleeping engines, which reclaim the memory of their weights.
+        ``names``: of sleeping engines, which reclaim the memory of their weights. EngineError if no engine
+        receives: a later ``resume`` would put all of them in quarantine.
         """
         self.cancel()
         self._version = version
-        self._loads = [EngineLoad(slot, load, version) for slot, load in self._receivers(names)]
+        receivers = self._receivers(names)
+        if not receivers:
+            raise EngineError(
+                f"{type(self).__name__}: no engine receives these weights in parts (named: "
+                f"{', '.join(names) or 'none'}); a transport to engines that do not sleep needs a driver "
+                f"of its own, as BroadcastUpdates"
+            )
+        self._loads = [EngineLoad(slot, load, version) for slot, load in receivers]
         return await self._on_all(lambda load: load.begin())
 
     async def receive(self, part: WeightPart | Mapping[str, WeightPart]) -> list[str]:
@@ -180,6 +190,12 @@ class WeightUpdates:
                 load.cancel()
         self._loads = [load for load, succeeded in zip(self._loads, done, strict=True) if succeeded]
         return [load.name for load in self._loads]
+
+
+def driver_class(sync: str) -> type[WeightUpdates]:
+    """The driver of the transport of weights ``sync``, by ``config/transports.py``."""
+    found: type[WeightUpdates] = load_dotted_path("sync", TRANSPORTS[sync].driver, "class")
+    return found
 
 
 class BroadcastUpdates(WeightUpdates):

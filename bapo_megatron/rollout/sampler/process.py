@@ -27,7 +27,6 @@ import torch
 import uvloop
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed, printable
@@ -38,7 +37,7 @@ from bapo_megatron.rollout.engines.backend import EngineError, engine_backend
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool, open_pool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
-from bapo_megatron.rollout.engines.weight_updates import WeightUpdates
+from bapo_megatron.rollout.engines.weight_updates import driver_class
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
@@ -102,12 +101,12 @@ class Service:
         pool: EnginePool,
         held_out: HeldOut,
         events: list[dict[str, Any]],
-        sync: str = "disk",
+        sync: str,
     ) -> None:
         """``sync``: the name of the run's transport of weights."""
         self._sampler, self._pool, self._held_out = sampler, pool, held_out
         self._events = events
-        self._updates: WeightUpdates = TRANSPORTS[sync].driver_class()(pool)
+        self._updates = driver_class(sync)(pool)
         self._methods = self._table()
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bapo_megatron.config import EngineConfig
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.fp8 import weight_of_scale, without_quantization
 from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.hf.weight_stream import checked_weights, write_shards
-from bapo_megatron.interfaces import Policy, Sampler
+from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester, SentDigests
 from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks
+from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.storage import writing
 
@@ -52,6 +54,20 @@ class SenderParts:
     """Where this rank's weights are."""
     on_event: Callable[[dict[str, Any]], None]
     make_digester: MakeDigester | None
+
+
+class Sender(WeightSync, Protocol):
+    """A transport's sender: a ``WeightSync`` that its class makes of ``SenderParts``."""
+
+    @classmethod
+    def open(cls, parts: SenderParts) -> WeightSync:
+        """The sender of a run, on every rank."""
+
+
+def sender_class(sync: str) -> type[Sender]:
+    """The class of the sender of the transport ``sync``, by ``config/transports.py``."""
+    found: type[Sender] = load_dotted_path("sync", TRANSPORTS[sync].sender, "class")
+    return found
 
 
 class DiskSync:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,7 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import (
     ModelShape,
@@ -518,6 +520,9 @@ def test_weight_syncs_by_hand() -> None:
     assert sync(sync="broadcast").seconds == sync().seconds == pytest.approx(5904 / 50e9)
     assert sync(sync="broadcast").expected_seconds == pytest.approx(5904 * 14.2 / 65.5e9)
     assert sync().expected_seconds == pytest.approx(2 * 5904 / 2e9)
+    pigeon = patch.dict(TRANSPORTS, pigeon=TRANSPORTS["disk"])
+    with pigeon, pytest.raises(ConfigError, match="sync=pigeon: no rate"):
+        sync(sync="pigeon")
     assert make_plan(colocated()).sync.expected_seconds == pytest.approx(5904 / 2e9)  # reading is a turn's
     nodes = make_plan(planned())  # eight nodes write, each node of servers reads all
     assert nodes.sync.expected_seconds == pytest.approx(nodes.sync.sent * (1 / 8 + 1) / 2e9)

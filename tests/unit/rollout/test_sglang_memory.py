@@ -28,10 +28,10 @@ from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
-from bapo_megatron.rollout.engines.weight_updates import WeightUpdates
+from bapo_megatron.rollout.engines.weight_updates import WeightUpdates, driver_class
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import Service
-from bapo_megatron.rollout.weight_sync.disk import SenderParts, WeightStaging
+from bapo_megatron.rollout.weight_sync.disk import SenderParts, WeightStaging, sender_class
 from bapo_megatron.trainer.build import build_weight_sync
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
 from tests.support.fake_sglang import FakeServer
@@ -288,10 +288,10 @@ async def test_a_fourth_transport_is_a_file_and_an_entry(
     servers: list[SleepingServer], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Begin, receive, confirm and resume, from the configuration to the server's routes."""
-    for name, one in TRANSPORTS.items():
-        assert callable(one.sender_class().open)
-        assert issubclass(one.sender_class(), HandsOver) == (name == "ipc"), "what the GPU hand-over asks"
-        assert issubclass(one.driver_class(), WeightUpdates)
+    for name in TRANSPORTS:
+        assert callable(sender_class(name).open)
+        assert issubclass(sender_class(name), HandsOver) == (name == "ipc"), "what the GPU hand-over asks"
+        assert issubclass(driver_class(name), WeightUpdates)
     fourth = replace(TRANSPORTS["broadcast"], sender=f"{__name__}:ByPigeon", why="pigeons")
     monkeypatch.setitem(TRANSPORTS, "pigeon", fourth)
     monkeypatch.setattr(SglangEngine, "transports", ("pigeon",))

@@ -34,7 +34,7 @@ from bapo_megatron.types import (
     BucketSpec,
     GenerateRequest,
     Generation,
-    OwnPart,
+    SelfSendingPart,
     WeightParts,
 )
 
@@ -233,7 +233,7 @@ class SglangEngine:
         await self.server.end_update()
 
     @singledispatchmethod
-    async def _load_part(self, part: OwnPart) -> None:
+    async def _load_part(self, part: SelfSendingPart) -> None:
         """Load one part, by its type. Those of broadcast and ipc are plain data; any other sends itself."""
         await part.send(self.server, self._deadlines.update_s)
 

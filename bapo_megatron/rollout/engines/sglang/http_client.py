@@ -243,7 +243,7 @@ class SglangServer:
         await self._control("/update_weights_from_tensor", body, timeout)
 
     async def load_part(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        """Load one part of new weights by another route, for another transport (``types.OwnPart``)."""
+        """Load one part of new weights by a route of yours, in ``types.SelfSendingPart.send``."""
         await self._control(path, body, timeout)
 
     async def end_update(self) -> None:

@@ -100,6 +100,8 @@ def placement_problem(rollout: RolloutConfig, gpus: int, training: int) -> str |
     GPUs. Servers that run already (``rollout.sglang.urls``) need none. The memory of colocated servers is
     estimated by `bapo plan`.
     """
+    from bapo_megatron.config.transports import TRANSPORTS  # with third-party packages, as `rollout`
+
     sglang = rollout.sglang
     if sglang.urls:
         return None
@@ -111,10 +113,11 @@ def placement_problem(rollout: RolloutConfig, gpus: int, training: int) -> str |
     elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
     if needed > gpus:
         return f"{taken}, but this machine has {gpus}: start fewer servers, {elsewhere}"
-    if sglang.sync == "ipc" and needed > train:
+    if TRANSPORTS[sglang.sync].reads_trainer_memory and needed > train:
         return (
-            f"{taken}, and this run trains on GPUs 0 to {train - 1}: with rollout.sglang.sync=ipc a server "
-            f"reads the memory of the process that trains on its GPU; start fewer servers, or use sync=disk"
+            f"{taken}, and this run trains on GPUs 0 to {train - 1}: with rollout.sglang.sync={sglang.sync} "
+            f"a server reads the memory of the process that trains on its GPU; start fewer servers, or use "
+            f"sync=disk"
         )
     if sglang.first_gpu < train and not sglang.colocated and sglang.memory_fraction > SHARED_FRACTION:
         return (

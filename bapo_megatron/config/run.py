@@ -116,8 +116,8 @@ class LoggingConfig:
     """Boards that get the metrics of steps and evaluations: any of `tensorboard`, `wandb`, `trackio`,
     `mlflow`. The last three need their packages (extra `trackers`), and cannot slow or end the run."""
     catch_up_minutes: Annotated[float, Gt(0)] = 1.0
-    """Longest wait at a run's end until W&B, trackio and MLflow have all rows; what is missing then is
-    sent by the same command, given again. A preempted run waits ten seconds."""
+    """Longest wait at a run's end until W&B, trackio and MLflow have all rows. A preempted run waits ten
+    seconds."""
     project: str = "bapo-megatron"
     """Project of W&B and trackio, experiment of MLflow. The run has its `name` there."""
 

@@ -102,7 +102,6 @@ EVENT_KINDS = {
     "tracker_failed": _trouble("a board does not take the run's metrics; it is tried again"),
     "tracker_back": _usual("a board that had failed takes metrics again"),
     "tracker_behind": _usual("a board lacks the last metrics at the end of the run"),
-    "tracker_kept": _usual("a board keeps the first values of steps that were made again"),
     "fork_position": _usual("where a fork goes on in the dataset"),
     "forked": _usual("the run began with another run's checkpoint"),
     # the Slurm job

@@ -100,7 +100,7 @@ class RunPaths:
         self.wandb_id = root / "wandb_id"
         """The id of the run at all trackers, under the name of the first one that had it."""
         self.trackers = root / "trackers"
-        """The state files of the observers (NAME.json), and the data of trackers without a server."""
+        """The data of trackers without a server."""
         self.journal = root / "journal"
         """The sampler's write-ahead log, and the batch of each step."""
         self.weights = root / "weights"
@@ -164,12 +164,8 @@ class RunPaths:
         """The log of ``checkpoint.after_export`` for the export ``name``."""
         return self.logs / "after_export" / f"{name}.log"
 
-    def tracker_state(self, name: str) -> Path:
-        """The state file of the observer of the tracker ``name``."""
-        return self.trackers / f"{name}.json"
-
     def tracker_log(self, name: str) -> Path:
-        """The log of the observer of the tracker ``name``."""
+        """The log of the process of the tracker ``name``."""
         return self.logs / f"tracker-{name}.log"
 
     def server_log(self, number: int) -> Path:

@@ -1,4 +1,4 @@
-"""W&B, trackio and MLflow themselves, on local storage, over a kill: each step once, as in metrics.jsonl."""
+"""W&B, trackio and MLflow themselves, on local storage, over a kill: what they show is in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.following import read_state
 from tests.support.forked_commands import ROOT
 from tests.support.short_runs import LIMIT_S, Command, finish, start
 
@@ -26,7 +25,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 NAMES = ("wandb", "trackio", "mlflow")
 STEPS = 12
 FLAGS = ("--logging.trackers", *NAMES, "--logging.project=sums", f"--steps={STEPS}", "--evaluation.every=4")
-# Observers are niced: on a busy machine the imports of the packages alone take longer than a minute.
+# Boards' processes are niced: on a busy machine the imports of the packages alone take longer than a minute.
 PATIENT = ("--logging.catch_up_minutes=10",)
 
 READ = """
@@ -46,11 +45,23 @@ elif name == "mlflow":
     histories = [(key, client.get_metric_history(run.info.run_id, key)) for key in run.data.metrics]
     values = [(key, one.step, one.value) for key, history in histories for one in history]
 else:
-    from bapo_megatron.trainer.records.trackers import _records
     from wandb.proto.wandb_internal_pb2 import Record
+    def records(data):  # LevelDB's log format, behind a header of seven bytes
+        at, parts = 7, b""
+        while at + 7 <= len(data):
+            if (left := 32768 - at % 32768) < 7:
+                at += left
+                continue
+            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            at += 7 + length
+            if not kind or at > len(data):
+                return  # torn by the kill
+            parts = (parts if kind in (3, 4) else b"") + data[at - length : at]
+            if kind in (1, 4):
+                yield parts
     values, ends = [], []
     for path in sorted(glob.glob(root + "/wandb/offline-run-*/*.wandb")):
-        for record in _records(open(path, "rb").read()):
+        for record in records(open(path, "rb").read()):
             record = Record.FromString(record)
             ends.append(record.exit.exit_code if record.HasField("exit") else None)
             items = record.history.item
@@ -98,13 +109,13 @@ def expected(paths: RunPaths, name: str) -> dict[tuple[str, int], float]:
 
 
 def wait_until_shown(process: Command, paths: RunPaths) -> None:
-    """Until each tracker has shown a step, or the run is nearly over, and there is a checkpoint."""
+    """Until each board's package has begun, or the run is nearly over, and there is a checkpoint."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0].decode()[-3000:]
         made = paths.metrics.read_bytes().count(b"\n") if paths.metrics.exists() else 0
-        shown = min(read_state(paths.tracker_state(name)).step for name in NAMES)
-        if made >= 3 and (shown >= 1 or made >= STEPS - 3) and list(paths.checkpoints.glob("step_*")):
+        shown = all((paths.trackers / name).exists() for name in NAMES)
+        if made >= 3 and (shown or made >= STEPS - 3) and list(paths.checkpoints.glob("step_*")):
             return
         time.sleep(0.02)
     raise AssertionError("no step was shown")
@@ -117,7 +128,7 @@ def files_with(text: bytes, root: Path) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("local")
-def test_trackers_have_each_step_once_across_a_kill(tmp_path: Path) -> None:
+def test_trackers_continue_their_run_across_a_kill(tmp_path: Path) -> None:
     paths, suite = RunPaths(tmp_path / "run"), tmp_path / "sums.jsonl"
     suite.write_text("".join((ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)[:10]))
     flags = (*FLAGS, f"--evaluation.suites={suite}")
@@ -126,14 +137,16 @@ def test_trackers_have_each_step_once_across_a_kill(tmp_path: Path) -> None:
     os.kill(process.pid, 9)
     process.communicate()
     output = finish(start(paths.root, *flags, *PATIENT))
-    assert "sends the rest" not in output
+    assert "may lack the last steps" not in output
+    [resumed] = [row["step"] for row in read_jsonl(paths.events) if row["kind"] == "resume"]
     for name in NAMES:
         values = values_in(name, paths)
         times = Counter((metric, step) for metric, step, _ in values)
-        assert set(times.values()) == {1}, name
         shown = {(metric, step): value for metric, step, value in values if not metric.startswith("time/")}
-        assert shown == pytest.approx(expected(paths, name)), name
-        assert [step for metric, step in sorted(times) if metric == "time/step_s"] == list(
-            range(1, STEPS + 1)
-        )
+        wanted = expected(paths, name)
+        new = {key: value for key, value in wanted.items() if key[1] >= resumed}
+        assert new.items() <= shown.items(), name
+        assert shown.items() <= wanted.items(), name
+        if name == "mlflow":  # it names its last step
+            assert set(times.values()) == {1}
     assert not list(files_with(KEY.encode(), paths.root))

@@ -1,15 +1,11 @@
-"""Experiment trackers: their protocol, and those of W&B, trackio and MLflow; the redaction of secrets.
+"""Boards of experiments: their protocol, and those of W&B, trackio and MLflow; the redaction of secrets.
 
-A tracker shows one run of a board for all starts of a run directory. It runs in an observer's process, and
-imports its package when it is made. Errors of a package or its server are raised, and the observer tries
-again. A new tracker is a class with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in
-``TrackerName`` (config/run.py). Secrets (API keys, passwords in URLs) are taken out of what a tracker's
-package prints or raises, and of the configuration that it gets.
-
-``steps_with`` reads, at a restart, which steps W&B's offline files hold: after a kill fewer than were logged.
-A file has LevelDB's log format (github.com/google/leveldb, doc/log_format.md) after a header of seven bytes:
-blocks of 32 KiB with records of checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last
-part) and data, here a Record of W&B's protocol. A torn end is left out. Used by ``following.py``.
+A tracker shows one run of a board for all starts of a run directory, by what its package offers to continue a
+run: an id (W&B, MLflow) or a name (trackio). It runs in a process of its own, and imports its package when it
+is made. Errors of a package or its server are raised, and ``following.py`` tries again. A new tracker is a
+class with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in ``TrackerName`` (config/run.py).
+Secrets (API keys, passwords in URLs) are taken out of what a tracker's package prints or raises, and of the
+configuration that it gets. Used by ``following.py``.
 """
 
 from __future__ import annotations
@@ -17,25 +13,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from bapo_megatron.runtime.files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
-STEP_MARK = "time/step_s"
-"""A metric that is a number in every step: a tracker that has it for a step has the step."""
-
-EVALUATION_MARK = "eval/mean"
-"""A metric that is a number in every evaluation."""
-
-NOTHING = -1
-"""The step before the first: evaluations begin with step 0."""
+_STEP_MARK = "time/step_s"
+"""A metric that is a number in every step."""
 
 _NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _LEAST_CHARACTERS = 6
@@ -54,7 +42,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 class RedactingStream:
     """Text stream that redacts secrets before it writes; all other methods are the stream's.
 
-    ``following.main`` puts it in place of an observer's standard output and error.
+    ``following.main`` puts it in place of its standard output and error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -100,14 +88,14 @@ RunEnd = Literal["done", "preempted", "stopped", "failed", "killed"]
 
 
 class Tracker(Protocol):
-    """Protocol of an experiment tracker of one run: W&B, trackio or MLflow. Used in its observer's process.
+    """Protocol of an experiment tracker of one run: W&B, trackio or MLflow.
 
-    Made from a ``TrackedRun``; it resumes the tracked run of the same id. Calls may block, and may raise
-    anything: the observer closes it and makes a new one.
+    Made from a ``TrackedRun``; it continues the tracked run of the same id. Calls may block, and may raise
+    anything: ``follow`` closes it and makes a new one.
     """
 
-    def last_step(self, metric: str) -> int | None:
-        """The last step whose ``metric`` is durably stored; -1 if none, None if the tracker cannot tell."""
+    def last_step(self) -> int | None:
+        """The last step that the board has; -1 for none, None if it cannot tell."""
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Add metrics of ``step``, which never falls."""
@@ -115,23 +103,21 @@ class Tracker(Protocol):
     def close(self, end: RunEnd | None) -> None:
         """Flush, and mark the tracked run as ended: as finished only where it is done.
 
-        ``end`` None: the run goes on, and is followed again after a pause.
+        ``end`` None: the run continues, and is followed again after a pause.
         """
 
 
-def tracked_run(root: Path, tracker: str, of_earlier_version: bool = False) -> TrackedRun:
+def tracked_run(root: Path, tracker: str) -> TrackedRun:
     """Description of the run in the run directory ``root`` for a tracker of this name, from the run's files.
 
-    ``logging.wandb_project`` is the project of W&B alone, and of all trackers that an earlier version began:
-    all starts of a run are one tracked run.
+    ``logging.wandb_project`` is the project of W&B alone.
     """
     paths = RunPaths(root)
     with read_plain(paths.config) as file:
         config = json.load(file)["config"]
     with read_plain(paths.wandb_id) as file:
         run_id = file.read().decode().strip()
-    heeds = tracker == "wandb" or of_earlier_version
-    former = config.get("logging.wandb_project") if heeds else None
+    former = config.get("logging.wandb_project") if tracker == "wandb" else None
     project = former or config.get("logging.project", _PROJECT)
     shown = {name: _shown(value) for name, value in config.items() if name not in _PRIVATE}
     return TrackedRun(run_id, config["name"], project, shown, paths.trackers.absolute())
@@ -144,70 +130,27 @@ def _shown(value: Any) -> Any:
     return _QUERY.sub(r"\1***", redacted(str(value)))
 
 
-_HEADER, _BLOCK, _RECORD_HEADER = 7, 1 << 15, 7
-_WHOLE, _FIRST, _LAST = 1, 2, 4
-
-
-def steps_with(folder: Path, run_id: str, metric: str) -> Iterator[int]:
-    """Steps of the offline run ``run_id`` that have ``metric``, in all files of ``folder``."""
-    from wandb.proto import wandb_internal_pb2
-
-    # W&B numbers the folders of starts in one second: offline-run-TIME-ID, offline-run-TIME-ID-1, ...
-    for path in sorted(folder.glob(f"offline-run-*-{run_id}*/run-{run_id}.wandb")):
-        with read_plain(path) as file:
-            data = file.read()
-        for record in _records(data):
-            message: Any = wandb_internal_pb2.Record.FromString(record)  # type: ignore[attr-defined,unused-ignore]
-            items = {"/".join(item.nested_key) or item.key: item.value_json for item in message.history.item}
-            if metric in items:
-                yield int(json.loads(items["_step"]))
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    """The complete records of a file; a torn end is left out."""
-    at, parts = _HEADER, b""
-    while at + _RECORD_HEADER <= len(data):
-        if (left := _BLOCK - at % _BLOCK) < _RECORD_HEADER:
-            at += left
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        begin = at + _RECORD_HEADER
-        at = begin + length
-        if not kind or at > len(data):
-            return
-        parts = (b"" if kind in (_WHOLE, _FIRST) else parts) + data[begin:at]
-        if kind in (_WHOLE, _LAST):
-            yield parts
-
-
 class WandbTracker:
     """The ``Tracker`` of W&B. WANDB_MODE=offline keeps the run in RUN/trackers/wandb, or in WANDB_DIR/wandb.
 
-    ``write`` returns before W&B has stored the row; at a restart ``last_step`` tells what it has.
-    ``Observer`` makes and calls it.
+    W&B itself takes no step before its last one. ``follow`` makes and calls it.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        folder = Path(os.environ.get("WANDB_DIR") or run.folder)
-        self._files = folder / "wandb"
-        self._id = run.id
         self._run: Any = wandb.init(
             project=run.project,
             id=run.id,
             resume="allow",
             name=run.name,
             config=run.config,
-            dir=str(folder),
+            dir=os.environ.get("WANDB_DIR") or str(run.folder),
             settings=wandb.Settings(console="off"),
         )
 
-    def last_step(self, metric: str) -> int:
-        # W&B writes some time after `log`: after a kill its server, or its files, have fewer steps.
-        if self._run.offline:
-            return max(steps_with(self._files, self._id, metric), default=NOTHING)
-        return int(self._run.starting_step) - 1
+    def last_step(self) -> int | None:
+        return None if self._run.offline else int(self._run.starting_step) - 1
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
@@ -218,25 +161,17 @@ class WandbTracker:
         self._run.finish(exit_code=0 if end == "done" else 1)
 
 
-_STORED_S = 60.0
-"""Time until a row must be in the database: trackio's thread writes every half second."""
-
-
 class TrackioTracker:
     """The ``Tracker`` of trackio: a run in a database or, where trackio is set up so, on a server.
 
-    The database is in TRACKIO_DIR, else RUN/trackers/trackio; ``write`` waits until it has the row, and
-    raises OSError after a minute. A server's last step is not known (``last_step`` gives None). ``Observer``
-    makes and calls it.
+    The database is in TRACKIO_DIR, else RUN/trackers/trackio. ``follow`` makes and calls it.
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
+        os.environ["TRACKIO_DIR"] = os.environ.get("TRACKIO_DIR") or str(run.folder / "trackio")
         import trackio
-        from trackio.sqlite_storage import SQLiteStorage
 
-        self._storage: Any = SQLiteStorage
-        # Trackio finds the run to go on with by its name, which other runs of the folder may have.
+        # Trackio finds the run to continue by its name, which other runs of the folder may have.
         self._run: Any = trackio.init(
             project=run.project,
             name=f"{run.name}-{run.id[:8]}",
@@ -245,39 +180,15 @@ class TrackioTracker:
             embed=False,
             auto_log_cpu=False,
         )
-        self._is_local = self._run.url is None
 
-    def last_step(self, metric: str) -> int | None:
-        if not self._is_local:
-            return None
-        return max((row["step"] for row in self._values(metric)), default=NOTHING)
+    def last_step(self) -> int | None:
+        return None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
-        if self._is_local:
-            self._wait_until_stored(step, next(iter(metrics)))
 
     def close(self, end: RunEnd | None) -> None:
         self._run.finish()  # trackio's runs have no state
-
-    def _wait_until_stored(self, step: int, metric: str) -> None:
-        """Wait until the row is in the database: trackio drops what it cannot store, with a warning alone."""
-        deadline = time.monotonic() + _STORED_S
-        while not self._values(metric, step=step):
-            if time.monotonic() > deadline:
-                raise OSError(f"trackio has not stored step {step}: logs/tracker-trackio.log may say why")
-            time.sleep(0.05)
-
-    def _values(self, metric: str, **where: int) -> list[dict[str, Any]]:
-        run = self._run
-        try:
-            return list(
-                self._storage.get_metric_values(run.project, run.name, metric, run_id=run.id, **where)
-            )
-        except sqlite3.OperationalError as error:
-            if "no such table" in str(error):  # trackio's thread is making the database
-                return []
-            raise
 
 
 _TAG = "bapo.run_id"
@@ -291,7 +202,7 @@ class MlflowTracker:
     """The ``Tracker`` of MLflow: a run of the server or store of MLFLOW_TRACKING_URI.
 
     Without that variable it is in RUN/trackers/mlflow/mlflow.db. Opening it continues the run of an earlier
-    start. ``Observer`` makes and calls it.
+    start. ``follow`` makes and calls it.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -312,7 +223,6 @@ class MlflowTracker:
             else self._client.create_experiment(run.project, artifact_location=artifacts)
         )
         found = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
-        self._may_hold_parts = bool(found)
         if found:
             stored = found[0]
             self._client.update_run(stored.info.run_id, status="RUNNING")
@@ -322,28 +232,20 @@ class MlflowTracker:
         known = stored.data.params  # MLflow refuses to change a parameter
         self._write_params({name: value for name, value in run.config.items() if name not in known})
 
-    def last_step(self, metric: str) -> int:
-        return max(self._steps(metric), default=NOTHING)
+    def last_step(self) -> int | None:
+        return max((one.step for one in self._client.get_metric_history(self._id, _STEP_MARK)), default=-1)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        named = {_allowed(name): value for name, value in metrics.items()}
-        last = [name for name in (STEP_MARK, EVALUATION_MARK) if name in named]
-        order = [*(name for name in named if name not in last), *last]
-        if self._may_hold_parts:  # a store of files may hold the first part of what a killed process wrote
-            # Only as far as it goes: the histories of all metrics of a long run are millions of values.
-            order = list(dropwhile(lambda name: step in self._steps(name), order))
-            self._may_hold_parts = False
         now = int(time.time() * 1000)
-        values = [self._metric(name, named[name], now, step) for name in order]
+        # The mark comes last: a step that has it is whole.
+        order = sorted(metrics, key=_STEP_MARK.__eq__)
+        values = [self._metric(_allowed(name), metrics[name], now, step) for name in order]
         for begin in range(0, len(values), _METRICS):
             self._client.log_batch(self._id, metrics=values[begin : begin + _METRICS])
 
     def close(self, end: RunEnd | None) -> None:
         if end is not None:
             self._client.set_terminated(self._id, _STATES.get(end, "KILLED"))
-
-    def _steps(self, metric: str) -> list[int]:
-        return [one.step for one in self._client.get_metric_history(self._id, metric)]
 
     def _write_params(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param

@@ -1,4 +1,4 @@
-"""Metrics arrive in the files and on boards, once for each step; observers may hang, fail or be killed."""
+"""Metrics arrive in the files and on boards, once for each step; boards may hang, fail or be killed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +24,7 @@ from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.jsonl_log import JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records import metrics_log
-from bapo_megatron.trainer.records.following import NEWS, read_state
-from bapo_megatron.trainer.records.metrics_log import MetricsLog, Observers, evaluation_means
+from bapo_megatron.trainer.records.metrics_log import Boards, MetricsLog, evaluation_means
 
 
 def no_report(_kind: str, **_fields: Any) -> None:
@@ -88,8 +88,9 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path, resume_st
     assert scalars(tmp_path, "reward/mean") == expected
 
 
-def test_observers_are_notified_of_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They start when the files are back at the checkpoint, and are told of what is in the files."""
+def test_boards_follow_files_that_are_back_at_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[Any] = []
 
     class Told:
@@ -98,17 +99,17 @@ def test_observers_are_notified_of_each_row(tmp_path: Path, monkeypatch: pytest.
         ) -> None:
             told.append((names, resume_step, len(read_jsonl(paths.metrics)), report, catch_up_s))
 
-        def tell(self, step: int) -> None:
-            told.append((step, len(read_jsonl(tmp_path / "metrics.jsonl"))))
+        def check(self) -> None:
+            told.append(len(read_jsonl(tmp_path / "metrics.jsonl")))
 
         def close(self) -> None:
             told.append("closed")
 
     write_steps(tmp_path, FILES_ONLY, 0, 3, 0.25)
-    monkeypatch.setattr(metrics_log, "Observers", Told)
+    monkeypatch.setattr(metrics_log, "Boards", Told)
     logging = config.LoggingConfig(trackers=("wandb", "tensorboard", "mlflow"), catch_up_minutes=3)
     write_steps(tmp_path, logging, 2, 4, 0.75)
-    assert told == [(["wandb", "mlflow"], 2, 2, no_report, 180.0), (3, 3), (4, 4), "closed"]
+    assert told == [(["wandb", "mlflow"], 2, 2, no_report, 180.0), 3, 4, "closed"]
     assert scalars(tmp_path, "reward/mean") == [(3, 0.75), (4, 0.75)]
 
 
@@ -216,15 +217,15 @@ class Board:
         self.events: list[dict[str, Any]] = []
         self.fault("")
 
-    def start(self, resume_step: int = 0, catch_up_s: float = LIMIT_S) -> Observers:
-        return Observers(["wandb"], self.paths, resume_step, self.report, catch_up_s)
+    def start(self, resume_step: int = 0, catch_up_s: float = LIMIT_S) -> Boards:
+        return Boards(["wandb"], self.paths, resume_step, self.report, catch_up_s)
 
     def report(self, kind: str, **fields: Any) -> None:
         self.events.append({"kind": kind, **fields})
 
-    def step(self, observers: Observers, step: int) -> None:
-        self._steps.append({"step": step, "time/step_s": 1.0})
-        observers.tell(step)
+    def step(self, *steps: int) -> None:
+        for step in steps:
+            self._steps.append({"step": step, "time/step_s": 1.0})
 
     def fault(self, name: str) -> None:
         (self._server / "fault").write_text(name)
@@ -256,27 +257,30 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     monkeypatch.syspath_prepend(str(server))
     monkeypatch.setenv("WANDB_API_KEY", "abcdef0123")
     monkeypatch.delenv("WANDB_DIR", raising=False)
-    monkeypatch.setattr(metrics_log, "_RESTART_S", 0.0)
     return Board(tmp_path / "run", server)
 
 
-def pid_of(observers: Observers) -> int:
-    return observers._observers[0]._child.pid
+def process_of(boards: Boards) -> subprocess.Popen[bytes]:
+    return boards._processes["wandb"]
 
 
 def test_a_run_and_its_continuation_are_one_run(board: Board) -> None:
-    """Each step once, also those that were made while the observer was being killed."""
-    observers = board.start()
-    for step in (1, 2):
-        board.step(observers, step)
+    """Each step once, also those that were made after the board's process was killed."""
+    boards = board.start()
+    board.step(1, 2)
     board.wait_for(lambda: board.shown == [1, 2])
-    os.kill(pid_of(observers), signal.SIGKILL)
-    for step in (3, 4):
-        board.step(observers, step)
-    observers.close(LIMIT_S)
+    process_of(boards).kill()
+    process_of(boards).wait()
+    board.step(3, 4)
+    for _ in range(2):
+        boards.check()
+    [event] = board.events
+    assert event["kind"] == "tracker_failed"
+    assert event["message"].startswith("wandb gets no more metrics (signal SIGKILL, logs/tracker-wandb.log)")
+    boards.close()
     again = board.start(4)
-    board.step(again, 5)
-    again.close(LIMIT_S)
+    board.step(5)
+    again.close()
     assert board.shown == [1, 2, 3, 4, 5]
     first, *others = board.rows("inits")
     assert all(other == first for other in others)
@@ -284,131 +288,71 @@ def test_a_run_and_its_continuation_are_one_run(board: Board) -> None:
     assert first["id"] == board.paths.wandb_id.read_text()
     assert first["dir"] == str(board.paths.trackers)
     assert board.log().startswith("key ***\n")
+    assert len(board.events) == 1
 
 
-def test_a_dead_observer_is_an_event_and_is_restarted(board: Board) -> None:
-    observers = board.start()
-    board.fault("dies")
-    board.step(observers, 1)
-    child = observers._observers[0]._child
-    assert child.wait_end(LIMIT_S) == 3
-    board.fault("")
-    board.step(observers, 2)
-    board.wait_for(lambda: board.shown == [1, 2])
-    board.step(observers, 3)
-    observers.close(LIMIT_S)
-    assert board.shown == [1, 2, 3]
-    assert [event["kind"] for event in board.events] == ["tracker_failed", "tracker_back"]
-    assert board.events[0]["tracker"] == "wandb"
-    assert "wandb: exit code 3" in board.events[0]["message"]
-
-
-def test_a_failure_is_an_event_and_no_key_is_in_it(board: Board, capsys: pytest.CaptureFixture[str]) -> None:
-    observers = board.start()
+def test_a_failure_is_an_event_and_no_key_is_in_it(board: Board, capfd: pytest.CaptureFixture[str]) -> None:
+    boards = board.start()
     board.fault("fails")
-    board.step(observers, 1)
-    board.wait_for(lambda: read_state(board.paths.tracker_state("wandb")).problem)
+    board.step(1)
+    board.wait_for(lambda: board.paths.events.exists())
     board.fault("")
-    board.step(observers, 2)
-    observers.close(LIMIT_S)
+    board.step(2)
+    boards.close()
     assert board.shown == [1, 2]
-    event, back = board.events
-    assert (event["kind"], back["kind"]) == ("tracker_failed", "tracker_back")
-    assert event["message"] == "wandb: OSError: the server answers ***; it is tried again"
-    assert f"warning: {event['message']}\n" in capsys.readouterr().out
+    failed, back = read_jsonl(board.paths.events)
+    assert (failed["kind"], back["kind"]) == ("tracker_failed", "tracker_back")
+    assert failed["message"] == "wandb: OSError: the server answers ***; it is tried again"
+    assert f"warning: {failed['message']}\n" in capfd.readouterr().err
     assert "abcdef0123" not in board.log()
+    assert not board.events
 
 
-def test_a_hanging_observer_neither_slows_nor_holds_the_run(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_hanging_board_neither_slows_nor_holds_the_run(
+    board: Board, preempted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is restarted after a long silence; at the end the run waits its limit, and reports the lag."""
-    observers = board.start()
-    board.fault("hangs")
-    for step in range(1, 2000):
-        board.step(observers, step)
-    for _ in range(1 << 17):  # more than a pipe holds
-        observers._observers[0].send(NEWS)
-    first = pid_of(observers)
-    board.step(observers, 2000)
-    assert pid_of(observers) == first
-    monkeypatch.setattr(metrics_log, "HANG_S", 0.0)
-    board.step(observers, 2001)
-    assert pid_of(observers) != first
-    observers.close(0.5)
-    failed, behind = board.events
-    assert failed["kind"] == "tracker_failed"
-    assert "wandb: no answer for" in failed["message"]
-    assert behind["kind"] == "tracker_behind"
-    assert "wandb has steps up to 0 of 2001 (no end within " in behind["message"]
-    board.fault("")
-    board.start(2001).close(LIMIT_S)
-    assert board.shown == list(range(1, 2002))
-
-
-def test_a_preempted_run_hardly_waits_for_observers(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end the run waits its limit, shorter when it is preempted, and reports what may be missing."""
     monkeypatch.setattr(metrics_log, "PREEMPTED_S", 0.25)
-    observers = board.start()
+    boards = board.start(catch_up_s=LIMIT_S if preempted else 0.25)
     board.fault("hangs")
-    board.step(observers, 1)
-    with pytest.raises(Preempted, match="told to stop"), closing(observers):
-        raise Preempted("told to stop")
+    board.step(1)
+    if preempted:
+        with pytest.raises(Preempted, match="told to stop"), closing(boards):
+            raise Preempted("told to stop")
+    else:
+        boards.close()
     [event] = board.events
-    assert "steps up to 0 of 1 (no end within 0 s)" in event["message"]
-
-
-def test_the_end_of_a_run_waits_as_long_as_was_asked_for(board: Board) -> None:
-    observers = board.start(catch_up_s=0.25)
-    board.fault("hangs")
-    board.step(observers, 1)
-    observers.close()
-    [event] = board.events
-    assert "steps up to 0 of 1 (no end within 0 s)" in event["message"]
-
-
-def test_steps_kept_from_before_a_kill_are_an_event(board: Board) -> None:
-    observers = board.start()
-    for step in (1, 2, 3):
-        board.step(observers, step)
-    observers.close(LIMIT_S)
-    board._steps.rewind(1)
-    again = board.start(1)
-    for step in (2, 3, 4):
-        board.step(again, step)
-    again.close(LIMIT_S)
-    assert board.shown == [1, 2, 3, 4]
-    [event] = board.events
-    assert (event["kind"], event["tracker"]) == ("tracker_kept", "wandb")
-    assert "wandb has steps up to 3 from before this start" in event["message"]
+    assert event["kind"] == "tracker_behind"
+    assert event["message"].startswith("wandb may lack the last steps (signal SIGKILL")
+    board.fault("")
+    board.start(1).close()
+    assert board.shown == [1]  # the board names its last step: the next start sends the rest
 
 
 def test_signals_to_all_processes_of_a_job_do_not_end_it(board: Board) -> None:
-    observers = board.start()
-    board.step(observers, 1)
+    boards = board.start()
+    board.step(1)
     board.wait_for(lambda: board.shown == [1])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        os.kill(pid_of(observers), number)
-    board.step(observers, 2)
-    observers.close(LIMIT_S)
+        os.kill(process_of(boards).pid, number)
+    board.step(2)
+    boards.close()
     assert board.shown == [1, 2]
     assert not board.events
 
 
-def test_an_observer_does_not_outlive_the_run(board: Board) -> None:
-    """The run is killed: its end of the lifeline closes."""
-    observers = board.start()
-    child = observers._observers[0]._child
-    board.step(observers, 1)
-    board.wait_for(lambda: board.shown == [1])
-    os.close(child._lifeline)
-    assert child.wait_end(LIMIT_S) == -signal.SIGKILL
-    child._lifeline = os.open(os.devnull, os.O_RDONLY)
-    child.close()
+def test_a_hanging_board_does_not_outlive_a_run_that_was_killed(board: Board) -> None:
+    """Where nobody waits for it: it ends itself once its limit is over."""
+    boards = board.start(catch_up_s=0.25)
+    board.fault("hangs")
+    board.step(1)
+    process = process_of(boards)
+    assert process.stdin is not None
+    process.stdin.close()  # as the run's death does
+    assert process.wait(LIMIT_S) == 1
 
 
 def test_without_trackers_nothing_is_made(tmp_path: Path) -> None:
-    def report(_kind: str, **_fields: Any) -> None:
-        raise AssertionError
-
-    Observers([], RunPaths(tmp_path), 0, report).close()
+    Boards([], RunPaths(tmp_path), 0, no_report, 60.0).close()
     assert not list(tmp_path.iterdir())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.machinery
-import sqlite3
+import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,13 +16,11 @@ from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
-from bapo_megatron.trainer.records import trackers
 from bapo_megatron.trainer.records.trackers import (
     MlflowTracker,
     TrackedRun,
     TrackioTracker,
     WandbTracker,
-    _records,
 )
 
 STEP = {"time/step_s": 2.0, "reward/mean": 0.5, "staleness/16+/tokens": 1.0}
@@ -45,29 +42,6 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **values: Any) -> None:
 
 
 # --- W&B -----------------------------------------------------------------------------------------
-
-
-def record(data: bytes, kind: int) -> bytes:
-    return b"\1\2\3\4" + len(data).to_bytes(2, "little") + bytes([kind]) + data
-
-
-HEADER = b":W&B\xe1\xbe\x00"
-
-
-def test_records_of_wandbs_files() -> None:
-    """Whole ones, one in three parts over two blocks, and a block's end that has no room for a header."""
-    first = record(b"a" * 20_000, 1)
-    room = 32768 - len(HEADER + first) - 7
-    parted = record(b"b" * room, 2) + record(b"c" * (32768 - 7), 3) + record(b"d", 4)
-    used = (len(HEADER + first + parted)) % 32768
-    filling = record(b"e" * (32768 - used - 7 - 6), 1) + bytes(6)  # 6 bytes: no header fits
-    data = HEADER + first + parted + filling + record(b"f", 1)
-    whole = [b"a" * 20_000, b"b" * room + b"c" * (32768 - 7) + b"d", b"e" * (32768 - used - 13), b"f"]
-    assert list(_records(data)) == whole
-    for cut in (1, 5, 7, 8):  # a kill may tear the last one anywhere
-        assert list(_records(data[:-cut])) == whole[:-1]
-    assert list(_records(data + bytes(9))) == whole
-    assert list(_records(b"")) == list(_records(HEADER[:3])) == list(_records(HEADER)) == []
 
 
 @dataclass
@@ -94,49 +68,19 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, made: FakeWandbRun) -> list[dict
     return inits
 
 
-def test_wandb_resumes_after_the_servers_last_step(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    [*inits] = fake_wandb(monkeypatch, FakeWandbRun(starting_step=0))
-    assert WandbTracker(run).last_step("time/step_s") == -1  # step 0 is to come
-    fake_wandb(monkeypatch, FakeWandbRun(starting_step=7))
-    assert WandbTracker(run).last_step("time/step_s") == 6
-    assert not inits
-
-
-def test_wandb_resumes_after_the_last_step_in_its_offline_files(
+def test_wandb_continues_the_run_after_its_servers_last_step(
     run: TrackedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of this run alone. A step counts for the metric that it has."""
-    inits = fake_wandb(monkeypatch, FakeWandbRun(offline=True))
-
-    def from_string(data: bytes) -> Any:
-        """The record "3 a b" is the history of step 3 with metrics a and b."""
-        step, *names = data.decode().split()
-        items = [SimpleNamespace(nested_key=[], key=name, value_json="1") for name in names]
-        items.append(SimpleNamespace(nested_key=["_step"], key="", value_json=step))
-        return SimpleNamespace(history=SimpleNamespace(item=items))
-
-    module(
-        monkeypatch,
-        "wandb.proto",
-        wandb_internal_pb2=SimpleNamespace(Record=SimpleNamespace(FromString=from_string)),
-    )
-    for folder, run_id, number, texts in (
-        ("offline-run-1-", run.id, "", ["1 time/step_s", "2 time/step_s eval/mean"]),
-        ("offline-run-2-", run.id, "", ["3 time/step_s"]),
-        ("offline-run-2-", run.id, "-1", ["4 time/step_s"]),  # another start in that second
-        ("offline-run-3-", run.id, "", []),
-        ("offline-run-4-", "other", "", ["9 time/step_s"]),
-        ("run-5-", run.id, "", ["8 time/step_s"]),
-    ):
-        path = run.folder / "wandb" / f"{folder}{run_id}{number}" / f"run-{run_id}.wandb"
-        path.parent.mkdir(parents=True)
-        path.write_bytes(HEADER + b"".join(record(text.encode(), 1) for text in texts))
-    tracker = WandbTracker(run)
-    assert [tracker.last_step(name) for name in ("time/step_s", "eval/mean", "x")] == [4, 2, -1]
+    [*inits] = fake_wandb(monkeypatch, FakeWandbRun(starting_step=0))
+    assert WandbTracker(run).last_step() == -1  # step 0 is to come
+    inits = fake_wandb(monkeypatch, FakeWandbRun(starting_step=7))
+    assert WandbTracker(run).last_step() == 6
     [asked] = inits
     assert {name: asked[name] for name in ("project", "id", "resume", "name", "dir")} == {
         "project": "sums", "id": run.id, "resume": "allow", "name": "demo", "dir": str(run.folder),
     }  # fmt: skip
+    fake_wandb(monkeypatch, FakeWandbRun(offline=True))
+    assert WandbTracker(run).last_step() is None
 
 
 @pytest.mark.parametrize(
@@ -159,73 +103,22 @@ def test_wandb_is_told_how_the_run_has_ended(
 # --- trackio -------------------------------------------------------------------------------------
 
 
-@dataclass
-class FakeTrackio:
-    """Stores a row after it was asked for it twice, as trackio's thread does some time later."""
+def test_trackio_continues_the_run_of_its_name(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", "")  # set and empty: not set
+    asked: dict[str, Any] = {}
+    rows: list[Any] = []
 
-    url: str | None = None
-    project: str = "sums"
-    name: str = ""
-    id: str = "t1"
-    rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    waiting: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    asked: int = 0
-    has_table: bool = False
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.waiting.append((step, metrics))
-
-    def get_metric_values(
-        self, project: str, name: str, metric: str, run_id: str, step: int | None = None
-    ) -> Iterator[dict[str, Any]]:
-        assert (project, name, run_id) == (self.project, self.name, self.id)
-        self.asked += 1
-        if not self.has_table:
-            self.has_table = True
-            raise sqlite3.OperationalError("no such table: metrics")
-        if self.asked > 3:
-            self.rows += self.waiting
-            self.waiting.clear()
-        return iter([{"step": at} for at, metrics in self.rows if metric in metrics and step in (None, at)])
-
-
-@pytest.fixture
-def trackio(monkeypatch: pytest.MonkeyPatch) -> FakeTrackio:
-    fake = FakeTrackio()
-
-    def init(**arguments: Any) -> FakeTrackio:
-        assert (arguments["project"], arguments["resume"]) == ("sums", "allow")
-        fake.name = arguments["name"]
-        return fake
+    def init(**arguments: Any) -> Any:
+        asked.update(arguments)
+        return SimpleNamespace(log=lambda metrics, step: rows.append((step, metrics)))
 
     module(monkeypatch, "trackio", init=init)
-    module(monkeypatch, "trackio.sqlite_storage", SQLiteStorage=fake)
-    return fake
-
-
-def test_trackio_is_asked_until_a_row_is_stored(
-    run: TrackedRun, trackio: FakeTrackio, monkeypatch: pytest.MonkeyPatch
-) -> None:
     tracker = TrackioTracker(run)
-    assert trackio.name == "demo-01234567"
-    assert trackers.os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
-    assert tracker.last_step("time/step_s") == -1
+    assert (asked["project"], asked["name"], asked["resume"]) == ("sums", "demo-01234567", "allow")
+    assert os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
+    assert tracker.last_step() is None
     tracker.write(4, STEP)
-    assert trackio.rows == [(4, STEP)]
-    assert (tracker.last_step("time/step_s"), tracker.last_step("eval/mean")) == (4, -1)
-    monkeypatch.setattr(trackers, "_STORED_S", 0.0)
-    trackio.asked = -10
-    with pytest.raises(OSError, match="trackio has not stored step 5"):
-        tracker.write(5, STEP)
-
-
-def test_trackios_server_gives_no_last_step(run: TrackedRun, trackio: FakeTrackio) -> None:
-    trackio.url = "https://host"
-    tracker = TrackioTracker(run)
-    assert tracker.last_step("time/step_s") is None
-    tracker.write(4, STEP)
-    assert trackio.waiting == [(4, STEP)]
-    assert not trackio.asked
+    assert rows == [(4, STEP)]
 
 
 # --- MLflow --------------------------------------------------------------------------------------
@@ -240,7 +133,6 @@ class FakeMlflow:
     params: dict[str, str] = field(default_factory=dict)
     metrics: list[tuple[str, float, int]] = field(default_factory=list)
     status: str = ""
-    asked: list[str] = field(default_factory=list)
 
     def __call__(self, tracking_uri: str) -> FakeMlflow:
         self.uri = tracking_uri
@@ -281,7 +173,6 @@ class FakeMlflow:
             self.params[name] = value
 
     def get_metric_history(self, run_id: str, name: str) -> list[Any]:
-        self.asked.append(name)
         return [SimpleNamespace(step=step) for known, _, step in self.metrics if known == name]
 
 
@@ -312,7 +203,7 @@ def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: FakeMlflow) -> None
     again = MlflowTracker(run)
     assert mlflow.created == made
     assert (mlflow.status, mlflow.params["new"]) == ("RUNNING", "1")
-    assert (again.last_step("time/step_s"), again.last_step("eval/mean")) == (1, -1)
+    assert again.last_step() == 1
 
 
 ENDS: list[tuple[Any, str]] = [
@@ -326,22 +217,6 @@ def test_mlflows_run_ends_as_the_run_did(run: TrackedRun, mlflow: FakeMlflow, en
     MlflowTracker(run).close("done")
     MlflowTracker(run).close(end)
     assert mlflow.status == state
-
-
-def test_a_step_that_mlflow_has_in_part_is_completed(run: TrackedRun, mlflow: FakeMlflow) -> None:
-    """A store of files takes one metric after the other: the first that lacks the step ends the search, for
-    of a month's run the histories of all metrics take longer than a silent observer may live."""
-    MlflowTracker(run).write(1, STEP)
-    mlflow.metrics.append(("reward/mean", 0.5, 2))
-    again = MlflowTracker(run)
-    assert again.last_step("time/step_s") == 1
-    again.write(2, STEP)
-    again.write(3, STEP)
-    assert [(name, step) for name, _, step in mlflow.metrics if name == "reward/mean"] == [
-        ("reward/mean", 1), ("reward/mean", 2), ("reward/mean", 3),
-    ]  # fmt: skip
-    assert len(mlflow.metrics) == 9
-    assert mlflow.asked == ["time/step_s", "reward/mean", "staleness/16_/tokens"]
 
 
 def test_mlflows_address_is_the_users(

@@ -1,9 +1,9 @@
-"""An observer gives each row of a run to its tracker once, whatever the tracker does and when either dies."""
+"""The process of a board gives each row of a run to its tracker, in order, whatever the tracker does."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import sys
 import tracemalloc
 from pathlib import Path
@@ -11,20 +11,9 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.runtime.jsonl_log import JsonlLog
+from bapo_megatron.runtime.jsonl_log import JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records import following
-from bapo_megatron.trainer.records.following import (
-    END,
-    NEWS,
-    Inbox,
-    Observer,
-    TrackedRow,
-    TrackedRows,
-    TrackerState,
-    read_state,
-    write_state,
-)
+from bapo_megatron.trainer.records.following import Follower, TrackedRow, TrackedRows
 from bapo_megatron.trainer.records.trackers import RedactingStream, TrackedRun, redacted, tracked_run
 
 Written = tuple[int, dict[str, float]]
@@ -50,8 +39,8 @@ class Client:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def last_step(self, metric: str) -> int | None:
-        steps = [step for step, metrics in self._store.rows if metric in metrics]
+    def last_step(self) -> int | None:
+        steps = [step for step, metrics in self._store.rows if "time/step_s" in metrics]
         return max(steps, default=-1) if self._store.can_tell else None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -66,6 +55,8 @@ class Client:
 class FilesOfRun:
     """A run directory that a test writes as a run does."""
 
+    printed = ""
+
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(root)
         self.paths.trackers.mkdir()
@@ -73,7 +64,12 @@ class FilesOfRun:
         config = {"name": "demo", "logging.project": "sums", "seed": 3, "evaluation.suites": []}
         self.paths.config.write_text(json.dumps({"format": 2, "config": config}))
         self.steps, self.evaluations = JsonlLog(self.paths.metrics), JsonlLog(self.paths.evaluations)
-        self.state = self.paths.tracker_state("fake")
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        """The events: kind and message."""
+        rows = read_jsonl(self.paths.events) if self.paths.events.exists() else []
+        return [(row["kind"], row["message"]) for row in rows]
 
     def step(self, step: int, **more: Any) -> None:
         self.steps.append({"step": step, "reward/mean": step / 10, "time/step_s": 1.0, **more})
@@ -95,26 +91,25 @@ def evaluation(step: int) -> Written:
     return step, {"eval/mean": step / 100}
 
 
-def observe(run: FilesOfRun, store: Store, resume_step: int = 0) -> bool:
-    """Follow what is in the files, as a run's last rows."""
-    reading, writing = os.pipe()
-    os.write(writing, NEWS + END)
-    inbox = Inbox(reading)
-    inbox.wait()
-    try:
-        return Observer(run.paths.root, "fake", resume_step, store.client, inbox).observe()
-    finally:
-        os.close(reading)
-        os.close(writing)
+class Waits:
+    """Waiting that takes no time. The run ends after so many waits."""
+
+    def __init__(self, at: int) -> None:
+        self.left, self.pauses_s = at, list[float]()
+
+    def __call__(self, limit_s: float) -> bool:
+        if limit_s:
+            self.pauses_s.append(limit_s)
+            self.left -= 1
+        return self.left <= 0
 
 
-def test_a_pipe_that_closes_is_the_end_of_the_run() -> None:
-    reading, writing = os.pipe()
-    os.close(writing)
-    inbox = Inbox(reading)
-    inbox.wait(limit_s=60.0)
-    os.close(reading)
-    assert inbox.is_ending
+def follow(run: FilesOfRun, store: Store, resume_step: int = 0, wait: Waits | None = None) -> bool:
+    """Follow what is in the files, by default as a run's last rows."""
+    console = io.StringIO()
+    done = Follower(run.paths.root, "fake", resume_step, store.client, wait or Waits(0), console).follow()
+    run.printed = console.getvalue()
+    return done
 
 
 def test_the_tracker_gets_each_row_in_order(run: FilesOfRun) -> None:
@@ -123,10 +118,10 @@ def test_the_tracker_gets_each_row_in_order(run: FilesOfRun) -> None:
         run.evaluation(step)
     for step in (1, 2, 3):
         run.step(step, none=None, word="x", flag=True)
-    assert observe(run, store)
+    assert follow(run, store)
     assert store.rows == [evaluation(0), row(1), row(2), evaluation(2), row(3)]
     assert len(store.ends) == 1
-    assert read_state(run.state) == TrackerState(step=3, evaluation=2, project="sums")
+    assert not run.told
 
 
 def test_the_tracker_gets_the_configuration(run: FilesOfRun) -> None:
@@ -162,7 +157,7 @@ def test_the_tracker_is_told_how_the_run_has_ended(run: FilesOfRun, kinds: list[
     for kind in kinds:
         events.append({"kind": kind})
     run.step(1)
-    assert observe(run, store)
+    assert follow(run, store)
     assert store.ends == [end]
 
 
@@ -202,117 +197,83 @@ def test_the_former_field_names_the_project_of_wandb_alone(run: FilesOfRun) -> N
     assert found == ["older", "sums", "sums"]
 
 
-@pytest.mark.parametrize(
-    ("begun", "project"), [({}, "sums"), ({"step": 3}, "older"), ({"step": 3, "project": "sums"}, "sums")]
-)
-def test_a_run_that_an_earlier_version_began_stays_in_its_project(
-    run: FilesOfRun, begun: dict[str, Any], project: str
-) -> None:
-    """There the former field was the project of every tracker; a server's board would be in two."""
-    config = {"name": "demo", "logging.wandb_project": "older", "logging.project": "sums"}
-    run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
-    if begun:
-        run.state.write_text(json.dumps(begun))
-    store = Store()
-    store.can_tell = False
-    for step in (4, 5):
-        run.step(step)
-        assert observe(run, store, step - 1)
-    assert [one.project for one in store.opened] == 2 * [project]
-    assert store.rows == [row(4), row(5)]
-
-
 @pytest.mark.parametrize("stored", [0, 1, 2, 3, 4, 5])
-def test_after_a_kill_the_observer_sends_the_missing_rows(run: FilesOfRun, stored: int) -> None:
-    """Whatever its own file says: a tracker writes later than it is told, or its row was not noted."""
+def test_after_a_kill_a_board_that_names_its_last_step_gets_the_next_ones(
+    run: FilesOfRun, stored: int
+) -> None:
+    """Each step once. The evaluation of a board's last step is lost, where the kill came between them."""
     store = Store()
     for step in (1, 2, 3):
         run.step(step)
         run.evaluation(step)
     rows = [one for step in (1, 2, 3) for one in (row(step), evaluation(step))]
     store.rows = rows[:stored]
-    for said in (TrackerState(), TrackerState(step=3, evaluation=3), TrackerState(step=1)):
-        write_state(run.state, said)
-        store.rows = rows[:stored]
-        assert observe(run, store, resume_step=3)
-        assert store.rows == rows
+    assert follow(run, store, resume_step=3)
+    lost = rows[stored : stored + 1] if stored % 2 else []
+    assert store.rows == [one for one in rows if one not in lost]
 
 
-def test_a_tracker_without_a_last_step_resumes_after_the_state_file(run: FilesOfRun) -> None:
+@pytest.mark.parametrize(("resume_step", "sent"), [(0, [0, 1, 2, 3]), (2, [3]), (3, [])])
+def test_a_board_that_cannot_tell_gets_the_steps_of_this_start(
+    run: FilesOfRun, resume_step: int, sent: list[int]
+) -> None:
     store = Store()
     store.can_tell = False
+    run.evaluation(0)
     for step in (1, 2, 3):
         run.step(step)
-    write_state(run.state, TrackerState(step=2))
-    assert observe(run, store, resume_step=3)
-    assert store.rows == [row(3)]
+    assert follow(run, store, resume_step)
+    assert [step for step, _ in store.rows] == sent
 
 
-def test_a_tracker_keeps_the_first_values_of_repeated_steps(run: FilesOfRun) -> None:
-    """The run went back to the checkpoint of step 2; the tracker has steps 3 and 4 of before."""
+def test_a_board_keeps_the_first_values_of_repeated_steps(run: FilesOfRun) -> None:
+    """The run went back to the checkpoint of step 2; the board has steps 3 and 4 of before."""
     store = Store()
     store.rows = [row(1), row(2), row(3, x=7.0), row(4, x=7.0)]
     for step in (1, 2, 3, 4, 5):
         run.step(step)
-    assert observe(run, store, resume_step=2)
+    assert follow(run, store, resume_step=2)
     assert store.rows == [row(1), row(2), row(3, x=7.0), row(4, x=7.0), row(5)]
-    assert read_state(run.state).kept == 4
-    assert observe(run, store, resume_step=5)
-    assert read_state(run.state).kept is None
 
 
-class Waits:
-    """An inbox whose pauses take no time. The run ends after some of them."""
-
-    def __init__(self, at: int) -> None:
-        self.left, self.pauses_s = at, list[float | None]()
-
-    @property
-    def is_ending(self) -> bool:
-        return self.left <= 0
-
-    def wait(self, limit_s: float | None = None) -> None:
-        self.pauses_s.append(limit_s)
-        self.left -= 1
-
-
-@pytest.fixture
-def instant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses that take no time."""
-    monkeypatch.setattr(following.Observer, "_pause", lambda self, limit_s: self._inbox.wait(limit_s))
-
-
-@pytest.mark.usefixtures("instant")
-def test_a_tracker_failure_is_retried_with_backoff(run: FilesOfRun) -> None:
-    store, inbox = Store(), Waits(10)
+@pytest.mark.parametrize("can_tell", [True, False])
+def test_a_failure_is_told_once_and_tried_again_with_backoff(run: FilesOfRun, can_tell: bool) -> None:
+    store, wait = Store(), Waits(10)
+    store.can_tell = can_tell
     store.failures = [ConnectionError(f"attempt {number}") for number in range(9)]
     run.step(1)
-    told: list[str | None] = []
+    run.step(2)
+    assert follow(run, store, wait=wait)
+    assert store.rows == [row(1), row(2)]
+    assert wait.pauses_s == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 240.0, 240.0, 240.0, 1.0]
+    assert run.told == [
+        ("tracker_failed", "fake: ConnectionError: attempt 0; it is tried again"),
+        ("tracker_back", "fake takes metrics again"),
+    ]
+    assert run.printed.splitlines() == [
+        "warning: fake: ConnectionError: attempt 0; it is tried again", "note: fake takes metrics again",
+    ]  # fmt: skip
+    assert store.ends == [None] * 9 + ["killed"]  # None: the run continues, and is tried again
 
-    def opened(known: TrackedRun) -> Client:
-        told.append(read_state(run.state).problem)
-        return store.client(known)
 
-    waiting: Any = inbox
-    assert Observer(run.paths.root, "fake", 0, opened, waiting).observe()
-    assert store.rows == [row(1)]
-    assert told == [None, *(f"ConnectionError: attempt {number}" for number in range(9))]
-    assert inbox.pauses_s == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 240.0, 240.0, 240.0, None]
-    assert read_state(run.state) == TrackerState(step=1, attempts=9, project="sums")
-    assert store.ends == [None] * 9 + ["killed"]  # None: the run goes on, and is tried again
+def test_a_row_that_failed_is_sent_again(run: FilesOfRun) -> None:
+    store = Store()
+    store.can_tell = False
+    run.step(1)
+    assert follow(run, store, wait=Waits(1))
+    run.step(2)
+    store.failures = [OSError("gone")]
+    assert follow(run, store, resume_step=1, wait=Waits(2))
+    assert store.rows == [row(1), row(2)]
 
 
-@pytest.mark.usefixtures("instant")
 def test_the_last_rows_have_one_more_attempt(run: FilesOfRun) -> None:
     store = Store()
     run.step(1)
     store.failures = [OSError("gone")] * 2
-    waiting: Any = Waits(1)
-    assert not Observer(run.paths.root, "fake", 0, store.client, waiting).observe()
+    assert not follow(run, store, wait=Waits(1))
     assert not store.failures
-    assert read_state(run.state).problem == "OSError: gone"
-    assert observe(run, store)
-    assert store.rows == [row(1)]
+    assert store.rows == []
 
 
 def test_a_line_that_is_being_written_waits(run: FilesOfRun) -> None:
@@ -338,12 +299,6 @@ def test_the_rows_of_a_long_run_are_not_held_together(run: FilesOfRun) -> None:
     tracemalloc.stop()
     assert steps[:5] == [0, 1, 2, 2, 3]
     assert (len(steps), peak < 500_000) == (1002, True)  # of 6 MB
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1, "x": 2}', "null"])
-def test_an_unreadable_state_file_is_an_initial_state(run: FilesOfRun, text: str) -> None:
-    run.state.write_text(text)
-    assert read_state(run.state) == TrackerState()
 
 
 KEYS = {
@@ -378,12 +333,10 @@ def test_what_packages_print_has_no_keys(
     assert capsys.readouterr().out == "login ***\n"
 
 
-@pytest.mark.usefixtures("instant")
 def test_a_problem_has_no_keys(run: FilesOfRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "abcdef0123")
     store = Store()
     run.step(1)
     store.failures = [OSError("no abcdef0123 at https://a:b@host")]
-    waiting: Any = Waits(0)
-    assert not Observer(run.paths.root, "fake", 0, store.client, waiting).observe()
-    assert read_state(run.state).problem == "OSError: no *** at https://***@host"
+    assert not follow(run, store)
+    assert run.told == [("tracker_failed", "fake: OSError: no *** at https://***@host; it is tried again")]

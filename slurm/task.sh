@@ -72,12 +72,12 @@ is_ready() {  # address, port: whether the server there accepts requests
     [[ $status == *" 200"* ]]
 }
 
-# Whether the process is the server at this port, which another program may have taken: it proves that it has
-# the API key of the file in its environment. A server paused for new weights is not ready, but does so.
-proves_key() {  # address, port, process
+# Whether the process is the server at this port, which another program may have taken: it asks for a key, and
+# takes that of the file in its environment. A server paused for new weights is not ready, but does so.
+takes_key() {  # address, port, process
     local file
     file=$(sed -z -n 's/^BAPO_SGLANG_API_KEY_FILE=//p' "/proc/$3/environ" 2>/dev/null | tr -d '\0')
-    timeout 10 "$BAPO_PYTHON" -m bapo_megatron.rollout.engines.sglang_launch.api_key "http://$1:$2" \
+    timeout 10 "$BAPO_PYTHON" -m bapo_megatron.rollout.engines.sglang.authorization "http://$1:$2" \
         "${file:-$BAPO_RUN/$BAPO_API_KEY_FILE}"
 }
 
@@ -135,7 +135,7 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
         rm -f "$hangs"  # it was starting
         while kill -0 "$pid" 2>/dev/null; do
             [[ ! -f $hangs || -L $hangs || ! -O $hangs ]] || end_server "$pid"
-            if proves_key "$at" "$port" "$pid"; then register "$port" ready; fi
+            if takes_key "$at" "$port" "$pid"; then register "$port" ready; fi
             sleep 5
         done
         wait "$pid"

@@ -22,7 +22,7 @@ import bapo_megatron.rollout.engines.sglang_launch as launch_folder
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.requests import limits_of
-from bapo_megatron.rollout.engines.sglang.authorization import Authorization, KnownKey
+from bapo_megatron.rollout.engines.sglang.authorization import Authorization
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import (
@@ -65,12 +65,10 @@ ENDPOINTS: dict[str, Any] = {
     "/abort_request": {"abort_all": True},
     "/flush_cache": {},
     "/release_memory_occupation": {},
-    "/health_generate": None,
     "/model_info": None,
     "/server_info": None,
     "/get_server_info": None,
     "/openapi.json": None,
-    "/metrics": None,
 }
 """What each gets; None: it is read."""
 
@@ -121,12 +119,12 @@ def server(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 
 def test_sampling_and_weight_updates_need_the_key(server: Keyed, tmp_path: Path) -> None:
-    url, known = server.process.url, KnownKey(read_key_file(server.folder / "api_key"), is_given=False)
+    url, key = server.process.url, read_key_file(server.folder / "api_key")
 
     async def make() -> Engine:
         return SglangEngine(
             SglangServer(
-                url, HttpSessions(), authorization=Authorization(url, lambda: known, is_required=True)
+                url, HttpSessions(), authorization=Authorization(url, lambda: key, is_required=True)
             ),
             limits_of(server.model),
         )
@@ -150,7 +148,7 @@ def test_sampling_and_weight_updates_need_the_key(server: Keyed, tmp_path: Path)
 def test_a_client_with_another_key_cannot_register(server: Keyed, tmp_path: Path) -> None:
     """A job's shell registers a server when this command ends with 0."""
     make_key_file(tmp_path / "api_key")
-    module = "bapo_megatron.rollout.engines.sglang_launch.api_key"
+    module = "bapo_megatron.rollout.engines.sglang.authorization"
     for folder, code in ((server.folder, 0), (tmp_path, 1)):
         command = [sys.executable, "-m", module, server.process.url, str(folder / "api_key")]
         assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == code

@@ -302,48 +302,6 @@ def test_every_docstring_begins_with_what_the_thing_is() -> None:
             assert len(first.split()) >= 3, f"{where}: {first!r} does not say what it is"
 
 
-USED = re.compile(r"Used (?:by|in) ([^.]*(?:\.py[^.]*)*)\.")
-"""The closing sentence of a module's docstring: who imports it."""
-
-
-def said_users(path: Path) -> list[list[Path]]:
-    """Of each file or folder that a docstring names as a user: the files."""
-    words = " ".join((ast.get_docstring(tree_of(path)) or "").split())
-    said = " ".join(USED.findall(words))
-    names = re.findall(r"``([\w/.]+)``", said)
-    own = ["./"] if "this folder" in said else []
-    return [files_named(name, path.parent) for name in names + own]
-
-
-def test_the_files_that_a_docstring_names_as_users_import_the_module() -> None:
-    """``Used by`` and ``Used in`` in a module's docstring: files and folders that exist, and import it."""
-    wrong = [
-        f"{path.relative_to(ROOT)}: {[str(file.relative_to(ROOT)) for file in files[:3]]}"
-        for name, path in modules().items()
-        for files in said_users(path)
-        if not any(name in imports(file) for file in files)
-    ]
-    assert not wrong
-
-
-def test_a_docstring_names_all_users_of_the_module() -> None:
-    """Whoever imports it in the package and its tools is a file, or lies in a folder, that it names."""
-    importers: dict[str, set[Path]] = {}
-    for file in modules().values():
-        for name in imports(file):
-            importers.setdefault(name, set()).add(file)
-    missing = {}
-    for name, path in modules().items():
-        if path.name in ("__init__.py", "__main__.py"):
-            continue
-        if "Used throughout" in " ".join((ast.get_docstring(tree_of(path)) or "").split()):
-            continue
-        said = {file for files in said_users(path) for file in files}
-        if left := importers.get(name, set()) - said - {path}:
-            missing[str(path.relative_to(ROOT))] = sorted(str(file.relative_to(ROOT)) for file in left)
-    assert not missing
-
-
 def files_named(user: str, beside: Path) -> list[Path]:
     """A user in a docstring: a file beside the module, or a path below the package or the checkout."""
     for root in (beside, PACKAGE, ROOT):

@@ -1,13 +1,12 @@
 """SGLang server checks of ``bapo doctor``: whether the recipe's servers answer and match the recipe.
 
 They read the endpoints of SGLang 0.5.23, `/ready`, `/model_info`, `/server_info`, and change nothing there. A
-server that does not answer becomes a row. As in a run, the run's own API key is sent only to a server that
-has proved that it has the same one. Used by ``doctor.py``.
+server that does not answer becomes a row. As in a run, a server that asks for no API key is not sent it. Used
+by ``doctor.py``.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +32,6 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
 )
 from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     VARIABLE,
-    ApiKey,
-    ask_proof,
     is_loopback,
     read_key_file,
 )
@@ -130,26 +127,11 @@ def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, Doct
         return {}, _key_row(url, "problem" if must else "optional", found, _KEY_SERVE)
     if key is None:
         return None, _key_row(url, "problem", "asks for an API key, and none is known here", _KEY_FILE)
-    # As in a run: the run's own key goes only to a server that has proved that it has the same key.
-    if not named and (reason := _key_proof_problem(url, key)):
-        return None, _key_row(url, "problem", reason, f"{_KEY_SERVE} and the run's --run-dir; or {_KEY_FILE}")
     headers = {"Authorization": f"Bearer {key.value}"}
     if get(f"{url}/model_info", headers=headers).status == 401:
         found = f"asks for another API key than that in {key.path}"
         return None, _key_row(url, "problem", found, f"start it with that file, or {_KEY_FILE}")
     return headers, _key_row(url, "ok", f"asks for the API key in {key.path}", "")
-
-
-def _key_proof_problem(url: str, key: ApiKey) -> str | None:
-    """Problem of the server's proof that it has the run's key; None if the proof is right."""
-    try:
-        proof = asyncio.run(ask_proof(url, key.value, DEADLINE_S))
-    except OSError as error:
-        return f"does not answer whether it has the API key in {key.path}: {error}"
-    if proof == "proved":
-        return None
-    kind = "has another API key than" if proof == "wrong" else "does not prove that it has"
-    return f"{kind} the run's, {key.path}"
 
 
 def _key_row(url: str, state: State, found: str, fix: str) -> DoctorRow:

@@ -20,7 +20,7 @@ from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.commands.doctor.servers import get, longest_sequence, server_rows
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.rollout.engines.sglang_launch.api_key import PROOF_PATH, VARIABLE, is_loopback, proof_of
+from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, is_loopback
 
 ROOT = Path(__file__).parents[3]
 KEY = "k" * 43
@@ -38,7 +38,6 @@ class Played:
 
     def __init__(self, model: Path) -> None:
         self.key: str | None = KEY
-        self.proves = True
         self.sent: set[str | None] = set()
         """The authorizations that came."""
         about = {"model_path": str(model), "model_type": "qwen2", "weight_version": "0"}
@@ -63,12 +62,9 @@ class Played:
             def do_GET(self) -> None:
                 time.sleep(played.delay_s)
                 status, body = played.answers.get(self.path, (404, {"detail": "Not Found"}))
-                given, (address, port) = self.headers.get("Authorization"), self.connection.getsockname()
+                given = self.headers.get("Authorization")
                 played.sent.add(given)
-                if played.key and played.proves and self.path.startswith(PROOF_PATH):
-                    nonce = self.path.partition("=")[2]
-                    status, body = 200, proof_of(played.key, nonce, address, port)
-                elif played.key and self.path.endswith("_info") and given != f"Bearer {played.key}":
+                if played.key and self.path.endswith("_info") and given != f"Bearer {played.key}":
                     status, body = 401, {"error": "Unauthorized"}
                 sent = (body if isinstance(body, str) else json.dumps(body)).encode()
                 self.send_response(status)
@@ -396,8 +392,9 @@ def test_rows_of_a_recipe() -> None:
 
 
 def test_a_server_without_a_key(server: Played) -> None:
-    """A problem where others reach it, or where the recipe requires a key."""
+    """A problem where others reach it, or where the recipe requires a key. It is not sent ours."""
     server.key = None
+    server.sent.clear()
     [row] = bad(server_rows(facts(server.url)))
     assert (row.state, row.found.partition(":")[0]) == ("optional", "asks for no API key")
     assert row.fix.startswith("start it with bapo rollout-server")
@@ -419,22 +416,3 @@ def test_a_wrong_key_is_named(server: Played, key_file: Path, monkeypatch: pytes
     key_file.chmod(0o644)
     [row] = bad(server_rows(facts(server.url, api_key_file=str(key_file))))
     assert (row.state, "has mode 0644" in row.found, KEY in repr(row)) == ("problem", True, False)
-
-
-def test_the_runs_key_is_sent_only_to_servers_that_prove_it(
-    server: Played, tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(VARIABLE)
-    run = tmp_path / "run"
-    run.mkdir()
-    key_file.rename(run / "api_key")
-    assert bad(server_rows(facts(server.url, directory=str(run)))) == []
-    for key, proves, found in (
-        (KEY, False, f"does not prove that it has the run's, {run}/api_key"),
-        ("o" * 43, True, f"has another API key than the run's, {run}/api_key"),
-    ):
-        server.key, server.proves = key, proves
-        server.sent.clear()
-        [row] = bad(server_rows(facts(server.url, directory=str(run))))
-        assert (row.state, row.found) == ("problem", found)
-        assert server.sent == {None}

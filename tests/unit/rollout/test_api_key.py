@@ -1,15 +1,11 @@
-"""The API key of a run: its file, the proof of a server, and what every endpoint answers without it."""
+"""The API key of a run: its file, and what a launched server does with it."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import hashlib
-import hmac
 import json
 import logging
 import os
-import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -25,17 +21,11 @@ from bapo_megatron.checkpoint.run_directory import changed_settings, store_confi
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import server_process as process
-from bapo_megatron.rollout.engines.sglang.authorization import (
-    KnownKey,
-    known_key,
-    servers_key_file,
-)
-from bapo_megatron.rollout.engines.sglang_launch import api_key
+from bapo_megatron.rollout.engines.sglang.authorization import known_key, servers_key_file
 from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     VARIABLE,
     ApiKey,
     make_key_file,
-    proof_of,
     read_key_file,
 )
 
@@ -154,12 +144,12 @@ def test_the_given_key_has_precedence_over_the_runs_own(
     """The recipe's file, else the environment's, else the run's own, else none."""
     assert known_key(SglangConfig(), tmp_path) is None
     own = write_key(tmp_path / "api_key")
-    assert known_key(SglangConfig(), tmp_path) == KnownKey(ApiKey(KEY, own), is_given=False)
+    assert known_key(SglangConfig(), tmp_path) == ApiKey(KEY, own)
     monkeypatch.setenv(VARIABLE, str(write_key(tmp_path / "second", OTHER)))
-    assert known_key(SglangConfig(), tmp_path) == KnownKey(ApiKey(OTHER, tmp_path / "second"), True)
+    assert known_key(SglangConfig(), tmp_path) == ApiKey(OTHER, tmp_path / "second")
     third = write_key(tmp_path / "third", "t" * 16)
-    assert known_key(SglangConfig(api_key_file=third), tmp_path) == KnownKey(ApiKey("t" * 16, third), True)
-    assert KEY not in repr(KnownKey(ApiKey(KEY, own), False))
+    assert known_key(SglangConfig(api_key_file=third), tmp_path) == ApiKey("t" * 16, third)
+    assert KEY not in repr(ApiKey(KEY, own))
 
 
 @pytest.mark.parametrize("flag", ["--api-key=secret", "--api-key", "--admin-api-key", "--api-k=secret"])
@@ -227,123 +217,12 @@ def test_no_log_record_shows_the_key(
     ]
 
 
-# --- the layer before SGLang
-
-
-class Asgi:
-    """A fake ASGI server: the middleware's answer to one connection, or that it passed the connection on."""
-
-    def __init__(self, access: ModuleType) -> None:
-        self.passed: list[str] = []
-        self._app = access.KeyRequired(self._inner, KEY)
-
-    async def _inner(self, scope: Any, _receive: Any, _send: Any) -> None:
-        self.passed.append(scope.get("path", scope["type"]))
-
-    def call(self, path: str, *authorization: str, kind: str = "http", query: str = "") -> Any:
-        """Status and body of the middleware's answer; None if it passed the call on."""
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {
-            "type": kind,
-            "path": path,
-            "method": "OPTIONS",
-            "headers": [(b"authorization", one.encode("latin-1")) for one in authorization],
-            "query_string": query.encode(),
-            "server": ("10.0.0.7", 30000),
-        }
-        asyncio.run(self._app(scope, None, send))
-        if not sent:
-            return None
-        return sent[0].get("status", sent[0].get("code")), b"".join(one.get("body", b"") for one in sent)
-
-
-ENDPOINTS = (
-    *("/generate", "/model_info", "/server_info", "/get_server_info", "/flush_cache", "/abort_request"),
-    *("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/init_weights_update_group"),
-    *("/destroy_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed"),
-    *("/end_weight_update", "/update_weight_version", "/weights_checker", "/health_generate", "/health/"),
-    *("/metrics", "/v1/models", "/ready/../generate", "/readyx", "/", "//ready", "/no_such_endpoint"),
-)
-
-
-@pytest.mark.parametrize("path", ENDPOINTS)
-def test_each_endpoint_asks_for_the_key(access: ModuleType, path: str) -> None:
-    asgi = Asgi(access)
-    wrong = (
-        f"Bearer {OTHER}",
-        f"Bearer {KEY}x",
-        f"Bearer {KEY[:-1]}",
-        KEY,
-        f"Basic {KEY}",
-        "Bearer ",
-        "Bearer ä",
-    )
-    for sent in ((), *((one,) for one in wrong), (f"Bearer {KEY}", f"Bearer {OTHER}")):
-        assert asgi.call(path, *sent) == (401, b'{"error": "Unauthorized"}'), sent
-    assert asgi.passed == []
-    assert asgi.call(path, f"Bearer {KEY}") is None
-    assert asgi.call(path, f"bearer {KEY}", f"Bearer {KEY}") is None  # a router's, and its client's
-    assert asgi.passed == [path, path]
-
-
-def test_readiness_and_liveness_need_no_key(access: ModuleType) -> None:
-    """Readiness and ASGI lifespan events need no key; web sockets do."""
-    asgi = Asgi(access)
-    assert asgi.call("/ready") is None
-    assert asgi.call("", kind="lifespan") is None
-    assert asgi.passed == ["/ready", ""]
-    assert asgi.call("/health") == asgi.call("/health", f"Bearer {OTHER}") == (200, b"")
-    assert asgi.passed == ["/ready", ""]  # SGLang's own, which samples a token, was not asked
-    assert asgi.call("/health", f"Bearer {KEY}") is None
-    assert asgi.call("/ready", kind="websocket") == (1008, b"")
-    assert asgi.call("/v1/realtime", f"Bearer {KEY}", kind="websocket") is None
-
-
 def test_a_file_system_without_modes_holds_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change = os.fchmod
     monkeypatch.setattr(os, "fchmod", lambda file, _: change(file, 0o777))
     with pytest.raises(ConfigError, match=r"keeps no modes.*name it with rollout\.sglang\.api_key_file"):
         servers_key_file(config_in(tmp_path))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_server_on_both_families_proves_its_ipv4_address() -> None:
-    """A server that listens on :: has the address ::ffff:127.0.0.1 in an IPv4 connection."""
-    seen = []
-
-    async def run() -> str:
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonce = (await reader.readuntil(b" HTTP")).decode().split("nonce=")[1].split()[0]
-            address, port, *_ = writer.get_extra_info("sockname")
-            seen.append(address)
-            writer.write(f"HTTP/1.1 200 OK\r\n\r\n{proof_of(KEY, nonce, address, port)}".encode())
-            writer.close()
-
-        listening = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        server = await asyncio.start_server(answer, sock=listening)
-        async with server:
-            return await api_key.ask_proof(f"http://127.0.0.1:{listening.getsockname()[1]}", KEY, 20.0)
-
-    if not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6 here")
-    assert asyncio.run(run()) == "proved"
-    assert seen == ["::ffff:127.0.0.1"]
-
-
-def test_the_proof_by_hand(access: ModuleType) -> None:
-    """HMAC-SHA256 of the nonce and of the server's own address; worked out here without our function."""
-    nonce = "0123456789abcdef" * 2
-    text = f"bapo-megatron {nonce} 10.0.0.7 30000".encode()
-    expected = hmac.new(KEY.encode(), text, hashlib.sha256).hexdigest().encode()
-    asgi = Asgi(access)
-    assert asgi.call(api_key.PROOF_PATH, query=f"nonce={nonce}") == (200, expected)
-    for bad in ("", "nonce=", "nonce=xyz", f"nonce={nonce}0", f"nonce={nonce.upper()}"):
-        assert asgi.call(api_key.PROOF_PATH, query=bad)[0] == 400
-    assert proof_of(KEY, nonce, "10.0.0.8", 30000) != expected.decode()
 
 
 def test_a_run_without_a_key_file_continues(tmp_path: Path) -> None:

@@ -19,13 +19,11 @@ from bapo_megatron.config import SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.authorization import (
     Authorization,
-    KnownKey,
     check_keys_asked,
     known_key,
 )
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
-from bapo_megatron.rollout.engines.sglang_launch import api_key
-from bapo_megatron.rollout.engines.sglang_launch.api_key import ApiKey, ask_proof, proof_of
+from bapo_megatron.rollout.engines.sglang_launch.api_key import ApiKey
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, SamplingParams
 
 KEY, OTHER = "k" * 43, "o" * 43
@@ -34,12 +32,10 @@ KEY, OTHER = "k" * 43, "o" * 43
 class Server:
     """A fake SGLang server, which answers every call with success."""
 
-    def __init__(self, key: str | None, proves: bool = True, asks: bool = True) -> None:
-        self.key, self.proves, self.asks = key, proves, asks
+    def __init__(self, key: str | None) -> None:
+        self.key, self.asks = key, True
         self.hangs_up = 0
         """Number of calls whose connection is closed without an answer."""
-        self.relay: str | None = None
-        """Address of another server, to which requests for proofs are relayed."""
         self.seen: list[tuple[str, str | None]] = []
         """Paths and authorization headers of the received calls."""
         self._loop = asyncio.new_event_loop()
@@ -73,12 +69,6 @@ class Server:
             assert request.transport is not None
             request.transport.close()
             return web.Response()
-        if request.path == api_key.PROOF_PATH and self.proves and self.key:
-            ip, port = request.transport.get_extra_info("sockname")
-            if self.relay:
-                _, body, _ = await api_key._get(self.relay, request.path_qs)
-                return web.Response(body=body)
-            return web.Response(text=proof_of(self.key, request.query["nonce"], ip, port))
         if self.asks and self.key and authorization != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized", "sent": authorization}, status=401)
         if request.path == "/moved":
@@ -104,11 +94,11 @@ def serve() -> Iterator[Callable[..., Server]]:
         server.stop()
 
 
-def known(value: str = KEY, is_given: bool = False) -> KnownKey:
-    return KnownKey(ApiKey(value, Path("RUN/api_key")), is_given)
+def known(value: str = KEY) -> ApiKey:
+    return ApiKey(value, Path("RUN/api_key"))
 
 
-def ask(server: Server, key: KnownKey | None, required: bool = False, call: str = "weight_version") -> Any:
+def ask(server: Server, key: ApiKey | None, required: bool = False, call: str = "weight_version") -> Any:
     async def run() -> Any:
         sessions = HttpSessions()
         try:
@@ -129,7 +119,7 @@ def test_every_call_carries_the_key(serve: Callable[..., Server], tmp_path: Path
     group = BroadcastGroup("127.0.0.1", 1, "g", 2, "gloo")
     bucket = BucketSpec(["a"], ["float32"], [[1]], 4)
 
-    async def run(key: KnownKey | None) -> list[BaseException | Any]:
+    async def run(key: ApiKey | None) -> list[BaseException | Any]:
         sessions = HttpSessions()
         client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, lambda: key))
         calls = (
@@ -152,50 +142,28 @@ def test_every_call_carries_the_key(serve: Callable[..., Server], tmp_path: Path
         assert not isinstance(outcome, BaseException), outcome
 
 
-def test_the_runs_own_key_is_sent_only_after_a_proof(
+def test_a_server_that_asks_for_no_key_is_not_sent_it(
     serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    genuine, other_key, unknown, thief = serve(KEY), serve(OTHER), serve(OTHER, proves=False), serve(None)
+    genuine, other, open_ = serve(KEY), serve(OTHER), serve(None)
     assert ask(genuine, known()) == 0
     assert f"Bearer {KEY}" in genuine.keys_seen
-    with pytest.raises(ServerError, match="has another API key than the run's") as raised:
-        ask(other_key, known())
-    with pytest.raises(ServerError, match=r"asks for another API key than that in RUN/api_key"):
-        ask(unknown, known())
-    assert ask(thief, known()) == 0  # it asks for none: used, and warned of
-    for server in (other_key, unknown, thief):
-        assert server.keys_seen == {None}, server.seen
+    with pytest.raises(ServerError, match=r"asks for another API key than that in RUN/api_key") as raised:
+        ask(other, known())
+    assert KEY not in str(raised.value)  # the server has sent it back
+    assert ask(open_, known()) == 0  # used, and warned of
+    assert open_.keys_seen == {None}
     printed = capsys.readouterr().out
     assert printed.count("warning:") == 1
-    assert f"{thief.url} asks for no API key: everybody of this machine can sample" in printed
-    assert KEY not in printed + str(raised.value)
-
-
-def test_a_relayed_proof_of_another_server_is_rejected(serve: Callable[..., Server]) -> None:
-    """An impostor on a server's port relays the nonce to a server that has the key."""
-    genuine, thief = serve(KEY), serve("anything")
-    thief.relay = genuine.url
-    assert asyncio.run(ask_proof(genuine.url, KEY, 20.0)) == "proved"
-    assert asyncio.run(ask_proof(thief.url, KEY, 20.0)) == "wrong"
-    with pytest.raises(ServerError, match="is no server of this run"):
-        ask(thief, known())
-    assert thief.keys_seen == {None}
-
-
-def test_a_given_key_is_sent_to_every_server_of_the_recipe(serve: Callable[..., Server]) -> None:
-    """SGLang without our launcher proves nothing."""
-    plain = serve(KEY, proves=False)
-    assert ask(plain, known(is_given=True)) == 0
-    with pytest.raises(ServerError, match="asks for another API key") as raised:
-        ask(plain, known(OTHER, is_given=True))
-    assert OTHER not in str(raised.value)  # the server has sent it back
+    assert f"{open_.url} asks for no API key: everybody of this machine can sample" in printed
+    assert KEY not in printed
 
 
 def test_require_api_key_refuses_a_server_without_authentication(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     opened, closed = serve(None), serve(KEY)
-    for key in (None, known(), known(is_given=True)):
+    for key in (None, known()):
         with pytest.raises(
             ServerError, match="asks for no API key, and rollout.sglang.require_api_key is set"
         ):
@@ -208,48 +176,44 @@ def test_require_api_key_refuses_a_server_without_authentication(
     check_keys_asked(SglangConfig(urls=(closed.url,), require_api_key=True))
 
 
-async def test_the_proof_is_repeated_after_a_failed_connection(serve: Callable[..., Server]) -> None:
+async def test_a_server_is_asked_again_after_a_failed_connection(serve: Callable[..., Server]) -> None:
     server = serve(KEY)
 
-    def proofs() -> int:
-        return sum(path == api_key.PROOF_PATH for path, _ in server.seen)
+    def questions() -> int:
+        return sum(authorization is None for _, authorization in server.seen)
 
     sessions = HttpSessions()
-    authorization = Authorization(server.url, known)
-    client = SglangServer(server.url, sessions, 20.0, authorization)
+    client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known))
     assert await client.is_alive()
     assert await client.is_alive()
-    assert proofs() == 1
+    assert questions() == 1
     server.hangs_up = 2  # aiohttp reads once more by itself
     assert not await client.is_alive()
-    server.proves = server.asks = False  # another program has its address now, and answers everybody
+    server.asks = False  # another program has its address now, and answers everybody
     assert not await client.is_alive()
     with pytest.raises(ServerError, match="asks for no API key, and the server that was there does"):
         await client.weight_version()
-    server.proves = server.asks = True
+    server.asks = True
     assert await client.is_alive()
     await sessions.close()
 
 
 def test_a_server_of_the_run_cannot_be_replaced_by_one_without_a_key(serve: Callable[..., Server]) -> None:
-    """Another user's program may take the port before the server that the run starts listens there."""
-    thief, collector, genuine = serve(None), serve("anything", proves=False), serve(KEY)
+    """Another program may take the port before the server that the run starts listens there."""
+    thief, genuine = serve(None), serve(KEY)
 
-    async def run(server: Server, key: KnownKey) -> int:
+    async def run(server: Server) -> int:
         sessions = HttpSessions()
-        authorization = Authorization(server.url, lambda: key, is_own=True)
+        authorization = Authorization(server.url, known, is_own=True)
         try:
             return await SglangServer(server.url, sessions, 20.0, authorization).weight_version()
         finally:
             await sessions.close()
 
-    for key in (known(), known(is_given=True)):
-        with pytest.raises(ServerError, match="another program has taken its port"):
-            asyncio.run(run(thief, key))
-        with pytest.raises(ServerError, match="status 401"):
-            asyncio.run(run(collector, key))
-        assert asyncio.run(run(genuine, key)) == 0
-    assert thief.keys_seen == collector.keys_seen == {None}
+    with pytest.raises(ServerError, match="another program has taken its port"):
+        asyncio.run(run(thief))
+    assert asyncio.run(run(genuine)) == 0
+    assert thief.keys_seen == {None}
 
 
 async def test_a_key_made_after_the_client_is_found(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -282,21 +246,24 @@ async def test_a_redirect_is_not_followed(serve: Callable[..., Server]) -> None:
     assert server.seen[-1][0] == "/moved"
 
 
-def test_the_command_line_verifies_a_proof(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_the_command_line_says_whether_a_server_takes_the_key(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
     """As slurm/task.sh asks for it before it registers a server."""
     key_file = tmp_path / "api_key"
     key_file.write_text(KEY)
     key_file.chmod(0o600)
-    genuine, thief = serve(KEY), serve(None)
+    genuine, thief, other = serve(KEY), serve(None), serve(OTHER)
 
     def run(url: str, file: Path) -> subprocess.CompletedProcess[str]:
-        module = "bapo_megatron.rollout.engines.sglang_launch.api_key"
+        module = "bapo_megatron.rollout.engines.sglang.authorization"
         command = [sys.executable, "-m", module, url, str(file)]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert run(genuine.url, key_file).returncode == 0
     for url, file in (
         (thief.url, key_file),
+        (other.url, key_file),
         ("http://127.0.0.1:9", key_file),
         (genuine.url, tmp_path / "no"),
     ):

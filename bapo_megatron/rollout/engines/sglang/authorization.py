@@ -1,14 +1,18 @@
-"""Authorization at SGLang servers: the run's API key, and the decision which servers may be sent it.
+"""Authorization at SGLang servers: the run's API key, and what a server must answer without it.
 
-Used in this folder.
+    python -m bapo_megatron.rollout.engines.sglang.authorization URL FILE
+
+exits with 0 if the server asks for a key and takes the one in FILE (``slurm/task.sh`` registers it then).
+A server that answers without a key is not sent it. Used in this folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from bapo_megatron.config import RunConfig, SglangConfig
@@ -17,28 +21,26 @@ from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     VARIABLE,
     ApiKey,
-    answers_without_key,
-    ask_proof,
     is_loopback,
     make_key_file,
     read_key_file,
 )
+from bapo_megatron.runtime.http import ask
 from bapo_megatron.runtime.run_paths import RunPaths
 
-_PROOF_S = 5.0
+_LIMIT_S = 5.0
 
 
-@dataclass(frozen=True)
-class KnownKey:
-    """The API key of a run, and whether the user gave it."""
+def status_with(url: str, key: str | None = None) -> int | None:
+    """HTTP status of a server's answer to a call with this key, or without one. OSError without an answer."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        return ask(f"{url}/model_info", headers=headers, timeout_s=_LIMIT_S).status
+    except (HTTPException, ValueError) as error:
+        raise OSError(f"no HTTP answer: {error!r}") from None
 
-    key: ApiKey
-    is_given: bool
-    """Whether it is in a file that the user names: it is sent to every server in `urls`. A run's own key is
-    sent only to servers that prove that they have it, and so is every key to servers that the run starts."""
 
-
-def known_key(sglang: SglangConfig, directory: Path) -> KnownKey | None:
+def known_key(sglang: SglangConfig, directory: Path) -> ApiKey | None:
     """The key in the file that the recipe or the environment names, else the run's own; None without either.
     ConfigError, without the file's content, if the file holds no key or others may read it."""
     given = _given_file(sglang)
@@ -46,7 +48,7 @@ def known_key(sglang: SglangConfig, directory: Path) -> KnownKey | None:
     if given is None and not os.path.lexists(path):
         return None
     try:
-        return KnownKey(read_key_file(path), is_given=given is not None)
+        return read_key_file(path)
     except ValueError as error:
         where = "" if given is None else f" (named by {_name_of_given(sglang)})"
         raise ConfigError(f"{error}{where}") from None
@@ -67,7 +69,7 @@ def servers_key_file(config: RunConfig) -> Path:
             ) from None
     known = known_key(sglang, directory)
     assert known is not None
-    return known.key.path.absolute()
+    return known.path.absolute()
 
 
 def check_keys_asked(sglang: SglangConfig) -> None:
@@ -76,12 +78,7 @@ def check_keys_asked(sglang: SglangConfig) -> None:
     if not (sglang.require_api_key and sglang.urls):
         return
 
-    async def ask_all() -> list[bool | BaseException]:
-        return await asyncio.gather(
-            *(answers_without_key(url, _PROOF_S) for url in sglang.urls), return_exceptions=True
-        )
-
-    open_ = [url for url, found in zip(sglang.urls, asyncio.run(ask_all()), strict=True) if found is True]
+    open_ = [url for url in sglang.urls if _is_open(url)]
     if open_:
         raise ConfigError(
             f"rollout.sglang.require_api_key is set, and {', '.join(open_)} asks for no key: start it with "
@@ -89,19 +86,26 @@ def check_keys_asked(sglang: SglangConfig) -> None:
         )
 
 
+def _is_open(url: str) -> bool:
+    try:
+        return status_with(url) == 200
+    except OSError:
+        return False
+
+
 class Authorization:
     """The authorization headers of calls to one server. Lives in one event loop.
 
-    The run's own key is sent only after the server has proved that it has it (``api_key.ask_proof``). The
-    proof is repeated after a failed connection: another program may have taken the address. It must not pass
-    for the server by asking for no key: who has proved the key once must always, and so must a server that
-    the run has started. EngineError for a server that must not be called.
+    A server that asks for a key is sent the run's: another program on its port may learn it, so ports belong
+    on loopback or a private network (docs/security.md). A server that answers without one is not sent it, and
+    is refused if the run has started it or the recipe says so. This is asked at the first call, and again
+    after a failed connection. EngineError for a server that must not be called.
     """
 
     def __init__(
         self,
         url: str,
-        look: Callable[[], KnownKey | None],
+        look: Callable[[], ApiKey | None],
         is_required: bool = False,
         is_own: bool = False,
     ) -> None:
@@ -109,8 +113,8 @@ class Authorization:
         ``is_required``: refuse a server that needs no key, by the recipe. ``is_own``: the run has started the
         server, with the key."""
         self._url, self._look, self._is_required = url.rstrip("/"), look, is_required
-        self._is_own, self._has_proved = is_own, False
-        self._known = look()
+        self._is_own, self._has_asked = is_own, False
+        self._key = look()
         self._lock = asyncio.Lock()
         self._headers: dict[str, str] | None = None
         self._is_warned = False
@@ -124,33 +128,37 @@ class Authorization:
         return self._headers
 
     def forget(self) -> None:
-        """Discard the proof after a failed connection: another program may answer next."""
+        """Ask again after a failed connection: another program may answer next."""
         self._headers = None
 
     def without_key(self, text: str) -> str:
         """``text`` with the key redacted, for a log or an error: a server may send the key back."""
-        return text.replace(self._known.key.value, "***") if self._known else text
+        return text.replace(self._key.value, "***") if self._key else text
 
     def refusal(self) -> str:
         """The error text for a server's status 401, with the fix."""
-        if self._known is None:
+        if self._key is None:
             return f"it asks for an API key; name its file with rollout.sglang.api_key_file or {VARIABLE}"
         return (
-            f"it asks for another API key than that in {self._known.key.path}; start it with that file, or "
+            f"it asks for another API key than that in {self._key.path}; start it with that file, or "
             f"name its own with rollout.sglang.api_key_file or {VARIABLE}"
         )
 
     async def _find(self) -> dict[str, str]:
-        if await self._is_trusted():
-            assert self._known is not None
-            sent = {"Authorization": f"Bearer {self._known.key.value}"}
-            if not (self._known.is_given and await self._is_open()):
-                return sent
-        elif not await self._is_open():
-            return {}  # it needs a key that this run does not have: its 401 is reported
-        else:
-            sent = {}
-        if self._is_own or self._has_proved:
+        status = await asyncio.to_thread(status_with, self._url)
+        if status == 401:
+            self._has_asked = True
+            try:
+                self._key = self._key or self._look()
+            except ConfigError as error:
+                raise EngineError(str(error)) from error
+            # Without a key of ours its 401 is reported.
+            return {"Authorization": f"Bearer {self._key.value}"} if self._key else {}
+        if status != 200:
+            raise EngineError(
+                f"{self._url}: is no SGLang server, or not ready: /model_info has status {status}"
+            )
+        if self._is_own or self._has_asked:
             raise EngineError(
                 f"{self._url}: asks for no API key, and the server that was there does: another program has "
                 "taken its port, or it was started again without the run's key. Free the port, or start it "
@@ -162,28 +170,7 @@ class Authorization:
                 "bapo rollout-server"
             )
         self._warn()
-        return sent
-
-    async def _is_trusted(self) -> bool:
-        try:
-            self._known = self._known or self._look()
-        except ConfigError as error:
-            raise EngineError(str(error)) from error
-        if self._known is None or (self._known.is_given and not self._is_own):
-            return self._known is not None
-        proof = await ask_proof(self._url, self._known.key.value, _PROOF_S)
-        if proof == "wrong":
-            raise EngineError(
-                f"{self._url}: has another API key than the run's ({self._known.key.path}), or is no server "
-                "of this run: start it with bapo rollout-server and the same --run-dir. Behind a forwarded "
-                "port (ssh -L, docker -p, a Kubernetes service) no server can prove its address: name its "
-                f"key file with rollout.sglang.api_key_file or {VARIABLE}"
-            )
-        self._has_proved |= proof == "proved"
-        return proof == "proved"
-
-    async def _is_open(self) -> bool:
-        return await answers_without_key(self._url, _PROOF_S)
+        return {}
 
     def _warn(self) -> None:
         if not self._is_warned:
@@ -203,3 +190,20 @@ def _given_file(sglang: SglangConfig) -> Path | None:
 
 def _name_of_given(sglang: SglangConfig) -> str:
     return "rollout.sglang.api_key_file" if sglang.api_key_file else VARIABLE
+
+
+def main(url: str, file: str) -> None:
+    """Exit code 0 if the server at ``url`` refuses a call without a key, and takes the key in ``file``."""
+    try:
+        key = read_key_file(Path(file)).value
+        without, given = status_with(url), status_with(url, key)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{url}: {error or 'no answer'}")
+    if without == 200:
+        sys.exit(f"{url}: asks for no key")
+    if given != 200:
+        sys.exit(f"{url}: does not take the key in {file}: status {given}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -38,6 +38,6 @@ if __name__ == "__main__":
     gc.freeze()  # what is imported stays
     gc.enable()
     try:
-        run_server(access.require_key(prepare_server_args(sys.argv[1:]), key))
+        run_server(access.with_key(prepare_server_args(sys.argv[1:]), key))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

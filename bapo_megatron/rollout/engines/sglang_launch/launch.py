@@ -19,6 +19,6 @@ if __name__ == "__main__":
 
     load_plugins()
     try:
-        run_server(access.require_key(prepare_server_args(sys.argv[1:]), key))
+        run_server(access.with_key(prepare_server_args(sys.argv[1:]), key))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

@@ -301,6 +301,14 @@ def test_a_warm_start_mixes_the_solutions_of_its_sources(tmp_path: Path, tokeniz
     config = SftConfig(model, data, tmp_path / "out", updates=3, samples_per_update=4)
     for batch in _batches(config):
         assert sorted(one.response_tokens for one in batch) == [2, 2, 2, 3]  # each with its end
+    rated = write(tmp_path / "rated.jsonl", "1", "22", "333")
+    rows = [json.loads(line) for line in rated.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["extra_info"]["failures"] = number
+    rated.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_one = DataConfig(rated, difficulty="failures", min_difficulty=1, max_difficulty=1)
+    [sample], _ = load_solutions(dataclasses.replace(config, data=of_one), tokenizer)
+    assert sample.response_tokens == 3
     missing = write(tmp_path / "none.jsonl", "1", "2")
     missing.write_text(missing.read_text().replace("solution", "other"))
     config = dataclasses.replace(config, data=DataConfig(sources=(SourceConfig(missing),)))

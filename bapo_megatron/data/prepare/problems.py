@@ -43,6 +43,7 @@ _OF_CHATS = ("prompt", "reward_model")
 _QUESTION = ("prompt", *_PLAIN_QUESTION)
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns of a prepared row; all other columns go into ``extra_info``."""
+_TESTS = "; tests of a program have one of the forms of docs/rewards.md#programs"
 _GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
 _ANSWER_LINE = re.compile(
     r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
@@ -256,7 +257,10 @@ def _is_json(value: Any) -> bool:
 
 def _answer_column(row: Row) -> str:
     """The column of a plain row's answer: the first of the known ones that has a value."""
-    column = _first(row, (_ANSWER, _SOLUTION, *_OTHER_ANSWERS))
+    names = (_ANSWER, _SOLUTION, *_OTHER_ANSWERS)
+    column = _first(row, names)
+    if column is None and (empty := next((name for name in names if name in row), None)):
+        raise RowError(f"its {empty} has no value: leave the row out, or name another by --answer-column")
     if column is None:
         raise RowError(
             f"it has neither an answer nor a solution; its columns are {', '.join(sorted(row))}: name that "
@@ -289,7 +293,9 @@ def _answer(row: Row, column: str, several: bool) -> str:
         return ground_truth_of({"reward_model": {"ground_truth": answer}}, several)
     except RowError:
         raise RowError(
-            f"its answer is {answer!r}; it must be one text, not empty, or a whole number"
+            f"its answer is {answer!r:.300}; it must be one text, not empty, or a whole number{_TESTS}"
+            if isinstance(answer, (list, dict))
+            else f"its answer is {answer!r}; it must be one text, not empty, or a whole number"
         ) from None
 
 

@@ -197,6 +197,8 @@ def test_programs_are_asked_for_as_a_block() -> None:
         ({"problem": GOATS}, "it has neither an answer nor a solution"),
         ({"problem": GOATS, "answer": ""}, "its answer is ''; it must be one text"),
         ({"problem": GOATS, "answer": 1.5}, "its answer is 1.5; it must be one text"),
+        ({"problem": GOATS, "answer": None}, "its answer has no value: leave the row out, or name another"),
+        ({"problem": GOATS, "tests": {"in": ["1"]}}, "tests of a program have one of the forms of docs"),
         ({"problem": GOATS, "solution": "none"}, "no \\boxed"),
         ({"problem": GOATS, "answer": True}, "True"),
         (skywork(GOATS, '["1", "2"]'), "2 answers"),
@@ -871,3 +873,16 @@ def test_whole_numbers_in_a_column_of_floats(tmp_path: Path) -> None:
     card = prepared(tmp_path, rows, "rows.parquet")
     assert [row["reward_model"]["ground_truth"] for row in kept(tmp_path)] == ["34", "7"]
     assert [one.row for one in card.invalid] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "tests", [{"inputs": ["2\n"], "outputs": ["4\n"]}, [{"input": "2\n", "output": "4\n"}]], ids=str
+)
+def test_tests_in_a_column_of_objects_are_tests(tmp_path: Path, tests: Any) -> None:
+    """As parquet has them."""
+    chat = {**skywork("Double it.", ""), "reward_model": {"ground_truth": tests}}
+    for row in ({"problem": "Double it.", "tests": tests}, chat):
+        prepared(tmp_path, [row], "rows.parquet", overwrite=True)
+        (found,) = kept(tmp_path)
+        assert found["ability"] == "code"
+        assert json.loads(found["reward_model"]["ground_truth"]) == tests

@@ -169,7 +169,6 @@ def test_a_malformed_generation_config_ends_before_work(
     """It goes along with weights for hours of training, and no engine loads them."""
     good = '{"temperature": 1, "top_k": null, "eos_token_id": [1, 2], "do_sample": false}'
     (model / "generation_config.json").write_text(good)
-    check_model(ModelConfig(model, "float32"), ParallelConfig())
     to_megatron(model, tmp_path / "megatron")
     (model / "generation_config.json").write_text(text)
     (tmp_path / "megatron/release/hf/generation_config.json").write_text(text)

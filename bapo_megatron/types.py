@@ -76,8 +76,8 @@ class Prompt:
     """Name of the source among ``data.sources``; empty for that of ``data.path``."""
     reward: str = ""
     """The reward function of its source; empty: ``reward.function``."""
-    messages: list[dict[str, str]] = field(default_factory=list)
-    """The chat messages, role and content; none where they are no longer needed, in a journal."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The chat messages, with all fields of the row; none where they are no longer needed, in a journal."""
 
 
 @dataclass(frozen=True)

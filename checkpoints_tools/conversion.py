@@ -13,31 +13,13 @@ from math import prod
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside
+from bapo_megatron.hf.config import carried_files
 from checkpoints_tools.core.atomic_output import OutputPlan, atomic_output, check_space
 from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor, holes
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.progress import byte_progress, format_bytes
 from checkpoints_tools.formats.safetensors_folder import INDEX
 from checkpoints_tools.formats.torch_dist import OPTIMIZER
-
-_CARRIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",  # of SentencePiece
-    "*.tiktoken",
-    "chat_template*",
-    f"{CHAT_TEMPLATES}/*",
-    "LICENSE*",
-    "NOTICE*",
-    "README*",
-    "USE_POLICY*",
-)
 
 
 @dataclass(frozen=True)
@@ -130,16 +112,6 @@ def _shrinking(tensors: Mapping[str, BlockTensor], plan: OutputPlan) -> int:
     """How many times smaller an element may be in the output: so much less than its size a hole spares."""
     pairs = {(tensors[name].dtype, placed.dtype) for name, placed in plan.tensors.items()}
     return max(1, *(ITEM_BYTES[read] // ITEM_BYTES[written] for read, written in pairs))
-
-
-def carried_files(folder: Path) -> dict[str, Path]:
-    """Config, tokenizer, chat templates and licence of a model, by their paths in the folder.
-
-    CheckpointError for a link to a file outside of it, which would become part of the copy.
-    """
-    check_files_inside(folder)
-    files = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
-    return {path.relative_to(folder).as_posix(): path for path in sorted(files)}
 
 
 def carried_beside(folder: Path, checkpoint: Path) -> dict[Path, Path]:

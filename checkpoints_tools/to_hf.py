@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape, with_dtype
+from bapo_megatron.hf.config import ModelShape, carried_files, with_dtype
 from bapo_megatron.hf.fp8 import (
     BLOCK,
     FP8,
@@ -24,7 +24,7 @@ from bapo_megatron.hf.fp8 import (
 )
 from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, hf_tensors
 from bapo_megatron.runtime.files import read_file_inside
-from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, carried_files, convert
+from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint

@@ -134,6 +134,10 @@ def source_problems(path: Path | None, sources: tuple[SourceConfig, ...]) -> Ite
         yield f"data.path={path} and data.sources are both set: make the file one of the sources, or drop one"
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
-            yield f"data.sources: {count} of them are called {name}: rename a file, or its folder"
+            whole = next((one.path for one in sources if one.name == name != one.path.name), None)
+            hint = (
+                f"; {whole / PREPARED} has the whole name of its folder" if whole and whole.is_dir() else ""
+            )
+            yield f"data.sources: {count} of them are called {name}: rename a file, or its folder{hint}"
         if not name or name.startswith("."):
             yield f"data.sources: a path has no file name to call the source by: {name!r}"

@@ -138,7 +138,7 @@ def _prompt(number: int, row: Row, tokenizer: Any, several: bool, tools: Tools) 
         data_source=field_of(row, "data_source", str, "text"),
         extra_info=extra_info_of(row),
         opens_thinking=ends_in_thinking(tokenizer, token_ids_P),
-        messages=[{"role": one["role"], "content": one["content"]} for one in messages],
+        messages=messages,
     )
 
 
@@ -148,7 +148,7 @@ def ends_in_thinking(tokenizer: Any, ids: np.ndarray) -> bool:
     return end.rstrip().endswith(THINKING)
 
 
-def prompt_token_ids(messages: list[dict[str, str]], tokenizer: Any, tools: Tools = ()) -> np.ndarray:
+def prompt_token_ids(messages: list[dict[str, Any]], tokenizer: Any, tools: Tools = ()) -> np.ndarray:
     """Token ids of the messages in the chat template, int32. RowError if the template refuses them."""
     described = {"tools": [*tools]} if tools else {}
     try:

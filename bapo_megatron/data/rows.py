@@ -1,44 +1,52 @@
-"""Rows of a dataset: files read without a user cache, validated fields, and the difficulty filter.
+"""Rows of a dataset: the one reader of files, validated fields, and the difficulty filter.
 
-``read_rows`` holds all rows of a JSONL or parquet file in memory; ``iterate_jsonl`` gives one after the
-other. ConfigError for a bad file, RowError for a field that is not as in Skywork-OR1-RL-Data's schema. A
-row's difficulty, by which too easy and too hard problems are dropped, is a number in its ``extra_info``. Used
-in ``commands/doctor/``, this folder, ``data/prepare/`` and ``evaluation/``.
+``iterate_rows`` gives the rows of a JSONL, JSON or parquet file one after the other, ``read_rows`` all of
+them. ConfigError for a bad file, RowError for a field that is not as in Skywork-OR1-RL-Data's schema. A row's
+difficulty, by which too easy and too hard problems are dropped, is a number in its ``extra_info``. Used in
+``commands/doctor/``, this folder, ``data/prepare/``, ``evaluation/`` and ``trainer/``.
 """
 
 from __future__ import annotations
 
 import ast
-import glob
+import gzip
 import hashlib
 import json
 import math
 import re
-import tempfile
-from collections import deque
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TextIO
 
 from bapo_megatron.config import DataConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.code_tests import check_tests
 from bapo_megatron.types import Prompt
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    import pyarrow
 
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""File name endings, and the loader of ``datasets`` for each."""
+Row = dict[str, Any]
+Message = dict[str, Any]
+"""A chat message: role, content, and what else its template reads (name, tool_calls, tool_call_id)."""
+
+FORMATS = (".jsonl", ".json", ".parquet")
+"""File name endings. What a JSON file holds, lines or one list, is seen from its first character."""
+_GZIP, _GZIP_ENDING = b"\x1f\x8b", ".gz"
+
+PARQUET_ROWS = 256
+"""Rows of a parquet file that are read at a time: rows of code problems have megabytes of tests."""
 
 MAX_DEPTH = 100
-"""Limit of nested lists and objects: Arrow's reader is recursive, and a deeper one crashes the process."""
+"""Limit of nested lists and objects: pickle, by which prompts travel, ends at a few hundred."""
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z|\\\Z)|[\[{\]}]', re.DOTALL)
 r"""A string, or a bracket outside of strings. An unterminated string extends to the end of the line: else
 every quote in it would be tried as a beginning."""
-_CONVERTED = re.compile(r"timestamp\[|Json\(")
-"""Types of columns whose texts the loader changes: dates, and texts beside other types (05 becomes 5)."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of what a prompt shows, as verl has them, beside places such as ``<image>`` in its text."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -53,65 +61,116 @@ def read_rows(path: Path) -> list[Row]:
             f"data.path={path}: no such file{where}; give a JSONL or parquet file, or a folder that "
             "`bapo data prepare` wrote"
         )
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"data.path={path}: unknown ending; give one of {', '.join(FORMATS)}")
-    rows = _load(path) if path.stat().st_size else []
-    if not rows:
-        raise ConfigError(f"data.path={path}: the file has no rows")
-    return rows
+    try:
+        return list(iterate_rows(path))
+    except ConfigError as error:  # its message begins with the path
+        raise ConfigError(f"data.path={error}") from error
 
 
-def _load(path: Path) -> list[Row]:
-    import datasets  # takes seconds, and only this function needs it
+def iterate_rows(path: Path) -> Iterator[Row]:
+    """Rows in the order of the file, one at a time, with the values that are written there.
 
-    if FORMATS[path.suffix] == "json":
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            deque(within_depth(path, lines), maxlen=0)
-    with tempfile.TemporaryDirectory(prefix="bapo_prompts_") as cache, _quiet(datasets):
-        try:
-            dataset = datasets.load_dataset(
-                FORMATS[path.suffix], data_files=glob.escape(str(path)), split="train", cache_dir=cache
-            )
-            if path.suffix == ".jsonl" and _CONVERTED.search(str(dataset.features)):
-                return list(iterate_jsonl(path))
-            return list(dataset)  # while its files exist
-        except Exception as error:  # the loaders raise whatever their parser raises
-            cause = _broken_line(path)
-            if cause is None and path.suffix == ".jsonl":  # JSON, but columns of several types
-                rows = list(iterate_jsonl(path))
-                if all(isinstance(row, dict) for row in rows):
-                    return rows
-            cause = cause or repr(error.__cause__ or error)
-            raise ConfigError(f"data.path={path}: cannot be read: {cause}") from error
+    ConfigError, which begins with the path, for a file that is empty or cannot be read.
+    """
+    read = _parquet if ending_of(path) == ".parquet" else _json
+    number = -1
+    for number, row in enumerate(read(path)):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, row {number} (the first is 0): it is no object: {row!r:.80}")
+        yield row
+    if number < 0:
+        raise ConfigError(f"{path}: the file has no rows")
 
 
-def within_depth(path: Path, lines: Iterable[str]) -> Iterator[str]:
+def ending_of(path: Path) -> str:
+    """The one of ``FORMATS`` that a file's name ends with; of JSON, ``.gz`` may follow. ConfigError."""
+    ending = path.suffix
+    if ending == _GZIP_ENDING and (inner := Path(path.stem).suffix) != ".parquet":
+        ending = inner
+    if ending not in FORMATS:
+        raise ConfigError(f"{path}: unknown ending; give one of {', '.join(FORMATS)}")
+    return ending
+
+
+def _json(path: Path) -> Iterator[Any]:
+    number = 0
+    try:
+        with _text(path) as text:
+            lines = _within_depth(path, text)
+            first = next((line for line in lines if line.strip()), "")
+            if first.lstrip().startswith("["):
+                yield from json.loads(first + "".join(lines))
+                return
+            for line in chain([first], lines):
+                if line.strip():
+                    yield json.loads(line)
+                    number += 1
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}, row {number} (the first is 0): cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError too
+        form = "" if number else "; a file of rows has one object a line, or is one list of objects"
+        raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {error}{form}") from error
+
+
+def _text(path: Path) -> TextIO:
+    """A file of UTF-8, open, also compressed by gzip, without the mark of the byte order before it."""
+    with path.open("rb") as file:
+        zipped = file.read(len(_GZIP)) == _GZIP
+    return gzip.open(path, "rt", encoding="utf-8-sig") if zipped else path.open(encoding="utf-8-sig")
+
+
+def _within_depth(path: Path, lines: Iterable[str]) -> Iterator[str]:
     """Depth check of the lines of a JSON file: ConfigError where they nest deeper than ``MAX_DEPTH``.
 
     Brackets of earlier lines that are still open count.
     """
-    depth = number = 0
-    for line in lines:
+    depth = 0
+    for number, line in enumerate(lines, start=1):
         for token in _BRACKETS.finditer(line):
             depth = max(0, depth + _STEPS.get(token.group(), 0))
             if depth > MAX_DEPTH:
-                row = f"row {number} (the first is 0)" if path.suffix == ".jsonl" else f"line {number + 1}"
-                raise ConfigError(f"{path}, {row}: more than {MAX_DEPTH} brackets within each other")
+                raise ConfigError(f"{path}, line {number}: more than {MAX_DEPTH} brackets within each other")
         yield line
-        number += bool(line.strip()) or path.suffix != ".jsonl"
 
 
-def iterate_jsonl(path: Path) -> Iterator[Any]:
-    """Values of a JSONL file, without Arrow's conversions. ConfigError with the row's number."""
-    with path.open(encoding="utf-8") as lines:
-        number = 0
-        try:
-            for line in within_depth(path, lines):
-                if line.strip():
-                    yield json.loads(line)
-                    number += 1
-        except (ValueError, RecursionError) as error:  # UnicodeDecodeError too
-            raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {error}") from error
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet  # takes a while, and only this function needs it
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(PARQUET_ROWS):
+                yield from rows_of(batch)
+    except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:  # not UTF-8, too
+        raise ConfigError(f"{path}: cannot be read as parquet: {error}") from error
+
+
+def rows_of(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[Row]:
+    """Rows of an Arrow table, whose objects have the keys of their own row alone.
+
+    Arrow gives an object the keys of all rows, and those that it lacks the value None.
+    """
+    columns = {field.name: _own_keys(field.type) for field in table.schema}
+    for row in table.to_pylist():
+        yield {name: columns[name](value) for name, value in row.items()}
+
+
+def _own_keys(kind: pyarrow.DataType) -> Callable[[Any], Any]:
+    """What makes a plain value of one that Arrow gives for a column of this type."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType):  # what ``datasets`` writes for objects that differ
+        return lambda text: None if text is None else json.loads(text)
+    if isinstance(kind, pyarrow.StructType):
+        keys = {field.name: _own_keys(field.type) for field in kind}
+        return lambda found: found and {k: of(found[k]) for k, of in keys.items() if found[k] is not None}
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        of = _own_keys(kind.value_type)
+        return of if of is _unchanged else lambda found: found and [of(one) for one in found]
+    return _unchanged
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def digest_of_rows(rows: Iterable[Row]) -> str:
@@ -120,27 +179,6 @@ def digest_of_rows(rows: Iterable[Row]) -> str:
     for row in rows:
         found.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
     return found.hexdigest()
-
-
-@contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
-def _broken_line(path: Path) -> str | None:
-    """First row that is not JSON, as text: the parser's own number counts from the start of its block."""
-    try:
-        if FORMATS[path.suffix] == "json":
-            deque(iterate_jsonl(path), maxlen=0)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 _RAW = {"problem", "question"}
@@ -157,30 +195,48 @@ def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
     if not isinstance(value, kind):
         found = "missing" if value is None else f"of type {type(value).__name__}"
         raise RowError(f"{name} is {found}; it must be {kind_name}")
-    return value
+    return _whole(name, value) if isinstance(value, str) else value
 
 
-def messages_of(row: Row) -> list[dict[str, str]]:
-    """Chat messages of the row's ``prompt``. RowError if there are none or one is empty."""
+def _whole(name: str, text: str) -> str:
+    """The text. RowError if it has half of a character, a lone surrogate, which no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise RowError(f"{name} has {half}, half of a character: mend it, or leave the row out") from None
+    return text
+
+
+def messages_of(row: Row) -> list[Message]:
+    """Chat messages of the row's ``prompt``, with all fields that have a value; of a turn that only calls
+    tools the content may be missing. RowError if there are none or one is empty."""
     if "prompt" not in row and _RAW & {name.lower() for name in row}:
         raise RowError(
             f"prompt is missing; the row has {', '.join(sorted(row))}: `bapo data prepare FILE --output DIR` "
             f"converts such rows"
         )
-    messages: list[dict[str, str]] = field_of(row, "prompt", list, "a list of {role, content}")
+    messages: list[Any] = field_of(row, "prompt", list, "a list of {role, content}")
     if not messages:
         raise RowError("prompt is empty; it must hold at least one message {role, content}")
-    for message in messages:
-        if not isinstance(message, dict):
-            raise RowError(f"prompt holds {message!r}; a message must be {{role, content}}")
-        for key in ("role", "content"):
-            value = message.get(key)
-            if not isinstance(value, str) or not value.strip():
-                raise RowError(f"prompt has a message whose {key} is {value!r}; it must be text, not empty")
-    return messages
+    return [_message_of(message) for message in messages]
 
 
-def media_problem(row: Row, messages: Sequence[Mapping[str, str]]) -> str | None:
+def _message_of(found: Any) -> Message:
+    if not isinstance(found, dict):
+        raise RowError(f"prompt holds {found!r}; a message must be {{role, content}}")
+    message = _without_none(found)
+    if message.get("tool_calls") and not message.get("content"):
+        message["content"] = ""
+    for key in ("role", "content"):
+        value = message.get(key)
+        calls = key == "content" and value == "" and message.get("tool_calls")
+        if not isinstance(value, str) or not (value.strip() or calls):
+            raise RowError(f"prompt has a message whose {key} is {value!r}; it must be text, not empty")
+    return _plain("prompt", message)
+
+
+def media_problem(row: Row, messages: Sequence[Mapping[str, Any]]) -> str | None:
     """The error of a row whose prompt is about what it shows: only its text reaches the model. Else None."""
     for name in _MEDIA:
         place = f"<{name.removesuffix('s')}>"
@@ -196,16 +252,20 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
     """
     value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
     answer = _unwrapped(value, several)
+    if isinstance(answer, float) and answer.is_integer() and not several:
+        answer = int(answer)  # a column of whole numbers in which one is missing is one of floats
     if isinstance(answer, int) and not isinstance(answer, bool):
         answer = str(answer)
     if several and isinstance(answer, (bool, float, list, dict)):
         answer = _json_of(answer)
+    if isinstance(answer, (list, dict)) and (text := _json_of(answer)) and not check_tests(text):
+        answer = text  # tests in a column of objects
     if not isinstance(answer, str) or not answer.strip():
         any_value = "" if several or not isinstance(value, (float, list, dict)) else _OWN
         raise RowError(
             f"reward_model.ground_truth is {value!r}; it must be the answer as text, not empty{any_value}"
         )
-    return answer
+    return _whole("reward_model.ground_truth", answer)
 
 
 _OWN = "; a reward function of yours takes any JSON value (--reward module:function of `bapo data prepare`)"
@@ -223,7 +283,7 @@ def _json_of(value: Any) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """The value without the keys of other rows' objects, which Arrow fills with None."""
+    """The value, of an object without the keys that have none."""
     if isinstance(value, dict):
         return {key: inner for key, inner in value.items() if inner is not None}
     return value
@@ -258,12 +318,23 @@ def _unwrapped(value: object, several: bool) -> object:
     return value
 
 
-def extra_info_of(row: Row) -> dict[str, Any]:
-    """The row's ``extra_info`` as plain JSON, without keys of other rows (Arrow fills those with None)."""
+def extra_info_of(row: Row, others: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The row's ``extra_info``, with its ``others`` columns, as plain JSON; no keys without a value."""
     info = row.get("extra_info")
     if info is not None and not isinstance(info, dict):
         raise RowError(f"extra_info is of type {type(info).__name__}; it must be an object")
-    plain: dict[str, Any] = _without_none(json.loads(json.dumps(info or {}, default=str)))
+    return _plain("extra_info", {**others, **(info or {})})
+
+
+def _plain(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The object as JSON, without keys that have no value: None, or NaN, which pandas has in its place."""
+
+    def constant(text: str) -> None:
+        if text != "NaN":
+            raise RowError(f"{name} has {text}, which JSON has not: write a number, or leave it out")
+
+    text = _whole(name, json.dumps(found, default=str, ensure_ascii=False))
+    plain: dict[str, Any] = _without_none(json.loads(text, parse_constant=constant))
     return plain
 
 

@@ -19,10 +19,30 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.fp8 import check_quantization, without_quantization
-from bapo_megatron.runtime.files import check_files_inside, read_file_inside
+from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside, read_file_inside
+from bapo_megatron.runtime.written_folders import MARK
 
 # megatron-core takes the factor of Llama 3's RoPE scaling as an argument and fixes these three.
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+_WEIGHT_FILES = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt"),
+    *(".gguf", ".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json"),
+    *(".onnx", ".onnx_data", ".ot", ".npz"),
+    "adapter_config.json",  # for it transformers, with peft, would load the model that it names
+)
+"""Endings of files of a model's weights, in any format: beside other weights they would be untrained ones."""
+
+_GENERATION_CONFIG = "generation_config.json"
+_NUMBER = "a number", (int, float)
+_GENERATION = {
+    "eos_token_id": ("a token id or several", (int, list)),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), ("a token id", (int,))),
+    **dict.fromkeys(("top_k", "max_length", "max_new_tokens"), ("a whole number", (int,))),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
+    "do_sample": ("true or false", (bool,)),
+}
+"""Fields of generation_config.json that engines read, with what each must be; null counts as missing."""
 
 _LONGEST_BYTES = 1 << 24
 _MOST_LAYERS, _MOST_EXPERTS, _MOST = 10_000, 1 << 20, 2**31 - 1
@@ -142,6 +162,38 @@ def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
         lambda found: found[1] + b'"' + name.encode() + b'"',
         config,
     )
+
+
+def carried_files(folder: Path) -> dict[str, Path]:
+    """Files of a model folder that go along with its weights wherever those are written: all others, and the
+    chat templates, by their paths in the folder.
+
+    CheckpointError for a link out of it, which would become part of the copy; ConfigError for a
+    generation_config.json that engines could not read.
+    """
+    check_files_inside(folder)
+    check_generation_config(folder)
+    places = [*folder.iterdir(), *(folder / CHAT_TEMPLATES).glob("*")]
+    files = [one for one in sorted(places) if one.is_file() and not one.name.endswith((MARK, *_WEIGHT_FILES))]
+    return {path.relative_to(folder).as_posix(): path for path in files}
+
+
+def check_generation_config(folder: Path) -> None:
+    """Check of generation_config.json, if there is one: ConfigError with the file and the field."""
+    path = folder / _GENERATION_CONFIG
+    try:
+        found = json.loads(read_file_inside(folder, _GENERATION_CONFIG))
+    except FileNotFoundError:
+        return
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error)[:200]}: mend it, or delete it") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} cannot be read: it is no object: mend it, or delete it")
+    for name, (words, kinds) in _GENERATION.items():
+        value = found.get(name)
+        numbers = value if isinstance(value, list) else []
+        if value is not None and (type(value) not in kinds or any(type(one) is not int for one in numbers)):
+            raise ConfigError(f"{path} has {name}={value!r:.200}: it must be {words}; mend the file")
 
 
 def missing_file(path: Path, first: str, others: int) -> str:

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapo_megatron.hf.config import with_dtype
-from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside, write_atomically
+from bapo_megatron.hf.config import carried_files, with_dtype
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.runtime.written_folders import (
-    MARK,
     check_aside,
     check_replaceable,
     foreign_content,
@@ -33,14 +32,6 @@ from bapo_megatron.runtime.written_folders import (
 _WRITER = "bapo"  # of an export, in its mark
 
 _SHARD_BYTES = 4 * 2**30
-
-_WEIGHT_FILES = (
-    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt"),
-    *(".gguf", ".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json"),
-    *(".onnx", ".onnx_data", ".ot", ".npz"),
-    "adapter_config.json",  # for it transformers, with peft, would load the model that it names
-)
-"""Endings of files of the first model's weights, in any format: in an export they would be untrained ones."""
 
 
 def export_hf(
@@ -55,7 +46,9 @@ def export_hf(
     if dist.get_rank() == 0:
         check_export_output(output)
         with writing("the exported model", output), new_folder(output, _WRITER, foreign) as folder:
-            _copy_reference(reference, folder)
+            for name, path in carried_files(reference).items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, folder / name)
             dtypes = _write_shards(weights, folder, shard_bytes)
             config = folder / "config.json"
             write_atomically(config, with_dtype(config.read_bytes(), dtypes))
@@ -64,17 +57,6 @@ def export_hf(
         for _ in weights:
             pass
     dist.barrier()
-
-
-def _copy_reference(reference: Path, folder: Path) -> None:
-    check_files_inside(reference)  # the target of a link would become part of the export
-    for path in sorted(reference.iterdir()):
-        if path.is_file() and path.name != MARK and not path.name.endswith(_WEIGHT_FILES):
-            shutil.copyfile(path, folder / path.name)
-    templates = [path for path in sorted((reference / CHAT_TEMPLATES).glob("*")) if path.is_file()]
-    for path in templates:
-        (folder / CHAT_TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / CHAT_TEMPLATES / path.name)
 
 
 def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> set[str]:

@@ -39,7 +39,7 @@ from bapo_megatron.types import Prompt
 class Question:
     """A response with its prompt and ground truth, as plain data."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     """The chat messages of the prompt."""
     response: str
     ground_truth: str
@@ -48,7 +48,7 @@ class Question:
     def text(self) -> str:
         """Messages as text: a single one unchanged, several with their roles."""
         if len(self.messages) == 1:
-            return self.messages[0]["content"]
+            return str(self.messages[0]["content"])
         return "\n\n".join(f"{one['role']}: {one['content']}" for one in self.messages)
 
     def digest(self) -> bytes:
@@ -65,7 +65,7 @@ def question_of(prompt: Prompt, response: str, thinking: bool) -> Question:
     return Question(tuple(prompt.messages), response, prompt.ground_truth)
 
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class RewardModel:

@@ -32,7 +32,7 @@ from bapo_megatron.config.validation import new_run_problems, raise_problems
 from bapo_megatron.data.problem_sets import load_problems
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
 from bapo_megatron.hf.export import check_export_output
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
@@ -174,6 +174,7 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
     ConfigError if the weights, the tokenizer or the layout does not fit (``check_weights``).
     """
     shape = check_weights(model, parallel)
+    carried_files(model.hf_path)  # which an export copies, and engines read
     tokenizer = load_tokenizer(model.hf_path)
     largest = max(tokenizer.get_vocab().values())
     if largest >= shape.vocab:

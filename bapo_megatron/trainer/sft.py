@@ -7,6 +7,7 @@ end. Used by ``commands/train.py`` and ``preflight.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from bapo_megatron.config import SftConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.problem_sets import mixed
 from bapo_megatron.data.prompts import MixedSource, Mixture, load_prompts
+from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.export import export_hf
@@ -80,6 +82,7 @@ def load_solutions(config: SftConfig, tokenizer: Any) -> tuple[list[Sample], lis
     """
     files = config.data.files
     found = [load_prompts(one.file, tokenizer, config.data.max_prompt_tokens) for one in files]
+    found = [replace(one, prompts=within_difficulty(one.prompts, config.data)) for one in found]
     samples = _samples(
         config, tokenizer, [(one.file, each.prompts) for one, each in zip(files, found, strict=True)]
     )

@@ -78,7 +78,7 @@ class Card:
         self.by_data_source[problem.data_source] += 1
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
         self.by_ability[problem.ability] += 1
-        self.operations += problem.ability == "math" and is_operation(problem.ground_truth)
+        self.operations += problem.is_math and is_operation(problem.ground_truth)
         for name, value in problem.extra_info.items():
             self.texts[name] += len(value if isinstance(value, str) else json.dumps(value))
 

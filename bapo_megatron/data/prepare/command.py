@@ -21,10 +21,10 @@ from bapo_megatron.data.prepare.filters import (
     Duplicates,
     EvaluationProblem,
     Filter,
-    clash_of_types,
     difficulty_filter,
     first_reason,
     length_filter,
+    same_answer,
     scorable,
 )
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
@@ -37,7 +37,7 @@ from bapo_megatron.data.prepare.problems import (
 )
 from bapo_megatron.data.prepare.sources import Source, open_source
 from bapo_megatron.data.prompts import check_template
-from bapo_megatron.data.rows import RowError
+from bapo_megatron.data.rows import RowError, media_problem
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.runtime.written_folders import (
@@ -61,10 +61,11 @@ def prepare(options: PrepareOptions) -> Card:
     """
     options.check()
     check_dataset_output(options.output, options.overwrite)
-    options = replace(options, reward=options.reward_function)
+    instruct = options.instruct and not options.own_reward  # which reads neither box nor block
+    options = replace(options, reward=options.reward_function, instruct=instruct)
     generated = options.size, options.seed, json.loads(options.task_settings)
     sources = [open_source(text, options.split, options.revision, *generated) for text in options.sources]
-    duplicates = Duplicates()
+    duplicates = Duplicates() if options.own_reward else Duplicates(same_answer)
     card = Card(sources=[], options=options)
     index = _contamination(options, card)
     for source in sources:
@@ -72,7 +73,7 @@ def prepare(options: PrepareOptions) -> Card:
         for problem in _problems(source, options):
             rows += 1
             if isinstance(problem, Problem) and duplicates.show(problem) and index is not None:
-                index.show(problem.question)
+                index.show(problem.dialogue)
         if not rows:
             raise ConfigError(f"source {source.name}: it has no rows")
         card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
@@ -107,10 +108,12 @@ def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> 
     own, column = options.own_reward, options.source_column if renamed else None
     names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
     dropped = options.drop_columns if renamed else ()
-    for number, row in enumerate(source.rows()):
+    for number, found in enumerate(source.rows()):
         try:
-            row = with_columns(without_columns(with_source(row, column), dropped), names)
+            row = with_columns(without_columns(with_source(found, column), dropped), names)
             problem = problem_of(row, source.name, number, options.instruct, own)
+            if why := media_problem({name.lower(): found[name] for name in found}, problem.messages):
+                raise RowError(why)
             yield problem.with_system(options.system_prompt if renamed else None)
         except RowError as error:
             yield error
@@ -159,14 +162,14 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
     for problem in _problems(source, options, renamed=False):
         if isinstance(problem, RowError):
             raise ConfigError(f"against: {path}, row {rows} (the first is 0): {problem}")
-        yield EvaluationProblem(text, rows, problem.question)
+        yield EvaluationProblem(text, rows, problem.dialogue)
         rows += 1
     card.against.append({"name": text, "sha256": source.digest(), "rows": rows})
 
 
 def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card) -> str:
     """Second pass: write the kept rows, count the others in ``card``; the SHA-256 of the file."""
-    digest, types = hashlib.sha256(), dict[str, str]()
+    digest = hashlib.sha256()
     with path.open("wb") as file:
         for source in sources:
             for number, problem in enumerate(_problems(source, card.options)):
@@ -174,12 +177,8 @@ def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]],
                     card.drop(Dropped(INVALID, source.name, number, str(problem), ""))
                 elif reason := first_reason(problem, filters):
                     card.drop(Dropped(reason[0], source.name, number, reason[1], problem.question))
-                elif clash := clash_of_types(types, problem.extra_info):
-                    raise ConfigError(
-                        f"{source.name}, row {number} (the first is 0): {clash}; prepare the sources apart"
-                    )
                 else:
-                    line = json.dumps(problem.row(), ensure_ascii=False, sort_keys=True).encode() + b"\n"
+                    line = json.dumps(problem.row(), ensure_ascii=False).encode() + b"\n"
                     file.write(line)
                     digest.update(line)
                     card.keep(problem)

@@ -7,7 +7,6 @@ filters before it keep; RowError for an invalid row. ``command.py`` applies them
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -18,7 +17,9 @@ from bapo_megatron.data.prepare.normal_form import answer_text, commuted_key, ke
 from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.data.rows import RowError, difficulty_of
+from bapo_megatron.reward.answer_text import last_boxed
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
+from bapo_megatron.reward.math import MAX_ANSWER_CHARACTERS, answers_equal
 
 Filter = Callable[[Problem], str | None]
 """A filter: the reason why a problem is dropped, or None. RowError for an invalid row."""
@@ -45,37 +46,58 @@ OWN = 4
 
 
 class Duplicates:
-    """Deduplication filter: of questions with equal normal form the first stays; none if answers differ.
+    """Deduplication filter: of prompts with equal normal form the first stays; none if answers differ.
 
-    It sees every question in the first pass, and filters in the second. Tests of programs are not compared.
+    It sees every prompt in the first pass, all messages of it, and filters in the second. Tests of programs
+    are not compared. Answers of which the normal forms differ are compared as the reward does it.
     """
 
-    def __init__(self) -> None:
-        self._answers: dict[bytes, bytes] = {}
+    def __init__(self, equal: Callable[[str, str], bool] = lambda _one, _other: False) -> None:
+        """``equal``: whether the reward calls two ground truths equal that are written differently."""
+        self._equal = equal
+        self._answers: dict[bytes, str] = {}
         self._torn: set[bytes] = set()
         self._seen: set[bytes] = set()
 
     def show(self, problem: Problem) -> bool:
-        """First pass: remember the question and its answer; whether the question is new."""
-        question = key(problem.question)
-        answer = b"tests" if problem.is_code else key(answer_text(problem.ground_truth))
-        is_new = question not in self._answers
-        if self._answers.setdefault(question, answer) != answer:
-            self._torn.add(question)
-        return is_new
+        """First pass: remember the prompt and its answer; whether the prompt is new."""
+        prompt = key(problem.conversation)
+        answer = "" if problem.is_code else _shown(problem.ground_truth)
+        first = self._answers.get(prompt)
+        if first is None:
+            self._answers[prompt] = answer
+        elif prompt not in self._torn and not self._agree(first, answer):
+            self._torn.add(prompt)
+        return first is None
+
+    def _agree(self, one: str, other: str) -> bool:
+        if answer_text(one) == answer_text(other):
+            return True
+        return bool(one and other) and self._equal(one, other)
 
     def conflict(self, problem: Problem) -> str | None:
-        """Second pass: the reason to drop a question that another row answers differently, or None."""
-        torn = key(problem.question) in self._torn
+        """Second pass: the reason to drop a prompt that another row answers differently, or None."""
+        torn = key(problem.conversation) in self._torn
         return f"answered {problem.ground_truth!r} here and differently elsewhere" if torn else None
 
     def repeated(self, problem: Problem) -> str | None:
-        """Second pass: the reason to drop a question that came before, or None."""
-        question = key(problem.question)
-        if question in self._seen:
+        """Second pass: the reason to drop a prompt that came before, or None."""
+        prompt = key(problem.conversation)
+        if prompt in self._seen:
             return "the question came before"
-        self._seen.add(question)
+        self._seen.add(prompt)
         return None
+
+
+def _shown(answer: str) -> str:
+    """The answer, or of a long one, which no reward parses, a digest: all of them are held in memory."""
+    return answer if len(answer) <= MAX_ANSWER_CHARACTERS else key(answer_text(answer)).hex()
+
+
+def same_answer(one: str, other: str) -> bool:
+    """Whether the mathematics reward takes one of two ground truths as an answer to the other."""
+    pairs = ((one, other), (other, one))
+    return any(answers_equal(truth, last_boxed(said) or said, None, True) for truth, said in pairs)
 
 
 @dataclass(frozen=True)
@@ -175,7 +197,10 @@ class Contamination:
 
     def overlap(self, problem: Problem) -> str | None:
         """Second pass: the reason to drop a question of an evaluation set, or None."""
-        if (found := self.match(problem.question)) is None:
+        found = self.match(problem.dialogue)
+        if found is None and len(problem.messages) > 1:
+            found = self.match(problem.question)
+        if found is None:
             return None
         return f"has {found.share:.0%} of {found.problem.suite}, row {found.problem.row}"
 
@@ -243,18 +268,6 @@ def _sentence(answer: str) -> str | None:
     while (outside := _TEXT.sub(" 0 ", answer)) != answer:
         answer = outside
     return next((run[0] for run in _RUN.finditer(answer) if _WORD.search(run[0])), None)
-
-
-def clash_of_types(types: dict[str, str], info: dict[str, Any]) -> str | None:
-    """Schema check: error of the first key of ``extra_info`` with another type than in earlier rows, or None.
-
-    Arrow needs one type in all rows. ``types``: those of the rows so far, which gain those of this one.
-    """
-    for name, value in info.items():
-        now = "number" if isinstance(value, (int, float)) else type(value).__name__
-        if (before := types.setdefault(name, now)) != now:
-            return f"extra_info.{name} is of type {now} here ({json.dumps(value)[:60]}), {before} before"
-    return None
 
 
 def first_reason(problem: Problem, filters: Iterable[tuple[str, Filter]]) -> tuple[str, str] | None:

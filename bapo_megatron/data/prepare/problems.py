@@ -20,7 +20,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bapo_megatron.data.rows import Row, RowError, extra_info_of, ground_truth_of, media_problem, messages_of
+from bapo_megatron.data.rows import (
+    Message,
+    Row,
+    RowError,
+    extra_info_of,
+    field_of,
+    ground_truth_of,
+    messages_of,
+)
 from bapo_megatron.reward.answer_text import last_boxed
 from bapo_megatron.reward.code_tests import is_tests
 
@@ -35,6 +43,7 @@ _OF_CHATS = ("prompt", "reward_model")
 _QUESTION = ("prompt", *_PLAIN_QUESTION)
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns of a prepared row; all other columns go into ``extra_info``."""
+_TESTS = "; tests of a program have one of the forms of docs/rewards.md#programs"
 _GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
 _ANSWER_LINE = re.compile(
     r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
@@ -59,25 +68,50 @@ class Problem:
     ``command.py`` filters and writes them.
     """
 
-    messages: list[dict[str, str]]
+    messages: list[Message]
     question: str
-    """The prompt without the instruction about the form of the answer; deduplication compares it."""
+    """The last message without the instruction about the form of the answer."""
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any]
     own_reward: bool = False
     """Whether its reward function takes any ground truth: a user's, or a task's."""
+    named_ability: str = ""
+    """Kind of problem, as its row has it."""
 
     @property
     def is_code(self) -> bool:
         return is_tests(self.ground_truth)
 
     @property
+    def is_math(self) -> bool:
+        return not self.own_reward and not self.is_code
+
+    @property
     def ability(self) -> str:
-        """Kind of problem: ``math``, ``code``, or ``other``."""
+        """Kind of problem: ``math`` or ``code``; for another reward what its row says, or ``other``."""
         if self.own_reward:
-            return "other"
+            return self.named_ability or "other"
         return "code" if self.is_code else "math"
+
+    @property
+    def dialogue(self) -> str:
+        """The turns up to the question, and it. Decontamination compares them: system messages differ from
+        file to file."""
+        return self._said(self.messages[int(self.messages[0]["role"] == "system") : -1])
+
+    @property
+    def conversation(self) -> str:
+        """The dialogue behind its system message; deduplication compares it."""
+        return self._said(self.messages[:-1])
+
+    def _said(self, before: Sequence[Message]) -> str:
+        """Messages as text, the question behind them. Fields beside role and content count, too."""
+        texts = [
+            f"{one['role']} {one['content']} {json.dumps(one, sort_keys=True) if len(one) > 2 else ''}"
+            for one in before
+        ]
+        return "\n".join([*texts, self.question])
 
     def with_system(self, text: str | None) -> Problem:
         """The problem with the system message ``text`` in place of its own; unchanged for None."""
@@ -87,13 +121,16 @@ class Problem:
         return replace(self, messages=[{"role": "system", "content": text}, *rest])
 
     def row(self) -> Row:
-        """The problem as a row of data.jsonl."""
+        """The problem as a row of data.jsonl, its keys in order.
+
+        Not those within messages: a template writes the arguments of a call in the order that they have.
+        """
         return {
-            "data_source": self.data_source,
-            "prompt": self.messages,
             "ability": self.ability,
+            "data_source": self.data_source,
+            "extra_info": json.loads(json.dumps(self.extra_info, sort_keys=True)),
+            "prompt": [dict(sorted(message.items())) for message in self.messages],
             "reward_model": {"ground_truth": self.ground_truth, "style": "rule"},
-            "extra_info": self.extra_info,
         }
 
 
@@ -164,28 +201,34 @@ def problem_of(
         )
     content, question = _asked(messages[-1]["content"], is_tests(ground_truth), instruct and not own_reward)
     return Problem(
-        messages=[*messages[:-1], {"role": "user", "content": content}],
+        messages=[*messages[:-1], {**messages[-1], "content": content}],
         question=question,
         ground_truth=ground_truth,
         data_source=_source_of(named, source),
-        extra_info={**_other_columns(named, known), **extra_info_of(named), "row": number},
+        extra_info=_numbered(extra_info_of(named, _other_columns(named, known)), number),
         own_reward=own_reward,
+        named_ability=ability.strip() if isinstance(ability := named.get("ability"), str) else "",
     )
 
 
-def _chat_messages(row: Row) -> list[dict[str, str]]:
+def _numbered(info: dict[str, Any], number: int) -> dict[str, Any]:
+    """``extra_info`` with the row's number; another ``row`` of the source becomes ``source_row``."""
+    own = info.get("row")
+    return {**({} if own in (None, number) else {"source_row": own}), **info, "row": number}
+
+
+def _chat_messages(row: Row) -> list[Message]:
     if isinstance(row.get("prompt"), str):
         row = {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
-    messages = [{"role": one["role"], "content": one["content"]} for one in messages_of(row)]
-    if problem := media_problem(row, messages):
-        raise RowError(problem)
+    messages = messages_of(row)
     if messages[-1]["role"] != "user":
         raise RowError(f"prompt ends with a message of {messages[-1]['role']!r}; the last must be the user's")
     return messages
 
 
-def _plain_messages(row: Row) -> list[dict[str, str]]:
-    question = next((row[name] for name in _QUESTION if row.get(name) is not None), None)
+def _plain_messages(row: Row) -> list[Message]:
+    column = _first(row, _QUESTION)
+    question = row[column] if column else None
     if isinstance(question, str) and question.strip():
         question = question.strip()
     elif not isinstance(question, list):
@@ -195,18 +238,18 @@ def _plain_messages(row: Row) -> list[dict[str, str]]:
 
 def _source_of(row: Row, source: str) -> str:
     named = row.get("data_source")
-    return named if isinstance(named, str) and named else source
+    return field_of(row, "data_source", str, "text") if isinstance(named, str) and named else source
 
 
 def _other_columns(row: Row, known: Collection[str]) -> dict[str, Any]:
     """Columns that are not ``known``, nested ones too, if they are JSON: no images, no empty ones."""
-    others = {name: value for name, value in row.items() if name not in known and value is not None}
+    others = {name: value for name, value in row.items() if name not in known and not _is_missing(value)}
     return {name: value for name, value in others.items() if _is_json(value)}
 
 
 def _is_json(value: Any) -> bool:
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         return False
     return True
@@ -214,13 +257,27 @@ def _is_json(value: Any) -> bool:
 
 def _answer_column(row: Row) -> str:
     """The column of a plain row's answer: the first of the known ones that has a value."""
-    found = [name for name in (_ANSWER, _SOLUTION, *_OTHER_ANSWERS) if row.get(name) is not None]
-    if not found:
+    names = (_ANSWER, _SOLUTION, *_OTHER_ANSWERS)
+    column = _first(row, names)
+    if column is None and (empty := next((name for name in names if name in row), None)):
+        raise RowError(f"its {empty} has no value: leave the row out, or name another by --answer-column")
+    if column is None:
         raise RowError(
             f"it has neither an answer nor a solution; its columns are {', '.join(sorted(row))}: name that "
             f"of the answer by --answer-column"
         )
-    return found[0]
+    return column
+
+
+def _first(row: Row, names: Sequence[str]) -> str | None:
+    """The first of the columns that has a value; if there is none, the first with an empty text."""
+    there = [name for name in names if row.get(name) is not None]
+    return next((name for name in there if not _is_missing(row[name])), there[0] if there else None)
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is None, blank, or the NaN that pandas has in place of one."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
 def _answer(row: Row, column: str, several: bool) -> str:
@@ -236,7 +293,9 @@ def _answer(row: Row, column: str, several: bool) -> str:
         return ground_truth_of({"reward_model": {"ground_truth": answer}}, several)
     except RowError:
         raise RowError(
-            f"its answer is {answer!r}; it must be one text, not empty, or a whole number"
+            f"its answer is {answer!r:.300}; it must be one text, not empty, or a whole number{_TESTS}"
+            if isinstance(answer, (list, dict))
+            else f"its answer is {answer!r}; it must be one text, not empty, or a whole number"
         ) from None
 
 

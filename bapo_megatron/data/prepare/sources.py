@@ -19,13 +19,19 @@ from types import MappingProxyType
 from typing import Any
 
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX, GeneratedSource, tasks_of
-from bapo_megatron.data.rows import FORMATS, Row, digest_of_rows, iterate_jsonl, within_depth
+from bapo_megatron.data.rows import (
+    FORMATS,
+    PARQUET_ROWS,
+    Row,
+    digest_of_rows,
+    ending_of,
+    iterate_rows,
+    rows_of,
+)
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import sha256_of
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
-_PARQUET_ROWS = 256
-"""Rows of a parquet file that are read at a time: rows of code problems have megabytes of tests."""
 
 CHAMP = "champ"
 
@@ -46,11 +52,7 @@ class FileSource:
 
     def rows(self) -> Iterator[Row]:
         """All rows in the order of the file, one at a time. ConfigError with the row's number."""
-        read = {".jsonl": iterate_jsonl, ".json": _json, ".parquet": _parquet}[self.path.suffix]
-        for number, row in enumerate(read(self.path)):
-            if not isinstance(row, dict):
-                raise ConfigError(f"{self.path}, row {number} (the first is 0): it is no object: {row!r:.80}")
-            yield row
+        yield from iterate_rows(self.path)
 
     def digest(self) -> str:
         return sha256_of(self.path)
@@ -64,10 +66,11 @@ class HubSource:
     dataset: Any
 
     def rows(self) -> Iterator[Row]:
-        yield from self.dataset
+        for table in self.dataset.with_format("arrow").iter(PARQUET_ROWS):
+            yield from rows_of(table)
 
     def digest(self) -> str:
-        return digest_of_rows(self.dataset)
+        return digest_of_rows(self.rows())
 
 
 class ChampSource:
@@ -128,8 +131,7 @@ def open_source(
     if text == CHAMP and not path.exists():
         return ChampSource()
     if path.is_file():
-        if path.suffix not in FORMATS:
-            raise ConfigError(f"source {path}: unknown ending; give one of {', '.join(FORMATS)}")
+        ending_of(path)
         return FileSource(path)
     hub_id = _HUB_ID.fullmatch(text)
     if path.exists() or path.suffix in FORMATS or hub_id is None:
@@ -147,26 +149,3 @@ def _from_hub(name: str, config: str | None, split: str, revision: str | None) -
             f"source {name}: cannot be loaded from the hub ({error}); check --split and --revision, or "
             f"download its files where there is a network and give their paths"
         ) from error
-
-
-def _json(path: Path) -> Iterator[Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        rows = json.loads("".join(within_depth(path, text.splitlines(keepends=True))))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise ConfigError(f"{path} must hold a list of objects; for one object a line name it .jsonl")
-    yield from rows
-
-
-def _parquet(path: Path) -> Iterator[Any]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(_PARQUET_ROWS):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as parquet: {error}") from error

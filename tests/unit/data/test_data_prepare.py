@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -24,7 +25,7 @@ from bapo_megatron.data.prepare.normal_form import key, ngrams, tokens, words
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import CODE_INSTRUCTION, MATH_INSTRUCTION, problem_of
 from bapo_megatron.data.prompts import load_prompts
-from bapo_megatron.data.rows import RowError
+from bapo_megatron.data.rows import RowError, read_rows
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.functions import ground_truth_check
@@ -196,6 +197,8 @@ def test_programs_are_asked_for_as_a_block() -> None:
         ({"problem": GOATS}, "it has neither an answer nor a solution"),
         ({"problem": GOATS, "answer": ""}, "its answer is ''; it must be one text"),
         ({"problem": GOATS, "answer": 1.5}, "its answer is 1.5; it must be one text"),
+        ({"problem": GOATS, "answer": None}, "its answer has no value: leave the row out, or name another"),
+        ({"problem": GOATS, "tests": {"in": ["1"]}}, "tests of a program have one of the forms of docs"),
         ({"problem": GOATS, "solution": "none"}, "no \\boxed"),
         ({"problem": GOATS, "answer": True}, "True"),
         (skywork(GOATS, '["1", "2"]'), "2 answers"),
@@ -259,6 +262,8 @@ def test_a_reward_of_ones_own_takes_any_text(tmp_path: Path) -> None:
     rows = [{"question": "The capital?", "answer": "Paris, the city of light"}]
     card = prepared(tmp_path, rows, reward="my_rewards:same_words")
     assert card.by_ability == {"other": 1}
+    options = json.loads((tmp_path / "out" / CARD_FILE).read_text())["options"]
+    assert not options["instruct"]  # no sentence is added
     [row] = [json.loads(line) for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()]
     assert row["prompt"] == [{"role": "user", "content": "The capital?"}]
     assert row["reward_model"]["ground_truth"] == "Paris, the city of light"
@@ -526,11 +531,12 @@ def test_an_output_is_kept(tmp_path: Path) -> None:
 
 
 def test_types_that_arrow_could_not_join(tmp_path: Path) -> None:
+    """Several data sets in one file: runs read JSON, which has no columns of one type."""
     one = write(tmp_path / "one.jsonl", [skywork(GOATS, "19")])
     other = write(tmp_path / "two.jsonl", [{**skywork("Add.", "1"), "extra_info": {"index": "a-1"}}])
-    with pytest.raises(ConfigError, match=r"two\.jsonl, row 0 .*extra_info\.index is of type str"):
-        prepare(PrepareOptions((one, other), tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+    prepare(PrepareOptions((one, other), tmp_path / "out"))
+    found = read_rows(tmp_path / "out" / DATA_FILE)
+    assert [row["extra_info"]["index"] for row in found] == [0, "a-1"]
 
 
 def test_broken_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,8 +553,8 @@ def test_broken_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     parquet.write_bytes(b"PAR1 not")
     refused(str(parquet), "cannot be read as parquet")
     single = tmp_path / "bad.json"
-    single.write_text("{}")
-    refused(str(single), "must hold a list")
+    single.write_text('{\n"a": 1}')
+    refused(str(single), "row 0 .*not JSON: .*; a file of rows has one object a line, or is one list of obj")
     refused("nowhere.jsonl", "no such file")
     refused(str(tmp_path), "no such file")
     (tmp_path / "x.csv").write_text("a")
@@ -564,16 +570,18 @@ def test_broken_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_dataset_of_the_hub_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def hub(name: str, config: str | None, split: str, revision: str | None) -> list[Any]:
+    dataset = datasets.Dataset.from_list([skywork(GOATS, "19")])
+
+    def hub(name: str, config: str | None, split: str, revision: str | None) -> datasets.Dataset:
         asked.append((name, config, split, revision))
-        return [skywork(GOATS, "19")]
+        return dataset
 
     monkeypatch.setattr("datasets.load_dataset", hub)
     options = PrepareOptions(("someone/a-set:part",), tmp_path / "out", split="math", revision="abc")
     card = prepare(options)
     assert asked == [("someone/a-set", "part", "math", "abc")]
     assert card.sources[0]["name"] == "someone/a-set:part, split math"
-    assert card.sources[0]["sha256"] == sources.HubSource("", [skywork(GOATS, "19")]).digest()
+    assert card.sources[0]["sha256"] == sources.HubSource("", dataset).digest()
 
 
 @pytest.mark.parametrize(
@@ -621,19 +629,23 @@ def test_all_prompts_are_too_long(tmp_path: Path) -> None:
 
 
 def test_an_empty_source_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"source rows\.jsonl: it has no rows"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl: the file has no rows"):
         prepared(tmp_path, [])
 
 
-def test_prompts_about_images_are_invalid() -> None:
-    """Else a policy would be trained on questions about what it cannot see."""
-    row = {"images": [b"\x00"], "reward_model": {"ground_truth": "7"}, "data_source": "geo"}
-    chat = {**row, "prompt": [{"role": "user", "content": "<image>How many?"}]}
-    for one in (chat, {"images": [b"\x00"], "problem": "<image>How many?", "answer": "7"}):
-        with pytest.raises(RowError, match="its prompt is about its images, and models here read text alone"):
-            problem_of(one, "a_set", 0)
-    found = problem_of({**row, "prompt": [{"role": "user", "content": "3 + 4 = ?"}]}, "a_set", 0)
-    assert found.question == "3 + 4 = ?"
+@pytest.mark.parametrize("dropped", [(), ("Images",)])
+def test_prompts_about_images_are_invalid(tmp_path: Path, dropped: tuple[str, ...]) -> None:
+    """Else a policy would be trained on questions about what it cannot see, also without their column."""
+    rows = [
+        {"Images": ["a.png"], "problem": "<image>How many?", "answer": "7"},
+        {"Images": ["a.png"], "problem": "3 + 4 = ?", "answer": "7"},
+        {"Images": [], "problem": "<image> is a tag of which language?", "answer": "7"},
+    ]
+    card = prepared(tmp_path, rows, drop_columns=dropped)
+    assert [(one.row, one.why.partition(":")[0]) for one in card.invalid] == [
+        (0, "its prompt is about its images, and models here read text alone")
+    ]
+    assert card.kept == 2
 
 
 def test_a_reason_is_told_once(tmp_path: Path) -> None:
@@ -715,3 +727,162 @@ def test_answers_that_are_operations_are_counted(tmp_path: Path) -> None:
     card = prepared(tmp_path, rows)
     assert card.as_json()["operation_rows"] == card.operations == 3
     assert "is an operation (docs/rewards.md#mathematics): 3" in (tmp_path / "out" / CARD_TEXT).read_text()
+
+
+def test_the_kind_of_problem_that_a_row_names_stays_for_a_reward_of_ones_own(tmp_path: Path) -> None:
+    card = prepared(tmp_path, [skywork(GOATS, "19")], reward="my:score")
+    assert kept(tmp_path)[0]["ability"] == "math"
+    assert card.by_ability == {"math": 1}
+    prepared(tmp_path, [{**skywork(GOATS, TESTS), "ability": "math"}], overwrite=True)
+    assert kept(tmp_path)[0]["ability"] == "code"
+
+
+def test_fields_of_messages_are_kept_and_rendered(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": 2}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "1", "name": None},
+        {"role": "user", "content": "b", "name": "bob"},
+    ]
+    prepared(tmp_path, [{**skywork("", "19"), "prompt": messages}], instruct=False)
+    (row,) = kept(tmp_path)
+    expected = [
+        messages[0],
+        {**messages[1], "content": ""},
+        {"role": "tool", "content": "7", "tool_call_id": "1"},
+        messages[3],
+    ]
+    assert row["prompt"] == expected
+    tokenizer = load_tokenizer(MODEL)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    )
+    (prompt,) = load_prompts(tmp_path / "out" / DATA_FILE, tokenizer, 400).prompts
+    assert prompt.messages == expected
+    assert '"arguments": {"b": 1, "a": 2}' in tokenizer.decode(prompt.token_ids_P)
+
+
+def conversation(truth: str, *turns: str, system: str = "") -> dict[str, Any]:
+    roles = ("user", "assistant")
+    said = [{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)]
+    return {**skywork("", truth), "prompt": [{"role": "system", "content": system}] * bool(system) + said}
+
+
+def test_duplicates_are_those_of_the_whole_conversation(tmp_path: Path) -> None:
+    rows = [
+        conversation("6", "x=2. What is x+1?", "3", "And doubled?"),
+        conversation("12", "x=5. What is x+1?", "6", "And doubled?"),
+        conversation("12", "X=5. What is x+1?", "6", "And doubled?"),
+        conversation("2", "Solve it.", system="Problem: 1+1"),
+        conversation("3", "Solve it.", system="Problem: 2+1"),
+    ]
+    card = prepared(tmp_path, rows)
+    assert [row["extra_info"]["row"] for row in kept(tmp_path)] == [0, 1, 3, 4]
+    assert card.dropped == {"duplicate": 1}
+
+
+def test_earlier_turns_count_in_decontamination(tmp_path: Path) -> None:
+    long = "A train leaves the old station at noon and drives north for three hours at ninety miles an hour."
+    against = write(tmp_path / "suite.jsonl", [conversation("6", long, "270 miles.", "And twice that?")])
+    rows = [
+        conversation("1", long, "270.", "And half of it?"),
+        conversation("2", "x=5. What is x+1?", "6", "And twice that?"),
+    ]
+    card = prepared(tmp_path, rows, against=(against,))
+    assert card.dropped == {"contaminated": 1}
+    assert [row["extra_info"]["row"] for row in kept(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("0.5", r"\frac{1}{2}"), ("1,000", "1000"), (r"\boxed{7}", "7"), ("1024", "2^{10}")]
+)
+def test_answers_that_the_reward_calls_equal_are_no_conflict(tmp_path: Path, one: str, other: str) -> None:
+    card = prepared(
+        tmp_path, [skywork(GOATS, one), skywork(GOATS, other), skywork("2?", "1"), skywork("2?", "3")]
+    )
+    assert card.dropped == {"duplicate": 1, "conflicting answers": 2}
+    assert kept(tmp_path)[0]["reward_model"]["ground_truth"] == one
+
+
+def test_answers_of_a_reward_of_ones_own_are_compared_as_texts(tmp_path: Path) -> None:
+    card = prepared(
+        tmp_path, [skywork(GOATS, "0.5"), skywork(GOATS, "1/2"), skywork("2?", "1")], reward="my:score"
+    )
+    assert card.dropped == {"conflicting answers": 2}
+
+
+@pytest.mark.parametrize("empty", ["", "  ", None, float("nan")])
+def test_an_empty_answer_leaves_it_to_the_solution(tmp_path: Path, empty: Any) -> None:
+    prepared(tmp_path, [{"problem": empty, "question": GOATS, "answer": empty, "solution": r"\boxed{19}"}])
+    (row,) = kept(tmp_path)
+    assert row["reward_model"]["ground_truth"] == "19"
+    assert row["extra_info"] == {"row": 0}
+
+
+def test_a_column_named_row_is_kept(tmp_path: Path) -> None:
+    prepared(tmp_path, [{"problem": GOATS, "answer": "19", "row": 17}])
+    assert kept(tmp_path)[0]["extra_info"] == {"row": 0, "source_row": 17}
+    prepare(PrepareOptions((str(tmp_path / "out" / DATA_FILE),), tmp_path / "again"))
+    (row,) = read_rows(tmp_path / "again" / DATA_FILE)
+    assert row["extra_info"] == {"row": 0, "source_row": 17}
+
+
+def test_a_lone_surrogate_is_an_invalid_row(tmp_path: Path) -> None:
+    """Half of a pair, as texts have it that were cut between its halves."""
+    half = "Half a smile \ud83d"
+    rows = [
+        skywork(half, "1"),
+        skywork("a", half),
+        {**skywork("b", "1"), "extra_info": {"note": [half]}},
+        {**skywork("c", "1"), "data_source": half},
+        {"problem": "d", "answer": "1", "note": half},
+        skywork(GOATS, "19"),
+    ]
+    card = prepared(tmp_path, rows)
+    assert card.kept == 1
+    assert [one.why.partition(" ")[0] for one in card.invalid] == [
+        "prompt",
+        "reward_model.ground_truth",
+        "extra_info",
+        "data_source",
+        "extra_info",
+    ]
+    assert "half of a character" in card.invalid[0].why
+    with pytest.raises(ConfigError, match=r"row 0 .*prompt has '\\ud83d', half of a character"):
+        load_prompts(tmp_path / "rows.jsonl", load_tokenizer(MODEL), 400)
+
+
+def test_what_json_has_no_number_for(tmp_path: Path) -> None:
+    nan, infinite = float("nan"), float("inf")
+    rows = [
+        {"problem": GOATS, "answer": "19", "score": nan, "more": {"a": [nan], "b": 1}},
+        {"problem": "2?", "answer": "1", "score": infinite},
+    ]
+    card = prepared(tmp_path, rows)
+    assert kept(tmp_path)[0]["extra_info"] == {"more": {"a": [None], "b": 1}, "row": 0}
+    assert "NaN" not in (tmp_path / "out" / DATA_FILE).read_text()
+    assert [one.why for one in card.invalid] == [
+        "extra_info has Infinity, which JSON has not: write a number, or leave it out"
+    ]
+
+
+def test_whole_numbers_in_a_column_of_floats(tmp_path: Path) -> None:
+    """So pandas writes whole numbers of which one is missing."""
+    rows = [{"problem": f"{n}?", "answer": value} for n, value in enumerate((34.0, 7.0, None, 2.5))]
+    card = prepared(tmp_path, rows, "rows.parquet")
+    assert [row["reward_model"]["ground_truth"] for row in kept(tmp_path)] == ["34", "7"]
+    assert [one.row for one in card.invalid] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "tests", [{"inputs": ["2\n"], "outputs": ["4\n"]}, [{"input": "2\n", "output": "4\n"}]], ids=str
+)
+def test_tests_in_a_column_of_objects_are_tests(tmp_path: Path, tests: Any) -> None:
+    """As parquet has them."""
+    chat = {**skywork("Double it.", ""), "reward_model": {"ground_truth": tests}}
+    for row in ({"problem": "Double it.", "tests": tests}, chat):
+        prepared(tmp_path, [row], "rows.parquet", overwrite=True)
+        (found,) = kept(tmp_path)
+        assert found["ability"] == "code"
+        assert json.loads(found["reward_model"]["ground_truth"]) == tests

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from bapo_megatron.data.prepare.sources import open_source
-from bapo_megatron.data.rows import _BRACKETS, MAX_DEPTH, iterate_jsonl, read_rows
+from bapo_megatron.data.rows import _BRACKETS, MAX_DEPTH, iterate_rows, read_rows
 from bapo_megatron.errors import ConfigError
 
 
@@ -86,7 +86,7 @@ def test_a_text_without_an_end_is_one_text(end: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": "b"}\n{"a": ' + text)
     with pytest.raises(ConfigError, match=r"row 1 .*not JSON"):
-        list(iterate_jsonl(path))
+        list(iterate_rows(path))
 
 
 @pytest.mark.parametrize("row", ["[" * 100_000, "\x00", '{"a": 1'])

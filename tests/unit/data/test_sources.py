@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bapo_megatron.config import (
     SourceConfig,
     load_recipe,
 )
+from bapo_megatron.config.sources import source_problems
 from bapo_megatron.data.problem_sets import load_problems
 from bapo_megatron.data.prompts import MixedSource
 from bapo_megatron.errors import ConfigError
@@ -123,6 +125,18 @@ def test_wrong_sources_are_named(data: DataConfig, message: str) -> None:
     run = load_recipe(RECIPE, RunConfig)
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(run, data=dataclasses.replace(data, max_prompt_tokens=48)).check()
+
+
+def test_folders_of_one_name_but_for_what_follows_a_point(tmp_path: Path) -> None:
+    """Runs have begun with the shorter name, and metrics and journals have it."""
+    folders = [tmp_path / "mix_v1.5", tmp_path / "mix_v1.6"]
+    for folder in folders:
+        write(folder / "data.jsonl", "1")
+    says = r"2 of them are called mix_v1: .*; .*/mix_v1\.5/data\.jsonl has the whole name of its folder"
+    assert re.search(says, "".join(source_problems(None, tuple(map(SourceConfig, folders)))))
+    whole = tuple(SourceConfig(folder / "data.jsonl") for folder in folders)
+    assert list(source_problems(None, whole)) == []
+    assert [one.name for one in whole] == ["mix_v1.5", "mix_v1.6"]
 
 
 def test_names_are_those_of_files_and_of_prepared_folders(tmp_path: Path) -> None:
@@ -301,6 +315,14 @@ def test_a_warm_start_mixes_the_solutions_of_its_sources(tmp_path: Path, tokeniz
     config = SftConfig(model, data, tmp_path / "out", updates=3, samples_per_update=4)
     for batch in _batches(config):
         assert sorted(one.response_tokens for one in batch) == [2, 2, 2, 3]  # each with its end
+    rated = write(tmp_path / "rated.jsonl", "1", "22", "333")
+    rows = [json.loads(line) for line in rated.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["extra_info"]["failures"] = number
+    rated.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_one = DataConfig(rated, difficulty="failures", min_difficulty=1, max_difficulty=1)
+    [sample], _ = load_solutions(dataclasses.replace(config, data=of_one), tokenizer)
+    assert sample.response_tokens == 3
     missing = write(tmp_path / "none.jsonl", "1", "2")
     missing.write_text(missing.read_text().replace("solution", "other"))
     config = dataclasses.replace(config, data=DataConfig(sources=(SourceConfig(missing),)))

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import with_dtype
 from bapo_megatron.hf.export import check_export_output, export_hf, foreign, keep_others
 from bapo_megatron.runtime import written_folders
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.written_folders import MARK, move_foreign_aside, replaced_folder
+from bapo_megatron.trainer.preflight import check_model
 from checkpoints_tools import Settings, to_hf, to_megatron
 from tests.support.checkpoint_models import load_tensors, save_random_model
 
@@ -133,12 +135,52 @@ def test_the_mark_of_the_first_model_is_not_carried_along(model: Path, tmp_path:
 def test_an_export_has_none_of_the_first_model_s_weights_in_any_format(model: Path, tmp_path: Path) -> None:
     """A reader that prefers another format would load the untrained model without a word."""
     others = ("model-q8.gguf", "tf_model.h5", "flax_model.msgpack", "pytorch_model.bin", "model.onnx")
-    for name in (*others, "adapter_config.json", "LICENSE"):
+    carried = {"LICENSE", "modeling_own.py", "preprocessor_config.json"}
+    for name in (*others, "adapter_config.json", *carried):
         (model / name).write_text("{}")
     export(model, tmp_path / "export")
-    found = {path.name for path in (tmp_path / "export").iterdir()}
-    assert found >= {"LICENSE", "chat_template.jinja"}
-    assert not found & {*others, "adapter_config.json"}
+    to_megatron(model, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    for folder in (tmp_path / "export", tmp_path / "megatron/release/hf", tmp_path / "back"):
+        found = {path.name for path in folder.iterdir()}
+        assert found >= {*carried, "chat_template.jinja"}
+        assert not found & {*others, "adapter_config.json"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            '{"temperature": 0.6',
+            r"generation_config\.json cannot be read: Expecting ',' delimiter.*mend it, or d",
+        ),
+        ("[1]", r"generation_config\.json cannot be read: it is no object"),
+        (
+            '{"temperature": "0.6"}',
+            r"generation_config\.json has temperature='0.6': it must be a number; mend",
+        ),
+        ('{"eos_token_id": [1, true]}', r"has eos_token_id=\[1, True\]: it must be a token id or several"),
+        ('{"do_sample": 1}', "has do_sample=1: it must be true or false"),
+    ],
+)
+def test_a_malformed_generation_config_ends_before_work(
+    text: str, says: str, model: Path, tmp_path: Path
+) -> None:
+    """It goes along with weights for hours of training, and no engine loads them."""
+    good = '{"temperature": 1, "top_k": null, "eos_token_id": [1, 2], "do_sample": false}'
+    (model / "generation_config.json").write_text(good)
+    to_megatron(model, tmp_path / "megatron")
+    (model / "generation_config.json").write_text(text)
+    (tmp_path / "megatron/release/hf/generation_config.json").write_text(text)
+    for work in (
+        lambda: check_model(ModelConfig(model, "float32"), ParallelConfig()),
+        lambda: to_megatron(model, tmp_path / "out"),
+        lambda: to_hf(tmp_path / "megatron", tmp_path / "out"),
+        lambda: export(model, tmp_path / "out"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            work()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])

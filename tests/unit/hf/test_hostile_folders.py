@@ -24,8 +24,7 @@ from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.data.rows import RowError
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.evaluation.run import _report, find_checkpoint, model_digest
-from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.hf.export import _copy_reference
+from bapo_megatron.hf.config import carried_files, read_model_shape
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.engines.local_engine import _load
@@ -33,7 +32,6 @@ from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.rollout.sampler.process import _record_event
 from bapo_megatron.runtime.files import check_files_inside, file_below, file_inside
 from checkpoints_tools import cli, to_hf, to_megatron
-from checkpoints_tools.conversion import carried_files
 from checkpoints_tools.formats.distcp import check_backends, read_metadata
 from checkpoints_tools.formats.locate import Format, Location, hf_reference, locate
 from checkpoints_tools.formats.safetensors_folder import read_safetensors, read_safetensors_folder
@@ -103,7 +101,7 @@ def _fifo(path: Path) -> None:
         ("tokenizer.json", load_tokenizer),
         ("chat_template.jinja", load_tokenizer),
         ("tokenizer_config.json", carried_files),
-        ("generation_config.json", lambda folder: _copy_reference(folder, folder.parent)),
+        ("generation_config.json", carried_files),
         ("config.json", lambda folder: _load(folder, "float32", "cpu")),
     ],
 )

@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bapo_megatron.data.chat_template import absent_mark, chat_template_of
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 
 History = Literal["template", "sampled"]
 """What the model is given of the turns before: what its template would write, or what was sampled."""
 
-_QUESTION, _TURN, _OBSERVATION, _SECOND = "What is 2+3?", "Aturn7f3aEnd", "Bseen5c2dEnd", "Cseen9e4fEnd"
+_QUESTION, _OBSERVATION, _SECOND = "What is 2+3?", "Bseen5c2dEnd", "Cseen9e4fEnd"
 _OTHER = {"tool": "user", "user": "tool"}
 _ROUNDS = {
     "without thinking": ("First.", "Second."),
@@ -51,11 +52,7 @@ class ObservationTemplate:
         or ends the model's turn with none of the stop tokens."""
         self._tokenizer, self.role, self._tools = tokenizer, role, list(tools) if tools else None
         self._stops = frozenset(stop_token_ids)
-        self._added = sorted(
-            (text for text in map(str, tokenizer.get_added_vocab()) if len(text.strip()) > 1),
-            key=len,
-            reverse=True,
-        )
+        self._chat = chat_template_of(tokenizer)
         tail = self._tail([_OBSERVATION])
         if _OBSERVATION not in tail:
             raise ConfigError(_refusal(role, "drops what an observation says"))
@@ -75,9 +72,8 @@ class ObservationTemplate:
         texts = [observation] if isinstance(observation, str) else list(observation)
         if not self._takes_several:
             texts = ["\n".join(texts)]
-        mark = _absent_mark("\n".join(texts))
-        pieces = self._tail([self._with_cuts(one, mark) for one in texts]).split(mark)
-        ids = [token for piece in pieces for token in self._encode(piece)]
+        mark = absent_mark(texts)
+        ids = self._chat.encode(self._tail(texts, mark), mark)
         return np.array(ids[1:] if last_token in self._stops else ids, np.int32)
 
     def with_role(self, role: str) -> ObservationTemplate:
@@ -143,18 +139,20 @@ class ObservationTemplate:
             for turns in _ROUNDS.values()
         )
 
-    def _tail(self, observations: Sequence[str]) -> str:
-        """The rendered text behind an assistant's content that ``observations`` follow."""
+    def _tail(self, observations: Sequence[str], mark: str = "") -> str:
+        """The rendered text behind an assistant's content that ``observations`` follow, with ``mark`` in what
+        looks like an added token there. A template may still quote or trim them."""
+        turn = absent_mark("turn", observations)
         messages = [
             {"role": "user", "content": _QUESTION},
-            {"role": "assistant", "content": _TURN},
+            {"role": "assistant", "content": turn},
             *({"role": self.role, "content": one} for one in observations),
         ]
         try:
-            text = self.prompt_text(messages)
+            text = self._chat.text(messages, mark, self._tools or (), given=True)
         except Exception as error:  # a template raises whatever its author chose
             raise ConfigError(_refusal(self.role, f"refuses it: {error}")) from error
-        _, found, tail = text.rpartition(_TURN)
+        _, found, tail = text.rpartition(turn)
         if not found:
             raise ConfigError(_refusal(self.role, "does not show the model's turn before it"))
         return tail
@@ -170,14 +168,6 @@ class ObservationTemplate:
                 )
             )
         return first
-
-    def _with_cuts(self, observation: str, mark: str) -> str:
-        """The observation with a mark behind the first character of every added token in it, so that no piece
-        between two marks holds one. A template may still quote or trim it."""
-        pieces = [observation]
-        for token in self._added:  # the longest first; a piece that was cut may still hold a shorter one
-            pieces = [part for piece in pieces for part in _cut(piece, token)]
-        return mark.join(pieces)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -230,20 +220,3 @@ def _refusal(role: str, problem: str) -> str:
 def _opened_thinking(prompt: str) -> str:
     """What the generation prompt has of a thinking part already: ``<think>`` and white space, or nothing."""
     return prompt[prompt.rindex(THINKING) :] if prompt.rstrip().endswith(THINKING) else ""
-
-
-def _absent_mark(text: str) -> str:
-    """A text of letters and digits that ``text`` does not hold; no template treats it specially."""
-    number = 0
-    while f"cut{number}q" in text:
-        number += 1
-    return f"cut{number}q"
-
-
-def _cut(text: str, token: str) -> list[str]:
-    """The text in pieces: each ``token`` in it is cut after its first character."""
-    parts = text.split(token)
-    return [
-        ("" if place == 0 else token[1:]) + part + ("" if place == len(parts) - 1 else token[:1])
-        for place, part in enumerate(parts)
-    ]

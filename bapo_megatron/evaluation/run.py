@@ -147,7 +147,7 @@ class SuiteSampler:
         assert reason is not None
         text = response_text(self._tokenizer, response.so_far.token_ids_R)
         last = response_text(self._tokenizer, response.last_turn_R)
-        prompt = judged_prompt(self._tokenizer, prompt, response)
+        prompt = await asyncio.to_thread(judged_prompt, self._tokenizer, prompt, response)
         result = await response_score(self._scorer, prompt, response, last, RewardConfig.failed)
         correct = result.score is not None and result.score >= self._right_from
         vote = vote_of(last, prompt.opens_thinking)

@@ -457,7 +457,11 @@ MODEL = {"url": "http://rm:8000/x", "protocol": "slime"}
         ("llm_judge", {**JUDGE, "concurrency": 0}, r"concurrency=0 must be at least 1"),
         ("llm_judge", {**JUDGE, "verdict": "a("}, r"verdict='a\(' is no regular expression"),
         ("llm_judge", {**JUDGE, "verdict": "a"}, r"verdict='a' has 0 groups; it must have one"),
-        ("llm_judge", {**JUDGE, "template": "{prompt}"}, r"template has no \{response\}"),
+        (
+            "llm_judge",
+            {**JUDGE, "template": "{prompt}"},
+            r"template has neither \{response\} nor \{conversation\}",
+        ),
         ("llm_judge", {**JUDGE, "lowest": 1.0}, r"lowest=1.0 must be below highest=1.0"),
         (
             "llm_judge",

@@ -159,6 +159,16 @@ def test_the_tags_of_a_thinking_part_are_text_though_a_tokenizer_calls_them_spec
     assert [final_answer(text) for text in texts] == ["2", None]
 
 
+def test_a_pad_token_that_is_an_ordinary_character_is_text() -> None:
+    r"""Else `\boxed{5!}` was judged as `\boxed{5}`. The end token and others are still left out."""
+    tokenizer = load_tokenizer(ROOT / "recipes/demo/policy")
+    tokenizer.add_special_tokens({"pad_token": "!"})
+    assert tokenizer.added_tokens_decoder[0].special
+    text = r"3! is 6, \boxed{5!}"
+    ids = [*tokenizer.encode(text), tokenizer.convert_tokens_to_ids("<|endoftext|>"), tokenizer.eos_token_id]
+    assert Dataset((), tokenizer, ()).texts([np.array(ids, np.int32)]) == [text]
+
+
 ONE_TOKEN = Prompt(0, np.array([1], np.int32), "", "test")
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bapo_megatron.data.chat_template import absent_mark
 from bapo_megatron.environment.template import ObservationTemplate, check_template
 from bapo_megatron.errors import ConfigError
 from tests.support.chat_templates import demo_tokenizer
@@ -64,6 +65,8 @@ def test_a_turn_that_ended_at_a_tool_call_is_closed(template: ObservationTemplat
         "",
         " 5\n",
         "|im_end|><",
+        "aAturn7f3aEndb",
+        absent_mark("turn", ["5"]),
     ],
 )
 def test_what_looks_like_a_token_in_an_observation_is_text(

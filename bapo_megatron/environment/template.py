@@ -30,6 +30,10 @@ _ROUNDS = {
     "with thinking": (f"{THINKING}\nHm.\n{THOUGHT}\n\nFirst.", f"{THINKING}\nAh.\n{THOUGHT}\n\nSecond."),
 }
 """The model's turns of the preflight."""
+_EMPTY_THOUGHTS = {
+    "with an empty thinking part": tuple(f"{THINKING}\n\n{THOUGHT}\n\n{one}." for one in ("First", "Second"))
+}
+"""Turns that a model samples which was told not to think (Qwen3's ``/no_think``), or has learned not to."""
 _SHOWN = 10
 """Tokens of both sequences that a message shows from where they differ."""
 
@@ -173,17 +177,21 @@ class ObservationTemplate:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def check_template(template: ObservationTemplate, model: str, history: History = "template") -> None:
+def check_template(
+    template: ObservationTemplate, model: str, history: History = "template", begun: bool = False
+) -> None:
     """Preflight of a run with environments: ConfigError if the chat template rewrites what was sampled.
 
-    Two rounds of turn and observation, with and without a thinking part, must be the whole rendering, token
-    by token. ``model``: its name for the message. ``history="sampled"`` keeps what was sampled, whatever the
-    template would write, so only the tools are checked. Called by the preflight of such a run.
+    Two rounds of turn and observation, without a thinking part, with one and with an empty one, as far as the
+    template's generation prompt lets them occur, must be the whole rendering, token by token. ``model``: its
+    name for the message. ``history="sampled"`` keeps what was sampled, whatever the template would write, so
+    only the tools are checked. ``begun``: for what began when empty parts were not looked at. Called by the
+    preflight of such a run.
     """
     template.check_tools()
     if history == "sampled":
         return
-    if problem := _problem(template):
+    if problem := _problem(template, begun):
         other = _OTHER[template.role]
         raise ConfigError(
             f"model.hf_path={model}: its chat template does not continue an episode whose observations have "
@@ -194,12 +202,22 @@ def check_template(template: ObservationTemplate, model: str, history: History =
         )
 
 
-def _problem(template: ObservationTemplate) -> str | None:
-    """The first difference of two rounds, without and with a thinking part; None if there is none."""
-    for name, turns in _ROUNDS.items():
+def _problem(template: ObservationTemplate, begun: bool = False) -> str | None:
+    """The first difference of two rounds; None if there is none."""
+    for name, turns in _rounds_after(template.prompt_text([{"role": "user", "content": _QUESTION}]), begun):
         if problem := template.difference(turns):
             return f"of two rounds {name}, {problem}"
     return None
+
+
+def _rounds_after(prompt: str, begun: bool) -> list[tuple[str, tuple[str, ...]]]:
+    """The rounds that can occur behind a generation prompt, which may have opened a thinking part, so that no
+    turn is without one, or written an empty one, so that no turn has another."""
+    if _opened_thinking(prompt):
+        return [("with thinking", _ROUNDS["with thinking"])]
+    if prompt.rstrip().endswith(THOUGHT):
+        return [("without thinking", _ROUNDS["without thinking"])]
+    return [*_ROUNDS.items(), *({} if begun else _EMPTY_THOUGHTS).items()]
 
 
 def _fitness_of_the_other_role(template: ObservationTemplate) -> str:

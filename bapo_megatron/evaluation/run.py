@@ -282,7 +282,8 @@ def evaluate(options: EvalOptions) -> Results:
     model = hf_model(location, options.hf_reference, output)
     engine_backend(options.engine, "--engine").check_weights(model.folder)
     tokenizer = load_tokenizer(model.folder)
-    tools = check_environment(options.environment, model.folder, tokenizer)
+    # A model is evaluated as it was trained, also one of a run that had begun with an earlier version.
+    tools = check_environment(options.environment, model.folder, tokenizer, begun=True)
     function, most_tokens = options.reward or REWARD_FUNCTION, options.max_prompt_tokens
     suites = [
         load_suite(name, tokenizer, most_tokens, options.suites, function, tools_of=lambda _: tools)

@@ -23,11 +23,11 @@ _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 _BEGINS = re.compile(r"\s*<function=[^<>\n]+>")
 _PART = re.compile(r"<function=([^<>\n]+)>|<parameter=([^<>\n]+)>\n?(.*?)(?:\n?</parameter>|(\Z))", re.DOTALL)
-"""A function, or an argument of it. The template puts a line break on either side of a value; others belong to
-it. A name has no ``<``: else each of many beginnings would be read to the end of the turn, in time quadratic
-in its length."""
+"""A function, or an argument of it. The template puts a line break on either side of a value; others belong
+to it. A name has no ``<``: else each of many beginnings would be read to the end of the turn, in time
+quadratic in its length."""
 _NEXT = re.compile(r"^\s{0,9}<(?:parameter|function)=[^<>\n]+>", re.MULTILINE)
-"""Within a value, where its end is missing: a line that begins the next part. Elsewhere in a line it is text."""
+"""Within a value whose end is missing: a line that begins the next part. Elsewhere in a line it is text."""
 _TAG = re.compile(r"</?think>")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _PYTHON_TAG = "<|python_tag|>"
@@ -111,8 +111,8 @@ def _calls(found: re.Match[str], tools: Tools) -> list[Call]:
 
 
 def _functions(text: str, is_closed: bool, tools: Tools) -> list[Call]:
-    """The calls of Qwen3-Coder's block. An argument without its end is a problem: where it should have ended is
-    not known. It may have none where the turn ends with it."""
+    """The calls of Qwen3-Coder's block. An argument without its end is a problem: where it should have ended
+    is not known. It may have none where the turn ends with it."""
     calls: list[Call] = []
     types: dict[str, Any] = {}
     for part in _PART.finditer(text):

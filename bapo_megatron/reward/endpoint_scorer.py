@@ -72,11 +72,6 @@ class Question:
             ground_truth=cut(self.ground_truth),
         )
 
-    def digest(self) -> bytes:
-        """Digest of the question, the key of the score cache."""
-        parts = [self.messages, self.response, self.ground_truth, self.turns]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
-
 
 def question_of(prompt: Prompt, response: str, thinking: bool) -> Question:
     """Question of a prompt and a response. ``thinking``: with the response's thinking part."""
@@ -288,6 +283,11 @@ def _reply(answer: Any) -> str:
     return reply
 
 
+def _digest(body: dict[str, Any]) -> bytes:
+    """Digest of a request, the key of the score cache."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+
+
 Judge = RewardModel | LlmJudge
 """Makes the body of a request, and reads the score from the reply; the scorer sends."""
 
@@ -295,7 +295,7 @@ Judge = RewardModel | LlmJudge
 class EndpointScorer:
     """Endpoint scorer of a run, async, in one event loop: ``open``, ``answer`` any number at once, ``close``.
 
-    Equal questions are sent once, also while the first one is in flight, as long as the first score is in
+    Equal requests are sent once, also while the first one is in flight, as long as the first score is in
     the cache (setting ``cache``); failures are not cached. A failed call is a reply with a ``failure``, not
     an exception.
     """
@@ -347,18 +347,19 @@ class EndpointScorer:
         await self._client.close()
 
     async def _score(self, question: Question) -> float:
-        key = question.digest() if self._settings.cache else object()
+        body = self._judge.body(question)
+        key = _digest(body) if self._settings.cache else object()
         if (known := self._scores.get(key)) is not None:
             self._scores.move_to_end(key)
             return known
         task = self._under_way.get(key)
         if task is None:
-            task = self._under_way[key] = asyncio.create_task(self._asked(question))
+            task = self._under_way[key] = asyncio.create_task(self._asked(body))
             task.add_done_callback(lambda done: self._remember(key, done))
         return await asyncio.shield(task)  # others may wait for it when this caller is cancelled
 
-    async def _asked(self, question: Question) -> float:
-        return self._judge.value(await self._client.ask(self._judge.body(question)))
+    async def _asked(self, body: dict[str, Any]) -> float:
+        return self._judge.value(await self._client.ask(body))
 
     def _remember(self, key: object, done: asyncio.Task[float]) -> None:
         """Cache a score (LRU); failures are not cached."""

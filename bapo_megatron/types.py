@@ -78,6 +78,9 @@ class Prompt:
     """The reward function of its source; empty: ``reward.function``."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The chat messages, with all fields of the row; none where they are no longer needed, in a journal."""
+    turns: list[dict[str, str]] = field(default_factory=list)
+    """For a reward in an environment: the turns before the one that is judged, role (``assistant`` or
+    ``environment``) and content."""
 
 
 @dataclass(frozen=True)

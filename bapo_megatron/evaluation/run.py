@@ -147,7 +147,7 @@ class SuiteSampler:
         assert reason is not None
         text = response_text(self._tokenizer, response.so_far.token_ids_R)
         last = response_text(self._tokenizer, response.last_turn_R)
-        prompt = judged_prompt(self._tokenizer, prompt, response)
+        prompt = await asyncio.to_thread(judged_prompt, self._tokenizer, prompt, response)
         result = await response_score(self._scorer, prompt, response, last, RewardConfig.failed)
         correct = result.score is not None and result.score >= self._right_from
         vote = vote_of(last, prompt.opens_thinking)
@@ -282,7 +282,8 @@ def evaluate(options: EvalOptions) -> Results:
     model = hf_model(location, options.hf_reference, output)
     engine_backend(options.engine, "--engine").check_weights(model.folder)
     tokenizer = load_tokenizer(model.folder)
-    tools = check_environment(options.environment, model.folder, tokenizer)
+    # A model is evaluated as it was trained, also one of a run that had begun with an earlier version.
+    tools = check_environment(options.environment, model.folder, tokenizer, begun=True)
     function, most_tokens = options.reward or REWARD_FUNCTION, options.max_prompt_tokens
     suites = [
         load_suite(name, tokenizer, most_tokens, options.suites, function, tools_of=lambda _: tools)

@@ -74,7 +74,7 @@ def run_checks(
 
     @cache
     def tools() -> dict[str, Tools]:
-        return check_environments(config, tokenizer())
+        return check_environments(config, tokenizer(), has_steps(config.directory))
 
     yield config.check
     yield lambda: check_new_run(config)
@@ -128,7 +128,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     if read_dataset:
         check_hooks(config.checkpoint, config.logging)
         _check_sandbox(config)
-        tools = check_environments(config, tokenizer)
+        tools = check_environments(config, tokenizer, has_steps(config.directory))
         load_problems(config.data, config.reward.function, tokenizer, tools, has_steps(config.directory))
 
 

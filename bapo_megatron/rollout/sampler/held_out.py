@@ -228,7 +228,7 @@ class HeldOut:
         prompt, programs = item.suite.prompts[item.problem], self._programs[item.suite.name]
         ids = [response.so_far.token_ids_R, response.last_turn_R]
         text, last = await asyncio.to_thread(self._dataset.texts, ids)
-        prompt = judged_prompt(self._dataset.tokenizer, prompt, response)
+        prompt = await asyncio.to_thread(judged_prompt, self._dataset.tokenizer, prompt, response)
         result = await response_score(self._scorer, prompt, response, last, self._config.reward.failed)
         return {
             "suite": item.suite.name,

@@ -7,12 +7,16 @@ in ``evaluation/`` and this folder.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports, RewardResult
 from bapo_megatron.rollout.engines.pool import Report
-from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn
+from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn, response_text
 from bapo_megatron.rollout.sampler.response import Response
 from bapo_megatron.rollout.sampler.state import OpenGroup, SamplerState
 from bapo_megatron.types import Prompt
@@ -61,16 +65,33 @@ class GroupScorer:
     async def score(self, group: OpenGroup) -> list[RewardResult]:
         """The results of a complete group, in the order of its responses."""
         prompt = self._dataset.prompts[group.index]
-        ids = [response.last_turn_R for response in group.responses]
-        texts = await asyncio.to_thread(self._dataset.texts, ids)  # it takes a while for long responses
-        prompts = [judged_prompt(self._dataset.tokenizer, prompt, one) for one in group.responses]
-        judged = zip(prompts, group.responses, texts, strict=True)
+        judged = await asyncio.to_thread(self._judged, prompt, group)  # it takes a while for long responses
         return await asyncio.gather(*(response_score(self._scorer, *one, self._failed) for one in judged))
+
+    def _judged(self, prompt: Prompt, group: OpenGroup) -> list[tuple[Prompt, Response, str]]:
+        texts = self._dataset.texts([response.last_turn_R for response in group.responses])
+        prompts = [judged_prompt(self._dataset.tokenizer, prompt, one) for one in group.responses]
+        return list(zip(prompts, group.responses, texts, strict=True))
 
 
 def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:
-    """The prompt as of the last turn of a response, see ``prompt_of_turn``."""
-    return prompt_of_turn(tokenizer, prompt, response.so_far.token_ids_R, response.episode.last_turn_start)
+    """The prompt as of the last turn of a response, see ``prompt_of_turn``, with the turns before that."""
+    ids_R, last, start = response.so_far.token_ids_R, response.episode.last_turn_start, 0
+    turns = []
+    for end, given in response.episode.turns:
+        if end > last:
+            break
+        text = _turn_text(tokenizer, prompt, ids_R[:end], start) if given is None else given
+        turns.append({"role": "assistant" if given is None else "environment", "content": text})
+        start = end
+    return replace(prompt_of_turn(tokenizer, prompt, ids_R, last), turns=turns)
+
+
+def _turn_text(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) -> str:
+    """A turn as text; with the tag of its thinking part where the template has opened one without end."""
+    text = response_text(tokenizer, ids_R[start:])
+    opened = prompt_of_turn(tokenizer, prompt, ids_R, start).opens_thinking
+    return f"{THINKING}{text}" if opened and THOUGHT not in text else text
 
 
 async def response_score(

@@ -31,6 +31,10 @@ FORMAT = 2
 """Format of the journal of a run with an environment; without one it is 1, and the same as before."""
 TEACHER_LOG_PROBS = RESPONSE_COLUMNS["teacher_log_probs_R"].array
 """Array of a record ``judged``: the teacher's log-probs of all responses, end to end."""
+_PROMPTS_DIFFER = (
+    " (the data, or the model's tokenizer or chat template; or a message of a prompt spells a control token, "
+    "such as <|im_end|>: in a run of an earlier version it became that token, now it is text)"
+)
 KEPT_STEPS = 10_000
 """Steps for which the state remembers weights and token counts, at least: far more than a group waits or a
 resume goes back. Each checkpoint has all of them, and its reader takes at most 64 MiB."""
@@ -228,7 +232,7 @@ class SamplerState:
         for name, ours in self._identity.items():
             theirs = fields["identity"].get(name)
             if theirs != ours and not (name == PROMPTS and theirs is None):
-                what = " (the data, or the model's tokenizer or chat template)" if name == PROMPTS else ""
+                what = _PROMPTS_DIFFER if name == PROMPTS else ""
                 raise ConfigError(
                     f"the run's journal was written with {name}={theirs}, now it is {ours}{what}: continue "
                     "with the same settings and files, or name another --run-dir"

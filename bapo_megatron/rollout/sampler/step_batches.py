@@ -313,7 +313,7 @@ def _arrays(batch: StepBatch, numbers: Sequence[int], more: dict[str, Any]) -> d
 
 def _group_header(group: Group) -> dict[str, Any]:
     prompt = {**dataclasses.asdict(group.prompt), "token_ids_P": len(group.prompt.token_ids_P)}
-    for unneeded in ("opens_thinking", "reward", "messages"):  # the rewards are known
+    for unneeded in ("opens_thinking", "reward", "messages", "turns"):  # the rewards are known
         del prompt[unneeded]
     rollouts = [(len(r.token_ids_R), r.finish_reason, float(r.reward)) for r in group.rollouts]
     return {"prompt": prompt, "rollouts": rollouts}

@@ -171,7 +171,10 @@ def test_lists_of_asserts_survive_the_reading_of_a_dataset(tmp_path: Path) -> No
     class Tokenizer:
         chat_template = "any"
 
-        def apply_chat_template(self, *_: Any, **__: Any) -> list[int]:
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "1"
+
+        def encode(self, *_: Any, **__: Any) -> list[int]:
             return [1]
 
         def decode(self, *_: Any, **__: Any) -> str:

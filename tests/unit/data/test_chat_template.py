@@ -81,7 +81,8 @@ def row(folder: Path, prompt: str, solution: str) -> Path:
 
 
 def sft_of(file: Path) -> SftConfig:
-    data = SimpleNamespace(files=[SimpleNamespace(file=file)], sources=(), max_prompt_tokens=10**6)
+    files = [SimpleNamespace(file=file)]
+    data = SimpleNamespace(files=files, sources=(), max_prompt_tokens=10**6, difficulty=None)
     packs = SimpleNamespace(pack_tokens_for=lambda longest: longest)
     return cast(
         "SftConfig", SimpleNamespace(data=data, parallel=packs, batch=SimpleNamespace(pack_tokens=10**6))

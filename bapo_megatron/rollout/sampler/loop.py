@@ -292,9 +292,9 @@ class SamplerLoop:
         del self._scoring[group.number]
         for scored, found in self._first_scores.passed(group, results):
             rewards, failures = [one.reward for one in found], [one.failure for one in found if one.failure]
-            self.post(
-                group_scored(scored.number, rewards, failures, self._of_teacher.pop(scored.number, None))
-            )
+            scores = [one.reward if one.score is None else one.score for one in found]
+            taught = self._of_teacher.pop(scored.number, None)
+            self.post(group_scored(scored.number, rewards, failures, taught, scores))
             if self._is_useless(rewards):
                 self._drop(scored, "uniform")
 

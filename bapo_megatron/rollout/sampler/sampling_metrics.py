@@ -1,4 +1,4 @@
-"""Metrics of the sampling of a step: rewards, lengths, truncation, episodes, and an account of all tokens.
+"""Metrics of a step's groups: rewards, lengths, truncation, episodes; of what was sampled; account of all tokens.
 
 Episodes are those of environments: turns, given tokens, failures, and what the environments reported. Used by
 ``group_sampler.py``.
@@ -19,6 +19,10 @@ REPORTED = "episode/"
 """Prefix of the metrics of a user's environment."""
 
 
+SAMPLED = "sampled/"
+"""Prefix of the metrics of what was sampled since the last batch, trained on or not."""
+
+
 def sampler_metrics(
     sampler_state: SamplerState,
     chosen: Sequence[FinishedGroup],
@@ -28,53 +32,67 @@ def sampler_metrics(
 ) -> Metrics:
     """The metrics of a step that trains on the groups ``chosen``, of which ``stale`` are too old.
 
-    Counts from the start of the run: sampled = trained + dropped + kept (``sampler/tokens_*``). ``sources``:
-    names of the run's sources; each has its own ``rollout_metrics`` and ``episode_metrics`` under
-    ``source/NAME/``.
+    Those of ``group_metrics`` are of these groups, whenever they were sampled; under ``sampled/`` they are of
+    all groups that were scored since the last batch, before uniform ones are dropped: so the filter does not
+    bias them. Counts from the start of the run: sampled = trained + dropped + kept (``sampler/tokens_*``).
     """
-    trained = sum(group.tokens for group in chosen)
+    trained, scored = [one.summary for one in chosen], sampler_state.scored
+    tokens = sum(group.tokens for group in chosen)
     dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
+    sampled = group_metrics(scored, reward, sources)
     return {
-        **rollout_metrics(sampler_state.scored, len(chosen), reward),
-        **_by_source(sampler_state.scored, chosen, reward, sources),
-        **episode_metrics(sampler_state.scored),
+        **group_metrics(trained, reward, sources),
+        # Times have one name, which whoever compares two runs leaves out.
+        **{SAMPLED + name: value for name, value in sampled.items() if not name.startswith("time/")},
+        **_counts(trained, scored),
+        **{
+            f"source/{source}/{name}": value
+            for source in sources
+            for name, value in _counts(_of(trained, source), _of(scored, source)).items()
+        },
         "rollout/groups_dropped": float(sampler_state.dropped["uniform"]),
         "rollout/groups_stale": float(sampler_state.dropped["stale"] + stale),
         "sampler/groups_kept": float(sampler_state.outstanding - len(chosen)),
         "sampler/tokens_sampled": float(sampler_state.tokens["sampled"]),
-        "sampler/tokens_trained": float(sampler_state.tokens["trained"] + trained),
+        "sampler/tokens_trained": float(sampler_state.tokens["trained"] + tokens),
         "sampler/tokens_dropped": float(dropped),
-        "sampler/tokens_kept": float(sampler_state.outstanding_tokens - trained),
+        "sampler/tokens_kept": float(sampler_state.outstanding_tokens - tokens),
     }
 
 
-def _by_source(
-    scored: Sequence[GroupSummary],
-    chosen: Sequence[FinishedGroup],
-    reward: RewardConfig,
-    sources: Sequence[str],
+def _counts(trained: Sequence[GroupSummary], scored: Sequence[GroupSummary]) -> Metrics:
+    return {"rollout/groups_sampled": float(len(scored)), "rollout/groups": float(len(trained))}
+
+
+def _of(groups: Sequence[GroupSummary], source: str) -> list[GroupSummary]:
+    return [one for one in groups if one.source == source]
+
+
+def group_metrics(
+    groups: Sequence[GroupSummary], reward: RewardConfig, sources: Sequence[str] = ()
 ) -> Metrics:
-    found: Metrics = {}
+    """``rollout_metrics`` and ``episode_metrics`` of scored groups, and those of each source as
+    ``source/NAME/...``. ``sources``: names of the run's sources."""
+    found = {**rollout_metrics(groups, reward), **episode_metrics(groups)}
     for source in sources:
-        kept = sum(one.group.prompt.source == source for one in chosen)
-        own = [one for one in scored if one.source == source]
-        metrics = {**rollout_metrics(own, kept, reward), **episode_metrics(own)}
-        # Times have one name, which whoever compares two runs leaves out.
+        own = _of(groups, source)
+        metrics = {**rollout_metrics(own, reward), **episode_metrics(own)}
         named = {name: value for name, value in metrics.items() if not name.startswith("time/")}
         found |= {f"source/{source}/{name}": value for name, value in named.items()}
     return found
 
 
-def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardConfig) -> Metrics:
-    """Statistics of all responses scored for the step, before uniform groups are dropped.
+def rollout_metrics(groups: Sequence[GroupSummary], reward: RewardConfig) -> Metrics:
+    """Statistics of the responses of scored groups.
 
-    So the filter does not bias them. A response is correct if its reward is nearer to ``reward.correct`` than
-    to ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
+    A response is correct if its score, the reward without penalties, is nearer to ``reward.correct`` than to
+    ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
     """
-    groups = sorted(scored)
+    groups = sorted(groups, key=lambda one: one.number)
     rewards = np.array([value for group in groups for value in group.rewards])
+    scores = np.array([value for group in groups for value in group.scores or group.rewards])
     lengths = np.array([length for group in groups for length in group.lengths])
-    correct = np.abs(rewards - reward.correct) < np.abs(rewards - reward.wrong)
+    correct = np.abs(scores - reward.correct) < np.abs(scores - reward.wrong)
     truncated = np.array([reason == "length" for group in groups for reason in group.reasons])
     failures = sum(len(group.failures) for group in groups)
     ends = np.cumsum([len(group.rewards) for group in groups], dtype=np.int64)
@@ -88,8 +106,6 @@ def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardCon
         "reward/failures": float(failures),
         "reward/failed_fraction": failures / len(rewards) if len(rewards) else None,
         "reward/timeouts": float(sum(group.failures.count("time") for group in groups)),
-        "rollout/groups_sampled": float(len(groups)),
-        "rollout/groups": float(kept),
         "rollout/length_mean": _array_mean(lengths),
         "rollout/length_max": float(lengths.max()) if len(lengths) else None,
         "rollout/length_positive_mean": _array_mean(lengths[correct]),
@@ -104,7 +120,7 @@ def _array_mean(values: np.ndarray) -> float | None:
 
 
 def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
-    """Statistics of all episodes scored for the step; empty where no prompt has an environment.
+    """Statistics of all episodes of scored groups; empty where no prompt has an environment.
 
     Groups without episodes, of a source without an environment, count nowhere.
 

@@ -37,9 +37,10 @@ resume goes back. Each checkpoint has all of them, and its reader takes at most 
 
 
 class GroupSummary(NamedTuple):
-    """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data.
+    """The statistics of a scored group for the metrics of a step, also if it is dropped. Plain data.
 
-    Made when a group's scores are applied; ``sampling_metrics.py`` reads it.
+    Made when a group's scores are applied, from records of the log alone: a resumed run counts the same.
+    ``sampling_metrics.py`` reads it.
     """
 
     number: int
@@ -54,6 +55,17 @@ class GroupSummary(NamedTuple):
     """The source of the prompt; empty in a run of one file."""
     episodes: Sequence[dict[str, Any]] = ()
     """The ``summary`` of each response's episode; none for a prompt without an environment."""
+    scores: Sequence[float] = ()
+    """The reward of each response without penalties; none where all equal ``rewards``."""
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        """The fields for a snapshot, without the last ones if they are empty: as earlier versions wrote them,
+        which know fewer."""
+        fields = list(self)
+        while not fields[-1] and len(fields) > 6:
+            fields.pop()
+        return tuple(fields)
 
 
 @dataclass
@@ -103,6 +115,7 @@ class FinishedGroup:
     group: Group
     tokens: int
     oldest_version: int
+    summary: GroupSummary
 
 
 class SamplerState:
@@ -210,8 +223,7 @@ class SamplerState:
             "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
-            # The key of earlier versions. Those do not know of episodes, and read no journal that has some.
-            "judged": [one if one.episodes else one[:-1] for one in self.scored],
+            "judged": [one.stored for one in self.scored],  # the key of earlier versions
             "dropped": dict(self.dropped),
         }
         return Record("state", fields, {})
@@ -292,6 +304,13 @@ class SamplerState:
             response.rollout(reward, column)
             for response, reward, column in zip(group.responses, rewards, columns, strict=True)
         )
+        lengths = [response.sampled_tokens for response in group.responses]
+        reasons, source = [str(r.finish_reason) for r in rollouts], self._prompts[group.index].source
+        found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
+        if self._is_in_environment(source):
+            found = found._replace(episodes=[summary(response.episode) for response in group.responses])
+        found = found._replace(scores=record.fields.get("scores", ()))
+        self.scored.append(found)
         del self.open[group.number]
         self.finished[group.number] = FinishedGroup(
             group.number,
@@ -300,13 +319,8 @@ class SamplerState:
             Group(self._prompts[group.index], rollouts),
             group.tokens,
             group.oldest_version or 0,
+            found,
         )
-        lengths = [response.sampled_tokens for response in group.responses]
-        reasons, source = [str(r.finish_reason) for r in rollouts], self._prompts[group.index].source
-        found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
-        if self._is_in_environment(source):
-            found = found._replace(episodes=[summary(response.episode) for response in group.responses])
-        self.scored.append(found)
 
     def _on_dropped(self, record: Record) -> None:
         number, reason = record.fields["number"], record.fields["reason"]

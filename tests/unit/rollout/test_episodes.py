@@ -516,7 +516,7 @@ async def test_an_answer_does_not_open_a_dropped_group_again(tmp_path: Path) -> 
 
 def test_metrics_without_episodes_are_as_before() -> None:
     assert episode_metrics([]) == {}
-    assert not [name for name in rollout_metrics([], 0, RewardConfig()) if name.startswith("environment")]
+    assert not [name for name in rollout_metrics([], RewardConfig()) if name.startswith("environment")]
 
 
 @pytest.mark.parametrize("seed", slow_but(range(20), 0, 1, 2, 3))

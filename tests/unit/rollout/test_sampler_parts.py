@@ -118,14 +118,14 @@ def test_the_file_of_a_batch_and_its_event(tmp_path: Path) -> None:
 def test_failed_scores_and_timeouts_are_counted() -> None:
     failures = [["time", "raised"], [], ["time", "time"]]
     scored = [GroupSummary(n, [1.0, 0.0], [3, 4], ["stop"] * 2, kinds) for n, kinds in enumerate(failures)]
-    metrics = rollout_metrics(scored, 3, RewardConfig())
+    metrics = rollout_metrics(scored, RewardConfig())
     assert (metrics["reward/failures"], metrics["reward/timeouts"]) == (4, 3)
     assert metrics["reward/correct_fraction"] == 0.5
 
 
 def test_a_mean_over_no_group_is_none() -> None:
     """Of a step without a scored group, and of a source that gave a step none: nobody solved anything."""
-    metrics = rollout_metrics([], 0, RewardConfig())
+    metrics = rollout_metrics([], RewardConfig())
     means = {"reward/mean", "reward/correct_fraction", "reward/solved_none", "reward/solved_all"}
     means |= {"reward/failed_fraction", "rollout/truncated_fraction", "rollout/length_mean"}
     assert {name: metrics[name] for name in means} == dict.fromkeys(means)

@@ -207,6 +207,15 @@ def test_a_start_says_whether_the_journal_goes_on(
 
 
 @pytest.mark.usefixtures("one_process_group")
+def test_an_evaluation_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(run_config(tmp_path, RewardConfig()), 1, True)
+    for _ in range(2):  # as a run does that goes on with the evaluation of its checkpoint
+        recorder.evaluation(4, {"eval/sums/avg@2": 0.5, "eval/mean": 0.5})
+    recorder.close()
+    assert capsys.readouterr().out.count("held-out problems after step 4: sums avg@2 50.0%\n") == 1
+
+
+@pytest.mark.usefixtures("one_process_group")
 def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder(run_config(tmp_path, RewardConfig()), 1, True)
     stale = {MOVED: 0.0, "bapo/contribution": 0.5}

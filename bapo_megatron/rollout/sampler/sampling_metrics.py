@@ -1,4 +1,4 @@
-"""Metrics of a step's groups: rewards, lengths, truncation, episodes; of what was sampled; account of all tokens.
+"""Metrics of a step's groups and of what was sampled: rewards, lengths, episodes; an account of all tokens.
 
 Episodes are those of environments: turns, given tokens, failures, and what the environments reported. Used by
 ``group_sampler.py``.

@@ -216,7 +216,8 @@ def _checkpoint_store(config: RunConfig, point: ResumePoint, exports: StepExport
     newest = point.checkpoint.moment if point.checkpoint else (0, 0)
     if exports is None:
         return CheckpointStore(config.directory, config.checkpoint, newest)
-    scores = evaluation_means(config.directory)
+    found = evaluation_means(config.directory)
+    scores = {step: mean for step, mean in found.items() if mean is not None}
     store = CheckpointStore(config.directory, config.checkpoint, newest, scores, exports.is_using)
     exports.resume(store.steps())
     return store

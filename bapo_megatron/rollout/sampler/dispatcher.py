@@ -106,7 +106,8 @@ class AdmissionController:
         if not self.may_sample:
             return 0
         replaced = (self._config.max_oversampling - 1) * self._config.prompts_per_step
-        beyond = max(0, self._state.dropped["uniform"] - int(replaced))
+        dropped = self._state.dropped["uniform"] + self._state.dropped["failed"]
+        beyond = max(0, dropped - int(replaced))
         most = (self._steps_ahead + 1) * self._config.prompts_per_step
         return max(0, most - beyond - self._state.outstanding)
 

@@ -41,7 +41,7 @@ def sampler_metrics(
     dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
     sampled = group_metrics(scored, reward, sources)
     return {
-        **group_metrics(trained, reward, sources),
+        **group_metrics(trained, reward, sources, trained_only=True),
         # Times have one name, which whoever compares two runs leaves out.
         **{SAMPLED + name: value for name, value in sampled.items() if not name.startswith("time/")},
         **_counts(trained, scored),
@@ -51,6 +51,7 @@ def sampler_metrics(
             for name, value in _counts(_of(trained, source), _of(scored, source)).items()
         },
         "rollout/groups_dropped": float(sampler_state.dropped["uniform"]),
+        "rollout/groups_failed": float(sampler_state.dropped["failed"]),
         "rollout/groups_stale": float(sampler_state.dropped["stale"] + stale),
         "sampler/groups_kept": float(sampler_state.outstanding - len(chosen)),
         "sampler/tokens_sampled": float(sampler_state.tokens["sampled"]),
@@ -69,47 +70,62 @@ def _of(groups: Sequence[GroupSummary], source: str) -> list[GroupSummary]:
 
 
 def group_metrics(
-    groups: Sequence[GroupSummary], reward: RewardConfig, sources: Sequence[str] = ()
+    groups: Sequence[GroupSummary],
+    reward: RewardConfig,
+    sources: Sequence[str] = (),
+    trained_only: bool = False,
 ) -> Metrics:
     """``rollout_metrics`` and ``episode_metrics`` of scored groups, and those of each source as
-    ``source/NAME/...``. ``sources``: names of the run's sources."""
-    found = {**rollout_metrics(groups, reward), **episode_metrics(groups)}
+    ``source/NAME/...``. ``sources``: names of the run's sources. ``trained_only``: without the responses that
+    are left out of their groups."""
+
+    def metrics(groups: Sequence[GroupSummary]) -> Metrics:
+        shown = [group.trained for group in groups] if trained_only else groups
+        return {**rollout_metrics(groups, reward, trained_only), **episode_metrics(shown)}
+
+    found = metrics(groups)
     for source in sources:
-        own = _of(groups, source)
-        metrics = {**rollout_metrics(own, reward), **episode_metrics(own)}
-        named = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        own = metrics(_of(groups, source))
+        named = {name: value for name, value in own.items() if not name.startswith("time/")}
         found |= {f"source/{source}/{name}": value for name, value in named.items()}
     return found
 
 
-def rollout_metrics(groups: Sequence[GroupSummary], reward: RewardConfig) -> Metrics:
-    """Statistics of the responses of scored groups.
+def rollout_metrics(
+    groups: Sequence[GroupSummary], reward: RewardConfig, trained_only: bool = False
+) -> Metrics:
+    """Statistics of the responses of scored groups. ``trained_only``: see ``group_metrics``.
 
-    A response is correct if its score, the reward without penalties, is nearer to ``reward.correct`` than to
+    Rewards are of the responses that have one, lengths of all. A response is correct if its
+    score, the reward without penalties, is nearer to ``reward.correct`` than to
     ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
     """
     groups = sorted(groups, key=lambda one: one.number)
-    rewards = np.array([value for group in groups for value in group.rewards])
-    scores = np.array([value for group in groups for value in group.scores or group.rewards])
-    lengths = np.array([length for group in groups for length in group.lengths])
+    responses = sum(len(group.rewards) for group in groups)
+    scored = [one for group in groups if (one := group.trained).rewards]
+    rewards = np.array([value for group in scored for value in group.rewards], float)
+    scores = np.array([value for group in scored for value in group.scores or group.rewards], float)
     correct = np.abs(scores - reward.correct) < np.abs(scores - reward.wrong)
-    truncated = np.array([reason == "length" for group in groups for reason in group.reasons])
+    of_scored = np.array([length for group in scored for length in group.lengths])
+    shown = scored if trained_only else groups
+    lengths = np.array([length for group in shown for length in group.lengths])
+    truncated = np.array([reason == "length" for group in shown for reason in group.reasons])
     failures = sum(len(group.failures) for group in groups)
-    ends = np.cumsum([len(group.rewards) for group in groups], dtype=np.int64)
+    ends = np.cumsum([len(group.rewards) for group in scored], dtype=np.int64)
     # Not `np.split` of nothing: it gives one empty group, which would count as solved by none and by all.
-    correct_by_group = np.split(correct, ends[:-1]) if groups else []
+    correct_by_group = np.split(correct, ends[:-1]) if scored else []
     return {
         "reward/mean": _array_mean(rewards),
         "reward/correct_fraction": _array_mean(correct),
         "reward/solved_none": _array_mean(np.array([not one.any() for one in correct_by_group])),
         "reward/solved_all": _array_mean(np.array([one.all() for one in correct_by_group])),
         "reward/failures": float(failures),
-        "reward/failed_fraction": failures / len(rewards) if len(rewards) else None,
+        "reward/failed_fraction": failures / responses if responses else None,
         "reward/timeouts": float(sum(group.failures.count("time") for group in groups)),
         "rollout/length_mean": _array_mean(lengths),
         "rollout/length_max": float(lengths.max()) if len(lengths) else None,
-        "rollout/length_positive_mean": _array_mean(lengths[correct]),
-        "rollout/length_negative_mean": _array_mean(lengths[~correct]),
+        "rollout/length_positive_mean": _array_mean(of_scored[correct]),
+        "rollout/length_negative_mean": _array_mean(of_scored[~correct]),
         "rollout/truncated_fraction": _array_mean(truncated),
         "rollout/tokens": float(lengths.sum()),
     }

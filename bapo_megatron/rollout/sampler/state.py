@@ -44,10 +44,11 @@ class GroupSummary(NamedTuple):
     """
 
     number: int
-    rewards: list[float]
-    lengths: list[int]
+    rewards: Sequence[float | None]
+    """Of each response; None for one that is left out of the group."""
+    lengths: Sequence[int]
     """Sampled tokens of each response."""
-    reasons: list[str]
+    reasons: Sequence[str]
     """Finish reason of each response."""
     failures: list[str]
     """The kind of each failed score."""
@@ -55,8 +56,20 @@ class GroupSummary(NamedTuple):
     """The source of the prompt; empty in a run of one file."""
     episodes: Sequence[dict[str, Any]] = ()
     """The ``summary`` of each response's episode; none for a prompt without an environment."""
-    scores: Sequence[float] = ()
+    scores: Sequence[float | None] = ()
     """The reward of each response without penalties; none where all equal ``rewards``."""
+
+    @property
+    def trained(self) -> GroupSummary:
+        """The summary without the responses that are left out, but for their failures."""
+        kept = [place for place, reward in enumerate(self.rewards) if reward is not None]
+        if len(kept) == len(self.rewards):
+            return self
+        names = ("rewards", "lengths", "reasons", "episodes", "scores")
+        rows: dict[str, Any] = {
+            name: [row[place] for place in kept] for name in names if (row := getattr(self, name))
+        }
+        return self._replace(**rows)
 
     @property
     def stored(self) -> tuple[Any, ...]:
@@ -300,12 +313,18 @@ class SamplerState:
         ends = np.cumsum([response.tokens for response in group.responses])
         taught = record.arrays.get(TEACHER_LOG_PROBS)
         columns = [None] * len(rewards) if taught is None else np.split(taught, ends[:-1])
-        rollouts = tuple(
-            response.rollout(reward, column)
+        scored = [
+            (response, reward, column)
             for response, reward, column in zip(group.responses, rewards, columns, strict=True)
-        )
+            if reward is not None
+        ]
+        rollouts = tuple(response.rollout(reward, column) for response, reward, column in scored)
+        tokens = sum(response.sampled_tokens for response, *_ in scored)
+        if left_out := group.tokens - tokens:
+            self.tokens["dropped_failed"] += left_out
         lengths = [response.sampled_tokens for response in group.responses]
-        reasons, source = [str(r.finish_reason) for r in rollouts], self._prompts[group.index].source
+        reasons = [str(response.finish_reason) for response in group.responses]
+        source = self._prompts[group.index].source
         found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
         if self._is_in_environment(source):
             found = found._replace(episodes=[summary(response.episode) for response in group.responses])
@@ -317,8 +336,8 @@ class SamplerState:
             group.epoch,
             group.index,
             Group(self._prompts[group.index], rollouts),
-            group.tokens,
-            group.oldest_version or 0,
+            tokens,
+            min((version for response, *_ in scored for version in response.tokens_by_version), default=0),
             found,
         )
 

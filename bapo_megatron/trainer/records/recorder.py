@@ -229,7 +229,7 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             "reference, so it holds the policy to nothing: take k2 or k3, or place=reward"
         )
     pays_wrong = any(one in (*REWARD_FUNCTIONS, "llm_judge") for one in config.reward_functions)
-    if pays_wrong and reward.failed > reward.wrong:
+    if pays_wrong and reward.on_failure == "value" and reward.failed > reward.wrong:
         yield (
             f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
             "its scorer gets more than a wrong one; lower reward.failed"

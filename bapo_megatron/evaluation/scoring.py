@@ -73,7 +73,7 @@ def score(
 
     A response that could not be scored counts in no share but ``unjudged``: those of a problem are of its
     others, and a problem without any (for ``pass@k`` with fewer than k) is left out. None where no problem is
-    left. All are shares: ``avg@n`` mean correctness; ``pass@k`` for each k of ``pass_at`` (up to n); ``maj@n``
+    left. All are shares: ``avg@n`` mean correctness; ``pass@k`` for each k of ``pass_at``; ``maj@n``
     majority vote, None if no response has an answer (programs); each with ``_low`` and ``_high``, its 95 %
     interval over problems. ``maj@n_tied``: of problems, with a tie at the top. Of responses: ``truncated``,
     ``unanswered`` (no box; None unless ``boxed``: programs need none, a reward of the user's may not),

@@ -346,6 +346,39 @@ async def test_admission_bounds_the_staleness_of_new_groups(tmp_path: Path, stal
         assert staleness == 0 or max(lags) > 0
 
 
+async def test_a_resume_samples_no_group_that_it_then_drops(tmp_path: Path) -> None:
+    """A checkpoint at step 4 and a log to step 7, which has opened the groups of step 9 at the weights of 7.
+
+    The trainer makes steps 5 to 7 again. At the weights of step 6, with the batch of 7, only the groups of
+    step 8 may sample: those of step 9 would be two steps old, and were all dropped.
+    """
+    killed = World(tmp_path, [ScriptedEngine(mixed)], prompts=60, max_staleness=1)
+    async with killed.sampling(rounds=False):
+        for step in range(1, 7):
+            await killed.train(step)
+        await killed.batch(7)
+        killed.engines[0].gate.clear()
+        await killed.weights(7)
+        await until(lambda: len(killed.sampler._state.open) == 4)
+        killed.kill()
+
+    engine = ScriptedEngine(mixed)
+    again = World(tmp_path, [engine], prompts=60, max_staleness=1)
+    async with again.sampling(first_step=5, rounds=False):
+        assert again.sampler._state.served == 7
+        assert {*again.sampler._state.open} == {32, 33, 34, 35}
+        for step in (5, 6, 7):
+            await again.batch(step)
+            await asyncio.sleep(10)  # training
+            assert not engine.asked, f"sampled for step 9 with the weights of step {step - 1}"
+            await again.weights(step)
+        batches = [await again.train(step) for step in (8, 9, 10)]
+    assert prompt_ids(batches[1]) == [32, 33, 34, 35]
+    assert again.sampler._state.tokens["dropped_stale"] == 0
+    assert [batch.metrics["rollout/groups_stale"] for batch in batches] == [0, 0, 0]
+    check_accounts(tmp_path / "journal", again.journal, again.config.rollout, again.dataset.prompts)
+
+
 async def test_no_round_starts_during_training(tmp_path: Path) -> None:
     """New weights would come at an undefined token of the round, although admission has room."""
     engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))

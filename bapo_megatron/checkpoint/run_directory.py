@@ -106,6 +106,7 @@ _ADDED: dict[str, Any] = {
     "environment.python": None,
     "environment.history": "exact",
     "reward.sandbox_url": None,
+    "evaluation.last": False,  # a resumed run evaluates its last step
     "reward.on_failure": "value",
     "reward.outage_minutes": 30.0,
     "reward.math_allow_operations": False,  # was True then; a resumed run scores as new runs do

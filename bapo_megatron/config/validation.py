@@ -312,11 +312,6 @@ def unused_settings(run: RunConfig) -> Iterator[str]:
             f"reward.overlong_tokens={reward.overlong_tokens} changes no reward, as "
             "reward.overlong_penalty=0: set the penalty, or leave the zone out"
         )
-    if reward.failed and reward.on_failure == "leave_out":
-        yield (
-            f"reward.failed={reward.failed:g} is no response's reward, as reward.on_failure=leave_out: set "
-            "reward.on_failure=value, or leave it out"
-        )
     if evaluation.every and evaluation.temperature == 0 and evaluation.samples > 1:
         yield (
             f"evaluation.samples={evaluation.samples} responses to a problem are the same one at "

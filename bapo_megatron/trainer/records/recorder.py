@@ -234,6 +234,11 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
             "its scorer gets more than a wrong one; lower reward.failed"
         )
+    if reward.failed and reward.on_failure == "leave_out":
+        yield (
+            f"reward.failed={reward.failed:g} does nothing with reward.on_failure=leave_out: leave it out, or "
+            "set reward.on_failure=value"
+        )
     yield from unused_settings(config)
 
 

@@ -236,8 +236,8 @@ def _warnings(config: RunConfig) -> Iterator[str]:
         )
     if reward.failed and reward.on_failure == "leave_out":
         yield (
-            f"reward.failed={reward.failed:g} does nothing with reward.on_failure=leave_out: leave it out, or "
-            "set reward.on_failure=value"
+            f"reward.failed={reward.failed:g} does nothing with reward.on_failure=leave_out: leave it out, "
+            "or set reward.on_failure=value"
         )
     yield from unused_settings(config)
 

@@ -72,6 +72,8 @@ class MicroBatch:
     """log pi_teacher(label), at temperature 1; 0 in a run without ``algorithm.distillation``."""
     version_T: Annotated[Tensor, Column(torch.int32)]
     """Policy version that sampled the label."""
+    oldest_version_T: Annotated[Tensor, Column(torch.int32)]
+    """Oldest policy version that sampled the label, or a token before it in its response."""
     sequence_T: Annotated[Tensor, Column(torch.int64, fill=-1)]
     """Index of the label's sequence among the ``sequences`` of the update, unique over packs and replicas.
 

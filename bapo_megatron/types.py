@@ -267,14 +267,17 @@ class Rollout(ResponseTokens):
 
     finish_reason: FinishReason
     reward: float
-    """With all penalties; ``reward.failed`` if the response could not be scored."""
+    """With all penalties; ``reward.failed`` if it could not be scored and is not left out of its group."""
     stored_routes: StoredRoutes | None = None
     """Where its routes are, if it was read from a step's file and they are known."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored."""
+    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored.
+
+    Fewer where some could not be scored.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]

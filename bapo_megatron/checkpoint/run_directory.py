@@ -44,6 +44,9 @@ _DEFAULT_PRESET = "default_preset"
 _FORMER = balanced()
 """The preset that recipes had before. It differs from ``paper`` by ``scope`` and ``bounds_tokens`` alone."""
 
+_DEFAULT_ON_FAILURE = "default_on_failure"
+"""Entry of config.json: that the run began when failed scores were left out. Runs of before lack it."""
+
 THREADS = "threads"
 """Field whose stored value is kept if a resume gives none: sums on a CPU depend on it."""
 
@@ -103,6 +106,9 @@ _ADDED: dict[str, Any] = {
     "environment.python": None,
     "environment.history": "exact",
     "reward.sandbox_url": None,
+    "evaluation.last": False,  # a resumed run evaluates its last step
+    "reward.on_failure": "value",
+    "reward.outage_minutes": 30.0,
     "reward.math_allow_operations": False,  # was True then; a resumed run scores as new runs do
 }
 """Fields that older run directories lack, with the value that was in force then."""
@@ -132,7 +138,7 @@ _MAY_CHANGE = (
     *(f"algorithm.distillation.{name}" for name in ("urls", "api_key_env", "concurrency")),
     *("algorithm.distillation.timeout_s", "algorithm.distillation.give_up_s"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
-    *("reward.allow_weak_sandbox", "reward.sandbox_url"),
+    *("reward.allow_weak_sandbox", "reward.sandbox_url", "reward.outage_minutes"),
     *("environment.workers", "environment.memory_limit_mb", "environment.python"),
     *("environment.step_limit_s", "environment.episode_limit_s"),
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps"),
@@ -249,6 +255,25 @@ def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
     return replace(config, algorithm=replace(config.algorithm, bounds=kept)), line
 
 
+def with_former_failures(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """Failed scores of an older run that goes on: they have the reward ``failed``; and the line that says so.
+
+    Unchanged, with None, for every other run, and where ``allow_change`` names the field.
+    """
+    stored, name = _stored(config.directory), "reward.on_failure"
+    if stored is None or _DEFAULT_ON_FAILURE in stored or not has_steps(config.directory):
+        return config, None
+    then, reward = with_present_fields(stored["config"])[name], config.reward
+    if then == reward.on_failure or then != "value" or name in config.allow_change:
+        return config, None
+    line = (
+        f"{config.directory} began when a response that could not be scored had the reward reward.failed="
+        f"{reward.failed:g}, and goes on so; new runs leave it out of its group. To change over: "
+        f"--allow-change {name}"
+    )
+    return replace(config, reward=replace(reward, on_failure="value")), line
+
+
 def _check_kind(directory: Path, samples_only: bool) -> None:
     """ConfigError if the directory is of the other kind: of training, or of ``--rollout-only``."""
     paths = RunPaths(directory)
@@ -327,9 +352,10 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
     """
     before = _stored(config.directory)
     kind: dict[str, Any] = {_SAMPLES_ONLY: True} if samples_only else {}
-    # A run of before the present default keeps that it is one, also after its continuation was stored.
-    if before is None or _DEFAULT_PRESET in before or not has_steps(config.directory):
-        kind[_DEFAULT_PRESET] = "paper"
+    # A run of before a present default keeps that it is one, also after its continuation was stored.
+    for mark, default in ((_DEFAULT_PRESET, "paper"), (_DEFAULT_ON_FAILURE, "leave_out")):
+        if before is None or mark in before or not has_steps(config.directory):
+            kind[mark] = default
     stored = {"format": FORMAT, **kind, "config": plain_values(config)}
     write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
 

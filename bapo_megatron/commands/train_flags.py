@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from bapo_megatron.checkpoint.fork_record import ForkSource
-from bapo_megatron.checkpoint.run_directory import with_former_preset
+from bapo_megatron.checkpoint.run_directory import with_former_failures, with_former_preset
 from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
@@ -75,10 +75,11 @@ def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
 
 
 def _continued(run: RunConfig) -> RunConfig:
-    """The run, with the preset that it began with before today's default; it is said on the first rank."""
-    run, line = with_former_preset(run)
-    if line and _speaks():
-        print(line, file=sys.stderr, flush=True)
+    """The run, with what it began with before today's defaults; it is said on the first rank."""
+    for former in (with_former_preset, with_former_failures):
+        run, line = former(run)
+        if line and _speaks():
+            print(line, file=sys.stderr, flush=True)
     return run
 
 

@@ -210,7 +210,15 @@ class RewardConfig:
     wrong: float = 0.0
     """Reward of a wrong or missing answer (built-in functions)."""
     failed: float = 0.0
-    """Reward of a response whose scoring raised, hung, died or gave no finite number; no penalties."""
+    """Reward of a response that could not be scored, with `on_failure=value`; no penalties."""
+    on_failure: Literal["leave_out", "value"] = field(default="leave_out", kw_only=True)
+    """What becomes of a response whose scoring raised, hung, died or gave no finite number, or whose
+    environment failed. `leave_out`: it is not trained on, and the advantages of its group are over the
+    others; a group with fewer than two others is dropped, and another prompt is sampled. `value`: it has the
+    reward `failed`."""
+    outage_minutes: Annotated[float, Gt(0)] = field(default=30.0, kw_only=True)
+    """Longest time in which no response can be scored, in minutes. Groups without any score wait meanwhile,
+    and are scored again; then the run saves and ends with exit code 3."""
     workers: Annotated[int, Ge(1)] = 2
     """Processes that score responses, on rank 0's machine; none for `llm_judge` and `reward_model`."""
     time_limit_s: Annotated[float, Gt(0)] = 30.0

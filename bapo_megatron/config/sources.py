@@ -34,7 +34,7 @@ class EnvironmentConfig:
     max_turns: Annotated[int, Ge(1)] = 8
     """Most turns of the model in a response; then it ends, with the finish reason `turns`."""
     step_limit_s: Annotated[float, Gt(0)] = 60.0
-    """Time limit of one step. A response whose step takes longer has the reward `reward.failed`."""
+    """Time limit of one step. A response whose step takes longer has failed (`reward.on_failure`)."""
     episode_limit_s: Annotated[float, Gt(0)] = 600.0
     """Time limit of all steps of a response together."""
     workers: Annotated[int, Ge(1)] = 2

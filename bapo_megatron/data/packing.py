@@ -24,7 +24,7 @@ from bapo_megatron.data.pack_plan import plan_packs
 from bapo_megatron.data.routes import unknown_expert
 from bapo_megatron.data.samples import RouteRow, Sample, TrainingSample
 from bapo_megatron.tensor_types import MicroBatch
-from bapo_megatron.types import PackLayout
+from bapo_megatron.types import GIVEN, PackLayout
 
 T = TypeVar("T")
 
@@ -171,8 +171,16 @@ def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, Arra
         "reference_log_prob_T": reference_R,
         "teacher_log_prob_T": teacher_R,
         "version_T": sample.versions_R,
+        "oldest_version_T": _oldest(sample.versions_R),
         "sequence_T": index,
     }
+
+
+def _oldest(versions_R: np.ndarray) -> np.ndarray:
+    """For each token the oldest version up to it, of the tokens that a policy sampled."""
+    sampled_R = np.where(versions_R == GIVEN, np.iinfo(versions_R.dtype).max, versions_R)
+    oldest_R: np.ndarray = np.minimum.accumulate(sampled_R)
+    return oldest_R
 
 
 def _write(pack: MicroBatch, sample: Sample, start: int, columns: dict[str, ArrayLike]) -> None:

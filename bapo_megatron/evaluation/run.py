@@ -412,16 +412,17 @@ class _Progress:
     """Progress of a suite: stores responses, and prints a progress line now and then."""
 
     def __init__(self, task: _Task) -> None:
-        self._task, self._done, self._right, self._shown = task, 0, 0, 0
+        self._task, self._done, self._right, self._judged, self._shown = task, 0, 0, 0, 0
 
     def __call__(self, rows: Sequence[Row]) -> None:
         self._task.log.append_all(rows)
         self._done += len(rows)
         self._right += sum(row["correct"] for row in rows)
+        self._judged += sum(row["failure"] is None for row in rows)
         total = len(self._task.places)
         if self._done == total or self._done - self._shown >= max(1, total // 20):
             self._shown = self._done
-            right = self._right / self._done
+            right = self._right / max(1, self._judged)
             print(
                 f"{self._task.suite.name}: {self._done} of {total} responses, {right:.1%} right", flush=True
             )

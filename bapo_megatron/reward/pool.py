@@ -1,8 +1,8 @@
 """Reward pool: scores responses in worker processes with time and memory limits.
 
 Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
-group; after that, or if it died, a new one tries the same response once more, then the reward is
-``reward.failed`` (workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
+group; after that, or if it died, a new one tries the same response once more, then the score has failed
+(workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
 asks the endpoint (endpoint_scorer.py). The prompt's reward function decides which. ``FailureReports`` tells
 of what failed, now and then. Used in ``commands/doctor/``, ``evaluation/`` and ``rollout/sampler/``.
 """
@@ -42,7 +42,7 @@ class RewardResult:
     """
 
     reward: float
-    """With all penalties; `reward.failed` without any if there is a failure."""
+    """With all penalties; `reward.failed` without any if there is a failure (`reward.on_failure=value`)."""
     failure: Failure | None = None
     """Kind of the failure: the function raised, timed out, ended its process, or returned no finite number;
     or the endpoint gave none; or a step of the response's environment failed. None on success."""

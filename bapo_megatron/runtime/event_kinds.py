@@ -94,6 +94,7 @@ EVENT_KINDS = {
     "digests_not_compared": _usual("the digest of an engine's weights cannot be compared"),
     "request_refused": _usual("an engine refused a request, with the reason"),
     "reward_failed": _usual("a score failed"),
+    "reward_outage": _trouble("one group after the other has no score"),
     "environment_failed": _usual("a step of an environment failed"),
     "episode_restarted": _usual("a response begins again: its environment could not be brought back"),
     "step_lost": _usual("a step's rollouts are missing; they are sampled again"),

@@ -101,7 +101,9 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     policy = build_policy(config)
     if is_main():
         announce_optimizer(policy.optimizer_name, has_cuda())
-    update_loss = UpdateLoss(config.algorithm, config.batch.hold_forwards, config.data.source_names)
+    keeps_keys = getattr(config.rollout.engine_config, "on_update", None) == "in_place"
+    sources = config.data.source_names
+    update_loss = UpdateLoss(config.algorithm, config.batch.hold_forwards, sources, keeps_keys)
     point = find_resume_point(config)
     saved = point.checkpoint
     # Checkpoint and reference are loaded before anything is written or started: a load that fails leaves the
@@ -216,7 +218,8 @@ def _checkpoint_store(config: RunConfig, point: ResumePoint, exports: StepExport
     newest = point.checkpoint.moment if point.checkpoint else (0, 0)
     if exports is None:
         return CheckpointStore(config.directory, config.checkpoint, newest)
-    scores = evaluation_means(config.directory)
+    found = evaluation_means(config.directory)
+    scores = {step: mean for step, mean in found.items() if mean is not None}
     store = CheckpointStore(config.directory, config.checkpoint, newest, scores, exports.is_using)
     exports.resume(store.steps())
     return store

@@ -114,7 +114,8 @@ def evaluate_if_due(run: Run, step: int) -> None:
     if run.recorder:
         metrics = evaluation_metrics(path, boxed=run.config.reward.function in BOXED_REWARDS)
         run.recorder.evaluation(step, metrics)
-        run.checkpoints.record_score(step, metrics["eval/mean"] or 0.0)
+        if (mean := metrics["eval/mean"]) is not None:
+            run.checkpoints.record_score(step, mean)
 
 
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:

@@ -252,21 +252,27 @@ def _outlook_of_shares(shares: Sequence[float], target: float) -> str:
 
 _MEASURED = (SHARE, BELOW, RESPONSES)
 _QUANTITIES = (
-    ("reward", "reward/mean", ".3f"),
-    ("right", "reward/correct_fraction", ".1%"),
-    ("length, mean", "rollout/length_mean", ".0f"),
-    ("length, longest", "rollout/length_max", ".0f"),
-    ("cut off", "rollout/truncated_fraction", ".1%"),
+    ("reward", "sampled/reward/mean", ".3f"),
+    ("right", "sampled/reward/correct_fraction", ".1%"),
+    ("length, mean", "sampled/rollout/length_mean", ".0f"),
+    ("length, longest", "sampled/rollout/length_max", ".0f"),
+    ("cut off", "sampled/rollout/truncated_fraction", ".1%"),
     ("positive share", SHARE, ".3f"),
     ("searches below target", BELOW, ".1%"),
     ("responses a search", RESPONSES, ".3g"),
     ("groups sampled", "rollout/groups_sampled", ".4g"),
     ("groups uniform", "rollout/groups_uniform", ".4g"),
     ("tokens/s", "time/tokens_per_s", ".0f"),
-    ("rewards failed", "reward/failures", ".4g"),
-    ("rewards timed out", "reward/timeouts", ".4g"),
+    ("rewards failed", "sampled/reward/failures", ".4g"),
+    ("rewards timed out", "sampled/reward/timeouts", ".4g"),
 )
-"""The rows of the table: name, metric, format."""
+"""The rows of the table: name, metric, format. Of all groups, also of uniform ones, which no step gets."""
+
+
+def _value(metrics: Metrics, name: str) -> float | None:
+    """A metric; rows of earlier versions have those of what was sampled under the rest of the name."""
+    return metrics.get(name, metrics.get(name.removeprefix("sampled/")))
+
 
 _USUAL = {"start", "resume", "done", "engine_ready", "bapo_outlook"}
 """Event kinds of a run without trouble; the summary leaves them out."""
@@ -325,7 +331,7 @@ class RolloutRecord:
 
 def step_line(step: int, steps: int, metrics: Metrics) -> str:
     """Progress line of a step, with a dash for a missing number."""
-    show = {name: number_text(metrics.get(metric), style) for name, metric, style in _QUANTITIES}
+    show = {name: number_text(_value(metrics, metric), style) for name, metric, style in _QUANTITIES}
     parts = [
         f"reward {show['reward']}",
         f"right {show['right']}",
@@ -341,7 +347,7 @@ def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
     """Summary table: mean, lowest and highest step of each quantity; below it counts of trouble events."""
     table = [[f"{len(rows)} steps", "mean", "lowest", "highest"]]
     for name, metric, style in _QUANTITIES:
-        values = [row[metric] for row in rows if row.get(metric) is not None]
+        values = [value for row in rows if (value := _value(row, metric)) is not None]
         mean = sum(values) / len(values) if values else None
         numbers = (mean, min(values, default=None), max(values, default=None))
         table.append([name, *(number_text(value, style) for value in numbers)])

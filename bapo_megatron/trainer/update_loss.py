@@ -62,10 +62,16 @@ class UpdateLoss:
     """
 
     def __init__(
-        self, config: AlgorithmConfig, hold_forwards: bool = False, sources: Sequence[str] = ()
+        self,
+        config: AlgorithmConfig,
+        hold_forwards: bool = False,
+        sources: Sequence[str] = (),
+        keeps_keys: bool = False,
     ) -> None:
-        """``sources``: names of the run's sources, for metrics by source."""
-        self.objective = Objective(build_loss(config), sources, config.reference_kl, config.distillation)
+        """``sources``: the run's sources, for metrics by source. ``keeps_keys``: as of ``Objective``."""
+        self.objective = Objective(
+            build_loss(config), sources, config.reference_kl, config.distillation, keeps_keys
+        )
         """The objective of the configured loss: reads the vector of sums of an update."""
         self._search = self.objective.loss.search
         measured = self._search is not None and self._search.is_ratio and config.old_log_probs == "rollout"

@@ -182,8 +182,12 @@ def test_a_run_of_the_former_preset_computes_what_it_would_have(tmp_path: Path) 
 
 
 def _former(row: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
-    """``row`` without the metrics that were added since, which rows ``like`` those of the time lack."""
-    return {name: value for name, value in row.items() if "/" not in name or name in like}
+    """``row`` without the metrics that were added since, which rows ``like`` those of the time lack.
+
+    What was sampled, trained on or not, had the names that are the batch's today.
+    """
+    then = {name: row.get(f"sampled/{name}", value) for name, value in row.items()}
+    return {name: then[name] for name in (*like, *row) if name in then and ("/" not in name or name in like)}
 
 
 def _assert_alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

@@ -36,7 +36,7 @@ BUDGET_S = 300.0
 """Seconds for all trials together, the imports of their workers included."""
 AT_A_TIME = 4
 """Environments that are tried at a time."""
-GOES_ON = "a run goes on, and this response fails (reward.failed)"
+GOES_ON = "a run goes on, and this response fails (reward.on_failure)"
 _SHOWN, _SETTINGS_SHOWN = 60, 300
 """Most characters of an observation, and of the settings of a class that failed."""
 _LAST_LINES, _LAST_BYTES = 5, 4000

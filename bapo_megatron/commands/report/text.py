@@ -122,7 +122,7 @@ def _source_cells(run: RunRecord, prefix: str, window: int) -> list[str]:
     def values(name: str) -> np.ndarray:
         return run.steps.known(prefix + name)
 
-    first, last = ends(run.steps, prefix + "reward/mean", window)
+    first, last = ends(run.steps, f"sampled/{prefix}reward/mean", window)
     return [
         *(f"{sum(values(f'rollout/{name}')):,.0f}" for name in ("groups_sampled", "groups")),
         f"{first} → {last}",

@@ -26,7 +26,7 @@ from bapo_megatron.rollout.sampler.events import (
 )
 from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.sampling_metrics import sampler_metrics
-from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
+from bapo_megatron.rollout.sampler.scoring import FailedScores, GroupScorer, Scorer
 from bapo_megatron.rollout.sampler.state import FinishedGroup, SamplerState
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path, write_step
 from bapo_megatron.rollout.sampler.stepper import Stepper
@@ -84,7 +84,8 @@ class GroupSampler:
             self._journal,
             admission,
             dispatcher,
-            GroupScorer(dataset, scorer, config.reward.failed),
+            GroupScorer(dataset, scorer, config.reward),
+            FailedScores(rollout.prompts_per_step, config.reward.outage_minutes, report),
             pool.changed,
             report,
             rounds,

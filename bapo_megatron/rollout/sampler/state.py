@@ -41,16 +41,18 @@ resume goes back. Each checkpoint has all of them, and its reader takes at most 
 
 
 class GroupSummary(NamedTuple):
-    """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data.
+    """The statistics of a scored group for the metrics of a step, also if it is dropped. Plain data.
 
-    Made when a group's scores are applied; ``sampling_metrics.py`` reads it.
+    Made when a group's scores are applied, from records of the log alone: a resumed run counts the same.
+    ``sampling_metrics.py`` reads it.
     """
 
     number: int
-    rewards: list[float]
-    lengths: list[int]
+    rewards: Sequence[float | None]
+    """Of each response; None for one that is left out of the group."""
+    lengths: Sequence[int]
     """Sampled tokens of each response."""
-    reasons: list[str]
+    reasons: Sequence[str]
     """Finish reason of each response."""
     failures: list[str]
     """The kind of each failed score."""
@@ -58,6 +60,29 @@ class GroupSummary(NamedTuple):
     """The source of the prompt; empty in a run of one file."""
     episodes: Sequence[dict[str, Any]] = ()
     """The ``summary`` of each response's episode; none for a prompt without an environment."""
+    scores: Sequence[float | None] = ()
+    """The reward of each response without penalties; none where all equal ``rewards``."""
+
+    @property
+    def trained(self) -> GroupSummary:
+        """The summary without the responses that are left out, but for their failures."""
+        kept = [place for place, reward in enumerate(self.rewards) if reward is not None]
+        if len(kept) == len(self.rewards):
+            return self
+        names = ("rewards", "lengths", "reasons", "episodes", "scores")
+        rows: dict[str, Any] = {
+            name: [row[place] for place in kept] for name in names if (row := getattr(self, name))
+        }
+        return self._replace(**rows)
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        """The fields for a snapshot, without the last ones if they are empty: as earlier versions wrote them,
+        which know fewer."""
+        fields = list(self)
+        while not fields[-1] and len(fields) > 6:
+            fields.pop()
+        return tuple(fields)
 
 
 @dataclass
@@ -107,6 +132,7 @@ class FinishedGroup:
     group: Group
     tokens: int
     oldest_version: int
+    summary: GroupSummary
 
 
 class SamplerState:
@@ -214,8 +240,7 @@ class SamplerState:
             "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
-            # The key of earlier versions. Those do not know of episodes, and read no journal that has some.
-            "judged": [one if one.episodes else one[:-1] for one in self.scored],
+            "judged": [one.stored for one in self.scored],  # the key of earlier versions
             "dropped": dict(self.dropped),
         }
         return Record("state", fields, {})
@@ -292,25 +317,33 @@ class SamplerState:
         ends = np.cumsum([response.tokens for response in group.responses])
         taught = record.arrays.get(TEACHER_LOG_PROBS)
         columns = [None] * len(rewards) if taught is None else np.split(taught, ends[:-1])
-        rollouts = tuple(
-            response.rollout(reward, column)
+        scored = [
+            (response, reward, column)
             for response, reward, column in zip(group.responses, rewards, columns, strict=True)
-        )
+            if reward is not None
+        ]
+        rollouts = tuple(response.rollout(reward, column) for response, reward, column in scored)
+        tokens = sum(response.sampled_tokens for response, *_ in scored)
+        if left_out := group.tokens - tokens:
+            self.tokens["dropped_failed"] += left_out
+        lengths = [response.sampled_tokens for response in group.responses]
+        reasons = [str(response.finish_reason) for response in group.responses]
+        source = self._prompts[group.index].source
+        found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
+        if self._is_in_environment(source):
+            found = found._replace(episodes=[summary(response.episode) for response in group.responses])
+        found = found._replace(scores=record.fields.get("scores", ()))
+        self.scored.append(found)
         del self.open[group.number]
         self.finished[group.number] = FinishedGroup(
             group.number,
             group.epoch,
             group.index,
             Group(self._prompts[group.index], rollouts),
-            group.tokens,
-            group.oldest_version or 0,
+            tokens,
+            min((version for response, *_ in scored for version in response.tokens_by_version), default=0),
+            found,
         )
-        lengths = [response.sampled_tokens for response in group.responses]
-        reasons, source = [str(r.finish_reason) for r in rollouts], self._prompts[group.index].source
-        found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
-        if self._is_in_environment(source):
-            found = found._replace(episodes=[summary(response.episode) for response in group.responses])
-        self.scored.append(found)
 
     def _on_dropped(self, record: Record) -> None:
         number, reason = record.fields["number"], record.fields["reason"]

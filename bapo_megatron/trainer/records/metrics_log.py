@@ -37,8 +37,11 @@ Report = Callable[..., None]
 _ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 
-def evaluation_means(run_dir: Path) -> dict[int, float]:
-    """Score of each evaluated step of a run, ``eval/mean``, read from its file; none without evaluations."""
+def evaluation_means(run_dir: Path) -> dict[int, float | None]:
+    """Score of each evaluated step of a run, ``eval/mean``, read from its file; none without evaluations.
+
+    None of one whose responses could not be judged.
+    """
     log = RunPaths(run_dir).evaluations
     rows = read_jsonl(log) if log.exists() else []
     return {row["step"]: row["eval/mean"] for row in rows}

@@ -32,7 +32,7 @@ from bapo_megatron.runtime.files import open_plain
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, rows_from_end, tail_rows
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
-from bapo_megatron.trainer.records.progress import Progress
+from bapo_megatron.trainer.records.progress import Progress, evaluation_line
 from bapo_megatron.types import Metrics, StepHeader
 
 MOVED = "bapo/bounds_moved"
@@ -168,9 +168,10 @@ class Recorder:
             print(f"note: {message}", flush=True)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
-        """Write the held-out metrics of the weights after ``step``, unless they were written before."""
+        """Write and print the held-out metrics of the weights after ``step``, unless they were before."""
         if self._metrics.write_evaluation(step, metrics):
             self._events.event("evaluation", step=step, mean=metrics["eval/mean"])
+            print(evaluation_line(step, metrics), flush=True)
 
     def engine_gap(self, step: int, message: str, on_gap: Literal["warn", "stop"]) -> None:
         """Record an engine mismatch; print it unless the run stops with the same message."""
@@ -228,10 +229,15 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             "reference, so it holds the policy to nothing: take k2 or k3, or place=reward"
         )
     pays_wrong = any(one in (*REWARD_FUNCTIONS, "llm_judge") for one in config.reward_functions)
-    if pays_wrong and reward.failed > reward.wrong:
+    if pays_wrong and reward.on_failure == "value" and reward.failed > reward.wrong:
         yield (
             f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
             "its scorer gets more than a wrong one; lower reward.failed"
+        )
+    if reward.failed and reward.on_failure == "leave_out":
+        yield (
+            f"reward.failed={reward.failed:g} does nothing with reward.on_failure=leave_out: leave it out, "
+            "or set reward.on_failure=value"
         )
     yield from unused_settings(config)
 
@@ -268,7 +274,9 @@ def step_metrics(
     taken = sum(update.get("policy/tokens") != 0.0 for update in updates)  # not those without a response
     metrics = {**header.metrics, **means, "policy/updates": taken, **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
-    metrics["time/tokens_per_s"] = (metrics.get("rollout/tokens") or 0.0) / seconds
+    # Of what was sampled; rollouts of earlier versions have it as the metric of the step.
+    sampled = metrics.get("sampled/rollout/tokens", metrics.get("rollout/tokens"))
+    metrics["time/tokens_per_s"] = (sampled or 0.0) / seconds
     return metrics
 
 

@@ -171,7 +171,7 @@ def test_a_step_that_raises_at_the_invented_turn_ends_no_run(game: str) -> None:
     assert row.state == "optional"
     says = r"to 'I do not know\.': raised: ValueError\('the door is shut'\).*raise ValueError\("
     assert re.search(says, row.found, re.DOTALL)
-    goes_on = "a run goes on, and this response fails (reward.failed); if it should not, mend the class where"
+    goes_on = "a run goes on, and this response fails (reward.on_failure); if it should not, mend the class"
     assert row.fix.startswith(goes_on)
 
 

@@ -24,6 +24,7 @@ from bapo_megatron.checkpoint.run_directory import (
     check_writable,
     only_writer,
     store_config,
+    with_former_failures,
 )
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -67,6 +68,15 @@ def test_a_good_run_passes() -> None:
 def test_a_good_reward_passes() -> None:
     reward = RewardConfig("my.rewards:score", overlong_tokens=199, overlong_penalty=0.1, format_pattern=".*")
     dataclasses.replace(GOOD, reward=reward).check()
+
+
+@pytest.mark.parametrize(("last", "steps"), [(True, [0, 2, 3]), (False, [0, 2])])
+def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps: list[int]) -> None:
+    evaluation = EvaluationConfig(every=2, suites=("aime24",), last=last)
+    run = dataclasses.replace(GOOD, steps=3, evaluation=evaluation)
+    assert [step for step in range(4) if run.evaluates(step)] == steps
+    never = dataclasses.replace(run, evaluation=dataclasses.replace(evaluation, every=0))
+    assert not any(never.evaluates(step) for step in range(4))
 
 
 @pytest.mark.parametrize(
@@ -630,3 +640,35 @@ def test_names_and_positions_that_recipes_of_version_0_1_use(tmp_path: Path) -> 
     assert load_recipe(path, CorrectionsConfig).off_policy_delta == 1.0
     config = AlgorithmConfig(BoundsConfig(), "dr_grpo", PolarityConfig(enabled=True))
     assert (config.advantage, config.polarity.enabled, config.loss) == ("dr_grpo", True, "clip")
+
+
+def test_a_run_of_before_goes_on_with_the_reward_of_failed_scores(tmp_path: Path) -> None:
+    """Its settings lack the field; also when its continuation is stored. ``--allow-change`` changes over."""
+    old = dataclasses.replace(GOOD, run_dir=tmp_path, reward=RewardConfig(failed=-0.5))
+    store_config(old)
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    del stored["default_on_failure"], stored["config"]["reward.on_failure"]
+    path.write_text(json.dumps(stored))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for _ in range(2):
+        kept, line = with_former_failures(old)
+        assert kept.reward == RewardConfig(failed=-0.5, on_failure="value")
+        assert line is not None
+        assert "reward.failed=-0.5, and goes on so; new runs leave it out" in line
+        check_same_run(kept)
+        store_config(kept)
+    changed = dataclasses.replace(old, allow_change=("reward.on_failure",))
+    assert with_former_failures(changed) == (changed, None)
+    store_config(changed)
+    assert with_former_failures(old) == (old, None)
+
+
+def test_a_run_of_today_has_the_value_only_if_it_says_so(tmp_path: Path) -> None:
+    run = dataclasses.replace(GOOD, run_dir=tmp_path, reward=RewardConfig(on_failure="value"))
+    store_config(run)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    now = dataclasses.replace(run, reward=RewardConfig())
+    assert with_former_failures(now) == (now, None)
+    with pytest.raises(ConfigError, match="reward.on_failure: 'value' in the run, 'leave_out' now"):
+        check_same_run(now)

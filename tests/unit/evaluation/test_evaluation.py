@@ -98,6 +98,23 @@ def test_the_metrics_by_hand() -> None:
     assert found["detectable_difference"] == pytest.approx(2.80158 * 0.5 / 2**0.5, rel=1e-5)
 
 
+def test_a_response_that_could_not_be_scored_is_neither_right_nor_wrong() -> None:
+    """Problem 0: one of one is right, and one is not judged. 1: one of two. 2: none is judged."""
+    failed = {"failure": "endpoint"}
+    found = score(
+        [judged(0, 0, True), judged(0, 1, False, **failed), judged(1, 0, True), judged(1, 1, False)]
+        + [judged(2, sample, False, **failed) for sample in (0, 1)],
+        pass_at=(1, 2),
+    )
+    assert (found["problems"], found["unjudged"]) == (3, 0.5)
+    assert found["avg@2"] == found["pass@1"] == 0.75
+    assert found["pass@2"] == 1.0, "of problem 1 alone"
+    assert (found["pass@2_low"], found["pass@2_high"]) == (1.0, 1.0)
+    assert found["rerun_std"] is None
+    nothing = score([judged(0, 0, False, **failed)], pass_at=(1,))
+    assert (nothing["avg@1"], nothing["pass@1"], nothing["detectable_difference"]) == (None, None, None)
+
+
 def test_programs_have_no_majority() -> None:
     found = score([judged(0, 0, True, None), judged(1, 0, False, None, failure="time")])
     assert found["maj@1"] is None

@@ -246,9 +246,9 @@ def test_peaks_by_hand() -> None:
     assert memory.workspace == 16 * 2 * (3 * 16 + 2 * 8)
     parts = memory.activations + max(memory.workspace, memory.head)  # one after the other
     assert memory.training == pytest.approx(steady + 1.05 * parts + memory.buffers, abs=1e-3)
-    assert memory.buffers == 3 * 16 * 64  # the columns of three packs
+    assert memory.buffers == 3 * 16 * 68  # the columns of three packs
     message = 2 * 16 * 8 * 2  # sent and received
-    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 64
+    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 68
 
 
 def test_activations_by_hand() -> None:

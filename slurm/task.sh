@@ -94,6 +94,7 @@ start_limit() {  # process: most seconds of a server's start by its recipe, once
 
 descendants() {  # process: all that it has started, one a line
     local child
+    # shellcheck disable=SC2013  # words, which no line holds together
     for child in $(cat "/proc/$1/task/"*/children 2>/dev/null); do echo "$child"; descendants "$child"; done
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Entry point of an srun's tasks, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`,
-# or `task.sh probe [flags of probe.py]`.
+# `task.sh probe [flags of probe.py]`, or `task.sh command COMMAND [ARGUMENTS]` of a helper job.
 set -u
 role=$1
 shift
@@ -62,6 +62,15 @@ trainer() {  # one rank, on one GPU
     ((code != 138 && code != 143)) || code=85
     record_exit "$code"  # before the exit: srun's own code is the largest of all ranks, not the first
     exit "$code"
+}
+
+run_command() {  # COMMAND [ARGUMENTS]: of a helper job
+    local child=''
+    trap 'forward_signal TERM' TERM
+    "$@" &
+    child=$!
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; done  # a signal ends a wait early
+    wait "$child"
 }
 
 is_ready() {  # address, port: whether the server there accepts requests
@@ -160,5 +169,6 @@ rollout() {  # all servers of one node
 case $role in
     trainer | rollout) "$role" "$@" ;;
     probe) "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
-    *) bapo_refuse "task.sh $role: there are trainer, rollout and probe" ;;
+    command) run_command "$@" ;;
+    *) bapo_refuse "task.sh $role: there are trainer, rollout, probe and command" ;;
 esac

@@ -249,15 +249,15 @@ def test_a_job_may_end_in_the_hour_that_is_there_twice(shell: Shell, end: str) -
 
 def test_another_time_limit_moves_the_end_a_preemption_does_not(shell: Shell, tmp_path: Path) -> None:
     """Slurm moves the end of a job that it preempts, too, and leaves its limit."""
-    look = f"""
-        timeout() {{ cat "$BAPO_RUN/answer"; }}
+    look = """
+        timeout() { cat "$BAPO_RUN/answer"; }
         BAPO_END=1000000000 BAPO_LIMIT=30:00 TZ=UTC0
         bapo_read_state
         for answer in "2001-09-09T01:40:00 30:00" "" "2001-09-09T02:46:40 1:30:00" "N/A UNLIMITED"; do
             echo "$answer" >"$BAPO_RUN/answer"
             bapo_look_at_end
             bapo_heed_end
-            echo "$BAPO_END $BAPO_LIMIT $(sed -n s/^end=//p "$BAPO_RUN/{RunPaths(tmp_path).slurm_state.name}")"
+            echo "$BAPO_END $BAPO_LIMIT $(sed -n s/^end=//p "$BAPO_RUN/$BAPO_STATE_FILE")"
         done
     """
     found = shell(f"touch {RunPaths(tmp_path).slurm_state}; {look}")
@@ -300,6 +300,37 @@ def test_a_trainer_that_starts_after_the_signal_is_told(shell: Shell, tmp_path: 
         bapo_supervise "$!"
     """
     assert "finished 85" in (found := shell(script)).stdout, found.stderr
+
+
+IMAGE = """
+    srun() {  # a container, whose image has values of its own
+        while [[ $1 = -* ]]; do shift; done
+        (
+            export NCCL_DEBUG=WARN OF_IMAGE=kept HOME=/proc/none TMPDIR=/proc/none PYTHONPATH=/image
+            SLURMD_NODENAME=n1 "$@"
+        )
+    }
+"""
+
+
+@pytest.mark.parametrize("script", ["eval", "evaluate", "convert"])
+def test_the_cluster_files_variables_win_over_the_images_in_helper_jobs(
+    shell: Shell, tmp_path: Path, script: str
+) -> None:
+    say = tmp_path / "say"
+    say.write_text('#!/bin/sh\necho "$NCCL_DEBUG $OF_IMAGE ${TMPDIR-none} $PYTHONPATH"\ntest -w "$HOME"\n')
+    say.chmod(0o755)
+    words = {"eval": "100 aime24", "evaluate": f"{say}", "convert": "bapo-ckpt inspect"}[script]
+    found = shell(
+        f"{IMAGE}\nset -- {tmp_path} {words}\n. {SLURM}/{script}.sbatch",
+        BAPO_SLURM=str(SLURM),
+        BAPO_PYTHON=str(say),
+        BAPO_TASK_SETTINGS="export NCCL_DEBUG=INFO",
+    )
+    [log] = tmp_path.glob("logs/7/0/job.log")
+    assert f"INFO kept none {SLURM.parent}:/image" in log.read_text()
+    assert found.returncode == 0, found.stderr
+    assert read_jsonl(RunPaths(tmp_path).events)[-1]["exit_code"] == 0
 
 
 def test_a_busy_controller_does_not_keep_a_job_from_its_requeue(shell: Shell, tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ class RunPaths:
         """Checkpoints as Hugging Face folders."""
         self.report = root / "report"
         """The page and plots of ``bapo report``."""
+        self.comparison = root / "comparison"
+        """Those of several runs, of which this is the first."""
         self.profile = root / "profile"
         """Traces and memory snapshots of steps."""
         self.logs = root / "logs"

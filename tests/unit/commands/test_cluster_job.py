@@ -201,9 +201,7 @@ def test_warnings_for_missing_inputs_and_a_small_disk(tmp_path: Path) -> None:
         f"model.hf_path: {tmp_path}/models/DeepSeek-R1-Distill-Qwen-32B has no config.json"
     )
     assert data.startswith(f"data.path: {tmp_path}/data/skywork_math/data.jsonl is absent")
-    assert (
-        large.settings()["BAPO_ENGINES_LOAD_S"] == "655"
-    )  # 65.5 GB by the recipe's config.json, at 0.1 GB/s
+    assert large.settings()["BAPO_ENGINES_LOAD_S"] == "655"  # 65.5 GB at 0.1 GB/s
     (tmp_path / "models/DeepSeek-R1-Distill-Qwen-32B").mkdir(parents=True)
     (tmp_path / "models/DeepSeek-R1-Distill-Qwen-32B/config.json").touch()
     (tmp_path / "data/skywork_math").mkdir(parents=True)

@@ -47,7 +47,8 @@ usage: bapo COMMAND ...
                          --fork RUN[:STEP]: begin at a checkpoint of another run
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN [RUN ...] [--output DIR]
-                         plots and one HTML page of a run, or of several compared
+                         plots and one HTML page of a run, or of several compared: in
+                         RUN/report, or in comparison of the first run
   submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]
                          run a recipe as a Slurm job; --dry-run prints its script
   status RUN [--watch]   how a run is, on Slurm or here

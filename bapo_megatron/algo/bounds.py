@@ -331,9 +331,9 @@ def published_code() -> BoundsConfig:
     )
 
 
-def fixed(low: float, high: float) -> BoundsConfig:
+def fixed(low: float, high: float, dual_clip: float | None = None) -> BoundsConfig:
     """Preset of fixed bounds: PPO with asymmetric clipping. The contribution is still measured."""
-    return BoundsConfig(low_start=low, low_end=low, high_start=high, high_end=high)
+    return BoundsConfig(low_start=low, low_end=low, high_start=high, high_end=high, dual_clip=dual_clip)
 
 
 def grpo() -> BoundsConfig:

@@ -152,10 +152,11 @@ def _summary(run: Run) -> str:
     from bapo_megatron.commands.report.data import headline, read_metrics
 
     paths = RunPaths(run.config.directory)
-    figures = headline(read_metrics(paths.metrics))
+    metrics = read_metrics(paths.metrics)
+    figures, updates = headline(metrics), metrics.known("policy/updates").sum()  # a fork's own
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
     return (
-        f"reward {first} -> {last} in {figures['steps']} steps, {run.policy.version} updates\n"
+        f"reward {first} -> {last} in {figures['steps']} steps, {updates:.0f} updates\n"
         f"Hugging Face model: {paths.export}\n"
         f"plots: bapo report {paths.root}"
     )

@@ -201,7 +201,7 @@ def _hold_problems(run: RunConfig) -> Iterator[str]:
     if bounds.sums_over != "update":
         yield (
             f"batch.hold_forwards serves the exact search (algorithm.bounds.scope=update); with "
-            f"scope={bounds.scope} leave it out"
+            f"scope={bounds.scope} leave it out (--batch.no-hold-forwards)"
         )
 
 

@@ -11,7 +11,7 @@ from the turns (``worker.py``). The pool is for one event loop. Failures are dat
   (``workers/pool.py``), until who ends workers is alone, and fails. So a step may run twice; the name of the
   episode is the key by which an outer effect can be made once.
 
-Used in ``commands/doctor/`` and ``rollout/sampler/``.
+Used in ``commands/``, ``commands/doctor/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations

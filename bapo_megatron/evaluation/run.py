@@ -55,7 +55,7 @@ from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.written_folders import is_run
 from bapo_megatron.types import Metrics, Prompt
 from checkpoints_tools.formats.locate import Format, Location, locate
-from checkpoints_tools.to_hf import to_hf
+from checkpoints_tools.megatron_to_hf import to_hf
 
 Keep = Callable[[Sequence[Row]], None]
 """Stores responses durably; it may block."""

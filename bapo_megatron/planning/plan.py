@@ -126,6 +126,11 @@ class JobPlan:
         return rollout_bytes(self.job.run, self.job.shape, self.job.mean_response)
 
     @property
+    def peak(self) -> float:
+        """Most bytes that training takes on a GPU, with what colocated servers keep."""
+        return max(stage.policy_peak + stage.kept for stage in self.stages)
+
+    @property
     def cost(self) -> float:
         """GPU-seconds for each token, with no communication hidden; ``bapo plan`` ranks layouts by it."""
         busy = self.speed.update_seconds + self.speed.link_seconds + self.stepping_seconds
@@ -239,9 +244,8 @@ def _peaks(plan: JobPlan) -> str:
     """Peak GB of a GPU; with colocated servers that of training and that of sampling."""
     if not plan.job.colocated:
         return f"{max(stage.peak for stage in plan.stages) / GB:.1f} GB"
-    train = max(stage.policy_peak + stage.kept for stage in plan.stages)
     sample = max(max(stage.sampling, stage.handover) for stage in plan.stages)
-    return f"{train / GB:.1f} GB (training) and {sample / GB:.1f} GB (sampling)"
+    return f"{plan.peak / GB:.1f} GB (training) and {sample / GB:.1f} GB (sampling)"
 
 
 def _nodes(plan: JobPlan) -> str:

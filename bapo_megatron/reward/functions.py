@@ -2,7 +2,7 @@
 
 A name is a built-in, an endpoint's or a dotted path. Preflight checks it here, loaders of data get the checks
 of ground truths, and each worker process of the reward pool loads its functions (endpoints are asked by
-``pool.py``). ConfigError for one that cannot be used. Used in ``commands/doctor/``, ``data/``,
+``pool.py``). ConfigError for one that cannot be used. Used in ``commands/``, ``data/``,
 ``evaluation/``, ``trainer/`` and this folder.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.config import RewardConfig
+from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math
@@ -50,6 +50,14 @@ def check_function(reward: RewardConfig, field: str = "reward.function") -> None
         read_settings(reward.function, reward.settings)
     elif reward.function not in REWARD_FUNCTIONS:
         load_function(reward.function, reward.settings, field)
+
+
+def check_functions(config: RunConfig, functions: Iterable[str]) -> None:
+    """``check_function`` of some of a run's reward functions, with their fields in messages."""
+    of_sources = {one.reward: f"data.sources[{one.name}].reward" for one in config.data.sources}
+    for function in functions:
+        field = "reward.function" if function == config.reward.function else of_sources[function]
+        check_function(settings_for(config.reward, function), field)
 
 
 def needs_sandbox(reward: RewardConfig, functions: Iterable[str]) -> bool:

@@ -171,7 +171,7 @@ def run_processes(
                 pass
     except (ProcessExitedException, ProcessRaisedException) as failure:
         # A rank that failed because another one ended may be seen first: an exit code with a reason wins.
-        if known := {process.exitcode for process in started.processes} & {2, 3, 4}:
+        if known := {process.exitcode for process in started.processes} & {2, 3, 4, 85}:
             sys.exit(min(known))
         if isinstance(failure, ProcessRaisedException):
             raise

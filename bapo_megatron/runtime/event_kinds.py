@@ -114,6 +114,7 @@ EVENT_KINDS = {
     "job_requeued_by_slurm": _trouble("Slurm requeued the job"),
     "job_stopped": _trouble("the job ended for good, with the reason"),
     "signal": _usual("the job was told to save and stop"),
+    "job_end_moved": _usual("the job's time limit was changed"),
     "save_given_up": _trouble("saving took too long before the job's end"),
     "ranks_ended": _trouble("a rank failed, and the others were ended"),
     "nodes_healthy": _usual("the probe found nothing"),

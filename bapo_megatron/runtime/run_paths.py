@@ -24,6 +24,9 @@ POLICY = "policy"
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory: its checkpoints."""
 
+JOB_END = "end_time"
+"""File in the logs of a job's start: the job's end in seconds since 1970, once Slurm has moved it."""
+
 _STEP_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
 
 _LEFT = (".tmp", ".deleted")
@@ -115,6 +118,8 @@ class RunPaths:
         """Checkpoints as Hugging Face folders."""
         self.report = root / "report"
         """The page and plots of ``bapo report``."""
+        self.comparison = root / "comparison"
+        """Those of several runs, of which this is the first."""
         self.profile = root / "profile"
         """Traces and memory snapshots of steps."""
         self.logs = root / "logs"

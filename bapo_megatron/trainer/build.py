@@ -39,7 +39,7 @@ from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
 from bapo_megatron.rollout.sampler.turns import tools_of
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts, WeightStaging, sender_class
-from bapo_megatron.runtime.distributed import is_main
+from bapo_megatron.runtime.distributed import barrier, is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.gpu_handover import GpuHandover
@@ -118,6 +118,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         if is_main():
             # First in, last out: the sampler and its servers record events until they are closed.
             recorder = opened.enter_context(_recorder(config, point))
+            preemption.record = recorder.event
             if reference:
                 store_reference(config.directory, reference)
             exports = _exports(config, recorder)
@@ -141,6 +142,8 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         handover = GpuHandover(config, policy, client, servers, on_event, handing_over)
         # The watchdog starts last: loading a model and starting servers may take longer than its limit.
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
+        barrier()  # a rank that is told to stop before it ends at once, and the others with it
+        preemption.begun()
         yield Run(
             config=config,
             policy=policy,

@@ -38,7 +38,7 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
 from bapo_megatron.policy.device import attention_problem, check_environment, has_cuda, optimizer_problem
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
-from bapo_megatron.reward.functions import check_function, needs_sandbox, settings_for
+from bapo_megatron.reward.functions import check_functions, needs_sandbox
 from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
@@ -79,7 +79,7 @@ def run_checks(
     yield config.check
     yield lambda: check_new_run(config)
     yield lambda: check_logging(config.logging)
-    yield lambda: _check_reward(config)
+    yield lambda: check_functions(config, config.reward_functions)
     yield lambda: checked_loss(config)
     yield lambda: check_teacher(config)
     yield tokenizer
@@ -110,7 +110,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     config.check()
     check_new_run(config)
     check_logging(config.logging)
-    _check_reward(config)
+    check_functions(config, config.reward_functions)
     coefficient = config.algorithm.reference_kl.coefficient
     if coefficient:
         raise ConfigError(
@@ -146,13 +146,6 @@ def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
         problems.append(f"checkpoint.after_export={command!r}: {problem}; install it, or name another")
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _check_reward(config: RunConfig) -> None:
-    of_sources = {one.reward: f"data.sources[{one.name}].reward" for one in config.data.sources}
-    for function in config.reward_functions:
-        field = "reward.function" if function == config.reward.function else of_sources[function]
-        check_function(settings_for(config.reward, function), field)
 
 
 def _check_sandbox(config: RunConfig) -> None:

@@ -24,7 +24,7 @@ from bapo_megatron.data.packing import updates_of_step
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
-from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
+from bapo_megatron.runtime.distributed import barrier, broadcast_from_main, is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -56,6 +56,7 @@ def sample_steps(
     first_step = broadcast_from_main(next_step(config) if is_main() else None)
     if is_main():
         with _opened_record(config, first_step) as record:
+            preemption.record = record.event
             if event:
                 record.event(event)
             if first_step <= config.steps:
@@ -98,6 +99,8 @@ def _sample(
     if sampler:
         sampler.start(first_step, None)
         sampler.load_weights(config.model.hf_path.absolute(), 0, first_step - 1)
+    barrier()
+    preemption.begun()
     with closing(Watchdog(config.hang_minutes)) as watchdog:
         for step in range(first_step, config.steps + 1):
             clock = StepClock()

@@ -46,7 +46,7 @@ def checked_loss(config: RunConfig) -> Loss:
         name = config.algorithm.loss + (" with fixed bounds" if search is not None and search.known else "")
         raise ConfigError(
             f"batch.hold_forwards serves a search over a whole update, and algorithm.loss={name} makes none: "
-            "it would only keep the activations of all packs; leave it out"
+            "it would only keep the activations of all packs; leave it out (--batch.no-hold-forwards)"
         )
     return loss
 

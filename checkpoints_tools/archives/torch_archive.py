@@ -5,7 +5,7 @@ only the bytes before and after the tensor are made; the caller copies the tenso
 
 torch checks no checksum of the entries. The tensor's is left zero: to compute it, every byte would have to
 pass through the processor once more. Used by ``checkpoints_tools/formats/torch_dist_writer.py`` and
-``checkpoints_tools/to_megatron.py``.
+``checkpoints_tools/hf_to_megatron.py``.
 """
 
 from __future__ import annotations

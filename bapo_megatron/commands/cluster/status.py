@@ -126,7 +126,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
     running = job is not None and job.status == "running" and job.end > 0
     state = _state(run, job)
     waits = state.startswith("PENDING")  # a requeued job has lost the nodes and servers of its last start
-    gone = waits or (job is None and state.startswith("not running"))
+    runs = not waits and state.split(" ")[0] in (*LIVE_STATES, "COMPLETING", "running")
     return Status(
         run=run,
         job=replace(job, nodes="") if job and waits else job,
@@ -137,7 +137,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         metrics=metrics,
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=files_now - saved[1] if saved else None,
-        engines=None if gone else _engines(run, metrics, files_now, job is not None),
+        engines=_engines(run, metrics, files_now, job is not None) if runs else None,
         moved=_moved(paths.metrics),
         starts=_starts(config),
         stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,

@@ -111,7 +111,11 @@ def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankR
     """
     run = replace(job.run, model=replace(job.run.model, hf_path=folder))
     packs, busiest = packs_of(job, options), job.expert_imbalance
-    requests = [RankRequest(run, rank, packs, expert_imbalance=busiest) for rank in ranks_of(job, options)]
+    few = not options.all_ranks  # of thousands of ranks each prints one line, when it is done
+    requests = [
+        RankRequest(run, rank, packs, expert_imbalance=busiest, names_phases=few)
+        for rank in ranks_of(job, options)
+    ]
 
     def report(result: RankResult) -> None:
         how = f"fails in {result.error}" if result.error else "is rehearsed"

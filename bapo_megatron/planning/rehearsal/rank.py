@@ -169,6 +169,8 @@ class RankRehearsal:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        if self.request.names_phases:
+            print(f"rank {self.request.rank}: {name} ...", file=sys.stderr, flush=True)
         with self.meter.during(name):
             try:
                 yield

@@ -32,6 +32,8 @@ class RankRequest:
     """``cpu``: the program as it runs on gloo, to compare with real ranks."""
     expert_imbalance: float = 1.0
     """Copies of tokens that this rank's experts get, as a multiple of the mean over EP."""
+    names_phases: bool = False
+    """Print each phase on stderr as it begins."""
 
     @property
     def world_size(self) -> int:

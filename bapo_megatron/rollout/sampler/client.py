@@ -24,6 +24,7 @@ from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
 from bapo_megatron.rollout.sampler.process import ALIVE, WAKE_CALLS, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_header
+from bapo_megatron.runtime.exit_codes import holding_signals
 from bapo_megatron.runtime.guards import death
 from bapo_megatron.types import StepHeader
 
@@ -263,7 +264,8 @@ class SamplerClient:
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = Pipe()
         command = [sys.executable, "-m", _SERVICE, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        with holding_signals():
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
         self._is_set_up = False
         return process, ours

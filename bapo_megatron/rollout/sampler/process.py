@@ -43,7 +43,7 @@ from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import open_environments
-from bapo_megatron.runtime.exit_codes import SIGNALS
+from bapo_megatron.runtime.exit_codes import ignore_signals
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
 from bapo_megatron.runtime.storage import FailingDiskError, is_of_failing_disk
 
@@ -205,11 +205,8 @@ def _failed(error: Exception) -> tuple[str, str, str]:
 def main() -> None:
     """Run the sampler process, until the pipe closes."""
     die_with_parent()  # by the kernel: also if this process is stopped or hangs
-    # The trainer handles Ctrl-C and Slurm's signals to stop, which go to every process of a job: it needs the
-    # sampler until it has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in SIGNALS:
-        signal.signal(number, lambda *_: None)
+    ignore_signals()  # the trainer needs the sampler until it has saved
     allow_open_files()  # a connection for each request in flight
     pipe = Connection(int(sys.argv[1]))
     try:

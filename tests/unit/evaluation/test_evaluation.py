@@ -54,7 +54,7 @@ from bapo_megatron.rollout.sampler.response import MOST_LOSSES, Sampling
 from bapo_megatron.trainer.build import load_suites
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
 from checkpoints_tools.formats.locate import Format
-from checkpoints_tools.to_megatron import to_megatron
+from checkpoints_tools.hf_to_megatron import to_megatron
 
 MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
 ROWS = [

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper
+from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper, published_code
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.commands.recipe_flags import parse_flags
@@ -45,7 +45,13 @@ from bapo_megatron.hf.config import (
 )
 from bapo_megatron.planning import memory as plan_memory
 from bapo_megatron.planning.activations import activation_bytes_per_token
-from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
+from bapo_megatron.planning.advice import (
+    changed_flags,
+    fastest_layouts,
+    problems,
+    shorter_packs,
+    smallest_changes,
+)
 from bapo_megatron.planning.engines import cache_bytes_per_token, engine_plan
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.planning.memory import (
@@ -628,6 +634,45 @@ def test_comparison_keeps_experts_within_a_node() -> None:
     assert best.job.parallel.expert == run.parallel.expert == 8
     assert all(part.link == "NVLink" for part in best.traffic if part.name == "EP")
     assert best.cost < 0.7 * plan.cost
+
+
+def for_short_responses(**algorithm: object) -> JobPlan:
+    """A recipe for responses of 64k on 16 GPUs, with those of 16k: its packs have room for 67,584 tokens."""
+    path = RECIPES / "bp_math_7b_64k.py"
+    run = load_recipe(path, RunConfig)
+    rollout = replace(run.rollout, max_response_tokens=16384)
+    run = replace(run, rollout=rollout, algorithm=replace(run.algorithm, **algorithm))
+    return make_plan(Job(run, find_shape(path, run.model.hf_path), PlanOptions()))
+
+
+def test_packs_of_the_longest_sequence_are_proposed() -> None:
+    plan = for_short_responses()
+    same, fewest = shorter_packs(plan)
+    assert changed_flags(plan, same) == ["--batch.pack-tokens 18432"]
+    assert changed_flags(plan, fewest) == ["--parallel.context 1", "--batch.pack-tokens 18432"]
+    assert (plan.job.gpus, same.job.gpus, fewest.job.gpus) == (16, 16, 4)
+    assert same.peak < 0.7 * plan.peak
+    assert fewest.verdict.fits
+    page = plan_text(plan, [], [])
+    assert "Packs have room for 67,584 tokens, and the longest sequence has 18,432" in page
+    assert f"--batch.pack-tokens 18432: {same.peak / 1e9:.1f} GB on 16 GPUs" in page
+    assert plan_dict(plan)["shorter_packs"][1]["gpus"] == 4
+
+
+def test_packs_that_are_needed_or_decide_the_search_stay() -> None:
+    assert not shorter_packs(make_plan(planned()))
+    in_packs = for_short_responses(bounds=published_code())
+    assert in_packs.job.run.algorithm.bounds.sums_over == "micro_batch"
+    assert not shorter_packs(in_packs)
+    assert {one.job.run.batch.pack_tokens for one in fastest_layouts(in_packs, 40)} == {67584}
+
+
+def test_the_comparison_varies_the_packs() -> None:
+    plan = for_short_responses()
+    found = fastest_layouts(plan, 40)
+    assert {one.job.run.batch.pack_tokens for one in found} == {18432, 67584}
+    assert found[0].cost < plan.cost
+    assert "18,432" in plan_text(plan, [], found[:1])
 
 
 def test_comparison_is_sorted_and_fits() -> None:

@@ -26,6 +26,7 @@ from bapo_megatron.runtime import jsonl_log
 from bapo_megatron.runtime.files import check_no_links, open_lock
 from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import (
+    JOB_END,
     MANIFEST,
     Moment,
     RunPaths,
@@ -337,6 +338,7 @@ def test_the_shell_has_the_same_names() -> None:
         "BAPO_LOGS_FOLDER": RUN.logs.name,
         "BAPO_ENGINES_FOLDER": RUN.engines.name,
         "BAPO_CHECKPOINTS_FOLDER": RUN.checkpoints.name,
+        "BAPO_JOB_END_FILE": JOB_END,
         "BAPO_MANIFEST_FILE": MANIFEST,
     }
     pattern = shell["BAPO_STEP_PATTERN"]

@@ -13,12 +13,12 @@ from math import prod
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside
 from checkpoints_tools.core.atomic_output import OutputPlan, atomic_output, check_space
 from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor, holes
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.progress import byte_progress, format_bytes
-from checkpoints_tools.formats.safetensors_folder import INDEX
 from checkpoints_tools.formats.torch_dist import OPTIMIZER
 
 _CARRIED = (

@@ -144,15 +144,6 @@ def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
     )
 
 
-def missing_file(path: Path, first: str, others: int) -> str:
-    """Error message for a missing file of weights that the index names."""
-    more = f" and {others} more" if others else ""
-    return (
-        f"{path} is missing: the index says that it holds {first}{more}. Copy it from where the model came "
-        "from, or fetch the model again"
-    )
-
-
 def problems_of(folder: Path, problems: Sequence[str]) -> str:
     """Error message for problems of a model folder: the first eight."""
     more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""

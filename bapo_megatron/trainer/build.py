@@ -30,6 +30,7 @@ from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.hf.weight_files import left_out_text
 from bapo_megatron.interfaces import HandsOver, Policy, Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
@@ -101,6 +102,8 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     policy = build_policy(config)
     if is_main():
         announce_optimizer(policy.optimizer_name, has_cuda())
+        if left_out := left_out_text(config.model.hf_path):
+            print(f"note: {left_out}", file=sys.stderr, flush=True)
     update_loss = UpdateLoss(config.algorithm, config.batch.hold_forwards, config.data.source_names)
     point = find_resume_point(config)
     saved = point.checkpoint

@@ -31,7 +31,7 @@ from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDi
 from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.runtime.files import read_file_inside, remove_folder
-from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.storage import OldFiles, writing
 
 if TYPE_CHECKING:
     from bapo_megatron.rollout.sampler.client import SamplerClient
@@ -161,7 +161,9 @@ class WeightStaging:
     the ranks wait for each other. ConfigError if ``hf_path`` is not a model's folder.
     """
 
-    def __init__(self, folder: Path, hf_path: Path) -> None:
+    def __init__(self, folder: Path, hf_path: Path, old: OldFiles | None = None) -> None:
+        """``old``: deletes the folders of old versions."""
+        self._old = old or OldFiles()
         reader = HfReader(hf_path)
         self._folder, self._hf_path = folder, hf_path
         self._shapes = {name: reader.shape(name) for name in reader.names}
@@ -242,7 +244,8 @@ class WeightStaging:
         """Delete the folders of all other versions; None: of all versions."""
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if path != folder and _VERSION.fullmatch(path.name):
-                remove_folder(path, ignore_errors=True)
+                with self._old.deleting(path):
+                    remove_folder(path)
 
     def _temporary(self, version: int) -> Path:
         return self._folder / f".v{version}.tmp"

@@ -172,6 +172,38 @@ async def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path:
     assert metrics["sampler/tokens_dropped"] == dropped
 
 
+async def test_a_start_opens_no_step_file_whose_record_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run keeps a thousand; damage of a record, and a kill before it, are found all the same."""
+    opened: list[int] = []
+
+    def watched(directory: Path, step: int) -> list[int]:
+        opened.append(step)
+        return step_groups(directory, step)
+
+    monkeypatch.setattr("bapo_megatron.rollout.sampler.step_batches.step_groups", watched)
+    world = World(tmp_path, [ScriptedEngine(answer)], prompts=80, **SETTINGS)
+    async with world.sampling():
+        for step in range(1, 7):
+            await world.train(step)
+            if step == 3:
+                await world.sampler.checkpointed(3)
+        world.kill()
+    async with world.sampling(first_step=7):
+        pass
+    assert opened == []
+    for path in sorted(world.journal.glob("segments-*.log")):
+        found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "batch"]
+        if at := next((r.offset for r in found if r.fields["step"] == 5), None):
+            content = bytearray(path.read_bytes())
+            content[at + 25] ^= 1
+            path.write_bytes(content)
+    async with world.sampling(first_step=7):
+        await world.train(7)
+    assert opened == [5]
+
+
 async def test_old_logs_are_deleted_when_not_needed(tmp_path: Path) -> None:
     world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
     async with world.sampling(rounds=False):

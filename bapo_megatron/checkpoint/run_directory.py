@@ -23,7 +23,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.runtime.files import check_no_links, open_lock, read_plain, write_atomically
-from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FORMAT = 2
 """Format version of the run directory; another version is refused."""
@@ -194,9 +194,10 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     """Preflight of a resume: ConfigError with every changed setting that may not change.
 
     A directory without a finished step fits any settings. ConfigError also if a training run would continue
-    one of ``--rollout-only`` (``samples_only``), or the reverse.
+    one of ``--rollout-only`` (``samples_only``), or the reverse, or end at a step that it has passed.
     """
     _check_kind(config.directory, samples_only)
+    _check_last_step(config)
     stored = read_config(config.directory)
     if stored is None or not has_steps(config.directory):
         return
@@ -209,6 +210,20 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
             + "\ngive them as they were to continue it, or another --run-dir to start anew\n"
             + "to change them in this run: --allow-change "
             + " ".join(name for name, *_ in different)
+        )
+
+
+def _check_last_step(config: RunConfig) -> None:
+    """ConfigError for a later checkpoint: its weights would be exported as those of ``steps``."""
+    found = step_entries(RunPaths(config.directory).checkpoints)
+    newest = max((moment for moment, path in found if (path / MANIFEST).is_file()), default=(0, 0))
+    if newest > (config.steps, 0):
+        done, updates = newest
+        within = f" and {updates} updates of the next" if updates else ""
+        raise ConfigError(
+            f"steps={config.steps}, but {config.directory} has trained {done} steps{within}: give --steps "
+            f"{done + bool(updates)} or more; for weights of an earlier step, bapo-ckpt to-hf "
+            f"{config.directory} OUT --step N"
         )
 
 

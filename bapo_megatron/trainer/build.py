@@ -137,7 +137,8 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         if saved and point.has_work:
             for event in check_restored(config, policy, sampler, saved, point.fork):
                 on_event(event)
-        sync.push(policy, point.first_step - 1)
+        if point.has_work:
+            sync.push(policy, point.first_step - 1)
         client = sampler if isinstance(sampler, SamplerClient) else None
         handing_over = sync if isinstance(sync, HandsOver) else None
         handover = GpuHandover(config, policy, client, servers, on_event, handing_over)

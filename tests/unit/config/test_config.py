@@ -497,6 +497,20 @@ def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
         check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))
 
 
+@pytest.mark.parametrize(("name", "least"), [("step_000006", 6), ("step_000006_update_002", 7)])
+def test_a_run_does_not_end_at_a_step_that_it_has_passed(tmp_path: Path, name: str, least: int) -> None:
+    """Its newest weights would be exported as those of the earlier step."""
+    (checkpoint := tmp_path / "checkpoints" / name).mkdir(parents=True)
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    check_same_run(dataclasses.replace(run, steps=4))  # a half-deleted one is no checkpoint
+    (checkpoint / "manifest.json").write_text("{}")
+    check_same_run(dataclasses.replace(run, steps=least))
+    with pytest.raises(
+        ConfigError, match=rf"steps={least - 1}, but .* has trained 6 .* give --steps {least} "
+    ):
+        check_same_run(dataclasses.replace(run, steps=least - 1))
+
+
 @pytest.mark.parametrize(
     ("part", "change", "allowed"),
     [

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.files import check_no_links, open_lock, read_plain, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
@@ -179,7 +179,7 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 def _take(lock: BinaryIO) -> None:
     """Lock the file. BlockingIOError if it is held: at once, or in a requeued job at the end of the wait."""
-    is_requeued = os.environ.get("BAPO_RESTART", "0") != "0"
+    is_requeued = (environment_variable("BAPO_RESTART") or "0") != "0"
     deadline = time.monotonic() + (_REQUEUED_WAIT_S if is_requeued else 0.0)
     while True:
         try:

@@ -86,7 +86,7 @@ def check_shard(path: Path, held: Iterable[str], weight_map: Mapping[str, str]) 
         if (placed := weight_map.get(name)) != path.name:
             where = "does not list" if placed is None else f"places in {placed}"
             raise CheckpointError(
-                f"{path} holds tensor {name}, which {INDEX} {where}; transformers and SGLang would load it "
+                f"{path} holds tensor {name}, which {INDEX} {where}; transformers and engines would load it "
                 "all the same: take the index that belongs to the files, or fetch the model again"
             )
 

@@ -11,7 +11,6 @@ for it. Used in ``commands/``, ``policy/``, ``rollout/sampler/``, ``trainer/`` a
 from __future__ import annotations
 
 import faulthandler
-import os
 import signal
 import socket
 import time
@@ -22,6 +21,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.exit_codes import handling
 
 LATE = "the job's time would end before the next update is saved"
@@ -82,7 +82,7 @@ class PreemptionSignal:
 
 def _job_end() -> float | None:
     """End of the Slurm job in seconds since 1970, which the job's script exports; None outside a job."""
-    given = os.environ.get("BAPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME") or ""
+    given = environment_variable("BAPO_END_TIME") or environment_variable("SLURM_JOB_END_TIME") or ""
     return float(given) if given.isdigit() and given != "0" else None
 
 
@@ -138,7 +138,7 @@ def naming_memory() -> Iterator[None]:
         )
         kind, advice = ("GPU memory", _ON_A_GPU) if on_gpu else ("memory", _ON_THE_MACHINE)
         message = " ".join(str(error).split()) or type(error).__name__
-        rank = os.environ.get("RANK", "0")
+        rank = environment_variable("RANK") or "0"
         raise OutOfMemoryError(
             f"rank {rank} on {socket.gethostname()} has no {kind} left; {advice}; "
             f"`bapo plan` shows what takes it: {message}"

@@ -43,6 +43,7 @@ from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import open_environments
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.exit_codes import SIGNALS
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
 from bapo_megatron.runtime.storage import FailingDiskError, OldFiles, is_of_failing_disk
@@ -238,7 +239,7 @@ def use_threads(of_a_rank: int | None) -> None:
     ``of_a_rank``: threads of one rank; None: torch's own number.
     """
     if of_a_rank is not None:
-        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+        ranks = environment_variable("LOCAL_WORLD_SIZE") or environment_variable("WORLD_SIZE") or "1"
         torch.set_num_threads(of_a_rank * int(ranks))
 
 

@@ -25,6 +25,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
+from bapo_megatron.runtime.device import environment_variable, set_default
 from bapo_megatron.runtime.files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -190,7 +191,7 @@ class WandbTracker:
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        folder = Path(os.environ.get("WANDB_DIR") or run.folder)
+        folder = Path(environment_variable("WANDB_DIR") or run.folder)
         self._files = folder / "wandb"
         self._id = run.id
         self._run: Any = wandb.init(
@@ -231,7 +232,7 @@ class TrackioTracker:
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
+        set_default("TRACKIO_DIR", str(run.folder / "trackio"))
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -300,7 +301,7 @@ class MlflowTracker:
 
         self._metric: Any = Metric
         folder = run.folder / "mlflow"
-        uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
+        uri, artifacts = environment_variable("MLFLOW_TRACKING_URI"), None
         if not uri:
             folder.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()

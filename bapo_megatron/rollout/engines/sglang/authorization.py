@@ -23,6 +23,7 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     make_key_file,
     read_key_file,
 )
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _PROOF_S = 5.0
@@ -197,7 +198,7 @@ class Authorization:
 
 
 def _given_file(sglang: SglangConfig) -> Path | None:
-    named = os.environ.get(VARIABLE)
+    named = environment_variable(VARIABLE)
     return sglang.api_key_file or (Path(named) if named else None)
 
 

@@ -43,6 +43,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_flags,
     sglang_python,
 )
+from bapo_megatron.runtime.device import set_default
 from bapo_megatron.runtime.files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -74,7 +75,7 @@ class SglangBackend(EngineBackend):
         """For sync=broadcast on GPUs: NCCL's settings of the servers, which are in one group with rank 0."""
         if cuda and rollout.sglang.sync == "broadcast":
             for name, value in nccl_settings(rollout.sglang.flags).items():
-                os.environ.setdefault(name, value)
+                set_default(name, value)
 
     def check_weights(self, hf_path: Path) -> None:
         """Refuse fused experts, quantized folders and weights beside a single file, with ConfigError.

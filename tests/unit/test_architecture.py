@@ -194,9 +194,7 @@ def test_environment_variables_are_read_in_one_way() -> None:
             owner = ast.unparse(node.value) if is_call else ""
             is_test = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)
             tested = ast.unparse(node.comparators[0]) if is_test else ""
-            reads = (
-                owner == "os.environ" or (owner == "os" and node.attr == "getenv")
-            ) or tested == "os.environ"
+            reads = "os.environ" in (owner, tested) or ast.unparse(node) == "os.getenv"
             assert not reads or name in READ_IN_ITS_OWN_WAY, (path, node.lineno)
 
 

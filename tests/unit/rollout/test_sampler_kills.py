@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.sampler.held_out import HeldOut
+from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
@@ -215,6 +217,25 @@ async def test_old_logs_are_deleted_when_not_needed(tmp_path: Path) -> None:
     keep_logs(world.journal, tmp_path / "kept")
     check_accounts(world, tmp_path / "kept")
     assert len(steps_in(world.journal)) == 12
+
+
+async def test_old_held_out_results_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:
+    """But for those of the last step that is deleted: the trainer may still read them."""
+    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
+    (folder := tmp_path / "evaluation").mkdir()
+    for step in range(7):
+        (folder / f"step_{step:06d}.jsonl").touch()
+    async with world.sampling():
+        held_out = HeldOut(world.config, (), world.dataset, world.pool, world.score)
+        service = Service(world.sampler, world.pool, held_out, [], "disk")
+        for step in range(1, 8):
+            await world.train(step)
+        assert await service.answer("checkpointed", (2,)) == ("ok", None, [])
+        assert next(path.name for path in sorted(folder.iterdir())) == "step_000002.jsonl"
+        await service.answer("checkpointed", (7,))
+        names = [path.name for path in sorted(folder.iterdir())]
+        assert names == [f"step_{step:06d}.jsonl" for step in (4, 5, 6)]
+        assert steps_in(world.journal)[0] == 5
 
 
 async def test_old_step_files_are_deleted_unless_a_resume_needs_them(tmp_path: Path) -> None:
